@@ -1,0 +1,2 @@
+VENV := .venv
+PY := $(VENV)/bin/python

@@ -1,0 +1,61 @@
+"""ShardConfig: every setting of a shard, written once. Flags, environment names and --help come from here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from text_generation_proto.process import ProcessConfig
+
+
+EngineName = Literal["auto", "torch", "echo"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+DType = Literal["float16", "bfloat16", "float32"]
+
+
+class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
+    """Serve one engine on one device over gRPC."""
+
+    model_path: str = ""
+    """Folder with config.json and *.safetensors. Not needed by the echo engine."""
+    model_id: str = ""
+    """Name to report for the model; default: the folder."""
+    engine: EngineName = "auto"
+    """Which engine runs the model."""
+    address: str = "unix:///tmp/text-generation-server-0"
+    """Where to listen: unix:///path (mode 0600) or host:port."""
+    rank: NonNegativeInt = 0
+    """Place of this shard in its tensor-parallel group."""
+    world_size: PositiveInt = 1
+    """Shards in the group."""
+    dtype: DType | None = None
+    """Type of weights, activations and KV cache; default: the checkpoint's."""
+    load_format: LoadFormat = "auto"
+    """`dummy` fills the model with random weights: only config.json is read."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N or auto."""
+    cuda_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the device's memory to use."""
+    cpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """Share of the machine's memory the torch engine may use on CPU, weights included."""
+    max_batch_size: NonNegativeInt = 0
+    """Sequences held at once, at most; 0: the engine's own limit."""
+    num_threads: NonNegativeInt = 0
+    """Threads of a forward pass on CPU; 0: one a core."""
+    reflection: bool = False
+    """Serve gRPC reflection, for grpcurl."""
+    shutdown_timeout: Annotated[float, Field(gt=0)] = 10.0
+    """Seconds a stopping shard waits for the step in progress."""
+    echo_step_ms: Annotated[float, Field(ge=0)] = 0.0
+    """Echo engine: time of a step."""
+    echo_prefill_us: Annotated[float, Field(ge=0)] = 0.0
+    """Echo engine: time added to a step by each prompt token in it, in microseconds."""
+    echo_blocks: PositiveInt = 65536
+    """Echo engine: KV blocks it says it has, unless the KV pool's size is given."""
+    echo_max_sequence_length: PositiveInt = 32768
+    """Echo engine: longest sequence."""
+    echo_fail_token: int = -1
+    """Echo engine: a sequence that is to repeat this token id fails instead."""
+    echo_fail_step_token: int = -1
+    """Echo engine: the whole step fails in which a sequence is to repeat this token id."""

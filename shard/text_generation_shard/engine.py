@@ -1,0 +1,208 @@
+"""The Engine protocol, and the values that cross it.
+
+An engine holds sequences in numbered slots and computes steps over them. One thread drives it, one call at a time:
+
+    apply(orders)  at a step boundary: drop, admit, grant, name the chunks of the next step; quick, never computes
+    step()         one forward pass over everything that can advance, or None if nothing can
+
+Ids in, ids out; no text, no gRPC, no asyncio. `sequences.SequenceTable` does the bookkeeping that all step engines share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+
+class Scheduling(Enum):
+    """Who decides what runs in a step."""
+
+    STEP = "step"
+    SELF = "self"
+
+
+class FinishReason(Enum):
+    """Why a sequence ended by itself."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_TOKEN = "stop_token"
+
+
+class FailureCode(Enum):
+    """Why a sequence ended with an error."""
+
+    INVALID = "invalid"
+    NUMERICS = "numerics"
+    STEP = "step"
+
+
+class EngineError(Exception):
+    """The engine cannot be built or warmed up as asked: one clear line for the operator, no traceback."""
+
+
+class InsufficientMemory(EngineError):
+    """The limits asked for do not fit in the memory there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is and can do; the fields are those of InfoResponse in shard.proto."""
+
+    engine: str
+    model_id: str
+    model_type: str
+    dtype: str
+    device: str
+    scheduling: Scheduling
+    vocab_size: int
+    max_sequence_length: int
+    max_slots: int
+    block_size: int
+    eos_token_ids: tuple[int, ...]
+    suggested_prefill_tokens: int
+    max_top_n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpLimits:
+    """What steps the engine must be ready for. Zero leaves the choice to the engine."""
+
+    max_batch_prefill_tokens: int = 0
+    max_batch_size: int = 0
+    max_batch_total_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen; neutral values switch a stage off. Formulas: `sampling`."""
+
+    greedy: bool = True
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    watermark: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a sequence ends by itself."""
+
+    max_new_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence to hold from now on. `prompt` includes `generated_tokens` trailing ids generated earlier."""
+
+    slot: int
+    prompt: tuple[int, ...]
+    stopping: Stopping
+    sampling: Sampling = Sampling()
+    blocks: tuple[int, ...] = ()
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    top_n: int = 0
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What is to change at one step boundary: releases first, then admissions, grants, prefill chunks."""
+
+    number: int
+    release: tuple[int, ...] = ()
+    admit: tuple[Admission, ...] = ()
+    grants: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(slot, KV blocks to grow into)."""
+    prefill: tuple[tuple[int, int], ...] = ()
+    """(slot, prompt tokens to compute in the next step)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A sequence that ended with an error."""
+
+    slot: int
+    code: FailureCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The most probable tokens at one position, best first. `index` counts the slot's tokens within the step."""
+
+    slot: int
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step brought, in columns: slots[i] got the next token_counts[i] of token_ids and logprobs.
+
+    A slot in `finished` or `failed` is free again: the engine has dropped its sequence.
+    """
+
+    slots: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    """Empty: one token each."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    prefilled: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, prompt tokens computed)."""
+    finished: list[tuple[int, FinishReason]] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+    top_tokens: list[TopTokens] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
+    forward_ns: int = 0
+
+
+class Engine(Protocol):
+    """Runs steps. Every method is called from one thread; none is called again after `close`."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is; constant."""
+        ...
+
+    def warm_up(self, limits: WarmUpLimits) -> int:
+        """Run the worst-case step, allocate the KV pool; the number of KV blocks. Drops every sequence.
+
+        Raises InsufficientMemory if `limits` do not fit.
+        """
+        ...
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        """Make the changes ordered; the sequences that cannot be as ordered, each dropped again."""
+        ...
+
+    def step(self) -> StepResult | None:
+        """Advance everything that can advance by one forward pass; None if nothing can."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Sequences held."""
+        ...
+
+    @property
+    def used_blocks(self) -> int:
+        """KV blocks those sequences hold."""
+        ...
+
+    def reset(self) -> None:
+        """Drop every sequence."""
+        ...
+
+    def close(self) -> None:
+        """Free the device."""
+        ...

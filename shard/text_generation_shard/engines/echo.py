@@ -1,0 +1,136 @@
+"""Repeats the prompt at a set pace, with no model: for tests, demos, and load tests of everything above the engine.
+
+New token i of a sequence is prompt token i modulo the prompt's length, counted over everything generated since the
+request began, so that a preempted sequence goes on where it was. It keeps the contract of a real engine to the letter:
+KV blocks, grants, chunks, stopping.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import (
+    EngineInfo,
+    Failure,
+    Orders,
+    Scheduling,
+    StepResult,
+    TopTokens,
+    WarmUpLimits,
+)
+from text_generation_shard.sequences import ChosenToken, Row, Sequence, SequenceTable
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 1 << 20
+"""Larger than any tokenizer's, so that echo serves with whatever tokenizer the router loads."""
+MAX_SLOTS = 1024
+LOGPROB = -0.5
+"""Log-probability of every echoed token; any constant would do, a round float32 reads well."""
+
+
+@dataclass
+class EchoEngine:
+    """See the module."""
+
+    info: EngineInfo
+    num_blocks: int
+    step_s: float
+    prefill_s: float
+    fail_token: int
+    fail_step_token: int
+    _table: SequenceTable = field(init=False)
+
+    @classmethod
+    def build(cls, config: ShardConfig) -> EchoEngine:
+        info = EngineInfo(
+            engine="echo",
+            model_id=config.model_id or config.model_path or "echo",
+            model_type="",
+            dtype="float32",
+            device="cpu",
+            scheduling=Scheduling.STEP,
+            vocab_size=VOCAB_SIZE,
+            max_sequence_length=config.echo_max_sequence_length,
+            max_slots=config.max_batch_size or MAX_SLOTS,
+            block_size=BLOCK_SIZE,
+            eos_token_ids=(),
+            suggested_prefill_tokens=4096,
+            max_top_n_tokens=20,
+        )
+        return cls(
+            info=info,
+            num_blocks=config.echo_blocks,
+            step_s=config.echo_step_ms / 1e3,
+            prefill_s=config.echo_prefill_us / 1e6,
+            fail_token=config.echo_fail_token,
+            fail_step_token=config.echo_fail_step_token,
+        )
+
+    def __post_init__(self) -> None:
+        self._table = SequenceTable(self.info)
+
+    def warm_up(self, limits: WarmUpLimits) -> int:
+        self._table.clear()
+        if limits.max_batch_total_tokens:
+            self.num_blocks = limits.max_batch_total_tokens // BLOCK_SIZE
+        self._table.num_blocks = self.num_blocks
+        return self.num_blocks
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        return self._table.apply(orders)
+
+    def step(self) -> StepResult | None:
+        rows = self._table.rows()
+        if not rows:
+            return None
+        started = time.perf_counter()
+        prompt_tokens = sum(row.length for row in rows if row.sequence.is_prefilling)
+        if (pace := self.step_s + self.prefill_s * prompt_tokens) > 0:
+            # A pause from the start of the step, not after it: the pace set is the pace kept.
+            time.sleep(pace)
+        chosen = [self._choose(row.sequence) for row in rows if row.samples]
+        if any(token.token_id == self.fail_step_token for token in chosen):
+            return self._table.fail(rows, "the step failed, as the echo engine was told")
+        for row in rows:
+            self._score_prompt(row)
+        result = self._table.advance(rows, chosen)
+        self._add_top_tokens(rows, result)
+        result.forward_ns = int((time.perf_counter() - started) * 1e9)
+        return result
+
+    @property
+    def running(self) -> int:
+        return len(self._table)
+
+    @property
+    def used_blocks(self) -> int:
+        return self._table.used_blocks
+
+    def reset(self) -> None:
+        self._table.clear()
+
+    def close(self) -> None:
+        self._table.clear()
+
+    def _choose(self, sequence: Sequence) -> ChosenToken:
+        period = sequence.prompt_length - sequence.generated_before
+        token = sequence.tokens[(len(sequence.tokens) - period) % period]
+        if token == self.fail_token:
+            return ChosenToken(token, LOGPROB, failure="this token fails, as the echo engine was told")
+        return ChosenToken(token, LOGPROB)
+
+    def _score_prompt(self, row: Row) -> None:
+        scores = row.sequence.prompt_logprobs
+        if scores is not None:
+            for position in range(max(row.start, 1), min(row.start + row.length, len(scores))):
+                scores[position] = LOGPROB
+
+    def _add_top_tokens(self, rows: list[Row], result: StepResult) -> None:
+        wanted = {row.sequence.slot: row.sequence.top_n for row in rows if row.sequence.top_n}
+        for slot, token in zip(result.slots, result.token_ids, strict=True):
+            if n := wanted.get(slot, 0):
+                # The chosen token, then its neighbours in the vocabulary, each half as likely as the one before.
+                ids = tuple((token + i) % VOCAB_SIZE for i in range(n))
+                result.top_tokens.append(TopTokens(slot, 0, ids, tuple(LOGPROB - 0.7 * i for i in range(n))))
