@@ -1,0 +1,78 @@
+"""RouterConfig: every setting of the router, written once. Flags, environment names and --help come from here."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic_settings import NoDecode
+
+from text_generation_proto.process import ProcessConfig
+
+
+def _split(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if value.startswith("["):  # as CliApp.serialize writes it
+        return tuple(json.loads(value))
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+"""A flag given several times, or once with commas; in the environment, with commas."""
+
+
+class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
+    """Serve HTTP in front of a shard: text, queue, continuous batching."""
+
+    model_path: str = ""
+    """Folder with tokenizer.json (and config.json)."""
+    model_id: str = ""
+    """Name to report for the model; default: the folder."""
+    revision: str | None = None
+    """Revision of the model, for /info."""
+    shard_address: str = "unix:///tmp/text-generation-server-0"
+    """Where the shard listens: unix:///path or host:port."""
+    hostname: str = "0.0.0.0"
+    """Address to listen on. A name that is no IP address means 0.0.0.0, as in TGI."""
+    port: NonNegativeInt = 3000
+    """Port to listen on; 0 takes a free one."""
+    max_concurrent_requests: PositiveInt = 128
+    """Requests in the building at once; the next one is refused with 429."""
+    max_best_of: PositiveInt = 2
+    """Largest `best_of`."""
+    max_stop_sequences: NonNegativeInt = 4
+    """Most stop sequences a request may name."""
+    max_top_n_tokens: NonNegativeInt = 5
+    """Largest `top_n_tokens`."""
+    max_input_tokens: PositiveInt | None = None
+    """Longest prompt, in tokens; default: max_total_tokens - 1."""
+    max_total_tokens: PositiveInt | None = None
+    """Prompt plus new tokens of a request; default: what the model and the KV cache allow."""
+    max_batch_prefill_tokens: PositiveInt | None = None
+    """Prompt tokens computed in one step; longer prompts are cut in chunks. Default: what the engine suggests."""
+    max_batch_total_tokens: PositiveInt | None = None
+    """KV cache over all running requests, in tokens; default: what warm-up measures."""
+    max_batch_size: PositiveInt | None = None
+    """Requests running at once; default: what the engine can hold."""
+    waiting_served_ratio: NonNegativeFloat = 0.0
+    """Let waiting requests in only once they number this share of the running ones. 0: at the next step."""
+    max_waiting_tokens: NonNegativeInt = 20
+    """Decode steps after which waiting requests are let in whatever waiting_served_ratio says."""
+    max_client_batch_size: PositiveInt = 4
+    """Most prompts in one request of the OpenAI dialect."""
+    validation_workers: PositiveInt = 2
+    """Threads that tokenize."""
+    payload_limit: PositiveInt = 2_000_000
+    """Largest request body, in bytes."""
+    enable_prefill_logprobs: bool = False
+    """Accepted for TGI's sake: prefill log-probabilities are always served when a request asks for them."""
+    cors_allow_origin: CommaList = ()
+    """Origins allowed to call from a browser; default: any."""
+    compute_type: str = "gpu+optimized"
+    """Value of the x-compute-type header."""
+    graceful_termination_timeout: NonNegativeFloat = 90.0
+    """Seconds a stopping router gives running requests to finish."""
+    shard_connect_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds to wait for the shard to become ready."""
