@@ -1,53 +1,84 @@
-"""What a process of ours owes the one that started it: settings, exit codes, a lifeline.
+"""What a process of ours owes the one that started it: settings, exit codes, a lifeline, a clean socket.
 
-Launcher and child speak through argv, the environment, signals, exit codes and one inherited pipe. That is a protocol as
-shard.proto is one, so it lives beside it.
+Launcher and child speak through argv, signals, exit codes and one inherited pipe. That is a protocol as shard.proto is
+one, so it lives beside it.
 
 The lifeline: the launcher holds the only write end of a pipe; each child inherits the read end. End of file means that
-the launcher is gone, however it died, and the child stops in order.
+the launcher is gone, however it died. The child then stops as if it had got SIGTERM, and has LIFELINE_GRACE seconds for
+it: `follow_parent` sees to both.
+
+The socket: who serves a unix socket removes it when it stops, with `remove_socket`, which takes the folder along if the
+launcher made that folder for this one socket. So nothing is left in the file system even where the launcher was killed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
+import select
 import signal
+import socket
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Annotated
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+LIFELINE_GRACE = 1.5
+"""Seconds a process has to stop in order once its parent is dead."""
+
+PRIVATE_FOLDER_PREFIX = "tgi-"
+"""How the name of a folder starts that a launcher made for the sockets of its shards."""
 
 
 class ExitCode(IntEnum):
-    """How a process of ours ended."""
+    """How a process of ours ended. A process that a signal killed has minus the signal's number, as everywhere."""
 
     STOPPED = 0
-    """Asked to stop, and did."""
+    """Asked to stop (SIGTERM, SIGINT, SIGHUP), and did, whatever phase it was in."""
     FAILED = 1
-    """Could not start or go on; the last log line says why."""
+    """Could not start or go on; the last log line says why. The launcher: a shard or the router did not start."""
     USAGE = 2
-    """The settings make no sense."""
+    """The settings make no sense; one line on standard error names the setting."""
     BUG = 70
     """A broken invariant; the log has a traceback."""
     DEPENDENCY_LOST = 75
-    """A process this one needs went away."""
+    """A process this one needs went away while serving. The launcher: a shard or the router died. Worth a restart."""
 
 
 class ProcessConfig(BaseSettings):
-    """Settings every process has. Precedence: command line, environment (the flag in upper snake case), default."""
+    """Settings every process has. Precedence: command line, environment (the flag in upper snake case), default.
+
+    An empty environment variable counts as none.
+    """
 
     model_config = SettingsConfigDict(
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_avoid_json=True,
+        env_ignore_empty=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
         frozen=True,
         extra="forbid",
     )
+
+    flag_only: ClassVar[frozenset[str]] = frozenset({"lifeline_fd"})
+    """Settings that the environment does not set."""
 
     json_output: bool = False
     """Log one JSON object a line."""
@@ -56,23 +87,146 @@ class ProcessConfig(BaseSettings):
     lifeline_fd: int = -1
     """Inherited pipe whose end of file says that the parent died; set by the launcher."""
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The command line is put first by pydantic-settings itself."""
+        return init_settings, _Environment(settings_cls, cls.flag_only)
 
-def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send `sig` to this process when the thread that started it ends (Linux; elsewhere nothing)."""
+    @classmethod
+    def of(cls, **values: object) -> Self:
+        """These values, and defaults for the rest: the environment has no say."""
+        defaults = {
+            name: field.get_default(call_default_factory=True, validated_data={})
+            for name, field in cls.model_fields.items()
+        }
+        return cls(**(defaults | values))
+
+
+class _Environment(EnvSettingsSource):
+    """The environment, less the settings that only a flag can set."""
+
+    def __init__(self, settings_cls: type[BaseSettings], flag_only: frozenset[str]) -> None:
+        super().__init__(settings_cls)
+        self._flag_only = flag_only
+
+    def __call__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__call__().items() if name not in self._flag_only}
+
+
+Config = TypeVar("Config", bound=ProcessConfig)
+
+
+def parse_config(config: type[Config], argv: Sequence[str] | None = None) -> Config:
+    """The settings from the command line and the environment; on nonsense, one line and exit code USAGE."""
+    try:
+        return CliApp.run(config, cli_args=None if argv is None else list(argv), cli_exit_on_error=False)
+    except ValidationError as error:
+        exit_with_usage_error(config, "; ".join(_complaint(detail) for detail in error.errors()))
+    except SettingsError as error:
+        exit_with_usage_error(config, str(error).removeprefix("error parsing CLI: "))
+
+
+def exit_with_usage_error(config: type[ProcessConfig], complaint: str) -> NoReturn:
+    """Say what is wrong with the settings and exit with code USAGE."""
+    prog = config.model_config.get("cli_prog_name") or Path(sys.argv[0]).name
+    line = " ".join(f"{prog}: error: {complaint}".split())
+    sys.stderr.write(f"{line}\n")
+    raise SystemExit(int(ExitCode.USAGE))
+
+
+def _complaint(error: ErrorDetails) -> str:
+    message = error["msg"].removeprefix("Value error, ")
+    if not error["loc"]:
+        return message
+    name = str(error["loc"][0])
+    return f"--{name.replace('_', '-')} (or {name.upper()}): {message}, not {error['input']!r}"
+
+
+def follow_parent(lifeline_fd: int, last_will: Callable[[], None] | None = None) -> None:
+    """Stop when the parent dies: SIGTERM to this process, and LIFELINE_GRACE seconds later SIGKILL.
+
+    Call it first thing in `main`, from the main thread, before any slow import; without a lifeline it does nothing.
+    `last_will` is for what must not be left behind: it runs just before that SIGKILL, and at a SIGTERM that comes before
+    the event loop has a handler of its own. It must not need the event loop, which is what hangs by then.
+    """
+    if lifeline_fd < 0:
+        return
+
+    def stop_while_starting(_signal: int, _frame: FrameType | None) -> None:
+        if last_will is not None:
+            last_will()
+        raise SystemExit(int(ExitCode.STOPPED))
+
+    signal.signal(signal.SIGTERM, stop_while_starting)
+    _die_with_parent(signal.SIGTERM)
+    threading.Thread(target=_follow, args=(lifeline_fd, last_will), name="lifeline", daemon=True).start()
+
+
+def _follow(lifeline_fd: int, last_will: Callable[[], None] | None) -> None:
+    select.select([lifeline_fd], [], [])  # nobody ever writes: readable means end of file
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LIFELINE_GRACE)
+    try:
+        if last_will is not None:
+            last_will()
+    finally:
+        if os.getpgrp() == os.getpid():  # our own group, as the launcher starts us: an engine's workers go too
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_with_parent(sig: signal.Signals) -> None:
+    """Ask the kernel to send `sig` to this process when the thread that started it ends (Linux; elsewhere nothing).
+
+    The lifeline alone would do; this one reaches a process whose threads all wait for the interpreter's lock.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(sig))
 
 
-async def parent_gone(lifeline_fd: int) -> None:
-    """Return when the parent at the other end of the lifeline has died; without a lifeline, wait for ever."""
-    loop = asyncio.get_running_loop()
-    gone = asyncio.Event()
-    if lifeline_fd >= 0:
-        os.set_blocking(lifeline_fd, False)
-        loop.add_reader(lifeline_fd, gone.set)
-    try:
-        await gone.wait()
-    finally:
-        if lifeline_fd >= 0:
-            loop.remove_reader(lifeline_fd)
+def socket_path(address: str) -> Path | None:
+    """The file of a unix:///path address; None for host:port."""
+    return Path(address.removeprefix("unix://")) if address.startswith("unix://") else None
+
+
+class SocketInUse(Exception):
+    """Another server answers on this socket."""
+
+
+def claim_socket(path: Path) -> None:
+    """Make way for a server on this socket: remove what a crash left there. Raises SocketInUse if somebody serves it.
+
+    gRPC would remove the file without asking, and so take the socket from a server that runs.
+    """
+    if not path.is_socket():
+        if path.exists():
+            raise SocketInUse(f"{path} is there and is no socket")
+        return
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        else:
+            raise SocketInUse(f"a server already listens on {path}")
+
+
+def remove_socket(path: Path) -> None:
+    """Remove the socket of a server that has stopped, and its folder if a launcher made that for its own sockets."""
+    path.unlink(missing_ok=True)
+    if path.parent.name.startswith(PRIVATE_FOLDER_PREFIX):
+        try:
+            path.parent.rmdir()
+        except OSError:  # another shard's socket is still in it, or it is gone already
+            return

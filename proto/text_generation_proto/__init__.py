@@ -1,0 +1,1 @@
+"""What the processes share: the wire contract, how a process starts, logs and stops."""

@@ -1,0 +1,238 @@
+"""An asyncio client for a shard, for the router and for people who talk to a shard directly.
+
+    async with ShardClient.connect("unix:///tmp/text-generation-server-0") as shard:
+        print(await shard.info())
+        pool = await shard.warm_up()
+        async with shard.session(pool) as session:
+            async for token in session.generate([1, 2, 3], max_new_tokens=8):
+                print(token.id, token.logprob)
+
+`ShardClient.run` is the bare stream of shard.proto, for a scheduler of your own. A `Session` is a small one: it gives
+each sequence its whole worst case of KV blocks at admission and prefills prompts whole, so it never preempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from text_generation_proto.channel import CLIENT_OPTIONS
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.v1 import shard_pb2_grpc
+
+RunCall = grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]
+
+
+class SequenceFailed(Exception):
+    """The shard ended this sequence with an error."""
+
+
+class SessionClosed(Exception):
+    """The shard's stream ended while sequences were open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One new token; `finish_reason` (a value of pb.FinishReason) is set on the last."""
+
+    id: int
+    logprob: float
+    finish_reason: pb.FinishReason | None = None
+
+
+class ShardClient:
+    """One shard. Errors are grpc.aio.AioRpcError, with the codes that shard.proto names."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._stub: shard_pb2_grpc.ShardAsyncStub = shard_pb2_grpc.ShardStub(channel)
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, address: str) -> AsyncIterator[ShardClient]:
+        """A client for `address` (unix:///path or host:port). Connects when first used; closes with the block."""
+        async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+            yield cls(channel)
+
+    async def ready(self, timeout: float) -> None:
+        """Return once the shard's health is SERVING; TimeoutError after `timeout` seconds."""
+        health = health_pb2_grpc.HealthStub(self._channel)
+        async with asyncio.timeout(timeout):
+            while True:
+                try:
+                    async for reply in health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+                        if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
+                except grpc.aio.AioRpcError:
+                    # The shard went away between two states; wait_for_ready waits for the next connection.
+                    await asyncio.sleep(0.1)
+
+    async def info(self, timeout: float = 10.0) -> pb.InfoResponse:
+        """What the engine is and can do."""
+        return await self._stub.Info(pb.InfoRequest(), timeout=timeout)
+
+    async def warm_up(
+        self,
+        *,
+        max_batch_prefill_tokens: int = 0,
+        max_batch_size: int = 0,
+        max_batch_total_tokens: int = 0,
+        timeout: float = 600.0,
+    ) -> pb.WarmUpResponse:
+        """Allocate the KV pool; zeros leave the sizes to the engine."""
+        request = pb.WarmUpRequest(
+            max_batch_prefill_tokens=max_batch_prefill_tokens,
+            max_batch_size=max_batch_size,
+            max_batch_total_tokens=max_batch_total_tokens,
+        )
+        return await self._stub.WarmUp(request, timeout=timeout)
+
+    def run(self) -> RunCall:
+        """The bare stream: write Orders, read StepReports. The shard serves one at a time."""
+        call: RunCall = self._stub.Run()
+        return call
+
+    @asynccontextmanager
+    async def session(self, pool: pb.WarmUpResponse, max_slots: int = 16) -> AsyncIterator[Session]:
+        """A session over `pool`, as WarmUp returned it; at most `max_slots` sequences at once, the rest wait."""
+        call = self.run()
+        session = Session(call, pool, max_slots)
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                receiver = tasks.create_task(session.receive())
+                try:
+                    yield session
+                except BaseException as error:  # noqa: BLE001 - raised again below: the group would wrap it in a group
+                    failure = error
+                receiver.cancel()
+        finally:
+            call.cancel()
+        if failure is not None:
+            raise failure
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    slot: int
+    blocks: list[int]
+    tokens: asyncio.Queue[Token | Exception] = field(default_factory=asyncio.Queue)
+    released_by: int = 0
+
+
+class Session:
+    """Runs sequences on one Run stream, each to its end or until its iterator is closed."""
+
+    def __init__(self, call: RunCall, pool: pb.WarmUpResponse, max_slots: int) -> None:
+        self._call = call
+        self._block_size = pool.block_size
+        self._num_blocks = pool.num_blocks
+        self._free_blocks = list(range(pool.num_blocks))
+        self._free_slots = list(range(max_slots))
+        self._open: dict[int, _Open] = {}
+        self._number = 0
+        self._freed = asyncio.Condition()
+        self._sending = asyncio.Lock()
+        self._closed: Exception | None = None
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampling: pb.Sampling | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> AsyncIterator[Token]:
+        """The tokens that follow `prompt`, greedy unless `sampling` says otherwise.
+
+        Waits for a slot and blocks. Raises ValueError if the pool can never hold it, SequenceFailed, SessionClosed.
+        Close the iterator early (`aclose`, or leave the function that loops) and the sequence is released.
+        """
+        needed = -(-(len(prompt) + max_new_tokens - 1) // self._block_size)
+        if needed > self._num_blocks:
+            raise ValueError(f"the sequence needs {needed} KV blocks, the pool has {self._num_blocks}")
+        async with self._freed:
+            await self._freed.wait_for(
+                lambda: self._closed or (self._free_slots and len(self._free_blocks) >= needed)
+            )
+            if self._closed:
+                raise SessionClosed("the session is closed") from self._closed
+            sequence = _Open(self._free_slots.pop(), [self._free_blocks.pop() for _ in range(needed)])
+            self._open[sequence.slot] = sequence
+        admission = pb.Admission(
+            slot=sequence.slot,
+            prompt=prompt,
+            blocks=sequence.blocks,
+            sampling=sampling or pb.Sampling(greedy=True),
+            stopping=pb.Stopping(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids),
+        )
+        try:
+            await self._send(
+                pb.Orders(admit=[admission], prefill_slots=[sequence.slot], prefill_tokens=[len(prompt)])
+            )
+            while True:
+                token = await sequence.tokens.get()
+                if isinstance(token, Exception):
+                    raise token
+                yield token
+                if token.finish_reason is not None:
+                    return
+        finally:
+            if self._open.get(sequence.slot) is sequence and not self._closed:
+                await self._send(pb.Orders(release=[sequence.slot]), releases=sequence)
+
+    async def receive(self) -> None:
+        """Read reports until the stream ends; `ShardClient.session` runs this."""
+        try:
+            while True:
+                report = await self._call.read()
+                if not isinstance(report, pb.StepReport):
+                    raise SessionClosed("the shard closed its stream")
+                await self._handle(report)
+        except (grpc.aio.AioRpcError, SessionClosed) as error:
+            self._closed = error
+            for sequence in self._open.values():
+                sequence.tokens.put_nowait(SessionClosed(str(error)))
+        finally:
+            self._closed = self._closed or SessionClosed("the session is over")
+            async with self._freed:
+                self._freed.notify_all()
+
+    async def _send(self, orders: pb.Orders, releases: _Open | None = None) -> None:
+        async with self._sending:
+            self._number += 1
+            orders.number = self._number
+            if releases is not None:
+                releases.released_by = self._number
+            await self._call.write(orders)
+
+    async def _handle(self, report: pb.StepReport) -> None:
+        reasons = {finish.slot: finish.reason for finish in report.finished}
+        counts = report.token_counts or [1] * len(report.slots)
+        at = 0
+        for slot, count in zip(report.slots, counts, strict=True):
+            for position in range(at, at + count):
+                last = position == at + count - 1
+                token = Token(
+                    report.token_ids[position], report.logprobs[position], reasons.get(slot) if last else None
+                )
+                if sequence := self._open.get(slot):
+                    sequence.tokens.put_nowait(token)
+            at += count
+        for failure in report.failed:
+            if sequence := self._open.get(failure.slot):
+                sequence.tokens.put_nowait(SequenceFailed(failure.message))
+        gone = [self._open[slot] for slot in (*reasons, *(f.slot for f in report.failed)) if slot in self._open]
+        gone += [s for s in self._open.values() if 0 < s.released_by <= report.orders_applied and s not in gone]
+        if gone:
+            async with self._freed:
+                for sequence in gone:
+                    del self._open[sequence.slot]
+                    self._free_slots.append(sequence.slot)
+                    self._free_blocks += sequence.blocks
+                self._freed.notify_all()

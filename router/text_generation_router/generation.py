@@ -1,0 +1,131 @@
+"""One request from token ids back to text: detokenizes, finds stop strings, tells a sink.
+
+    Replica ── on_token(id, logprob) ──► Generation ── on_piece(text …) ──► Sink (an SSE stream, or a collector)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from text_generation_router.errors import ServingError
+from text_generation_router.request import FinishReason, LogprobJson, Request, TokenId, TopToken
+from text_generation_router.shards.replica import Replica
+from text_generation_router.text.detokenizer import Detokenizer
+from text_generation_router.text.stop import StopMatcher
+from text_generation_router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a request ended normally."""
+
+    reason: FinishReason
+    text: str
+    """All new text, special tokens left out."""
+    generated_tokens: int
+
+
+class Piece(NamedTuple):
+    """One new token as a client sees it. The texts of the non-special pieces joined are the ending's text."""
+
+    token_id: TokenId
+    text: str
+    """Empty while a character is incomplete; the completing token carries it whole."""
+    logprob: LogprobJson
+    special: bool
+    top: Sequence[TopToken]
+    ending: Ending | None
+    """Set on the last piece."""
+
+
+class Sink(Protocol):
+    """Where one request's pieces go. Called on the event loop; must neither block nor raise.
+
+    A piece with an ending, or a failure, is the last call.
+    """
+
+    def on_piece(self, piece: Piece) -> None: ...
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None: ...
+    def on_failure(self, error: ServingError) -> None: ...
+
+
+@dataclass(slots=True)
+class Times:
+    """When a request passed which point, in seconds of the monotonic clock; 0 until it did."""
+
+    queued: float = 0.0
+    scheduled: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+
+
+class Generation:
+    """The text side of one running request: hears of ids, speaks of pieces."""
+
+    __slots__ = ("_count", "_detokenizer", "_sink", "_special", "_stops", "_texts", "times")
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, sink: Sink) -> None:
+        self._detokenizer = tokenizer.detokenizer(request.prompt)
+        self._special = tokenizer.special_texts
+        self._stops = StopMatcher(request.stop_sequences) if request.stop_sequences else None
+        self._sink = sink
+        self._texts: list[str] = []
+        self._count = 0
+        self.times = Times(queued=time.monotonic())
+
+    def on_scheduled(self) -> None:
+        self.times.scheduled = time.monotonic()
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None:
+        self._sink.on_prompt_logprobs(logprobs)
+
+    def on_failure(self, error: ServingError) -> None:
+        self.times.ended = time.monotonic()
+        self._sink.on_failure(error)
+
+    def on_token(
+        self, token_id: TokenId, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
+    ) -> bool:
+        self._count += 1
+        if self._count == 1:
+            self.times.first_token = time.monotonic()
+        special = self._special.get(token_id)
+        text = self._detokenizer.step(token_id) if special is None else ""
+        if reason is not None:
+            text += self._detokenizer.flush()
+        if text:
+            if self._stops is not None and (cut := self._stops.cut(text)) is not None:
+                text = text[:cut]
+                # A token that is both the last allowed and the end of a stop string ends by length, as in TGI.
+                reason = reason or FinishReason.STOP_SEQUENCE
+            self._texts.append(text)
+        ending = None
+        if reason is not None:
+            self.times.ended = time.monotonic()
+            ending = Ending(reason, "".join(self._texts), self._count)
+        self._sink.on_piece(
+            Piece(token_id, text if special is None else special, logprob, special is not None, top, ending)
+        )
+        return ending is None
+
+
+class Generations:
+    """Runs requests: the one door from the API to the scheduler."""
+
+    def __init__(self, replica: Replica, tokenizer: Tokenizer) -> None:
+        self._replica = replica
+        self._tokenizer = tokenizer
+
+    @contextmanager
+    def run(self, request: Request, sink: Sink) -> Iterator[Times]:
+        """Queue `request`; its pieces go to `sink`. Leaving the block, for whatever reason, frees all it holds."""
+        generation = Generation(request, self._tokenizer, sink)
+        self._replica.submit(request, generation)
+        try:
+            yield generation.times
+        finally:
+            self._replica.cancel(request.id)

@@ -1,0 +1,71 @@
+"""What crosses the border of the scheduling core: orders out, outcomes in, deliveries out. Values, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from text_generation_router.request import FinishReason, Request, RequestId, TokenId
+
+
+class FailureKind(Enum):
+    """Why a request that was admitted ended with an error."""
+
+    INVALID = "invalid"
+    NUMERICS = "numerics"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """An entry that leaves the queue for a slot."""
+
+    slot: int
+    request: Request
+    generated: tuple[TokenId, ...]
+    """Tokens it generated before it was preempted; they follow the prompt."""
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a replica is to change at one step boundary."""
+
+    number: int
+    release: tuple[int, ...] = ()
+    admit: tuple[Admission, ...] = ()
+    grants: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(slot, KV blocks to grow into)."""
+    prefill: tuple[tuple[int, int], ...] = ()
+    """(slot, prompt tokens to compute in the next step)."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step brought, in columns: slots[i] got the next token_counts[i] of token_ids (empty counts: one each)."""
+
+    orders_applied: int
+    slots: Sequence[int] = ()
+    token_counts: Sequence[int] = ()
+    token_ids: Sequence[TokenId] = ()
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """One request that ended with an error."""
+
+    request_id: RequestId
+    kind: FailureKind
+    message: str
+
+
+@dataclass(slots=True)
+class Deliveries:
+    """Who is to hear what. Tokens are named by where they stand in the outcome's columns."""
+
+    tokens: list[tuple[RequestId, int, int, FinishReason | None]] = field(default_factory=list)
+    """(request, first token, end, reason if the last of them ended it)."""
+    failed: list[Failed] = field(default_factory=list)

@@ -1,0 +1,104 @@
+"""Domain values to protobuf and back; nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import orjson
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.request import FinishReason, LogprobJson, Request, Sampling, TopToken
+from text_generation_router.scheduling.steps import Admission, FailureKind, Orders, Outcome
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
+    # A stop token that is no EOS token ends a text as a stop sequence does.
+    pb.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_SEQUENCE,
+}
+_FAILURE_KINDS = {
+    pb.FAILURE_CODE_INVALID: FailureKind.INVALID,
+    pb.FAILURE_CODE_NUMERICS: FailureKind.NUMERICS,
+    pb.FAILURE_CODE_STEP: FailureKind.STEP,
+}
+
+
+def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int]) -> pb.Orders:
+    """Orders as they go on the wire. `eos_token_ids` are the model's."""
+    message = pb.Orders(number=orders.number, release=orders.release)
+    message.admit.extend(_admission_to_pb(admission, eos_token_ids) for admission in orders.admit)
+    for slot, blocks in orders.grants:
+        message.grant_slots.append(slot)
+        message.grant_counts.append(len(blocks))
+        message.grant_blocks.extend(blocks)
+    for slot, tokens in orders.prefill:
+        message.prefill_slots.append(slot)
+        message.prefill_tokens.append(tokens)
+    return message
+
+
+def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int]) -> pb.Admission:
+    request: Request = admission.request
+    return pb.Admission(
+        slot=admission.slot,
+        prompt=request.prompt + admission.generated,
+        generated_tokens=len(admission.generated),
+        blocks=admission.blocks,
+        sampling=_sampling_to_pb(request.sampling),
+        stopping=pb.Stopping(
+            max_new_tokens=request.max_new_tokens - len(admission.generated),
+            eos_token_ids=() if request.ignore_eos else eos_token_ids,
+        ),
+        logprobs=pb.LogprobOptions(
+            top_n=request.top_n_tokens,
+            # What a preempted entry has delivered already is not asked for again.
+            prompt=request.prompt_logprobs and not admission.generated,
+        ),
+    )
+
+
+def _sampling_to_pb(sampling: Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        greedy=sampling.greedy,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        typical_p=sampling.typical_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        watermark=sampling.watermark,
+    )
+
+
+def outcome_from_pb(report: pb.StepReport) -> Outcome:
+    """What the scheduler needs of a report."""
+    return Outcome(
+        orders_applied=report.orders_applied,
+        slots=list(report.slots),
+        token_counts=list(report.token_counts),
+        token_ids=list(report.token_ids),
+        finished={finish.slot: _FINISH_REASONS[finish.reason] for finish in report.finished},
+        failed={
+            failure.slot: (_FAILURE_KINDS.get(failure.code, FailureKind.STEP), failure.message)
+            for failure in report.failed
+        },
+    )
+
+
+def logprobs_to_json(logprobs: Sequence[float]) -> list[LogprobJson]:
+    """Each float32 as its shortest JSON text; NaN and infinities as null. One call for a whole step's tokens."""
+    column = np.fromiter(logprobs, dtype=np.float32)
+    return orjson.dumps(column, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",") if column.size else []
+
+
+def top_tokens_from_pb(report: pb.StepReport) -> dict[int, list[TopToken]]:
+    """Position of a token in the report's columns → the most probable tokens there, best first."""
+    counts = report.token_counts or [1] * len(report.slots)
+    starts = dict(zip(report.slots, accumulate(counts, initial=0), strict=False))
+    return {
+        starts[top.slot] + top.index: list(zip(top.token_ids, logprobs_to_json(top.logprobs), strict=True))
+        for top in report.top_tokens
+    }

@@ -1,0 +1,200 @@
+"""One replica: the only task that touches its scheduler. Decide, send; receive, apply, deliver.
+
+    submit, cancel ──► Scheduler ──decide──► Orders ──► shard
+    listeners ◄──deliver── Scheduler ◄──apply── StepReport ◄──┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from text_generation_proto.client import ShardClient
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.errors import GenerationFailed
+from text_generation_router.request import Request, RequestId, TokenListener, TopToken
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.steps import Deliveries, FailureKind
+from text_generation_router.shards.convert import (
+    logprobs_to_json,
+    orders_to_pb,
+    outcome_from_pb,
+    top_tokens_from_pb,
+)
+from text_generation_router.shards.pace import Pace
+
+log = structlog.get_logger()
+
+
+class ShardLost(Exception):
+    """The shard's stream ended: the process died, hung up, or cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Figures of one step, for metrics."""
+
+    step_s: float
+    forward_s: float
+    prefill_tokens: int
+    new_tokens: int
+
+
+class Replica:
+    """A shard, its scheduler, and who listens to which request."""
+
+    def __init__(
+        self,
+        client: ShardClient,
+        scheduler: Scheduler,
+        eos_token_ids: Sequence[int],
+        on_step: Callable[[Step], None],
+    ) -> None:
+        self._client = client
+        self._scheduler = scheduler
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._on_step = on_step
+        self._listeners: dict[RequestId, TokenListener] = {}
+        self._pace = Pace()
+        self._changed = asyncio.Event()
+        """Something happened that may call for orders."""
+        self._boundary = asyncio.Event()
+        """A report came."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.connected = False
+        """Whether the shard's stream is open."""
+
+    # ------------------------------------------------------------------------------------------------- for the router
+
+    def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
+        """Whether the KV cache can hold such a request at all."""
+        return self._scheduler.fits(prompt_tokens, max_new_tokens)
+
+    def submit(self, request: Request, listener: TokenListener) -> None:
+        """Queue `request`; `listener` hears of it until its end or `cancel`."""
+        if not self.connected:
+            listener.on_failure(GenerationFailed("the shard is lost"))
+            return
+        self._listeners[request.id] = listener
+        self._idle.clear()
+        self._scheduler.submit(request)
+        self._changed.set()
+
+    def cancel(self, request_id: RequestId) -> None:
+        """Nobody waits for this request any more; idempotent, also after its end."""
+        if self._listeners.pop(request_id, None) is not None:
+            self._scheduler.cancel(request_id)
+            self._changed.set()
+            self._look_if_idle()
+
+    async def drained(self) -> None:
+        """Return once no request is left."""
+        await self._idle.wait()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For figures only."""
+        return self._scheduler
+
+    # ------------------------------------------------------------------------------------------------------- the loops
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises ShardLost when the shard is gone; every request has then heard of it."""
+        call = self._client.run()
+        self.connected = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send(call))
+                tasks.create_task(self._receive(call))
+        except* grpc.aio.AioRpcError as group:
+            error = group.exceptions[0]
+            raise ShardLost(str(getattr(error, "details", str)() or error)) from group
+        except* ShardLost as group:
+            raise group.exceptions[0] from None
+        finally:
+            self.connected = False
+            call.cancel()
+            listeners, self._listeners = self._listeners, {}
+            for listener in listeners.values():
+                listener.on_failure(GenerationFailed("the shard was lost"))
+            self._idle.set()
+
+    async def _send(self, call: grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]) -> None:
+        while True:
+            await self._changed.wait()
+            if (hold := self._pace.hold(time.monotonic())) > 0:
+                self._boundary.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(hold):
+                        await self._boundary.wait()
+            self._changed.clear()
+            if orders := self._scheduler.decide():
+                for admission in orders.admit:
+                    if listener := self._listeners.get(admission.request.id):
+                        listener.on_scheduled()
+                await call.write(orders_to_pb(orders, self._eos_token_ids))
+
+    async def _receive(self, call: grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]) -> None:
+        while True:
+            report = await call.read()
+            if not isinstance(report, pb.StepReport):
+                raise ShardLost("the shard closed its stream")
+            self._handle(report)
+
+    def _handle(self, report: pb.StepReport) -> None:
+        now = time.monotonic()
+        stepped = bool(report.slots or report.prefilled_slots)
+        self._pace.report(now, report.step_ns / 1e9, stepping=stepped and report.running > 0)
+        for scored in report.prompt_logprobs:
+            owner = self._scheduler.owner(scored.slot)
+            if owner is not None and (listener := self._listeners.get(owner)):
+                listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs))
+        outcome = outcome_from_pb(report)
+        self._deliver(self._scheduler.apply(outcome), outcome.token_ids, report)
+        if stepped:
+            self._on_step(
+                Step(report.step_ns / 1e9, report.forward_ns / 1e9, sum(report.prefilled_tokens), len(outcome.token_ids))
+            )
+        self._changed.set()
+        self._boundary.set()
+        self._look_if_idle()
+
+    def _deliver(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
+        logprobs = logprobs_to_json(report.logprobs)
+        tops = top_tokens_from_pb(report) if report.top_tokens else {}
+        nothing: list[TopToken] = []
+        listeners = self._listeners
+        for request_id, first, end, reason in deliveries.tokens:
+            listener = listeners.get(request_id)
+            if listener is None:
+                continue
+            for at in range(first, end):
+                last = reason if at == end - 1 else None
+                goes_on = listener.on_token(token_ids[at], logprobs[at], tops.get(at, nothing), last)
+                if last is not None:
+                    del listeners[request_id]
+                elif not goes_on:
+                    self.cancel(request_id)
+                    break
+        for failed in deliveries.failed:
+            if listener := listeners.pop(failed.request_id, None):
+                log.warning("request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message)
+                listener.on_failure(GenerationFailed(_client_message(failed.kind, failed.message)))
+
+    def _look_if_idle(self) -> None:
+        if not self._listeners:
+            self._idle.set()
+
+
+def _client_message(kind: FailureKind, message: str) -> str:
+    """What a client is told: the engine's own words only where they are about the client's request."""
+    if kind is FailureKind.STEP:
+        return "the step that computed this request failed"
+    return message

@@ -1,0 +1,133 @@
+"""Token ids to text, one token at a time: no half characters, and the pieces joined are the text decoded whole.
+
+Byte-level vocabularies (GPT-2's alphabet: Llama 3, Qwen, SmolLM, …) are decoded here: a token is bytes, and an
+incremental UTF-8 decoder holds back what is not yet a character, in constant time whatever the model writes. Everything
+else goes through `tokenizers.DecodeStream`, primed with the prompt's end, because a SentencePiece token's leading space
+depends on what stands before it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+import tokenizers
+from tokenizers.decoders import ByteLevel, DecodeStream
+
+from text_generation_router.request import TokenId
+
+CONTEXT_TOKENS = 5
+"""Prompt tokens before the first new one that a SentencePiece decoder looks at; TGI's number."""
+
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """One request's text. Special tokens are not to be fed: they carry no text."""
+
+    def step(self, token_id: TokenId) -> str:
+        """The text this token completes; empty while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """What was held back, with U+FFFD for a character that never became whole. Ends the stream."""
+        ...
+
+
+class DetokenizerFactory:
+    """Makes the right detokenizer for a tokenizer."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._token_bytes = byte_level_vocabulary(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None
+
+    def create(self, prompt: Sequence[TokenId]) -> Detokenizer:
+        """A detokenizer for the tokens that follow `prompt`."""
+        if self._token_bytes is not None:
+            return ByteLevelDetokenizer(self._token_bytes)
+        return StreamDetokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:])
+
+
+class ByteLevelDetokenizer:
+    """For vocabularies whose tokens are byte strings. Ids outside the vocabulary have no text."""
+
+    __slots__ = ("_decode", "_token_bytes")
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._token_bytes = token_bytes
+        # `replace` substitutes maximal ill-formed subsequences, as Rust's from_utf8_lossy in `tokenizers` does.
+        self._decode = _UTF8(errors="replace").decode
+
+    def step(self, token_id: TokenId) -> str:
+        try:
+            return self._decode(self._token_bytes[token_id])
+        except IndexError:
+            return ""
+
+    def flush(self) -> str:
+        return self._decode(b"", True)  # noqa: FBT003 - the codec's own signature
+
+
+class StreamDetokenizer:
+    """For every other decoder, over the library's own incremental one."""
+
+    __slots__ = ("_context", "_given", "_ids", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, context: Sequence[TokenId]) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(context)
+        self._ids: list[TokenId] = []
+        self._given = 0
+        """Characters handed out."""
+        self._stream: DecodeStream | None = DecodeStream(ids=self._context, skip_special_tokens=True)
+
+    def step(self, token_id: TokenId) -> str:
+        self._ids.append(token_id)
+        if self._stream is not None:
+            try:
+                text = self._stream.step(self._tokenizer, token_id) or ""
+                self._given += len(text)
+            except Exception:  # noqa: BLE001 - the library raises a bare Exception when a decoder rewrites its prefix
+                self._stream = None
+            else:
+                return text
+        return self._advance(hold_incomplete=True)
+
+    def flush(self) -> str:
+        return self._advance(hold_incomplete=False)
+
+    def _advance(self, *, hold_incomplete: bool) -> str:
+        """Decode everything again: exact for any decoder, if slower."""
+        before = self._tokenizer.decode(self._context, skip_special_tokens=True)
+        text = self._tokenizer.decode(self._context + self._ids, skip_special_tokens=True)[len(before) + self._given :]
+        if hold_incomplete and text.endswith("\ufffd"):
+            return ""
+        self._given += len(text)
+        return text
+
+
+def byte_level_vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
+    """The bytes of every token id, as the ByteLevel decoder has it.
+
+    A token written wholly in the byte alphabet means those bytes; any other (an added token with a space in it) means
+    its own UTF-8.
+    """
+    alphabet = byte_alphabet()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        try:
+            table[token_id] = bytes([alphabet[character] for character in token])
+        except KeyError:
+            table[token_id] = token.encode()
+    return table
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte, inverted (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return alphabet

@@ -1,0 +1,82 @@
+"""The model's tokenizer, on threads of its own: the Rust code releases the GIL, so the event loop goes on serving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+
+from text_generation_router.request import TokenId
+from text_generation_router.text.detokenizer import Detokenizer, DetokenizerFactory
+
+INLINE_CHARACTERS = 256
+"""Texts up to this long are encoded where they are: a hand-over to a thread costs more than the encoding."""
+
+
+class TokenizerError(Exception):
+    """There is no tokenizer to load, or it is broken: one clear line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A text as tokens."""
+
+    ids: list[TokenId]
+    offsets: list[tuple[int, int]]
+    """Half-open character intervals of the text; (0, 0) for tokens the tokenizer adds."""
+
+
+class Tokenizer:
+    """Encodes off the loop, makes detokenizers. Safe to share: the library's tokenizer is immutable once loaded."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, workers: int) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        # Offsets count characters of the text; without this, special tokens in the text would not be recognised.
+        tokenizer.encode_special_tokens = False
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
+        self._detokenizers = DetokenizerFactory(tokenizer)
+        self.special_texts: dict[TokenId, str] = {
+            token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        """Text of each special token; none of it is ever part of a generated text."""
+
+    @classmethod
+    def load(cls, folder: Path, workers: int) -> Tokenizer:
+        """Read `tokenizer.json` from `folder`. Raises TokenizerError."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)), workers)
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
+            raise TokenizerError(f"{path} cannot be read: {error}") from error
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """Token ids of `text`, and which characters each stands for."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, add_special_tokens)
+
+    def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
+        """For the new tokens that follow `prompt`."""
+        return self._detokenizers.create(prompt)
+
+    def token_text(self, token_id: TokenId) -> str:
+        """One token on its own, special or not; for lists of alternatives and prompt tokens."""
+        if token_id in self.special_texts:
+            return self.special_texts[token_id]
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:  # noqa: FBT001 - run_in_executor is positional
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return Encoding(encoding.ids, encoding.offsets)

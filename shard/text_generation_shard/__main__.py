@@ -1,0 +1,41 @@
+"""`text-generation-shard`: parse, set up logs, serve, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+
+import structlog
+
+from text_generation_proto.logs import configure_logging
+from text_generation_proto.process import ExitCode, follow_parent, parse_config, remove_socket, socket_path
+from text_generation_shard.config import ShardConfig
+
+log = structlog.get_logger()
+
+
+def main() -> None:
+    """Run a shard until it is told to stop."""
+    config = parse_config(ShardConfig)
+    path = socket_path(config.address)
+    follow_parent(config.lifeline_fd, last_will=None if path is None else lambda: remove_socket(path))
+    configure_logging(config, f"shard-{config.rank}")
+    # Only now what takes its time to import: the lifeline is being watched.
+    from text_generation_shard.serve import CannotServe, serve
+
+    try:
+        code = asyncio.run(serve(config))
+    except CannotServe as error:
+        log.error("cannot serve", reason=str(error))
+        code = ExitCode.FAILED
+    except Exception:
+        log.exception("bug")
+        code = ExitCode.BUG
+    sys.stderr.flush()
+    # An engine thread stuck in a device call must not keep the process.
+    os._exit(int(code))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Protobuf to domain values and back; nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_shard.engine import (
+    Admission,
+    EngineInfo,
+    FailureCode,
+    FinishReason,
+    Orders,
+    Sampling,
+    Scheduling,
+    Stopping,
+)
+from text_generation_shard.session import Report
+
+_FINISH_REASONS = {
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.EOS_TOKEN: pb.FINISH_REASON_EOS_TOKEN,
+    FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
+}
+_FAILURE_CODES = {
+    FailureCode.INVALID: pb.FAILURE_CODE_INVALID,
+    FailureCode.NUMERICS: pb.FAILURE_CODE_NUMERICS,
+    FailureCode.STEP: pb.FAILURE_CODE_STEP,
+}
+_SCHEDULING = {Scheduling.STEP: pb.SCHEDULING_STEP, Scheduling.SELF: pb.SCHEDULING_SELF}
+
+
+class InvalidOrders(ValueError):
+    """Orders whose shape breaks the contract: nothing in them can be trusted."""
+
+
+def orders_from_pb(message: pb.Orders) -> Orders:
+    """Orders as the engine takes them. Raises InvalidOrders if columns that belong together differ in length."""
+    if len(message.prefill_slots) != len(message.prefill_tokens):
+        raise InvalidOrders("prefill_slots and prefill_tokens differ in length")
+    if len(message.grant_slots) != len(message.grant_counts):
+        raise InvalidOrders("grant_slots and grant_counts differ in length")
+    if sum(message.grant_counts) != len(message.grant_blocks):
+        raise InvalidOrders("grant_counts do not add up to grant_blocks")
+    return Orders(
+        number=message.number,
+        release=tuple(message.release),
+        admit=tuple(_admission_from_pb(admission) for admission in message.admit),
+        grants=tuple(_grants(message)),
+        prefill=tuple(zip(message.prefill_slots, message.prefill_tokens, strict=True)),
+    )
+
+
+def _grants(message: pb.Orders) -> Iterator[tuple[int, tuple[int, ...]]]:
+    blocks: Sequence[int] = message.grant_blocks
+    at = 0
+    for slot, count in zip(message.grant_slots, message.grant_counts, strict=True):
+        yield slot, tuple(blocks[at : at + count])
+        at += count
+
+
+def _admission_from_pb(message: pb.Admission) -> Admission:
+    return Admission(
+        slot=message.slot,
+        prompt=tuple(message.prompt),
+        stopping=Stopping(
+            max_new_tokens=message.stopping.max_new_tokens,
+            eos_token_ids=frozenset(message.stopping.eos_token_ids),
+            stop_token_ids=frozenset(message.stopping.stop_token_ids),
+        ),
+        sampling=_sampling_from_pb(message.sampling),
+        blocks=tuple(message.blocks),
+        computed_tokens=message.computed_tokens,
+        generated_tokens=message.generated_tokens,
+        top_n=message.logprobs.top_n,
+        prompt_logprobs=message.logprobs.prompt,
+    )
+
+
+def _sampling_from_pb(message: pb.Sampling) -> Sampling:
+    # Zero is proto3's word for unset; the fields below have no meaning at zero.
+    return Sampling(
+        greedy=message.greedy,
+        temperature=message.temperature or 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p or 1.0,
+        typical_p=message.typical_p or 1.0,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        watermark=message.watermark,
+    )
+
+
+def report_to_pb(report: Report) -> pb.StepReport:
+    """A report as it goes on the wire."""
+    result = report.result
+    message = pb.StepReport(
+        step=report.step,
+        orders_applied=report.orders_applied,
+        slots=result.slots,
+        token_counts=result.token_counts,
+        token_ids=result.token_ids,
+        logprobs=result.logprobs,
+        step_ns=report.step_ns if result.slots or result.prefilled else 0,
+        forward_ns=result.forward_ns,
+        running=report.running,
+        used_blocks=report.used_blocks,
+    )
+    for slot, tokens in result.prefilled:
+        message.prefilled_slots.append(slot)
+        message.prefilled_tokens.append(tokens)
+    for slot, reason in result.finished:
+        message.finished.add(slot=slot, reason=_FINISH_REASONS[reason])
+    for failure in result.failed:
+        message.failed.add(slot=failure.slot, code=_FAILURE_CODES[failure.code], message=failure.message)
+    for top in result.top_tokens:
+        message.top_tokens.add(slot=top.slot, index=top.index, token_ids=top.token_ids, logprobs=top.logprobs)
+    for slot, logprobs in result.prompt_logprobs:
+        message.prompt_logprobs.add(slot=slot, logprobs=logprobs)
+    return message
+
+
+def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
+    """What `Info` answers."""
+    return pb.InfoResponse(
+        engine=info.engine,
+        model_id=info.model_id,
+        model_type=info.model_type,
+        dtype=info.dtype,
+        device=info.device,
+        scheduling=_SCHEDULING[info.scheduling],
+        vocab_size=info.vocab_size,
+        max_sequence_length=info.max_sequence_length,
+        max_slots=info.max_slots,
+        block_size=info.block_size,
+        eos_token_ids=info.eos_token_ids,
+        rank=rank,
+        world_size=world_size,
+        suggested_prefill_tokens=info.suggested_prefill_tokens,
+        max_top_n_tokens=info.max_top_n_tokens,
+        version=version("text-generation-trtllm"),
+    )

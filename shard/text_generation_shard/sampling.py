@@ -1,0 +1,235 @@
+"""From logits to tokens, for all rows of a step at once; pure on tensors.
+
+The stages and their order are TGI's (its `logits_process.py`): watermark, repetition penalty, frequency penalty,
+temperature, top-k, top-p, typical-p, choice. Each touches only the rows that ask for it. A row reads nothing of its
+neighbours: its penalties count over its own tokens, its watermark hangs on its own last token, and its draw on its own
+(seed, position).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engine import Sampling
+
+WATERMARK_KEY = 15485863
+WATERMARK_GAMMA = 0.5
+WATERMARK_DELTA = 2.0
+"""TGI's: seed factor, share of the vocabulary that is favoured, and by how much (Kirchenbauer et al. 2023)."""
+CANDIDATES = (256, 4096)
+"""How many of the largest keys are sorted before all are: most sets of a given mass are far smaller."""
+SEGMENT = 1024
+"""Probabilities summed as one before a draw looks closer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the choice of one row's token hangs on, besides its logits."""
+
+    sampling: Sampling
+    position: int
+    """Index, in its sequence, of the token to choose."""
+    last_token: int
+    history: Tensor | None = None
+    """[position] ids of all tokens so far; needed where `needs_history` says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What each row chose."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of the chosen tokens: log_softmax of the processed logits."""
+    valid: list[bool]
+    """False where the logits held NaN or +inf, or no finite choice was left."""
+    scores: Tensor
+    """[rows, vocabulary] processed logits, float32."""
+    normalizers: Tensor
+    """[rows] logsumexp of the scores."""
+
+
+def needs_history(sampling: Sampling) -> bool:
+    """Whether a row with these settings must know all its tokens."""
+    return sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0
+
+
+def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choices:
+    """One token for each of `rows` from `logits` [rows, vocabulary], which are spent if they are float32."""
+    scores = logits.float()
+    _process(scores, rows)
+    normalizers = scores.logsumexp(-1)
+    token_ids = scores.argmax(-1)
+    drawing = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    if drawing:
+        part = scores if len(drawing) == len(rows) else scores[drawing]
+        uniforms = [uniform(rows[i].sampling.seed, rows[i].position) for i in drawing]
+        token_ids[drawing] = _draw(part, torch.tensor(uniforms, dtype=torch.float64, device=scores.device))
+    logprobs = scores.gather(1, token_ids.unsqueeze(1)).squeeze(1) - normalizers
+    return Choices(
+        token_ids=token_ids.tolist(),
+        logprobs=logprobs.tolist(),
+        valid=logprobs.isfinite().tolist(),
+        scores=scores,
+        normalizers=normalizers,
+    )
+
+
+def top_tokens(choices: Choices, row: int, n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Ids and logprobs of a row's n most probable tokens, best first: more on a tie at the nth, none of probability 0."""
+    scores = choices.scores[row]
+    nth = scores.topk(min(n, scores.numel())).values[-1]
+    ids = ((scores >= nth) & (scores > -torch.inf)).nonzero().squeeze(1)
+    values, order = scores[ids].sort(descending=True, stable=True)
+    return tuple(ids[order].tolist()), tuple((values - choices.normalizers[row]).tolist())
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that hangs on (seed, position) alone: splitmix64 (Steele et al. 2014) of both."""
+    return (_splitmix64(_splitmix64(seed) ^ position) >> 11) * 2.0**-53
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
+
+
+def _process(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Run every stage, in place, over the rows that ask for it."""
+    for i, row in enumerate(rows):
+        if row.sampling.watermark:
+            _watermark(scores[i], row.last_token)
+    if penalized := [i for i, row in enumerate(rows) if row.sampling.repetition_penalty != 1.0]:
+        _penalize_repetition(scores, rows, penalized)
+    if penalized := [i for i, row in enumerate(rows) if row.sampling.frequency_penalty != 0.0]:
+        _penalize_frequency(scores, rows, penalized)
+    samplings = [row.sampling for row in rows]
+    vocabulary = scores.shape[1]
+    _stage(scores, [s.temperature if s.temperature != 1.0 else None for s in samplings], _heat)
+    _stage(scores, [float(min(s.top_k, vocabulary)) if s.top_k else None for s in samplings], _top_k)
+    _stage(scores, [s.top_p if s.top_p < 1.0 else None for s in samplings], _top_p)
+    _stage(scores, [s.typical_p if s.typical_p < 1.0 else None for s in samplings], _typical_p)
+
+
+def _stage(scores: Tensor, values: list[float | None], run: Callable[[Tensor, Tensor], None]) -> None:
+    """Run a stage, in place, over the rows whose value is not None; it is handed those rows and values [rows, 1]."""
+    asking = [i for i, value in enumerate(values) if value is not None]
+    if not asking:
+        return
+    column = torch.tensor([value for value in values if value is not None], dtype=torch.float64, device=scores.device)
+    if len(asking) == len(values):
+        run(scores, column.unsqueeze(1))
+    else:
+        part = scores[asking]
+        run(part, column.unsqueeze(1))
+        scores[asking] = part
+
+
+def _watermark(scores: Tensor, last_token: int) -> None:
+    """Favour the green list of `last_token` in `scores` [vocabulary]; drawn on the CPU, so the same on every device."""
+    generator = torch.Generator().manual_seed(WATERMARK_KEY * last_token)
+    vocabulary = scores.shape[0]
+    green = torch.randperm(vocabulary, generator=generator)[: int(vocabulary * WATERMARK_GAMMA)]
+    scores[green.to(scores.device)] += WATERMARK_DELTA
+
+
+def _history(scores: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> tuple[Tensor, Tensor]:
+    """The tokens of some rows as places in `scores` seen flat, and how many tokens each of these rows has."""
+    histories = [history for i in indices if (history := rows[i].history) is not None]
+    lengths = torch.tensor([history.numel() for history in histories], device=scores.device)
+    first = torch.tensor(indices, device=scores.device) * scores.shape[1]
+    return torch.cat(histories) + first.repeat_interleave(lengths), lengths
+
+
+def _penalize_repetition(scores: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> None:
+    """A token seen before: negative scores times p, others divided by p, once (Keskar et al. 2019)."""
+    places, lengths = _history(scores, rows, indices)
+    penalties = torch.tensor([rows[i].sampling.repetition_penalty for i in indices], device=scores.device)
+    penalties = penalties.repeat_interleave(lengths)
+    flat = scores.view(-1)
+    seen = flat[places]
+    # A token seen twice is written twice, with the same number.
+    flat[places] = torch.where(seen < 0, seen * penalties, seen / penalties)
+
+
+def _penalize_frequency(scores: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> None:
+    """Minus f · count / length, over prompt and output, with the row's own length."""
+    places, lengths = _history(scores, rows, indices)
+    penalties = torch.tensor([-rows[i].sampling.frequency_penalty for i in indices], device=scores.device)
+    scores.view(-1).index_add_(0, places, (penalties / lengths).repeat_interleave(lengths))
+
+
+def _heat(scores: Tensor, temperature: Tensor) -> None:
+    scores.div_(temperature.float())
+
+
+def _top_k(scores: Tensor, k: Tensor) -> None:
+    """Drop what is below the kth largest; ties with it stay."""
+    counts = k.long()
+    largest = scores.topk(int(counts.max()), dim=-1).values
+    scores.masked_fill_(scores < largest.gather(1, counts - 1), -torch.inf)
+
+
+def _top_p(scores: Tensor, p: Tensor) -> None:
+    """Keep the smallest set of most probable tokens whose mass reaches p, and ties (Holtzman et al. 2020)."""
+    threshold = _smallest_set(scores, scores.softmax(-1), p)
+    scores.masked_fill_(scores < threshold, -torch.inf)
+
+
+def _typical_p(scores: Tensor, p: Tensor) -> None:
+    """Keep the smallest set, of those nearest to the entropy, whose mass reaches p, and ties (Meister et al. 2023)."""
+    logprobs = scores.log_softmax(-1)
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs).nansum(-1, keepdim=True)
+    nearness = -(-logprobs - entropy).abs_()
+    threshold = _smallest_set(nearness, probabilities, p)
+    scores.masked_fill_(nearness < threshold, -torch.inf)
+
+
+def _smallest_set(keys: Tensor, probabilities: Tensor, mass: Tensor) -> Tensor:
+    """The least key [rows, 1] among the fewest tokens of largest key whose probabilities reach `mass`; at least one token.
+
+    A token belongs to the set as long as those before it fall short of the mass.
+    """
+    thresholds = torch.empty_like(keys[:, :1])
+    open_rows = torch.arange(keys.shape[0], device=keys.device)
+    vocabulary = keys.shape[1]
+    for count in (*CANDIDATES, vocabulary):
+        largest = keys[open_rows].topk(min(count, vocabulary), dim=-1)
+        ordered = probabilities[open_rows].gather(1, largest.indices).double()
+        before = ordered.cumsum(-1) - ordered
+        kept = (before < mass[open_rows]).sum(-1, keepdim=True).clamp_(min=1)
+        thresholds[open_rows] = largest.values.gather(1, kept - 1)
+        # All candidates kept: the set may go on beyond them.
+        open_rows = open_rows[kept.squeeze(1) == count]
+        if count >= vocabulary or not open_rows.numel():
+            break
+    return thresholds
+
+
+def _draw(scores: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens [rows] by inverse transform sampling: where the cumulative distribution passes `uniforms` [rows].
+
+    Sums whole segments first and looks closer only in the one that is hit: a running sum over the vocabulary in float64
+    takes many times as long.
+    """
+    rows, vocabulary = scores.shape
+    segments = -(-vocabulary // SEGMENT)
+    probabilities = scores.new_zeros(rows, segments * SEGMENT)
+    probabilities[:, :vocabulary] = scores.softmax(-1)
+    parts = probabilities.view(rows, segments, SEGMENT)
+    sums = parts.sum(-1, dtype=torch.float64).cumsum(-1)
+    wanted = (uniforms * sums[:, -1]).unsqueeze(1)
+    segment = torch.searchsorted(sums, wanted, right=True).clamp_(max=segments - 1)
+    rest = wanted - torch.where(segment > 0, sums.gather(1, (segment - 1).clamp(min=0)), 0.0)
+    inside = parts.gather(1, segment.unsqueeze(2).expand(-1, -1, SEGMENT)).squeeze(1)
+    place = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64), rest, right=True)
+    # The two sums may round apart: never past the last token with a probability.
+    last = torch.where(inside > 0, torch.arange(SEGMENT, device=scores.device), 0).amax(-1, keepdim=True)
+    return (segment * SEGMENT + torch.minimum(place, last)).squeeze(1)

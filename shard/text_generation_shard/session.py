@@ -1,0 +1,75 @@
+"""One Run session on the engine's thread: orders in, steps, reports out.
+
+    boundary: take at most one set of orders, apply it; with nothing to run, wait for orders and burn no CPU
+    report:   what the last step brought, and the number of the orders applied at the boundary after it
+    step:     one forward pass
+
+The report of a step leaves after the next boundary's orders were applied and before the next step runs. So a client
+learns one step sooner that its orders were taken, and the device never waits for a report to be written.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from text_generation_shard.engine import Engine, Orders, StepResult
+
+
+@dataclass(slots=True)
+class Report:
+    """What a client is to be told after a boundary."""
+
+    step: int
+    orders_applied: int
+    result: StepResult
+    step_ns: int
+    running: int
+    used_blocks: int
+
+
+@dataclass(slots=True)
+class Session:
+    """Drives `engine` until `end`. `emit` is called on the engine's thread."""
+
+    engine: Engine
+    emit: Callable[[Report], None]
+    _inbox: queue.SimpleQueue[Orders | None] = field(default_factory=queue.SimpleQueue)
+
+    def order(self, orders: Orders) -> None:
+        """Queue orders; they are applied in order, one set a boundary. From any thread."""
+        self._inbox.put(orders)
+
+    def end(self) -> None:
+        """End the session at the next boundary, after what was ordered before. From any thread."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        """Serve until `end`; then hold nothing. Raises what the engine raises beyond its contract."""
+        engine = self.engine
+        steps = applied = step_ns = 0
+        result: StepResult | None = None
+        try:
+            while True:
+                try:
+                    orders = self._inbox.get(block=result is None)
+                except queue.Empty:
+                    pass
+                else:
+                    if orders is None:
+                        return
+                    failures = engine.apply(orders)
+                    applied = orders.number
+                    result = result or StepResult()
+                    result.failed += failures
+                if result is not None:
+                    self.emit(Report(steps, applied, result, step_ns, engine.running, engine.used_blocks))
+                started = time.perf_counter_ns()
+                result = engine.step()
+                step_ns = time.perf_counter_ns() - started
+                if result is not None:
+                    steps += 1
+        finally:
+            engine.reset()
