@@ -42,7 +42,7 @@ class Token:
 
     id: int
     logprob: float
-    finish_reason: pb.FinishReason | None = None
+    finish_reason: int | None = None
 
 
 class ShardClient:
@@ -157,9 +157,7 @@ class Session:
         if needed > self._num_blocks:
             raise ValueError(f"the sequence needs {needed} KV blocks, the pool has {self._num_blocks}")
         async with self._freed:
-            await self._freed.wait_for(
-                lambda: self._closed or (self._free_slots and len(self._free_blocks) >= needed)
-            )
+            await self._freed.wait_for(lambda: self._closed or (self._free_slots and len(self._free_blocks) >= needed))
             if self._closed:
                 raise SessionClosed("the session is closed") from self._closed
             sequence = _Open(self._free_slots.pop(), [self._free_blocks.pop() for _ in range(needed)])
@@ -172,9 +170,7 @@ class Session:
             stopping=pb.Stopping(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids),
         )
         try:
-            await self._send(
-                pb.Orders(admit=[admission], prefill_slots=[sequence.slot], prefill_tokens=[len(prompt)])
-            )
+            await self._send(pb.Orders(admit=[admission], prefill_slots=[sequence.slot], prefill_tokens=[len(prompt)]))
             while True:
                 token = await sequence.tokens.get()
                 if isinstance(token, Exception):

@@ -7,8 +7,9 @@ The lifeline: the launcher holds the only write end of a pipe; each child inheri
 the launcher is gone, however it died. The child then stops as if it had got SIGTERM, and has LIFELINE_GRACE seconds for
 it: `follow_parent` sees to both.
 
-The socket: who serves a unix socket removes it when it stops, with `remove_socket`, which takes the folder along if the
-launcher made that folder for this one socket. So nothing is left in the file system even where the launcher was killed.
+The socket: who serves a unix socket calls `claim_socket` before it listens and `remove_socket` when it stops. Where the
+launcher has thought up a private folder for its sockets, these two make that folder and remove it again: so it is there
+only while somebody lives who will remove it, and nothing is left in the file system even where the launcher was killed.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from pydantic_settings import (
 LIFELINE_GRACE = 1.5
 """Seconds a process has to stop in order once its parent is dead."""
 
-PRIVATE_FOLDER_PREFIX = "tgi-"
-"""How the name of a folder starts that a launcher made for the sockets of its shards."""
+PRIVATE_FOLDER_PREFIX = "tgi-sockets-"
+"""How the name of a folder starts that exists for the sockets of one launcher's shards."""
 
 
 class ExitCode(IntEnum):
@@ -162,7 +163,7 @@ def follow_parent(lifeline_fd: int, last_will: Callable[[], None] | None = None)
     def stop_while_starting(_signal: int, _frame: FrameType | None) -> None:
         if last_will is not None:
             last_will()
-        raise SystemExit(int(ExitCode.STOPPED))
+        os._exit(ExitCode.STOPPED)  # an exception would be lost in whatever is being imported
 
     signal.signal(signal.SIGTERM, stop_while_starting)
     _die_with_parent(signal.SIGTERM)
@@ -202,10 +203,15 @@ class SocketInUse(Exception):
 
 
 def claim_socket(path: Path) -> None:
-    """Make way for a server on this socket: remove what a crash left there. Raises SocketInUse if somebody serves it.
+    """Make way for a server on this socket: make its folder if that is a private one, remove what a crash left there.
 
-    gRPC would remove the file without asking, and so take the socket from a server that runs.
+    Raises SocketInUse if somebody serves it. gRPC would remove the file without asking, and so take the socket from a
+    server that runs.
     """
+    if path.parent.name.startswith(PRIVATE_FOLDER_PREFIX):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.parent.stat().st_uid != os.geteuid():
+            raise SocketInUse(f"{path.parent} belongs to somebody else")
     if not path.is_socket():
         if path.exists():
             raise SocketInUse(f"{path} is there and is no socket")
@@ -223,7 +229,7 @@ def claim_socket(path: Path) -> None:
 
 
 def remove_socket(path: Path) -> None:
-    """Remove the socket of a server that has stopped, and its folder if a launcher made that for its own sockets."""
+    """Remove the socket of a server that has stopped, and its folder if that is a private one and empty."""
     path.unlink(missing_ok=True)
     if path.parent.name.startswith(PRIVATE_FOLDER_PREFIX):
         try:

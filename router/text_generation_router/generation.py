@@ -1,6 +1,6 @@
 """One request from token ids back to text: detokenizes, finds stop strings, tells a sink.
 
-    Replica ── on_token(id, logprob) ──► Generation ── on_piece(text …) ──► Sink (an SSE stream, or a collector)
+Replica ── on_token(id, logprob) ──► Generation ── on_piece(text …) ──► Sink (an SSE stream, or a collector)
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from text_generation_router.errors import ServingError
+from text_generation_router.errors import Draining, ServingError
 from text_generation_router.request import FinishReason, LogprobJson, Request, TokenId, TopToken
 from text_generation_router.shards.replica import Replica
-from text_generation_router.text.detokenizer import Detokenizer
 from text_generation_router.text.stop import StopMatcher
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -119,10 +118,17 @@ class Generations:
     def __init__(self, replica: Replica, tokenizer: Tokenizer) -> None:
         self._replica = replica
         self._tokenizer = tokenizer
+        self.draining = False
+        """Set once the router takes nothing new."""
 
     @contextmanager
     def run(self, request: Request, sink: Sink) -> Iterator[Times]:
-        """Queue `request`; its pieces go to `sink`. Leaving the block, for whatever reason, frees all it holds."""
+        """Queue `request`; its pieces go to `sink`. Leaving the block, for whatever reason, frees all it holds.
+
+        Raises Draining.
+        """
+        if self.draining:
+            raise Draining
         generation = Generation(request, self._tokenizer, sink)
         self._replica.submit(request, generation)
         try:

@@ -8,7 +8,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from text_generation_proto.process import ProcessConfig
 
-
 EngineName = Literal["auto", "torch", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DType = Literal["float16", "bfloat16", "float32"]

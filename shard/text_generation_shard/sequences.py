@@ -211,7 +211,9 @@ class SequenceTable:
             return "a chunk is ordered twice for one step"
         end = sequence.computed + tokens
         if tokens < 1 or end > sequence.prompt_length:
-            return f"a chunk of {tokens} does not fit the {sequence.prompt_length - sequence.computed} prompt tokens left"
+            return (
+                f"a chunk of {tokens} does not fit the {sequence.prompt_length - sequence.computed} prompt tokens left"
+            )
         if end > len(sequence.blocks) * self.info.block_size:
             return "a chunk runs past the blocks granted"
         return None

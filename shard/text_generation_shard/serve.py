@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -44,7 +44,9 @@ async def serve(config: ShardConfig) -> ExitCode:
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if config.reflection:
         names = [shard_pb2.DESCRIPTOR.services_by_name["Shard"].full_name, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection([*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name], server)
+        reflection.enable_server_reflection(
+            [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name], server
+        )
     with _listening(server, config.address):
         await server.start()
         log.info("loading", engine=config.engine, model=config.model_path)
@@ -65,17 +67,18 @@ async def _serve_engine(
     stopping: asyncio.Event,
 ) -> ExitCode:
     loading = thread.submit(build_engine, config)
-    if await _first(stopping, loading) is stopping:
+    await _first(stopping.wait(), asyncio.wait((loading,)))
+    if stopping.is_set():
         return ExitCode.STOPPED
     try:
-        engine = loading.result()
+        engine = await loading
     except EngineError as error:
         raise CannotServe(str(error)) from error
     info = engine.info
     servicer.serve(engine)
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
-    await _first(stopping, servicer.crashed)
+    await _first(stopping.wait(), servicer.crashed.wait())
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     if servicer.crashed.is_set():
         return ExitCode.BUG
@@ -89,19 +92,17 @@ async def _serve_engine(
     return ExitCode.STOPPED
 
 
-async def _first(
-    stopping: asyncio.Event, other: asyncio.Event | asyncio.Future[object]
-) -> asyncio.Event | asyncio.Future[object]:
-    """Wait for either; which of the two it was."""
+async def _first(one: Awaitable[object], other: Awaitable[object]) -> None:
+    """Wait for either; neither is cancelled."""
+
+    async def wait(awaitable: Awaitable[object]) -> None:
+        await awaitable
+
     async with asyncio.TaskGroup() as tasks:
-        stop = tasks.create_task(stopping.wait())
-        waits: list[asyncio.Future[object]] = [stop]
-        waits.append(tasks.create_task(other.wait()) if isinstance(other, asyncio.Event) else other)
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        waits = [tasks.create_task(wait(one)), tasks.create_task(wait(other))]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
-            if isinstance(task, asyncio.Task):
-                task.cancel()
-    return stopping if stop in done else other
+            task.cancel()
 
 
 @contextmanager

@@ -98,7 +98,9 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             num_blocks=self._num_blocks, block_size=engine.info.block_size, warm_up_seconds=seconds
         )
 
-    async def Run(self, request_iterator: object, context: RunContext) -> None:  # noqa: N802 - gRPC's name
+    async def Run(  # type: ignore[override]  # noqa: N802 - the stubs know generators only, gRPC also context.write
+        self, request_iterator: object, context: RunContext
+    ) -> None:
         engine = self._engine
         if engine is None or not self._num_blocks:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "WarmUp comes first")

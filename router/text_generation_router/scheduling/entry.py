@@ -11,10 +11,10 @@ from text_generation_router.request import Request, TokenId
 class State(Enum):
     """Where an entry stands.
 
-        WAITING ──► RUNNING ──► (finished, failed: gone)
-           ▲           │
-           └─ PREEMPTED ┘   its release is under way; late tokens still count, then it waits again
-        CANCELLED           its release is under way; late tokens count for nothing, then it is gone
+    WAITING ──► RUNNING ──► (finished, failed: gone)
+       ▲           │
+       └─ PREEMPTED ┘   its release is under way; late tokens still count, then it waits again
+    CANCELLED           its release is under way; late tokens count for nothing, then it is gone
     """
 
     WAITING = auto()
@@ -40,14 +40,13 @@ class Entry:
     """Of those, how many were ordered so far."""
     released_by: int = 0
     """Number of the orders that release the slot; 0 until those are made."""
-    was_scheduled: bool = False
+    length: int = field(init=False)
+    """Tokens known: prompt and generated."""
+    longest: int = field(init=False)
+    """Positions whose KV may ever be needed: the last new token's is not."""
+    capacity: int = 0
+    """Positions its blocks hold."""
 
-    @property
-    def length(self) -> int:
-        """Tokens known: prompt and generated."""
-        return len(self.request.prompt) + len(self.generated)
-
-    @property
-    def longest(self) -> int:
-        """Positions whose KV may ever be needed: the last new token's is not."""
-        return len(self.request.prompt) + self.request.max_new_tokens - 1
+    def __post_init__(self) -> None:
+        self.length = len(self.request.prompt)
+        self.longest = self.length + self.request.max_new_tokens - 1

@@ -21,6 +21,7 @@ A slot and its blocks have their next owner only after a report showed that the 
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import repeat
 
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.blocks import BlockPool
@@ -68,8 +69,9 @@ class Scheduler:
         return self._pool.blocks_for(prompt_tokens + max_new_tokens - 1) <= self._pool.num_blocks
 
     def submit(self, request: Request) -> None:
-        """Queue `request`. The caller has asked `fits`."""
+        """Queue `request`, which must fit."""
         assert request.id not in self._entries, "a request is submitted once"
+        assert self.fits(len(request.prompt), request.max_new_tokens), "a request must be able to run alone"
         self._arrivals += 1
         entry = Entry(request, self._arrivals)
         self._entries[request.id] = entry
@@ -167,20 +169,22 @@ class Scheduler:
     def _start(self, entry: Entry, blocks: int) -> Admission:
         entry.state = State.RUNNING
         entry.slot = self._free_slots.pop()
-        entry.blocks = list(self._pool.take(blocks))
+        self._give(entry, self._pool.take(blocks))
         entry.prefill_length = entry.length
         entry.ordered = 0
         entry.released_by = 0
-        entry.was_scheduled = True
         self._slots[entry.slot] = entry
         self._running[entry.request.id] = entry
         self._look_at_room(entry)
         return Admission(entry.slot, entry.request, tuple(entry.generated), tuple(entry.blocks))
 
+    def _give(self, entry: Entry, blocks: tuple[int, ...]) -> None:
+        entry.blocks += blocks
+        entry.capacity = len(entry.blocks) * self._pool.block_size
+
     def _look_at_room(self, entry: Entry) -> None:
-        capacity = len(entry.blocks) * self._pool.block_size
-        room = capacity - entry.length
-        if room < LOW_ROOM and capacity < entry.longest:
+        room = entry.capacity - entry.length
+        if room < LOW_ROOM and entry.capacity < entry.longest:
             self._hungry[entry.request.id] = entry
             self._urgent = self._urgent or room < URGENT_ROOM
 
@@ -193,16 +197,14 @@ class Scheduler:
             if entry.state is not State.RUNNING:
                 continue
             if blocks := self._pool.take(self._affordable_growth(entry)):
-                entry.blocks += blocks
+                self._give(entry, blocks)
                 grants.append((entry.slot, blocks))
                 del self._hungry[entry.request.id]
             elif self._is_stalled(entry) and not self._blocks_are_coming():
                 self._release(max(self._running.values(), key=lambda entry: entry.arrival), State.PREEMPTED)
         for entry in list(self._hungry.values()):
             self._look_at_room(entry)
-        self._urgent = any(
-            len(entry.blocks) * self._pool.block_size - entry.length < URGENT_ROOM for entry in self._hungry.values()
-        )
+        self._urgent = any(entry.capacity - entry.length < URGENT_ROOM for entry in self._hungry.values())
         return grants
 
     def _affordable_growth(self, entry: Entry) -> int:
@@ -213,7 +215,7 @@ class Scheduler:
         return min(1, most, self._pool.free)
 
     def _is_stalled(self, entry: Entry) -> bool:
-        return entry.length > len(entry.blocks) * self._pool.block_size
+        return entry.length > entry.capacity
 
     def _blocks_are_coming(self) -> bool:
         """Releases under way that will fill the pool without another preemption."""
@@ -251,23 +253,24 @@ class Scheduler:
         return deliveries
 
     def _record_tokens(self, outcome: Outcome, deliveries: Deliveries) -> None:
-        slots, finished, tokens = self._slots, outcome.finished, deliveries.tokens
-        block_size = self._pool.block_size
-        at = 0
-        for index, slot in enumerate(outcome.slots):
-            first = at
-            at += outcome.token_counts[index] if outcome.token_counts else 1
+        # Runs once a token: plain locals, no properties.
+        slots, finished, token_ids = self._slots, outcome.finished, outcome.token_ids
+        deliver = deliveries.tokens.append
+        first = 0
+        for slot, count in zip(outcome.slots, outcome.token_counts or repeat(1), strict=False):
+            end = first + count
             entry = slots[slot]
-            if entry is None:
-                continue
-            reason = finished.get(slot)
-            if entry.state is not State.CANCELLED:
-                entry.generated += outcome.token_ids[first:at]
-                tokens.append((entry.request.id, first, at, reason))
-                if len(entry.blocks) * block_size - entry.length < LOW_ROOM and entry.state is State.RUNNING:
-                    self._look_at_room(entry)
-            if reason is not None:
-                self._end(entry)
+            if entry is not None:
+                reason = finished.get(slot)
+                if entry.state is not State.CANCELLED:
+                    entry.generated += token_ids[first:end]
+                    entry.length += count
+                    deliver((entry.request.id, first, end, reason))
+                    if entry.capacity - entry.length < LOW_ROOM and entry.state is State.RUNNING:
+                        self._look_at_room(entry)
+                if reason is not None:
+                    self._end(entry)
+            first = end
 
     def _acknowledge(self, orders_applied: int) -> None:
         """Orders up to this number were applied: what they released has no owner any more."""
@@ -297,6 +300,7 @@ class Scheduler:
         self._entries.pop(entry.request.id, None)
         self._pool.give_back(entry.blocks)
         entry.blocks = []
+        entry.capacity = 0
         self._slots[entry.slot] = None
         self._free_slots.append(entry.slot)
         entry.slot = -1

@@ -1,16 +1,15 @@
 """One replica: the only task that touches its scheduler. Decide, send; receive, apply, deliver.
 
-    submit, cancel ──► Scheduler ──decide──► Orders ──► shard
-    listeners ◄──deliver── Scheduler ◄──apply── StepReport ◄──┘
+submit, cancel ──► Scheduler ──decide──► Orders ──► shard
+listeners ◄──deliver── Scheduler ◄──apply── StepReport ◄──┘
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -36,16 +35,6 @@ class ShardLost(Exception):
     """The shard's stream ended: the process died, hung up, or cannot be reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Figures of one step, for metrics."""
-
-    step_s: float
-    forward_s: float
-    prefill_tokens: int
-    new_tokens: int
-
-
 class Replica:
     """A shard, its scheduler, and who listens to which request."""
 
@@ -54,28 +43,20 @@ class Replica:
         client: ShardClient,
         scheduler: Scheduler,
         eos_token_ids: Sequence[int],
-        on_step: Callable[[Step], None],
     ) -> None:
         self._client = client
         self._scheduler = scheduler
         self._eos_token_ids = tuple(eos_token_ids)
-        self._on_step = on_step
         self._listeners: dict[RequestId, TokenListener] = {}
         self._pace = Pace()
         self._changed = asyncio.Event()
         """Something happened that may call for orders."""
         self._boundary = asyncio.Event()
         """A report came."""
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.connected = False
-        """Whether the shard's stream is open."""
+        self._opened = asyncio.Event()
+        self._lost = False
 
     # ------------------------------------------------------------------------------------------------- for the router
-
-    def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Whether the KV cache can hold such a request at all."""
-        return self._scheduler.fits(prompt_tokens, max_new_tokens)
 
     def submit(self, request: Request, listener: TokenListener) -> None:
         """Queue `request`; `listener` hears of it until its end or `cancel`."""
@@ -83,7 +64,6 @@ class Replica:
             listener.on_failure(GenerationFailed("the shard is lost"))
             return
         self._listeners[request.id] = listener
-        self._idle.clear()
         self._scheduler.submit(request)
         self._changed.set()
 
@@ -92,11 +72,15 @@ class Replica:
         if self._listeners.pop(request_id, None) is not None:
             self._scheduler.cancel(request_id)
             self._changed.set()
-            self._look_if_idle()
 
-    async def drained(self) -> None:
-        """Return once no request is left."""
-        await self._idle.wait()
+    async def opened(self) -> None:
+        """Return once requests can be submitted, or can no longer be."""
+        await self._opened.wait()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the shard's stream is open."""
+        return self._opened.is_set() and not self._lost
 
     @property
     def scheduler(self) -> Scheduler:
@@ -108,7 +92,7 @@ class Replica:
     async def run(self) -> None:
         """Serve until cancelled. Raises ShardLost when the shard is gone; every request has then heard of it."""
         call = self._client.run()
-        self.connected = True
+        self._opened.set()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send(call))
@@ -119,12 +103,11 @@ class Replica:
         except* ShardLost as group:
             raise group.exceptions[0] from None
         finally:
-            self.connected = False
+            self._lost = True
             call.cancel()
             listeners, self._listeners = self._listeners, {}
             for listener in listeners.values():
                 listener.on_failure(GenerationFailed("the shard was lost"))
-            self._idle.set()
 
     async def _send(self, call: grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]) -> None:
         while True:
@@ -158,13 +141,8 @@ class Replica:
                 listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs))
         outcome = outcome_from_pb(report)
         self._deliver(self._scheduler.apply(outcome), outcome.token_ids, report)
-        if stepped:
-            self._on_step(
-                Step(report.step_ns / 1e9, report.forward_ns / 1e9, sum(report.prefilled_tokens), len(outcome.token_ids))
-            )
         self._changed.set()
         self._boundary.set()
-        self._look_if_idle()
 
     def _deliver(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
         logprobs = logprobs_to_json(report.logprobs)
@@ -185,12 +163,10 @@ class Replica:
                     break
         for failed in deliveries.failed:
             if listener := listeners.pop(failed.request_id, None):
-                log.warning("request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message)
+                log.warning(
+                    "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
+                )
                 listener.on_failure(GenerationFailed(_client_message(failed.kind, failed.message)))
-
-    def _look_if_idle(self) -> None:
-        if not self._listeners:
-            self._idle.set()
 
 
 def _client_message(kind: FailureKind, message: str) -> str:

@@ -54,7 +54,7 @@ class Tokenizer:
             raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
         try:
             return cls(tokenizers.Tokenizer.from_file(str(path)), workers)
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exceptions
+        except Exception as error:
             raise TokenizerError(f"{path} cannot be read: {error}") from error
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:

@@ -1,0 +1,48 @@
+"""`text-generation-router`: parse, set up logs, serve, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import structlog
+
+from text_generation_proto.logs import configure_logging
+from text_generation_proto.process import ExitCode, follow_parent, parse_config
+from text_generation_router.config import RouterConfig
+
+log = structlog.get_logger()
+
+
+def main() -> None:
+    """Run a router until it is told to stop."""
+    config = parse_config(RouterConfig)
+    follow_parent(config.lifeline_fd)
+    configure_logging(config, "router")
+    # Only now what takes its time to import: the lifeline is being watched.
+    import uvloop
+
+    from text_generation_router.serve import CannotServe, serve
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(serve(config))
+    except* CannotServe as group:
+        log.error("cannot serve", reason=str(_first(group)))
+        code = ExitCode.FAILED
+    except* Exception:
+        log.exception("bug")
+        code = ExitCode.BUG
+    sys.exit(int(code))
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error in a group of groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Who gets in, and as what: the places in the building, and the way from a text to a Request."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from text_generation_router.api.schemas import GenerateParameters
+from text_generation_router.api.validation import (
+    Limits,
+    check_grammar,
+    check_parameters,
+    check_total,
+    new_tokens,
+    to_sampling,
+)
+from text_generation_router.errors import InvalidRequest, Overloaded
+from text_generation_router.metrics import Metrics
+from text_generation_router.request import Request, RequestId, TokenId
+from text_generation_router.text.tokenizer import Encoding, Tokenizer
+
+COUNTED_EXACTLY = 1 << 16
+"""A text of up to so many characters is always tokenized whole before it may be refused for its length."""
+PROBE_CHARACTERS_PER_TOKEN = 8
+"""First probe of a longer text, a token of the limit. Ordinary prose has about four characters a token."""
+BOUNDARY_TOKENS = 64
+"""A cut text may end in tokens that the whole text has not: so many at its end prove nothing."""
+
+
+class Permits:
+    """The places in the building: `limit` generations at once, and nobody waits at the door."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_use = 0
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Hold `count` places for as long as the block lasts. Raises Overloaded."""
+        if self.in_use + count > self.limit:
+            raise Overloaded
+        self.in_use += count
+        try:
+            yield
+        finally:
+            self.in_use -= count
+
+
+class Admission:
+    """Validates, tokenizes, numbers."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._metrics = metrics
+        self._ids = itertools.count(1)
+        self._random = random.SystemRandom()
+
+    async def admit(self, inputs: str, parameters: GenerateParameters) -> Request:
+        """The request a body asks for. Raises InvalidRequest."""
+        check_parameters(inputs, parameters, self._limits)
+        prompt = await self._tokenize(inputs, parameters)
+        max_new_tokens = new_tokens(len(prompt), parameters, self._limits)
+        self._metrics.input_length.observe(len(prompt))
+        check_grammar(parameters)
+        self._metrics.max_new_tokens.observe(max_new_tokens)
+        return Request(
+            id=self._next_id(),
+            prompt=tuple(prompt),
+            max_new_tokens=max_new_tokens,
+            sampling=to_sampling(parameters, self._random.getrandbits(64)),
+            stop_sequences=tuple(parameters.stop),
+            top_n_tokens=parameters.top_n_tokens or 0,
+            prompt_logprobs=parameters.decoder_input_details,
+        )
+
+    def another(self, request: Request) -> Request:
+        """The same request once more, with a number and a seed of its own: a further sequence of `best_of`."""
+        sampling = replace(request.sampling, seed=self._random.getrandbits(64))
+        return replace(request, id=self._next_id(), sampling=sampling)
+
+    def _next_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    async def _tokenize(self, inputs: str, parameters: GenerateParameters) -> list[TokenId]:
+        if parameters.truncate is None:
+            await self._refuse_if_plainly_too_long(inputs, parameters)
+        ids = (await self._encode(inputs)).ids
+        if parameters.truncate is not None:
+            ids = ids[-parameters.truncate :]
+        if not ids:  # a tokenizer that drops the whole text and adds nothing
+            raise InvalidRequest("`inputs` cannot be empty")
+        return ids
+
+    async def _refuse_if_plainly_too_long(self, inputs: str, parameters: GenerateParameters) -> None:
+        """Break rule 15 on a beginning of the text where that is enough to prove it. Raises InvalidRequest.
+
+        Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: a beginning shows it
+        in milliseconds. The message is TGI's, with a lower bound in place of the count. Each probe is twice as long as
+        the last, so that a text that passes costs at most twice its tokenizing.
+        """
+        size = PROBE_CHARACTERS_PER_TOKEN * self._limits.max_total_tokens
+        while COUNTED_EXACTLY < len(inputs) > size:
+            at_least = max(len((await self._encode(inputs[:size])).ids) - BOUNDARY_TOKENS, 0)
+            check_total(at_least, parameters, self._limits, given=f"at least {at_least}")
+            size *= 2
+
+    async def _encode(self, text: str) -> Encoding:
+        try:
+            return await self._tokenizer.encode(text, add_special_tokens=True)
+        except Exception as error:
+            raise InvalidRequest(f"tokenizer error {error}") from error

@@ -1,0 +1,247 @@
+"""What the router costs, with the echo engine under it: run it by `make bench-router`.
+
+Starts a shard (echo, 20 ms a step) and a router on 127.0.0.1, loads them from a process of its own, and reads the
+router's processor time from /proc, so that the figures do not depend on who else uses the processor.
+
+    streamed token   128 streams of 200 tokens; CPU of the router over the run, divided by the tokens streamed
+    request          requests of 100 prompt tokens and 1 new one, one after another, 8 at a time
+    added TTFT       median time to the first token through the router, less the median of the same straight to the shard
+    decision         one Scheduler.apply and one decide with 256 running
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from text_generation_proto.client import ShardClient
+from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.blocks import BlockPool
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.steps import Outcome
+
+STEP_MS = 20.0
+STREAMS = 128
+TOKENS_A_STREAM = 200
+REQUESTS = 2000
+PROMPT = "word " * 99 + "end"
+"""About 100 tokens in any vocabulary."""
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, help="folder with a tokenizer.json")
+    model = parser.parse_args().model
+    print("figure                              measured   budget")
+    with servers(model, step_ms=STEP_MS) as (router, port, _):
+        in_child(stream_load, port, 1)
+        before = cpu_seconds(router)
+        in_child(stream_load, port, TOKENS_A_STREAM)
+        tokens = STREAMS * TOKENS_A_STREAM
+        row("CPU a streamed token, 128 streams", (cpu_seconds(router) - before) / tokens * 1e6, 20, "us")
+        row("resident memory", psutil.Process(router).memory_info().rss / 1e6, 200, "MB")
+    with servers(model, step_ms=0) as (router, port, address):
+        in_child(request_load, port, 200)
+        before = cpu_seconds(router)
+        in_child(request_load, port, REQUESTS)
+        row("CPU a request, 100 prompt tokens", (cpu_seconds(router) - before) / REQUESTS * 1e3, 1, "ms")
+        through = in_child(time_to_first_token, port, 300)
+        terminate_process(router)
+        direct = in_child(direct_time_to_first_token, address, 300)
+        row("added time to first token, p50", (through - direct) * 1e3, 3, "ms")
+    apply_us, decide_us = scheduler_cost()
+    row("scheduler, recording a step of 256", apply_us, 100, "us")
+    row("scheduler, one decision at 256 running", decide_us, 100, "us")
+
+
+def row(name: str, value: float, budget: float, unit: str) -> None:
+    """One line of the table."""
+    print(f"{name:<36}{value:8.2f} {unit:<3} {budget:>4g} {unit}{'' if value <= budget else '   OVER'}", flush=True)
+
+
+@contextmanager
+def servers(model: Path, step_ms: float) -> Iterator[tuple[int, int, str]]:
+    """A shard and a router: the router's pid and port, the shard's address."""
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"unix://{folder}/shard"
+        shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        router = start(
+            "text-generation-router",
+            f"--shard-address={address}",
+            f"--model-path={model}",
+            "--hostname=127.0.0.1",
+            f"--port={port}",
+            "--max-concurrent-requests=512",
+        )
+        try:
+            asyncio.run(_until_healthy(port))
+            yield router.pid, port, address
+        finally:
+            for process in (router, shard):
+                terminate_process(process.pid)
+                process.wait()
+
+
+def start(command: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A command of ours from this environment, quiet but for errors."""
+    return subprocess.Popen([str(Path(sys.executable).with_name(command)), "--log-level=error", *arguments])
+
+
+def terminate_process(pid: int) -> None:
+    """Ask a process to stop and wait until it has."""
+    try:
+        process = psutil.Process(pid)
+        process.terminate()
+        process.wait(10)
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def in_child(work: Callable[..., Awaitable[float]], *arguments: object) -> float:
+    """Run an async function in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_run, (work, arguments))
+
+
+def _run(work: Callable[..., Awaitable[float]], arguments: tuple[object, ...]) -> float:
+    async def call() -> float:
+        return await work(*arguments)
+
+    return asyncio.run(call())
+
+
+async def stream_load(port: int, tokens: int) -> float:
+    """128 streams at once, each to its end."""
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
+
+    async def one() -> None:
+        reader, writer = await _post(port, "/generate_stream", body)
+        seen = 0
+        while chunk := await reader.read(1 << 16):
+            seen += chunk.count(b"data:")
+        assert seen == tokens, f"{seen} events instead of {tokens}"
+        writer.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(STREAMS):
+            tasks.create_task(one())
+    return 0.0
+
+
+async def request_load(port: int, count: int) -> float:
+    """`count` short requests, 8 at a time."""
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
+    left = iter(range(count))
+
+    async def worker() -> None:
+        for _ in left:
+            reader, writer = await _post(port, "/generate", body)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
+            writer.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(8):
+            tasks.create_task(worker())
+    return 0.0
+
+
+async def time_to_first_token(port: int, count: int) -> float:
+    """Median seconds from the request to its first event, one request at a time."""
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}}
+    times = []
+    for _ in range(count):
+        started = time.perf_counter()
+        reader, writer = await _post(port, "/generate_stream", body)
+        await reader.readuntil(b"data:")
+        times.append(time.perf_counter() - started)
+        await reader.read()
+        writer.close()
+    return statistics.median(times)
+
+
+async def direct_time_to_first_token(address: str, count: int) -> float:
+    """The same straight to the shard."""
+    times = []
+    async with ShardClient.connect(address) as shard:
+        pool = await shard.warm_up()
+        async with shard.session(pool) as session:
+            for _ in range(count):
+                started = time.perf_counter()
+                async for token in session.generate(range(100), max_new_tokens=2):
+                    if token.finish_reason is None:
+                        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def scheduler_cost(running: int = 256, steps: int = 2000) -> tuple[float, float]:
+    """Microseconds of one apply and of one decide, 256 entries decoding and growing."""
+    scheduler = Scheduler(BlockPool(1 << 17, 16), running, Policy(1 << 20, running))
+    for number in range(running):
+        scheduler.submit(Request(RequestId(number), tuple(range(100 + number % 16)), steps + 10))
+    scheduler.decide()
+    applied = 1
+    spent = [0.0, 0.0]
+    for _ in range(steps):
+        outcome = Outcome(applied, list(range(running)), [], [7] * running)
+        started = time.perf_counter()
+        scheduler.apply(outcome)
+        between = time.perf_counter()
+        if orders := scheduler.decide():
+            applied = orders.number
+        spent[0] += between - started
+        spent[1] += time.perf_counter() - between
+    return spent[0] / steps * 1e6, spent[1] / steps * 1e6
+
+
+async def _post(port: int, path: str, body: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+    return reader, writer
+
+
+async def _until_healthy(port: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.1)
+                continue
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            answer = await reader.read()
+            writer.close()
+            if answer.startswith(b"HTTP/1.1 200"):
+                return
+
+
+if __name__ == "__main__":
+    os.environ.pop("PYTHONASYNCIODEBUG", None)
+    main()
