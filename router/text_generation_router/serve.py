@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import ipaddress
+import logging
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
@@ -186,7 +187,12 @@ async def _serve_http(
     config: RouterConfig, app: web.Application, replica: Replica, generations: Generations, signals: StopSignals
 ) -> ExitCode:
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=config.graceful_termination_timeout
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        # What is no HTTP at all is the client's business; what our handlers raise, our middleware logs.
+        logger=_silent(),
+        shutdown_timeout=config.graceful_termination_timeout,
     )
     await runner.setup()
     code = ExitCode.STOPPED
@@ -214,6 +220,12 @@ async def _serve_http(
         running.cancel()
     log.info("stopped")
     return code
+
+
+def _silent() -> logging.Logger:
+    logger = logging.getLogger("aiohttp.server")
+    logger.disabled = True
+    return logger
 
 
 async def _run(replica: Replica) -> str:

@@ -24,8 +24,9 @@ from text_generation_router.text.tokenizer import Encoding, Tokenizer
 
 COUNTED_EXACTLY = 1 << 16
 """A text of up to so many characters is always tokenized whole before it may be refused for its length."""
-PROBE_CHARACTERS_PER_TOKEN = 8
-"""First probe of a longer text, a token of the limit. Ordinary prose has about four characters a token."""
+PROBE_CHARACTERS_PER_TOKEN = 2
+"""First probe of a longer text, a token of the limit. Ideographs have less than one character a token and are slow to
+tokenize; English prose has about four and is proven too long by the third probe."""
 BOUNDARY_TOKENS = 64
 """A cut text may end in tokens that the whole text has not: so many at its end prove nothing."""
 

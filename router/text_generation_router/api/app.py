@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from text_generation_router.api.admission import Permits
+from text_generation_router.api.admission import Admission, Permits
 from text_generation_router.api.bodies import expect_continue
 from text_generation_router.api.generate import GenerateRoutes
 from text_generation_router.api.middleware import Cors, answering
@@ -32,7 +32,8 @@ def create_app(
     app = web.Application(client_max_size=settings.payload_limit, middlewares=[answering(metrics), cors.middleware()])
     app.on_response_prepare.append(cors.mark)
 
-    generate = GenerateRoutes(generations, tokenizer, permits, metrics, settings)
+    admission = Admission(tokenizer, settings.limits, metrics)
+    generate = GenerateRoutes(generations, tokenizer, admission, permits, metrics, settings)
     service = ServiceRoutes(tokenizer, permits, metrics, healthy, settings, info)
     for path, handler in (
         ("/", generate.compat),

@@ -30,16 +30,17 @@ class GenerateRoutes:
         self,
         generations: Generations,
         tokenizer: Tokenizer,
+        admission: Admission,
         permits: Permits,
         metrics: Metrics,
         settings: Settings,
     ) -> None:
         self._generations = generations
         self._tokenizer = tokenizer
+        self._admission = admission
         self._permits = permits
         self._metrics = metrics
         self._settings = settings
-        self._admission = Admission(tokenizer, settings.limits, metrics)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate: the whole reply at once."""

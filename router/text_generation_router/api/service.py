@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 from aiohttp import hdrs, web
@@ -16,6 +15,7 @@ from text_generation_router.api.schemas import GenerateBody
 from text_generation_router.api.settings import Settings
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
+from text_generation_router.request import TokenId
 from text_generation_router.text.tokenizer import Encoding, Tokenizer
 
 RENDERED_INLINE = 16384
@@ -86,11 +86,11 @@ def tokens_json(text: str, encoding: Encoding) -> bytes:
 
     The tokenizer counts characters, TGI counts bytes. A token that is part of a character stands for all of it.
     """
-    tokens: list[dict[str, Any]] = []
+    tokens: list[bytes] = []
     at_character = at_byte = 0
     for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
         if start == stop:  # added by the tokenizer
-            tokens.append({"id": token_id, "text": "", "start": 0, "stop": 0})
+            tokens.append(_token(token_id, "", 0, 0))
             continue
         # Offsets all but always rise, so walking from the last one keeps this linear.
         if start >= at_character:
@@ -99,8 +99,13 @@ def tokens_json(text: str, encoding: Encoding) -> bytes:
             at_byte -= _bytes(text[start:at_character])
         at_character = start
         piece = text[start:stop]
-        tokens.append({"id": token_id, "text": piece, "start": at_byte, "stop": at_byte + _bytes(piece)})
-    return orjson.dumps(tokens)
+        tokens.append(_token(token_id, piece, at_byte, at_byte + _bytes(piece)))
+    # One by one, because one call over half a million tokens would not let the event loop run.
+    return b"[%b]" % b",".join(tokens)
+
+
+def _token(token_id: TokenId, text: str, start: int, stop: int) -> bytes:
+    return orjson.dumps({"id": token_id, "text": text, "start": start, "stop": stop})
 
 
 def _bytes(text: str) -> int:

@@ -1,4 +1,7 @@
-"""The model's tokenizer, on threads of its own: the Rust code releases the GIL, so the event loop goes on serving."""
+"""The model's tokenizer, on threads of its own, so that the event loop goes on serving.
+
+Of the library's calls `encode_batch` releases the GIL and `encode` does not: a long text goes through the former.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +63,9 @@ class Tokenizer:
     async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         """Token ids of `text`, and which characters each stands for."""
         if len(text) <= INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, text, add_special_tokens)
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return Encoding(encoding.ids, encoding.offsets)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
 
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
         """For the new tokens that follow `prompt`."""
@@ -77,6 +81,6 @@ class Tokenizer:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:  # noqa: FBT001 - run_in_executor is positional
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def _encode_long(self, text: str, add_special_tokens: bool) -> Encoding:  # noqa: FBT001 - called by position
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return Encoding(encoding.ids, encoding.offsets)

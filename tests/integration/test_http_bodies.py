@@ -1,0 +1,125 @@
+"""Bodies that never become a request: plain text, as TGI's web framework answers before TGI's own code runs."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from http_stack import Stack, serve
+
+JSON = {"content-type": "application/json"}
+ROUTES = ["/", "/generate", "/generate_stream", "/tokenize"]
+
+
+@pytest.fixture
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model) as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (b"", 400, "Failed to parse the request body as JSON: "),
+        (b"{", 400, "Failed to parse the request body as JSON: "),
+        (b'{"inputs": "\xff"}', 400, "Failed to parse the request body as JSON: "),
+        (b'{"inputs": "\\ud800"}', 400, "Failed to parse the request body as JSON: "),
+        (b'{"inputs": "a", "parameters": {"temperature": NaN}}', 400, "Failed to parse the request body as JSON: "),
+        (b'{"inputs": "a", "parameters": {"temperature": 1e999}}', 400, "Failed to parse the request body as JSON: "),
+        (b"[" * 100_000, 400, "Failed to parse the request body as JSON: "),
+        (b"{}", 422, "Failed to deserialize the JSON body into the target type: missing field `inputs`"),
+        (b'{"inputs": 1}', 422, "Failed to deserialize the JSON body into the target type: inputs: "),
+        (b"[]", 422, "Failed to deserialize the JSON body into the target type: "),
+        (b'{"inputs": "a", "parameters": null}', 422, "Failed to deserialize the JSON body into the target type: "),
+    ],
+)
+async def test_a_broken_body_is_told_in_plain_text(
+    stack: Stack, route: str, body: bytes, status: int, text: str
+) -> None:
+    async with stack.client.post(route, data=body, headers=JSON) as response:
+        assert response.status == status
+        assert response.content_type == "text/plain"
+        assert (await response.text()).startswith(text)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
+async def test_a_body_that_does_not_say_it_is_json_is_not_read(stack: Stack, content_type: str) -> None:
+    headers = {"content-type": content_type}
+    async with stack.client.post("/generate", data=b'{"inputs": "a"}', headers=headers) as response:
+        assert response.status == 415
+        assert await response.text() == "Expected request with `Content-Type: application/json`"
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+async def test_json_goes_by_several_names(stack: Stack, content_type: str) -> None:
+    body = b'{"inputs": "a", "parameters": {"max_new_tokens": 1}}'
+    async with stack.client.post("/generate", data=body, headers={"content-type": content_type}) as response:
+        assert response.status == 200
+
+
+async def test_a_body_too_large_is_refused_and_the_client_sees_it(stack: Stack) -> None:
+    async with stack.client.post("/generate", data=io.BytesIO(b" " * 10_000_000), headers=JSON) as response:
+        assert response.status == 413
+        assert await response.text() == "Failed to buffer the request body: length limit exceeded"
+        assert response.headers["connection"] == "close"
+    await stack.assert_empty()
+
+
+async def test_a_body_is_refused_by_its_announced_length_before_it_is_read(stack: Stack) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    head = "POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 1000000000\r\n\r\n"
+    writer.write(head.encode())
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+
+
+async def test_a_client_that_waits_for_leave_to_send_is_refused_at_once(stack: Stack) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    head = "POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\nexpect: 100-continue\r\n"
+    writer.write(f"{head}content-length: 1000000000\r\n\r\n".encode())
+    assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(f"{head}content-length: 2\r\n\r\n".encode())
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"{}")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 422 ")
+    writer.close()
+
+
+async def test_a_chunked_body_is_refused_once_it_is_too_large(stack: Stack) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * 100_000
+
+    async with stack.client.post("/generate", data=endless(), headers=JSON) as response:
+        assert response.status == 413
+
+
+async def test_a_compressed_body_counts_as_large_as_it_is(stack: Stack) -> None:
+    headers = JSON | {"content-encoding": "gzip"}
+    bomb = gzip.compress(b" " * 50_000_000)
+    async with stack.client.post("/generate", data=bomb, headers=headers) as response:
+        assert response.status == 413
+    async with stack.client.post("/generate", data=b"this is not gzip", headers=headers) as response:
+        assert response.status == 400
+
+
+async def test_unknown_routes_and_wrong_methods_have_no_body(stack: Stack) -> None:
+    async with stack.client.get("/nowhere") as response:
+        assert (response.status, await response.read()) == (404, b"")
+    async with stack.client.get("/generate") as response:
+        assert (response.status, await response.read()) == (405, b"")
+    async with stack.client.delete("/") as response:
+        assert (response.status, await response.read()) == (405, b"")
+
+
+async def test_a_refused_body_is_no_generation(stack: Stack) -> None:
+    async with stack.client.post("/generate", data=b"{", headers=JSON) as response:
+        assert response.status == 400
+    assert "tgi_request_count 0\n" in stack.metrics.exposition().decode()

@@ -1,0 +1,342 @@
+"""Every request ends once and leaves nothing behind: refused, failed, left by its client, or served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_stack import Stack, serve, until
+from structlog.testing import capture_logs
+
+MANY = 1500
+
+
+def request_bytes(body: dict[str, Any], route: str = "/generate_stream", version: str = "1.1") -> bytes:
+    payload = json.dumps(body).encode()
+    head = f"POST {route} HTTP/{version}\r\nhost: a\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload
+
+
+async def connect(stack: Stack, body: dict[str, Any], route: str = "/generate_stream") -> asyncio.StreamWriter:
+    """Send a request; the caller decides when to hang up."""
+    _, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(request_bytes(body, route))
+    return writer
+
+
+def asking_for(tokens: int, **parameters: object) -> dict[str, Any]:
+    return {"inputs": "one two three four", "parameters": {"max_new_tokens": tokens, **parameters}}
+
+
+def failures(stack: Stack, reason: str) -> int:
+    name = f'tgi_request_failure{{err="{reason}"}} '
+    return sum(
+        int(line.removeprefix(name))
+        for line in stack.metrics.exposition().decode().splitlines()
+        if line.startswith(name)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- overload
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
+async def test_one_request_too_many_is_refused_at_once(demo_model: Path, route: str) -> None:
+    async with serve(demo_model, max_concurrent_requests=1, echo_step_ms=5) as stack:
+        first = await connect(stack, asking_for(MANY))
+        await until(lambda: stack.scheduler.running == 1)
+        async with stack.client.post(route, json=asking_for(1)) as response:
+            assert response.status == 429
+            assert await response.text() == '{"error":"Model is overloaded","error_type":"overloaded"}'
+        assert failures(stack, "overloaded") == 1
+        first.close()
+        await stack.assert_empty()
+
+
+async def test_each_sequence_of_best_of_takes_a_place(demo_model: Path) -> None:
+    async with serve(demo_model, max_concurrent_requests=2) as stack:
+        await stack.generate("Hello", max_new_tokens=1, best_of=2, do_sample=True)
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1, "best_of": 3, "do_sample": True}}
+        async with stack.client.post("/generate", json=body) as response:
+            assert response.status == 429
+        await stack.assert_empty()
+
+
+async def test_rules_of_the_route_come_before_the_place_and_the_others_after(demo_model: Path) -> None:
+    async with serve(demo_model, max_concurrent_requests=1, echo_step_ms=5) as stack:
+        first = await connect(stack, asking_for(MANY))
+        await until(lambda: stack.scheduler.running == 1)
+        for parameters, status in (({"best_of": 9}, 422), ({"temperature": -1.0}, 429)):
+            async with stack.client.post("/generate", json={"inputs": "a", "parameters": parameters}) as response:
+                assert response.status == status
+        first.close()
+        await stack.assert_empty()
+
+
+async def test_a_refused_request_gives_its_place_back(demo_model: Path) -> None:
+    async with serve(demo_model, max_concurrent_requests=1) as stack:
+        for parameters in ({"temperature": -1.0}, {"max_new_tokens": 9999}):
+            async with stack.client.post("/generate", json={"inputs": "a", "parameters": parameters}) as response:
+                assert response.status == 422
+        await stack.assert_empty()
+
+
+async def test_a_draining_server_takes_nothing_new_and_finishes_what_runs(demo_model: Path) -> None:
+    async with serve(demo_model, echo_step_ms=2) as stack:
+        async with stack.client.post("/generate_stream", json=asking_for(20)) as running:
+            stack.generations.draining = True
+            for route in ("/generate", "/generate_stream"):
+                async with stack.client.post(route, json=asking_for(1)) as response:
+                    assert response.status == 503
+                    assert (await response.json())["error_type"] == "overloaded"
+            assert (await running.read()).count(b"data: {") == 20
+        stack.generations.draining = False
+        await stack.assert_empty()
+
+
+# ---------------------------------------------------------------------------------------------------- clients that leave
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+async def test_leaving_the_queue_frees_everything(demo_model: Path, route: str) -> None:
+    async with serve(demo_model, max_batch_size=1, echo_step_ms=5) as stack:
+        first = await connect(stack, asking_for(MANY))
+        second = await connect(stack, asking_for(MANY), route)
+        await until(lambda: stack.scheduler.waiting == 1)
+        second.close()
+        await until(lambda: stack.scheduler.waiting == 0)
+        assert stack.scheduler.running == 1
+        first.close()
+        await stack.assert_empty()
+        assert failures(stack, "dropped") == 2
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+async def test_leaving_during_prefill_frees_everything(demo_model: Path, route: str) -> None:
+    async with serve(demo_model, echo_prefill_us=1000) as stack:
+        body = {"inputs": " the" * 300, "parameters": {"max_new_tokens": 5}}
+        writer = await connect(stack, body, route)
+        await until(lambda: stack.engine.running == 1)
+        writer.close()
+        await stack.assert_empty()
+        assert failures(stack, "dropped") == 1
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream"])
+async def test_leaving_during_decode_frees_everything(demo_model: Path, route: str) -> None:
+    async with serve(demo_model, echo_step_ms=2) as stack:
+        with capture_logs() as records:
+            writer = await connect(stack, asking_for(MANY), route)
+            await until(lambda: stack.scheduler.used_tokens > 12)
+            writer.close()
+            await stack.assert_empty()
+        assert failures(stack, "dropped") == 1
+        assert [record["status"] for record in records if record["event"] == "request finished"] == [499, 200]
+        assert all(record["log_level"] != "error" for record in records)
+
+
+async def test_leaving_a_stream_that_nobody_reads_frees_everything(demo_model: Path) -> None:
+    async with serve(demo_model) as stack:
+        connection = slow_reader(stack)
+        connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5)))
+        # Generated to the end, and yet not written to the end.
+        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.used_tokens > 0)
+        await until(lambda: stack.scheduler.running == 0)
+        assert stack.permits.in_use == 1
+        connection.close()
+        await stack.assert_empty()
+
+
+async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None:
+    async with serve(demo_model) as stack:
+        connection = slow_reader(stack)
+        connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5), version="1.0"))
+        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.used_tokens > 0)
+        await until(lambda: stack.scheduler.running == 0)
+        assert stack.permits.in_use == 1
+        connection.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        _, body = (await reader.read()).split(b"\r\n\r\n", 1)
+        events = [json.loads(event.removeprefix(b"data: ")) for event in body.split(b"\n\n")[:-1]]
+        assert [event["index"] for event in events] == list(range(1, MANY + 1))
+        assert events[-1]["generated_text"]
+        writer.close()
+        await stack.assert_empty()
+
+
+def slow_reader(stack: Stack) -> socket.socket:
+    """A connection that takes next to nothing before it is read from."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", stack.port))
+    return connection
+
+
+async def test_best_of_is_left_as_one(demo_model: Path) -> None:
+    async with serve(demo_model, echo_step_ms=2) as stack:
+        writer = await connect(stack, asking_for(MANY, best_of=4, do_sample=True), "/generate")
+        await until(lambda: stack.scheduler.running == 4)
+        writer.close()
+        await stack.assert_empty()
+        assert failures(stack, "dropped") == 1
+
+
+# -------------------------------------------------------------------------------------------------------------- failures
+
+
+FIRST, SECOND = 6310, 3116
+"""The tokens of "Test request"; echo says them in this order."""
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
+async def test_a_failure_before_the_first_token_has_a_status(demo_model: Path, route: str) -> None:
+    async with serve(demo_model, echo_fail_token=FIRST) as stack:
+        body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}, "stream": True}
+        async with stack.client.post(route, json=body) as response:
+            assert response.status == 424
+            assert response.content_type == "application/json"
+            error = await response.json()
+        assert list(error) == ["error", "error_type"]
+        assert error["error"].startswith("Request failed during generation: ")
+        assert error["error_type"] == "generation"
+        assert failures(stack, "generation") == 1
+        await stack.assert_empty()
+
+
+async def test_a_failure_after_the_first_token_is_the_streams_last_event(demo_model: Path) -> None:
+    async with serve(demo_model, echo_fail_token=SECOND, echo_step_ms=5) as stack:
+        body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}}
+        async with stack.client.post("/generate_stream", json=body) as response:
+            assert response.status == 200
+            events = [json.loads(event.removeprefix("data: ")) for event in (await response.text()).split("\n\n")[:-1]]
+        assert [next(iter(event)) for event in events] == ["index", "error"]
+        assert events[1]["error_type"] == "generation"
+        assert failures(stack, "generation") == 1
+        await stack.assert_empty()
+
+
+async def test_a_whole_reply_that_fails_midway_is_an_error(demo_model: Path) -> None:
+    async with serve(demo_model, echo_fail_token=SECOND) as stack:
+        for best_of in (1, 3):
+            parameters = {"max_new_tokens": 4, "best_of": best_of, "do_sample": True}
+            async with stack.client.post(
+                "/generate", json={"inputs": "Test request", "parameters": parameters}
+            ) as response:
+                assert response.status == 424
+        await stack.assert_empty()
+
+
+async def test_a_lost_shard_ends_every_stream_with_an_error(demo_model: Path) -> None:
+    async with serve(demo_model, echo_step_ms=2) as stack:
+        async with stack.client.post("/generate_stream", json=asking_for(MANY)) as streamed:
+            first = await streamed.content.readuntil(b"\n\n")
+            stack.stop_shard()
+            *_, last, end = (first + await streamed.content.read()).split(b"\n\n")
+        assert (json.loads(last.removeprefix(b"data: "))["error_type"], end) == ("generation", b"")
+        async with stack.client.post("/generate", json=asking_for(1)) as response:
+            assert response.status == 424
+        assert stack.permits.in_use == 0
+
+
+# --------------------------------------------------------------------------------------------------- silence, old clients
+
+
+async def test_silence_is_filled_with_comments_also_before_the_first_token(demo_model: Path) -> None:
+    async with serve(demo_model, settings={"keep_alive_s": 0.02}, echo_prefill_us=100_000) as stack:
+        body = {"inputs": "Test request", "parameters": {"max_new_tokens": 1}}
+        async with stack.client.post("/generate_stream", json=body) as response:
+            events = (await response.text()).split("\n\n")
+        assert events[:2] == [":", ":"]
+        assert json.loads(events[-2].removeprefix("data: "))["generated_text"] == "Test"
+
+
+async def test_a_failure_after_a_comment_is_an_event(demo_model: Path) -> None:
+    async with serve(
+        demo_model, settings={"keep_alive_s": 0.02}, echo_prefill_us=100_000, echo_fail_token=FIRST
+    ) as stack:
+        body = {"inputs": "Test request", "parameters": {"max_new_tokens": 1}}
+        async with stack.client.post("/generate_stream", json=body) as response:
+            assert response.status == 200
+            events = (await response.text()).split("\n\n")
+        assert json.loads(events[-2].removeprefix("data: "))["error_type"] == "generation"
+
+
+@pytest.mark.parametrize("extra", ["", "connection: keep-alive\r\n"])
+async def test_http_1_0_gets_plain_bytes_and_an_end(demo_model: Path, extra: str) -> None:
+    async with serve(demo_model) as stack:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+        request = request_bytes(asking_for(2), version="1.0").replace(b"host: a\r\n", f"host: a\r\n{extra}".encode())
+        writer.write(request)
+        head, body = (await reader.read()).split(b"\r\n\r\n", 1)
+        assert b"chunked" not in head.lower()
+        assert [event[:13] for event in body.split(b"\n\n")] == [b'data: {"index', b'data: {"index', b""]
+        writer.close()
+
+
+async def test_a_connection_serves_one_request_after_another(demo_model: Path) -> None:
+    async with serve(demo_model) as stack:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+        for _ in range(3):
+            writer.write(request_bytes(asking_for(3)))
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            body = await reader.readuntil(b"\r\n0\r\n\r\n")
+            assert body.count(b"data: {") == 3
+        writer.close()
+        await stack.assert_empty()
+
+
+async def test_many_requests_cut_off_anywhere_leave_nothing(demo_model: Path) -> None:
+    """CHURN sets how many (150); every third is cut off after as many bytes of its answer as chance has it."""
+    chance = random.Random(6)
+
+    async def one(stack: Stack, cut: bool) -> None:
+        route = chance.choice(["/generate", "/generate_stream"])
+        body = {"inputs": " the" * chance.randint(1, 400), "parameters": {"max_new_tokens": chance.randint(1, 60)}}
+        taken = chance.choice([0, 0, 1, chance.randint(1, 3000)])
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+        writer.write(request_bytes(body, route).replace(b"host: a", b"host: a\r\nconnection: close"))
+        with suppress(asyncio.IncompleteReadError):
+            await (reader.readexactly(taken) if cut else reader.read())
+        writer.close()
+
+    async def client(stack: Stack, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await one(stack, cut=number % 3 == 0)
+
+    async with serve(demo_model, max_concurrent_requests=64, max_batch_size=8, echo_prefill_us=5) as stack:
+        numbers = iter(range(int(os.environ.get("CHURN", "150"))))
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(32):
+                clients.create_task(client(stack, numbers))
+        await stack.assert_empty()
+        lines = stack.metrics.exposition().decode().splitlines()
+        counts = {line.split()[0]: int(line.split()[1]) for line in lines if re.match("tgi_request_(count|s|f)", line)}
+        assert counts.pop("tgi_request_count") == sum(counts.values())
+        assert set(counts) == {"tgi_request_success", 'tgi_request_failure{err="dropped"}'}
+
+
+# ----------------------------------------------------------------------------------------------------------- the record
+
+
+async def test_each_request_leaves_one_record_without_its_text(demo_model: Path) -> None:
+    async with serve(demo_model) as stack:
+        with capture_logs() as records:
+            await stack.generate("a secret of mine", max_new_tokens=2)
+            async with stack.client.post("/generate_stream", json={"inputs": ""}) as response:
+                assert response.status == 422
+        served, refused = (record for record in records if record["event"] == "request finished")
+        assert served["route"] == "/generate"
+        assert (served["status"], served["finish_reason"]) == (200, "length")
+        assert (served["prompt_tokens"], served["new_tokens"]) == (4, 2)
+        assert 0 <= served["queue_s"] <= served["first_token_s"] <= served["total_s"]
+        assert (refused["status"], refused["error_type"]) == (422, "validation")
+        assert "secret" not in str(records)

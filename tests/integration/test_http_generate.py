@@ -1,0 +1,294 @@
+"""The routes' answers: shapes, key order, headers; a stream says what a whole reply says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_stack import Stack, serve
+
+PROMPT = "Was ist schön? 漢字と😀 <|im_end|> The end."
+
+
+@pytest.fixture
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model) as stack:
+        yield stack
+
+
+async def post(stack: Stack, route: str, body: dict[str, Any]) -> str:
+    async with stack.client.post(route, json=body) as response:
+        assert response.status == 200, await response.text()
+        return await response.text()
+
+
+async def stream(stack: Stack, body: dict[str, Any], route: str = "/generate_stream") -> list[dict[str, Any]]:
+    text = await post(stack, route, body)
+    assert text.endswith("\n\n")
+    events = text.removesuffix("\n\n").split("\n\n")
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def token(id: int, text: str) -> str:
+    return f'{{"id":{id},"text":"{text}","logprob":-0.5,"special":false}}'
+
+
+async def test_a_bare_reply_has_the_text_alone(stack: Stack) -> None:
+    body = {"inputs": "Test request", "parameters": {"max_new_tokens": 3}}
+    assert await post(stack, "/generate", body) == '{"generated_text":"Test requestTest"}'
+
+
+async def test_details_come_in_tgis_order(stack: Stack) -> None:
+    body = {"inputs": "Test request", "parameters": {"max_new_tokens": 2, "details": True}}
+    assert await post(stack, "/generate", body) == (
+        '{"generated_text":"Test request","details":{"finish_reason":"length","generated_tokens":2,"seed":null,'
+        f'"prefill":[],"tokens":[{token(6310, "Test")},{token(3116, " request")}]}}}}'
+    )
+
+
+async def test_prompt_details_imply_details_and_their_first_logprob_is_null(stack: Stack) -> None:
+    body = {"inputs": "Test request", "parameters": {"max_new_tokens": 1, "decoder_input_details": True}}
+    assert await post(stack, "/generate", body) == (
+        '{"generated_text":"Test","details":{"finish_reason":"length","generated_tokens":1,"seed":null,'
+        '"prefill":[{"id":6310,"text":"Test","logprob":null},{"id":3116,"text":" request","logprob":-0.5}],'
+        f'"tokens":[{token(6310, "Test")}]}}}}'
+    )
+
+
+async def test_best_of_returns_the_others_too(stack: Stack) -> None:
+    parameters = {"max_new_tokens": 1, "best_of": 3, "details": True, "temperature": 0.5, "top_n_tokens": 1}
+    text = await post(stack, "/generate", {"inputs": "Test", "parameters": parameters})
+    details = json.loads(text)["details"]
+    assert list(details) == [
+        "finish_reason",
+        "generated_tokens",
+        "seed",
+        "prefill",
+        "tokens",
+        "best_of_sequences",
+        "top_tokens",
+    ]
+    assert len(details["best_of_sequences"]) == 2
+    for sequence in details["best_of_sequences"]:
+        assert list(sequence) == [
+            "generated_text",
+            "finish_reason",
+            "generated_tokens",
+            "seed",
+            "prefill",
+            "tokens",
+            "top_tokens",
+        ]
+    assert len({details["seed"], *(sequence["seed"] for sequence in details["best_of_sequences"])}) == 3
+
+
+async def test_top_tokens_are_of_every_position(stack: Stack) -> None:
+    reply = await stack.generate("Test request", max_new_tokens=2, details=True, top_n_tokens=2)
+    tops = reply["details"]["top_tokens"]
+    assert [[top["id"] for top in position] for position in tops] == [[6310, 6311], [3116, 3117]]
+    assert list(tops[0][0]) == ["id", "text", "logprob", "special"]
+
+
+async def test_the_seed_is_told_only_if_it_was_used(stack: Stack) -> None:
+    greedy = await stack.generate("Test", max_new_tokens=1, details=True, seed=7)
+    sampled = await stack.generate("Test", max_new_tokens=1, details=True, seed=7, temperature=0.5)
+    assert (greedy["details"]["seed"], sampled["details"]["seed"]) == (None, 7)
+
+
+async def test_without_parameters_a_request_is_sampled_to_the_end(stack: Stack) -> None:
+    events = await stream(stack, {"inputs": "Test request"})
+    assert len(events) == 2046
+
+
+async def test_a_whole_reply_tells_its_times_in_headers(stack: Stack) -> None:
+    body = {"inputs": "schön 😀", "parameters": {"max_new_tokens": 3}}
+    async with stack.client.post("/generate", json=body) as response:
+        headers = response.headers
+    assert headers["content-type"] == "application/json"
+    assert headers["x-compute-type"] == "gpu+optimized"
+    assert headers["x-compute-characters"] == "7"
+    assert headers["x-generated-tokens"] == "3"
+    assert int(headers["x-prompt-tokens"]) == len(
+        (await stack.tokenizer.encode("schön 😀", add_special_tokens=True)).ids
+    )
+    assert 0 < float(headers["x-compute-time"]) < 10
+    for name in ("total", "validation", "queue", "inference"):
+        assert headers[f"x-{name}-time"].isdigit()
+    assert headers["x-time-per-token"].isdigit()
+
+
+async def test_a_stream_has_the_headers_of_a_stream(stack: Stack) -> None:
+    body = {"inputs": "Test", "parameters": {"max_new_tokens": 1}}
+    async with stack.client.post("/generate_stream", json=body) as response:
+        headers = response.headers
+    assert headers["content-type"] == "text/event-stream"
+    assert headers["cache-control"] == "no-cache"
+    assert headers["x-accel-buffering"] == "no"
+    assert headers["x-compute-type"] == "gpu+optimized"
+    assert headers["x-compute-characters"] == "4"
+    assert "x-total-time" not in headers
+
+
+async def test_a_stream_is_one_event_a_token(stack: Stack) -> None:
+    parameters = {"max_new_tokens": 2, "details": True}
+    assert await post(stack, "/generate_stream", {"inputs": "Test request", "parameters": parameters}) == (
+        f'data: {{"index":1,"token":{token(6310, "Test")},"generated_text":null,"details":null}}\n\n'
+        f'data: {{"index":2,"token":{token(3116, " request")},"generated_text":"Test request",'
+        '"details":{"finish_reason":"length","generated_tokens":2,"seed":null,"input_length":2}}\n\n'
+    )
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"max_new_tokens": 40},
+        {"max_new_tokens": 40, "return_full_text": True},
+        {"max_new_tokens": 40, "top_n_tokens": 3},
+        {"max_new_tokens": 40, "stop": ["schön? 漢"]},
+        {"max_new_tokens": 40, "stop": ["ist sc", "end"]},
+        {"max_new_tokens": 9},
+        {"max_new_tokens": 40, "temperature": 0.5, "seed": 3, "truncate": 8},
+        {"max_new_tokens": 40, "watermark": True, "adapter_id": "nobody"},
+    ],
+)
+async def test_a_stream_says_what_a_whole_reply_says(stack: Stack, parameters: dict[str, Any]) -> None:
+    body = {"inputs": PROMPT, "parameters": {**parameters, "details": True}}
+    whole = json.loads(await post(stack, "/generate", body))
+    events = await stream(stack, body)
+    assert [event["index"] for event in events] == list(range(1, len(events) + 1))
+    assert [event["token"] for event in events] == whole["details"]["tokens"]
+    assert [event.get("top_tokens") for event in events] == whole["details"].get("top_tokens", [None] * len(events))
+    assert events[-1]["generated_text"] == whole["generated_text"]
+    assert all(event["generated_text"] is None and event["details"] is None for event in events[:-1])
+    for name in ("finish_reason", "generated_tokens", "seed"):
+        assert events[-1]["details"][name] == whole["details"][name]
+    spoken = "".join(event["token"]["text"] for event in events if not event["token"]["special"])
+    assert whole["generated_text"].removeprefix(PROMPT) == spoken
+
+
+async def test_a_stop_string_stays_in_the_text(stack: Stack) -> None:
+    reply = await stack.generate("one two three four", max_new_tokens=20, stop=["wo th"], details=True)
+    assert reply["generated_text"] == "one two th"
+    assert reply["details"]["finish_reason"] == "stop_sequence"
+
+
+async def test_the_root_wraps_its_reply_and_repeats_the_prompt(stack: Stack) -> None:
+    body: dict[str, Any] = {"inputs": "Test request", "parameters": {"max_new_tokens": 1}}
+    assert await post(stack, "/", body) == '[{"generated_text":"Test requestTest"}]'
+    body["parameters"]["return_full_text"] = False
+    assert await post(stack, "/", body) == '[{"generated_text":"Test"}]'
+
+
+async def test_the_root_streams_when_asked_to(stack: Stack) -> None:
+    body = {"inputs": "Test", "stream": True, "parameters": {"max_new_tokens": 1}}
+    events = await stream(stack, body, route="/")
+    assert events[-1]["generated_text"] == "TestTest"
+    assert events[-1]["details"] is None
+
+
+async def test_the_root_need_not_repeat_the_prompt(demo_model: Path) -> None:
+    async with serve(demo_model, settings={"compat_return_full_text": False}) as stack:
+        body = {"inputs": "Test", "parameters": {"max_new_tokens": 1}}
+        assert await post(stack, "/", body) == '[{"generated_text":"Test"}]'
+
+
+@pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
+async def test_a_broken_rule_has_its_status_on_every_route(stack: Stack, route: str) -> None:
+    body = {"inputs": "", "parameters": {"top_k": 1}}
+    async with stack.client.post(route, json=body) as response:
+        assert response.status == 422
+        assert await response.text() == (
+            '{"error":"Input validation error: `inputs` cannot be empty","error_type":"validation"}'
+        )
+        assert response.content_type == "application/json"
+    assert 'tgi_request_failure{err="validation"} 1\n' in stack.metrics.exposition().decode()
+
+
+async def test_a_request_may_be_as_long_as_the_limits_say_and_no_longer(stack: Stack) -> None:
+    reply = await stack.generate("Test", max_new_tokens=2047, details=True)
+    assert reply["details"]["generated_tokens"] == 2047
+    async with stack.client.post(
+        "/generate", json={"inputs": "Test", "parameters": {"max_new_tokens": 2048}}
+    ) as response:
+        assert response.status == 422
+        assert "Given: 1 `inputs` tokens and 2048 `max_new_tokens`" in await response.text()
+
+
+async def test_tokenize_tells_which_bytes_each_token_is(stack: Stack) -> None:
+    text = "schön 漢 <|im_end|>"
+    tokens = json.loads(await post(stack, "/tokenize", {"inputs": text}))
+    assert [list(one) for one in tokens] == [["id", "text", "start", "stop"]] * len(tokens)
+    for one in tokens:
+        assert text.encode()[one["start"] : one["stop"]].decode() == one["text"]
+    assert [one["id"] for one in tokens] == (await stack.tokenizer.encode(text, add_special_tokens=True)).ids
+
+
+async def test_health_is_bare_when_well_and_an_error_when_not(demo_model: Path) -> None:
+    well = True
+    async with serve(demo_model, healthy=lambda: well) as stack:
+        for route in ("/health", "/ping", "/"):
+            well = True
+            async with stack.client.get(route) as response:
+                assert (response.status, await response.read()) == (200, b"")
+            well = False
+            async with stack.client.get(route) as response:
+                assert response.status == 503
+                assert await response.text() == '{"error":"unhealthy","error_type":"healthcheck"}'
+
+
+async def test_info_tells_the_limits(stack: Stack) -> None:
+    async with stack.client.get("/info") as response:
+        info = await response.json()
+    assert list(info) == [
+        "model_id",
+        "model_sha",
+        "model_pipeline_tag",
+        "max_concurrent_requests",
+        "max_best_of",
+        "max_stop_sequences",
+        "max_input_tokens",
+        "max_total_tokens",
+        "validation_workers",
+        "max_client_batch_size",
+        "router",
+        "version",
+        "sha",
+        "docker_label",
+    ]
+    assert (info["model_id"], info["max_total_tokens"], info["router"]) == ("echo", 2048, "text-generation-router")
+
+
+async def test_metrics_count_what_was_served(stack: Stack) -> None:
+    await stack.generate("Test request", max_new_tokens=3)
+    async with stack.client.get("/metrics") as response:
+        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        lines = (await response.text()).splitlines()
+    for line in (
+        "tgi_request_count 1",
+        "tgi_request_success 1",
+        "tgi_request_generated_tokens_sum 3.0",
+        "tgi_request_input_length_sum 2.0",
+        "tgi_request_max_new_tokens_sum 3.0",
+        "tgi_request_duration_count 1.0",
+        "tgi_queue_size 0.0",
+        "tgi_batch_current_size 0.0",
+    ):
+        assert line in lines
+
+
+async def test_browsers_may_call_from_anywhere_unless_told_otherwise(demo_model: Path) -> None:
+    preflight = {"origin": "http://a.example", "access-control-request-method": "POST"}
+    async with serve(demo_model) as stack, stack.client.options("/generate", headers=preflight) as response:
+        assert response.status == 200
+        assert response.headers["access-control-allow-origin"] == "*"
+        assert response.headers["access-control-allow-methods"] == "GET,POST"
+        assert response.headers["access-control-allow-headers"] == "content-type,authorization"
+    async with serve(demo_model, settings={"cors_allow_origin": ("http://a.example",)}) as stack:
+        for origin, allowed in (("http://a.example", "http://a.example"), ("http://b.example", None)):
+            async with stack.client.get("/health", headers={"origin": origin}) as response:
+                assert response.headers.get("access-control-allow-origin") == allowed
+                assert response.headers["vary"] == "origin"

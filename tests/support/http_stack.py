@@ -1,0 +1,183 @@
+"""The whole server in one process, over real sockets: HTTP API, scheduler, gRPC, echo shard.
+
+Only the processes are missing; nothing is mocked. `serve` yields the parts, so that a test can look at what is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+from aiohttp import web
+
+from text_generation_proto.channel import SERVER_OPTIONS
+from text_generation_proto.client import ShardClient
+from text_generation_proto.v1 import shard_pb2_grpc
+from text_generation_router.api.admission import Permits
+from text_generation_router.api.app import create_app
+from text_generation_router.api.service import ModelInfo
+from text_generation_router.api.settings import Settings
+from text_generation_router.api.validation import Limits
+from text_generation_router.generation import Generations
+from text_generation_router.metrics import Metrics
+from text_generation_router.scheduling.blocks import BlockPool
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.replica import Replica
+from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.echo import EchoEngine
+from text_generation_shard.servicer import EngineThread, ShardServicer
+
+LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A running server and its parts."""
+
+    port: int
+    client: aiohttp.ClientSession
+    """Speaks to it."""
+    permits: Permits
+    metrics: Metrics
+    scheduler: Scheduler
+    engine: EchoEngine
+    tokenizer: Tokenizer
+    generations: Generations
+    stop_shard: Callable[[], None]
+
+    async def generate(self, inputs: str, **parameters: object) -> dict[str, Any]:
+        """The reply of /generate, which must be a good one."""
+        async with self.client.post("/generate", json={"inputs": inputs, "parameters": parameters}) as response:
+            assert response.status == 200, await response.text()
+            reply: dict[str, Any] = await response.json()
+            return reply
+
+    async def assert_empty(self) -> None:
+        """Nothing is held anywhere: a request served now is alone, and after it all is free."""
+        await until(lambda: self.permits.in_use == 0)
+        await self.generate("Are you there?", max_new_tokens=1)
+        await until(lambda: self.engine.running == 0)
+        assert self.permits.in_use == 0
+        assert (self.scheduler.waiting, self.scheduler.running, self.scheduler.used_blocks) == (0, 0, 0)
+        assert self.engine.used_blocks == 0
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Let the server go on until something is so."""
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 - what is held has no event to wait for, and gets none for a test's sake
+            await asyncio.sleep(0)
+
+
+@cache
+def load_tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder, workers=2)
+
+
+@asynccontextmanager
+async def serve(
+    model: Path,
+    *,
+    limits: Limits = LIMITS,
+    max_concurrent_requests: int = 128,
+    max_batch_size: int = 64,
+    healthy: Callable[[], bool] = lambda: True,
+    settings: dict[str, Any] | None = None,
+    **echo: float,
+) -> AsyncIterator[Stack]:
+    """Serve `model`'s tokenizer; `settings` are those of the API, `echo` those of the engine."""
+    tokenizer = load_tokenizer(model)
+    engine = EchoEngine.build(ShardConfig(engine="echo", **echo))
+    with tempfile.TemporaryDirectory() as folder:
+        async with _shard(engine, f"unix://{folder}/shard") as (client, stop_shard):
+            pool = await client.warm_up()
+            scheduler = Scheduler(
+                BlockPool(pool.num_blocks, pool.block_size),
+                engine.info.max_slots,
+                Policy(max_batch_prefill_tokens=4096, max_batch_size=max_batch_size),
+            )
+            replica = Replica(client, scheduler, engine.info.eos_token_ids)
+            metrics = Metrics(
+                max_input_tokens=limits.max_input_tokens,
+                max_total_tokens=limits.max_total_tokens,
+                queue_size=lambda: scheduler.waiting,
+                batch_size=lambda: scheduler.running,
+            )
+            permits = Permits(max_concurrent_requests)
+            generations = Generations(replica, tokenizer)
+            app = create_app(
+                generations=generations,
+                tokenizer=tokenizer,
+                permits=permits,
+                metrics=metrics,
+                healthy=healthy,
+                settings=replace(Settings(limits), **(settings or {})),
+                info=ModelInfo("echo", version="0.0.0", validation_workers=2, max_client_batch_size=4),
+            )
+            async with (
+                _running(replica),
+                _listening(app) as port,
+                aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+            ):
+                yield Stack(port, session, permits, metrics, scheduler, engine, tokenizer, generations, stop_shard)
+
+
+@asynccontextmanager
+async def _shard(engine: EchoEngine, address: str) -> AsyncIterator[tuple[ShardClient, Callable[[], None]]]:
+    thread = EngineThread()
+    servicer = ShardServicer(thread, rank=0, world_size=1)
+    servicer.serve(engine)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    shard_pb2_grpc.add_ShardServicer_to_server(servicer, server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with ShardClient.connect(address) as client:
+            yield client, servicer.end_session
+    finally:
+        servicer.end_session()
+        await server.stop(grace=1)
+        thread.close()
+
+
+@asynccontextmanager
+async def _running(replica: Replica) -> AsyncIterator[None]:
+    async def run() -> None:
+        try:
+            await replica.run()
+        except Exception:  # noqa: BLE001 - a test that stops the shard expects it; others see their requests fail
+            return
+
+    failure: BaseException | None = None
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(run())
+        try:
+            await replica.opened()
+            yield
+        except BaseException as error:  # noqa: BLE001 - raised again below: the group would wrap it in a group
+            failure = error
+        task.cancel()
+    if failure is not None:
+        raise failure
+
+
+@asynccontextmanager
+async def _listening(app: web.Application) -> AsyncIterator[int]:
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,140 @@
+"""Pieces joined are the text decoded whole: 20 scripts, emoji, and any bytes a model may write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from text_generation_router.text.detokenizer import (
+    ByteLevelDetokenizer,
+    DetokenizerFactory,
+    StreamDetokenizer,
+    byte_alphabet,
+)
+
+CORPUS = {
+    "latin": "Où est la bibliothèque? Größe, señor, łódź, İstanbul",
+    "greek": "Η γρήγορη καφέ αλεπού",
+    "cyrillic": "Съешь же ещё этих мягких французских булок",
+    "arabic": "نص حكيم له سر قاطع وذو شأن عظيم",
+    "hebrew": "דג סקרן שט בים מאוכזב",
+    "devanagari": "ऋषियों को सताने वाले दुष्ट राक्षसों",
+    "bengali": "আমার সোনার বাংলা, আমি তোমায় ভালোবাসি",
+    "tamil": "யாமறிந்த மொழிகளிலே தமிழ்மொழி",
+    "thai": "เป็นมนุษย์สุดประเสริฐเลิศคุณค่า",
+    "chinese": "天地玄黃,宇宙洪荒。日月盈昃,辰宿列張。",
+    "japanese": "いろはにほへと ちりぬるを、コーヒーを飲む",
+    "korean": "키스의 고유조건은 입술끼리 만나야 하고",
+    "georgian": "გთხოვთ ახლავე გაიაროთ რეგისტრაცია",
+    "armenian": "Բել դղյակի ձախ ժամն օֆ ազգությանը",
+    "amharic": "ሰማይ አይታረስ ንጉሥ አይከሰስ።",
+    "khmer": "ខ្ញុំអាចញុំកញ្ចក់បាន",
+    "burmese": "ကျွန်တော် ကျွန်မ မှန်စားနိုင်တယ်",
+    "tibetan": "ཤེལ་སྒོ་ཟ་ནས་ང་ན་གི་མ་རེད།",
+    "sinhala": "මනෝපුබ්බඞ්ගමා ධම්මා",
+    "cherokee": "ᎠᏆᏎᎵᏍᏗ ᎦᏚᎩ",
+    "emoji": "👩‍👩‍👧‍👦 🏳️‍🌈 🤦🏽‍♂️ 1️⃣ 🇫🇷 𝕳𝖊𝖑𝖑𝖔",
+    "code": "def f(x):\n\treturn {'a': x**2}  # ½ \x00 \x1b[0m\r\n",
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer(demo_model: Path) -> Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def metaspace() -> Tokenizer:
+    """A SentencePiece-like tokenizer with byte fallback, as Llama 2 and Mistral have."""
+    words = ["▁", "▁Hello", "▁world", "▁the", "lo", "Hel", "é", "▁x"]
+    vocabulary = {word: i for i, word in enumerate([*words, *(f"<0x{byte:02X}>" for byte in range(256))])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
+
+
+@cache
+def factory(made_for: int) -> DetokenizerFactory:
+    return DetokenizerFactory(TOKENIZERS[made_for])
+
+
+TOKENIZERS: dict[int, Tokenizer] = {}
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    TOKENIZERS[id(tokenizer)] = tokenizer
+    detokenizer = factory(id(tokenizer)).create(prompt)
+    return [*(detokenizer.step(token_id) for token_id in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize("script", CORPUS)
+def test_pieces_joined_are_the_text(tokenizer: Tokenizer, script: str) -> None:
+    ids = tokenizer.encode(CORPUS[script]).ids
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == CORPUS[script]
+
+
+@pytest.mark.parametrize("script", CORPUS)
+def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, script: str) -> None:
+    ids = tokenizer.encode(CORPUS[script]).ids
+    assert not any("\ufffd" in piece for piece in pieces(tokenizer, ids))
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(17, 49151), max_size=40))
+def test_whatever_a_model_writes_joins_to_the_text_decoded_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=st.lists(st.integers(100, 400), max_size=40))
+def test_broken_bytes_join_to_the_text_decoded_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_a_character_that_never_became_whole_is_flushed_as_a_replacement(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("🏳").ids[:-1]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "\ufffd"
+
+
+def test_an_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
+    assert pieces(tokenizer, [1 << 19]) == ["", ""]
+
+
+def test_the_byte_alphabet_names_every_byte_once() -> None:
+    assert sorted(byte_alphabet().values()) == list(range(256))
+
+
+def test_byte_level_vocabularies_take_the_short_way(tokenizer: Tokenizer, metaspace: Tokenizer) -> None:
+    assert isinstance(DetokenizerFactory(tokenizer).create(()), ByteLevelDetokenizer)
+    assert isinstance(DetokenizerFactory(metaspace).create(()), StreamDetokenizer)
+
+
+def test_a_sentencepiece_token_keeps_its_leading_space_after_a_prompt(metaspace: Tokenizer) -> None:
+    hello, world = 1, 2
+    assert pieces(metaspace, [world, world], prompt=[hello]) == [" world", " world", ""]
+
+
+def test_bytes_of_a_fallback_tokenizer_wait_for_their_character(metaspace: Tokenizer) -> None:
+    first = 8  # <0x00>
+    ids = [1, *(first + byte for byte in "日".encode())]
+    assert pieces(metaspace, ids, prompt=[2]) == [" Hello", "", "", "日", ""]
+
+
+@settings(max_examples=200, deadline=None)
+@given(words=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7]) | st.characters(codec="utf-8"), max_size=20))
+def test_words_and_fallback_bytes_join_to_the_text_decoded_whole(metaspace: Tokenizer, words: list[int | str]) -> None:
+    # Ill-formed runs of bytes are left out: that decoder judges a run by its end, which no stream can know.
+    prompt, ids = [1], []
+    for word in words:
+        ids += [word] if isinstance(word, int) else [8 + byte for byte in word.encode()]
+    assert "".join(pieces(metaspace, ids, prompt)) == metaspace.decode([*prompt, *ids])[len(metaspace.decode(prompt)) :]

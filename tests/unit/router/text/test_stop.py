@@ -1,0 +1,58 @@
+"""Stop strings are found wherever they are, and the outcome does not depend on how the text was cut."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from text_generation_router.text.stop import StopMatcher
+
+
+def feed(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
+    """The text up to the stop, and whether there was one."""
+    matcher = StopMatcher(stops)
+    text = ""
+    for piece in pieces:
+        cut = matcher.cut(piece)
+        if cut is not None:
+            return text + piece[:cut], True
+        text += piece
+    return text, False
+
+
+def test_a_stop_inside_a_token_cuts_the_token() -> None:
+    assert feed(["one STOP two"], ("STOP",)) == ("one STOP", True)
+
+
+def test_a_stop_across_tokens_is_found() -> None:
+    assert feed(["one S", "T", "OP two"], ("STOP",)) == ("one STOP", True)
+
+
+def test_a_stop_longer_than_any_window_is_found() -> None:
+    stop = "x" * 5000 + "y"
+    assert feed(["a", *stop, "z"], (stop,)) == ("a" + stop, True)
+
+
+def test_the_stop_that_completes_first_wins() -> None:
+    assert feed(["abcdef"], ("cdef", "bc")) == ("abc", True)
+
+
+def test_an_almost_stop_followed_by_the_stop_is_found() -> None:
+    assert feed(["aa", "ab"], ("aab",)) == ("aaab", True)
+
+
+def test_an_empty_stop_ends_after_the_first_piece() -> None:
+    assert feed(["one", "two"], ("",)) == ("one", True)
+
+
+@given(
+    text=st.text("abc", max_size=60),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4).map(tuple),
+    cuts=st.lists(st.integers(0, 60), max_size=12),
+)
+@example(text="abab", stops=("bab", "ba"), cuts=[2])
+def test_every_split_of_a_text_gives_the_same(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    end = min((text.index(stop) + len(stop) for stop in stops if stop in text), default=None)
+    assert feed(pieces, stops) == ((text, False) if end is None else (text[:end], True))
