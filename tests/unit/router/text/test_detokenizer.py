@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from corpus import CORPUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,32 +19,6 @@ from text_generation_router.text.detokenizer import (
     StreamDetokenizer,
     byte_alphabet,
 )
-
-CORPUS = {
-    "latin": "Où est la bibliothèque? Größe, señor, łódź, İstanbul",
-    "greek": "Η γρήγορη καφέ αλεπού",
-    "cyrillic": "Съешь же ещё этих мягких французских булок",
-    "arabic": "نص حكيم له سر قاطع وذو شأن عظيم",
-    "hebrew": "דג סקרן שט בים מאוכזב",
-    "devanagari": "ऋषियों को सताने वाले दुष्ट राक्षसों",
-    "bengali": "আমার সোনার বাংলা, আমি তোমায় ভালোবাসি",
-    "tamil": "யாமறிந்த மொழிகளிலே தமிழ்மொழி",
-    "thai": "เป็นมนุษย์สุดประเสริฐเลิศคุณค่า",
-    "chinese": "天地玄黃,宇宙洪荒。日月盈昃,辰宿列張。",
-    "japanese": "いろはにほへと ちりぬるを、コーヒーを飲む",
-    "korean": "키스의 고유조건은 입술끼리 만나야 하고",
-    "georgian": "გთხოვთ ახლავე გაიაროთ რეგისტრაცია",
-    "armenian": "Բել դղյակի ձախ ժամն օֆ ազգությանը",
-    "amharic": "ሰማይ አይታረስ ንጉሥ አይከሰስ።",
-    "khmer": "ខ្ញុំអាចញុំកញ្ចក់បាន",
-    "burmese": "ကျွန်တော် ကျွန်မ မှန်စားနိုင်တယ်",
-    "tibetan": "ཤེལ་སྒོ་ཟ་ནས་ང་ན་གི་མ་རེད།",
-    "sinhala": "මනෝපුබ්බඞ්ගමා ධම්මා",
-    "cherokee": "ᎠᏆᏎᎵᏍᏗ ᎦᏚᎩ",
-    "emoji": "👩‍👩‍👧‍👦 🏳️‍🌈 🤦🏽‍♂️ 1️⃣ 🇫🇷 𝕳𝖊𝖑𝖑𝖔",
-    "code": "def f(x):\n\treturn {'a': x**2}  # ½ \x00 \x1b[0m\r\n",
-}
-
 
 @pytest.fixture(scope="session")
 def tokenizer(demo_model: Path) -> Tokenizer:

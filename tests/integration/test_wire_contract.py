@@ -1,0 +1,278 @@
+"""shard.proto, clause by clause, against a real shard process over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from shard_process import shard
+
+from text_generation_proto.client import RunCall, SequenceFailed, SessionClosed, ShardClient
+from text_generation_proto.v1 import shard_pb2 as pb
+
+
+def admission(slot: int, prompt: list[int], new: int, blocks: list[int]) -> pb.Admission:
+    return pb.Admission(
+        slot=slot,
+        prompt=prompt,
+        blocks=blocks,
+        sampling=pb.Sampling(greedy=True),
+        stopping=pb.Stopping(max_new_tokens=new),
+    )
+
+
+def start(number: int, slot: int, prompt: list[int], new: int, blocks: list[int]) -> pb.Orders:
+    """Admit one sequence and prefill it whole."""
+    return pb.Orders(
+        number=number,
+        admit=[admission(slot, prompt, new, blocks)],
+        prefill_slots=[slot],
+        prefill_tokens=[len(prompt)],
+    )
+
+
+async def report(call: RunCall) -> pb.StepReport:
+    async with asyncio.timeout(10):
+        read = await call.read()
+    assert isinstance(read, pb.StepReport)
+    return read
+
+
+async def until_finished(call: RunCall, slot: int) -> list[int]:
+    """The tokens of a slot up to its finish."""
+    tokens: list[int] = []
+    while True:
+        step = await report(call)
+        tokens += [token for at, token in zip(step.slots, step.token_ids, strict=True) if at == slot]
+        if slot in [finish.slot for finish in step.finished]:
+            return tokens
+
+
+@asynccontextmanager
+async def running(client: ShardClient) -> AsyncIterator[RunCall]:
+    call = client.run()
+    try:
+        yield call
+    finally:
+        call.cancel()
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[ShardClient]:
+    async with shard(f"unix://{tmp_path}/s") as (connected, _):
+        await connected.warm_up(max_batch_total_tokens=64 * 16)
+        yield connected
+
+
+async def test_a_sequence_runs_from_admission_to_its_last_token(client: ShardClient) -> None:
+    async with running(client) as call:
+        await call.write(start(1, slot=3, prompt=[5, 6], new=5, blocks=[0]))
+        assert await until_finished(call, 3) == [5, 6, 5, 6, 5]
+
+
+async def test_each_set_of_orders_takes_a_boundary_of_its_own(client: ShardClient) -> None:
+    async with running(client) as call:
+        for number in (1, 2, 3):
+            await call.write(start(number, slot=number, prompt=[number], new=20, blocks=[number, 10 + number]))
+        applied = [0]
+        while applied[-1] < 3:
+            applied.append((await report(call)).orders_applied)
+        assert all(later - earlier <= 1 for earlier, later in zip(applied, applied[1:], strict=False))
+
+
+async def test_a_sequence_stops_at_its_grant_and_goes_on_with_the_next(client: ShardClient) -> None:
+    async with running(client) as call:
+        await call.write(start(1, slot=0, prompt=[1, 2, 3], new=40, blocks=[0]))
+        tokens: list[int] = []
+        # The block holds 16 positions: the prompt's 3 and 13 tokens' own; the 14th token is known, not computed.
+        while len(tokens) < 14:
+            tokens += (await report(call)).token_ids
+        await call.write(pb.Orders(number=2, grant_slots=[0], grant_counts=[2], grant_blocks=[4, 5]))
+        acknowledged = await report(call)
+        assert (acknowledged.orders_applied, list(acknowledged.token_ids)) == (2, [])
+        assert len(tokens + await until_finished(call, 0)) == 40
+
+
+async def test_a_released_slot_brings_nothing_more_and_can_be_given_out_again(client: ShardClient) -> None:
+    async with running(client) as call:
+        await call.write(start(1, slot=0, prompt=[1], new=1000, blocks=list(range(60))))
+        await report(call)
+        await call.write(pb.Orders(number=2, release=[0]))
+        while (step := await report(call)).orders_applied < 2:
+            pass
+        assert step.running == step.used_blocks == 0
+        await call.write(start(3, slot=0, prompt=[9], new=2, blocks=[0]))
+        assert await until_finished(call, 0) == [9, 9]
+
+
+async def test_a_bad_admission_fails_alone(client: ShardClient) -> None:
+    async with running(client) as call:
+        orders = start(1, slot=0, prompt=[7], new=3, blocks=[0])
+        orders.admit.append(admission(1, prompt=[], new=3, blocks=[1]))
+        orders.admit.append(admission(2, prompt=[1], new=3, blocks=[10_000]))
+        orders.admit.append(admission(5000, prompt=[1], new=3, blocks=[2]))
+        await call.write(orders)
+        failed = {failure.slot: failure.code for failure in (await report(call)).failed}
+        assert failed == dict.fromkeys((1, 2, 5000), pb.FAILURE_CODE_INVALID)
+        assert await until_finished(call, 0) == [7, 7, 7]
+
+
+async def test_orders_whose_columns_do_not_match_end_the_session_with_invalid_argument(client: ShardClient) -> None:
+    async with running(client) as call:
+        await call.write(pb.Orders(number=1, prefill_slots=[1, 2], prefill_tokens=[1]))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    async with running(client) as call:
+        await call.write(start(1, slot=0, prompt=[7], new=1, blocks=[0]))
+        assert await until_finished(call, 0) == [7]
+
+
+async def test_prompt_logprobs_and_top_tokens_come_with_the_first_token(client: ShardClient) -> None:
+    async with running(client) as call:
+        orders = start(1, slot=0, prompt=[7, 8, 9], new=1, blocks=[0])
+        orders.admit[0].logprobs.CopyFrom(pb.LogprobOptions(top_n=2, prompt=True))
+        await call.write(orders)
+        while not (step := await report(call)).slots:
+            pass
+        assert [len(scored.logprobs) for scored in step.prompt_logprobs] == [3]
+        assert [len(top.token_ids) for top in step.top_tokens] == [2]
+
+
+async def test_a_second_session_is_refused_while_one_is_open(client: ShardClient) -> None:
+    async with running(client) as first, running(client) as second:
+        await first.write(start(1, slot=0, prompt=[1], new=1, blocks=[0]))
+        await until_finished(first, 0)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await second.read()
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await client.warm_up()
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_broken_stream_drops_everything_it_held(client: ShardClient) -> None:
+    async with running(client) as call:
+        await call.write(start(1, slot=0, prompt=[1], new=1000, blocks=list(range(62))))
+        await report(call)
+    async with asyncio.timeout(10):
+        while True:  # the shard ends the old session at its next boundary
+            async with running(client) as call:
+                await call.write(start(1, slot=0, prompt=[4], new=2, blocks=[0]))
+                try:
+                    assert await until_finished(call, 0) == [4, 4]
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                else:
+                    return
+
+
+async def test_run_before_warm_up_is_refused(tmp_path: Path) -> None:
+    async with shard(f"unix://{tmp_path}/s") as (client, _), running(client) as call:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_info_says_what_the_engine_is(client: ShardClient) -> None:
+    info = await client.info()
+    assert (info.engine, info.scheduling, info.block_size) == ("echo", pb.SCHEDULING_STEP, 16)
+
+
+async def test_the_socket_is_for_its_owner_alone_and_gone_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with shard(f"unix://{path}"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.exists()
+
+
+async def test_a_second_shard_does_not_take_a_socket_that_is_served(tmp_path: Path) -> None:
+    address = f"unix://{tmp_path}/s"
+    async with shard(address) as (client, _):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(20), shard(address, "--log-level=error") as (_, second):
+                assert await second.wait() == 1
+                raise TimeoutError
+        assert (await client.info()).engine == "echo"
+
+
+async def test_health_follows_the_standard_protocol(tmp_path: Path) -> None:
+    async with (
+        shard(f"unix://{tmp_path}/s"),
+        grpc.aio.insecure_channel(f"unix://{tmp_path}/s") as channel,
+    ):
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("flag", [True, False])
+async def test_reflection_is_there_when_asked_for(tmp_path: Path, flag: bool) -> None:
+    async with (
+        shard(f"unix://{tmp_path}/s", *(["--reflection"] if flag else [])),
+        grpc.aio.insecure_channel(f"unix://{tmp_path}/s") as channel,
+    ):
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+        try:
+            services = [service.name for answer in [await answers.read()] for service in answer.list_services_response.service]
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+            services = []
+        assert ("text_generation.v1.Shard" in services) is flag
+
+
+async def test_the_shard_listens_on_tcp_when_told_to() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with shard(f"127.0.0.1:{port}") as (client, _):
+        assert (await client.info()).engine == "echo"
+
+
+async def test_the_client_runs_many_sequences_on_few_slots(client: ShardClient) -> None:
+    pool = await client.warm_up(max_batch_total_tokens=64 * 16)
+    async with client.session(pool, max_slots=4) as session:
+
+        async def one(token: int) -> list[int]:
+            return [chosen.id async for chosen in session.generate([token, token + 1], max_new_tokens=30)]
+
+        async with asyncio.TaskGroup() as tasks:
+            runs = [tasks.create_task(one(token)) for token in range(40)]
+        assert [run.result() for run in runs] == [[token, token + 1] * 15 for token in range(40)]
+
+
+async def test_leaving_the_clients_iterator_releases_the_sequence(client: ShardClient) -> None:
+    pool = await client.warm_up(max_batch_total_tokens=64 * 16)
+    async with client.session(pool, max_slots=1) as session:
+        endless = session.generate([1], max_new_tokens=1000)
+        assert (await anext(endless)).id == 1
+        await endless.aclose()
+        assert [token.id async for token in session.generate([2], max_new_tokens=1000)] == [2] * 1000
+
+
+async def test_the_client_refuses_what_the_pool_can_never_hold(client: ShardClient) -> None:
+    pool = await client.warm_up(max_batch_total_tokens=32)
+    async with client.session(pool) as session:
+        with pytest.raises(ValueError, match="KV blocks"):
+            await anext(session.generate([1] * 30, max_new_tokens=10))
+
+
+async def test_the_client_says_when_a_sequence_fails_and_when_the_shard_is_gone(tmp_path: Path) -> None:
+    async with shard(f"unix://{tmp_path}/s", "--echo-fail-token=13", "--echo-step-ms=1") as (client, process):
+        pool = await client.warm_up()
+        async with client.session(pool) as session:
+            with pytest.raises(SequenceFailed):
+                [token async for token in session.generate([1, 13], max_new_tokens=5)]
+            with pytest.raises(SessionClosed):
+                async for _ in session.generate([1], max_new_tokens=10_000):
+                    if process.returncode is None:
+                        process.kill()

@@ -1,0 +1,151 @@
+"""Drives an engine as a router would – slots, blocks, chunks, grants – one step at a time, and keeps what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from text_generation_shard.engine import (
+    Admission,
+    Engine,
+    Failure,
+    FinishReason,
+    Orders,
+    Sampling,
+    StepResult,
+    Stopping,
+    TopTokens,
+)
+
+
+@dataclass(eq=False)
+class Stream:
+    """A sequence, and what the engine said of it."""
+
+    slot: int
+    prompt: tuple[int, ...]
+    stopping: Stopping
+    sampling: Sampling
+    blocks: list[int]
+    to_prefill: int
+    chunk: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_tokens: list[TopTokens] = field(default_factory=list)
+    prompt_logprobs: list[list[float]] = field(default_factory=list)
+    finish: FinishReason | None = None
+    failure: Failure | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+
+class Driver:
+    """Holds the free slots and blocks of a warmed-up engine."""
+
+    def __init__(self, engine: Engine, num_blocks: int) -> None:
+        self.engine = engine
+        self.streams: dict[int, Stream] = {}
+        self._free_blocks = list(range(num_blocks))
+        self._number = 0
+        self._admit: list[Admission] = []
+        self._grants: list[tuple[int, tuple[int, ...]]] = []
+        self._release: list[int] = []
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.engine.info.block_size)
+
+    def admit(
+        self,
+        prompt: Sequence[int],
+        new: int = 8,
+        *,
+        chunk: int = 1 << 30,
+        granted: int | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+        shared: Sequence[int] = (),
+        **admission: object,
+    ) -> Stream:
+        """A sequence with blocks for all it may compute, or for `granted` tokens; `shared` blocks come first."""
+        stopping = admission.pop("stopping", Stopping(max_new_tokens=new))
+        assert isinstance(stopping, Stopping)
+        count = self.blocks_for(len(prompt) + stopping.max_new_tokens if granted is None else granted) - len(shared)
+        blocks = [*shared, *(self._free_blocks.pop() for _ in range(count))]
+        slot = next(slot for slot in range(self.engine.info.max_slots) if slot not in self.streams)
+        computed = admission.get("computed_tokens", 0)
+        assert isinstance(computed, int)
+        stream = Stream(slot, tuple(prompt), stopping, sampling, blocks, len(prompt) - computed, chunk)
+        self.streams[slot] = stream
+        self._admit.append(
+            Admission(slot, stream.prompt, stopping, sampling, tuple(blocks), **admission)  # type: ignore[arg-type]
+        )
+        return stream
+
+    def grant(self, stream: Stream, tokens: int) -> None:
+        """Blocks for so many tokens more."""
+        blocks = [self._free_blocks.pop() for _ in range(self.blocks_for(tokens))]
+        stream.blocks += blocks
+        self._grants.append((stream.slot, tuple(blocks)))
+
+    def release(self, stream: Stream) -> None:
+        self._release.append(stream.slot)
+        self._forget(stream)
+
+    def preempt(self, stream: Stream, **admission: object) -> Stream:
+        """Release the sequence and admit it again with what it generated as part of its prompt."""
+        self.release(stream)
+        left = Stopping(stream.stopping.max_new_tokens - len(stream.tokens))
+        return self.admit(
+            [*stream.prompt, *stream.tokens],
+            sampling=stream.sampling,
+            chunk=stream.chunk,
+            stopping=left,
+            generated_tokens=len(stream.tokens),
+            **admission,
+        )
+
+    def step(self) -> StepResult | None:
+        """Send what is ordered, with the next chunk of every prompt, and run one step."""
+        prefill = []
+        for stream in self.streams.values():
+            if stream.to_prefill:
+                prefill.append((stream.slot, min(stream.chunk, stream.to_prefill)))
+                stream.to_prefill -= prefill[-1][1]
+        self._number += 1
+        orders = Orders(self._number, tuple(self._release), tuple(self._admit), tuple(self._grants), tuple(prefill))
+        self._release, self._admit, self._grants = [], [], []
+        for failure in self.engine.apply(orders):
+            self._fail(failure)
+        result = self.engine.step()
+        if result is not None:
+            self._record(result)
+        return result
+
+    def run(self) -> None:
+        """Step until nothing can advance."""
+        while self.step() is not None:
+            pass
+
+    def _record(self, result: StepResult) -> None:
+        for top in result.top_tokens:
+            self.streams[top.slot].top_tokens.append(top)
+        for slot, logprobs in result.prompt_logprobs:
+            self.streams[slot].prompt_logprobs.append(logprobs)
+        for slot, token, logprob in zip(result.slots, result.token_ids, result.logprobs, strict=True):
+            self.streams[slot].tokens.append(token)
+            self.streams[slot].logprobs.append(logprob)
+        for slot, reason in result.finished:
+            self.streams[slot].finish = reason
+            self._forget(self.streams[slot])
+        for failure in result.failed:
+            self._fail(failure)
+
+    def _fail(self, failure: Failure) -> None:
+        if stream := self.streams.get(failure.slot):
+            stream.failure = failure
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        del self.streams[stream.slot]
+        self._free_blocks[:0] = stream.blocks
