@@ -1,2 +1,83 @@
+# make help lists what there is. Everything happens in this folder: .venv, .cache.
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+# The first of these that runs: a version manager may have names on PATH that do not.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do "$$p" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null && echo "$$p" && break; done)
 VENV := .venv
-PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+STAMP := $(VENV)/.installed
+MODEL := .cache/models/SmolLM2-135M-Instruct
+PROTO := text_generation_proto/v1/shard.proto
+STUBS := shard_pb2.py shard_pb2.pyi shard_pb2_grpc.py shard_pb2_grpc.pyi
+
+# For `make run`: make run PORT=8080 ARGS="--max-batch-size 8". For `make test`: make test PYTEST_ARGS="-k sampling".
+PORT ?= 3000
+ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: help
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+
+.PHONY: install
+install: $(STAMP) ## Make .venv and install everything in it, in the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 …"; exit 1; }
+	@echo "install: $$($(PYTHON) --version) in $(VENV); the first time takes a few minutes"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[torch,dev]'
+	@touch $@
+
+.PHONY: model
+model: $(STAMP) ## Make the demo model, SmolLM2-135M-Instruct, in .cache
+	@$(PY) scripts/prepare_demo_model.py $(MODEL)
+
+.PHONY: run
+run: model ## Serve the demo model on 127.0.0.1:3000 (PORT=…, ARGS="…")
+	@$(PY) scripts/run_demo.py --model-id $(MODEL) --hostname 127.0.0.1 --port $(PORT) $(ARGS)
+
+.PHONY: test
+test: check model ## Check, then run every test
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: $(STAMP) proto-check ## Format, lint, types, import boundaries, drift of the generated stubs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: fmt
+fmt: $(STAMP) ## Format the code and fix what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# $(call protoc,FOLDER) writes the stubs below FOLDER. The plugins that write the .pyi files are found on PATH.
+protoc = PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m grpc_tools.protoc -I proto \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
+
+.PHONY: proto
+proto: $(STAMP) ## Generate the stubs from the .proto file
+	$(call protoc,proto)
+
+.PHONY: proto-check
+proto-check: $(STAMP) ## Check that the committed stubs are those of the .proto file
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; $(call protoc,"$$fresh"); \
+	for stub in $(STUBS); do \
+		diff -u proto/$(dir $(PROTO))$$stub "$$fresh"/$(dir $(PROTO))$$stub || { echo "run: make proto"; exit 1; }; \
+	done; echo "proto-check: the stubs are up to date"
+
+.PHONY: bench-router
+bench-router: model ## Measure what the router costs, with the echo engine
+	$(PY) scripts/bench_router.py --model $(MODEL)
+
+.PHONY: clean
+clean: ## Remove everything that make made
+	rm -rf $(VENV) .cache dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -151,7 +151,7 @@ def _complaint(error: ErrorDetails) -> str:
 
 
 def follow_parent(lifeline_fd: int, last_will: Callable[[], None] | None = None) -> None:
-    """Stop when the parent dies: SIGTERM to this process, and LIFELINE_GRACE seconds later SIGKILL.
+    """Stop when the parent dies: SIGTERM to this process, and LIFELINE_GRACE seconds later SIGKILL to its group.
 
     Call it first thing in `main`, from the main thread, before any slow import; without a lifeline it does nothing.
     `last_will` is for what must not be left behind: it runs just before that SIGKILL, and at a SIGTERM that comes before
@@ -166,12 +166,16 @@ def follow_parent(lifeline_fd: int, last_will: Callable[[], None] | None = None)
         os._exit(ExitCode.STOPPED)  # an exception would be lost in whatever is being imported
 
     signal.signal(signal.SIGTERM, stop_while_starting)
-    _die_with_parent(signal.SIGTERM)
+    _wake_when_parent_dies()
     threading.Thread(target=_follow, args=(lifeline_fd, last_will), name="lifeline", daemon=True).start()
 
 
 def _follow(lifeline_fd: int, last_will: Callable[[], None] | None) -> None:
     select.select([lifeline_fd], [], [])  # nobody ever writes: readable means end of file
+    # The parent read our output, too: from now on a log record would raise BrokenPipeError in whoever writes it.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(LIFELINE_GRACE)
     try:
@@ -183,14 +187,15 @@ def _follow(lifeline_fd: int, last_will: Callable[[], None] | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_with_parent(sig: signal.Signals) -> None:
-    """Ask the kernel to send `sig` to this process when the thread that started it ends (Linux; elsewhere nothing).
+def _wake_when_parent_dies() -> None:
+    """Ask the kernel for SIGCONT when the parent dies (Linux; elsewhere nothing): a process that was stopped, by a
+    debugger or by hand, could not see the end of its lifeline.
 
-    The lifeline alone would do; this one reaches a process whose threads all wait for the interpreter's lock.
+    Not SIGTERM, which would come before the output is put right; not SIGKILL, which leaves no time to stop in order.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(sig))
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, int(signal.SIGCONT))
 
 
 def socket_path(address: str) -> Path | None:

@@ -1,0 +1,35 @@
+"""`text-generation-launcher`: serve a model with one command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import structlog
+
+from text_generation_launcher.config import read_config
+from text_generation_proto.logs import configure_logging
+from text_generation_proto.process import ExitCode
+
+
+def main() -> None:
+    """Entry point."""
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup means it
+            signal.signal(sig, lambda _signal, _frame: sys.exit(ExitCode.STOPPED))  # until the event loop takes over
+    config = read_config(sys.argv[1:], os.environ)
+    configure_logging(config, "launcher")
+    from text_generation_launcher.launch import launch  # after the settings: --help and usage errors need none of it
+
+    try:
+        code = asyncio.run(launch(config, os.environ))
+    except Exception:  # noqa: BLE001  (the one place: a bug is logged whole and has an exit code of its own)
+        structlog.get_logger().exception("a bug ended the launcher")
+        code = ExitCode.BUG
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""From the settings to the exit code: check, find the model, plan, supervise."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+from text_generation_launcher.child import lifeline
+from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.devices import find_devices
+from text_generation_launcher.environment import describe
+from text_generation_launcher.model import ModelError, resolve_model
+from text_generation_launcher.plan import Plan, PlanError, Surroundings, count_shards, listen_host, make_plan
+from text_generation_launcher.stop import StopSignals
+from text_generation_launcher.supervise import ChildFailed, ChildLost, Supervisor
+from text_generation_proto.process import PRIVATE_FOLDER_PREFIX, ExitCode, SocketInUse, claim_socket, socket_path
+
+LONGEST_TEMP_FOLDER = 64
+"""Bytes; the whole path of a unix socket has at most 107."""
+
+log = structlog.get_logger()
+
+
+class PortInUse(Exception):
+    """Somebody else listens where the router or a shard is to listen."""
+
+
+async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
+    """Serve until asked to stop or until a child is lost."""
+    stop = StopSignals()
+    stop.listen()
+    code = ExitCode.STOPPED
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(_serve(config, environ, stop))
+            await stop.requested.wait()
+            work.cancel()
+    except* PlanError as errors:
+        log.error("settings refused", reason=_first(errors))
+        code = ExitCode.USAGE
+    except* (ModelError, SocketInUse, PortInUse) as errors:
+        log.error("cannot start", reason=_first(errors))
+        code = ExitCode.FAILED
+    except* ChildFailed:
+        code = ExitCode.FAILED
+    except* ChildLost:
+        code = ExitCode.DEPENDENCY_LOST
+    if stop.requested.is_set():
+        code = ExitCode.STOPPED
+    log.info("stopped", exit_code=int(code))
+    return code
+
+
+async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: StopSignals) -> None:
+    devices = await find_devices(environ)
+    if config.env:
+        log.info("environment", **describe(devices))
+    num_shard = count_shards(config, devices)  # before a download that may take an hour
+    if num_shard < devices.count:
+        log.warning("not all devices are used", devices=devices.count, used=num_shard)
+    if config.input_limit != config.max_input_tokens:
+        log.warning("max_input_length is an old name: use max_input_tokens")
+    if listen_host(config.hostname) == "0.0.0.0" != config.hostname:
+        log.warning("hostname is no IP address: listening on all", hostname=config.hostname)
+    with lifeline() as lifeline_fd:
+        log.info("starting", model_id=config.model_id, revision=config.revision, engine=config.engine)
+        model_path = await resolve_model(config, environ, stop, lifeline_fd)
+        with _socket_folder() as folder:
+            plan = make_plan(config, Surroundings(devices, model_path, folder, lifeline_fd, environ))
+            _claim_addresses(plan, folder)
+            await Supervisor(plan, stop, json_output=config.json_output).run()
+
+
+def _claim_addresses(plan: Plan, folder: Path) -> None:
+    """Better now than after minutes of loading. Raises PortInUse, SocketInUse."""
+    _check_port(plan.host, plan.port)
+    for shard in plan.shards:
+        path = socket_path(shard.address)
+        if path is None:
+            host, port = shard.address.rsplit(":", 1)
+            _check_port(host, int(port))
+        elif path.parent != folder:
+            claim_socket(path)
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUse(f"cannot listen on {host} port {port}: {error.strerror}") from error
+
+
+@contextmanager
+def _socket_folder() -> Iterator[Path]:
+    """A folder for this launcher's sockets alone: the first shard makes it, the last one removes it, or else we do."""
+    base = tempfile.gettempdir()
+    if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER:
+        base = "/tmp"
+    folder = Path(base, PRIVATE_FOLDER_PREFIX + secrets.token_hex(8))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> str:
+    first: BaseException = errors
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return str(first)

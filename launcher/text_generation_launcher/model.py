@@ -1,0 +1,70 @@
+"""From what --model-id says to the folder of the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+from text_generation_launcher.child import run_to_end
+from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.plan import ChildSpec, child_argv, child_env
+from text_generation_launcher.stop import StopSignals
+from text_generation_proto.process import ProcessConfig
+
+DOWNLOAD_STOP_TIMEOUT = 5.0
+
+log = structlog.get_logger()
+
+
+class ModelError(Exception):
+    """The model is not to be had; the log says why."""
+
+
+async def resolve_model(
+    config: LauncherConfig, environ: Mapping[str, str], stop: StopSignals, lifeline_fd: int
+) -> Path:
+    """The model's folder: the one named, or the one its files are downloaded to. Raises ModelError."""
+    if (folder := _local_folder(config.model_id)) is not None:
+        return folder
+    read_fd, write_fd = os.pipe()
+    try:
+        try:
+            code = await run_to_end(
+                _download(config, environ, lifeline_fd, write_fd), stop, json_output=config.json_output
+            )
+        finally:
+            os.close(write_fd)
+        if code != 0:
+            raise ModelError(f"downloading {config.model_id} failed with exit code {code}")
+        return Path(os.fsdecode(os.read(read_fd, 1 << 16)))  # a path is far smaller than a pipe's buffer
+    finally:
+        os.close(read_fd)
+
+
+def _local_folder(model_id: str) -> Path | None:
+    folder = Path(model_id).expanduser()
+    if folder.is_dir():
+        return folder.absolute()
+    if model_id.startswith(("/", "./", "../", "~")) or folder.exists():
+        raise ModelError(f"{model_id} is no folder")
+    return None
+
+
+def _download(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: int, result_fd: int) -> ChildSpec:
+    argv = (
+        *child_argv(
+            "text_generation_launcher.download",
+            ProcessConfig.of(json_output=config.json_output, log_level=config.log_level, lifeline_fd=lifeline_fd),
+        ),
+        f"--model-id={config.model_id}",
+        f"--result-fd={result_fd}",
+        "--weights" if config.needs_weights else "--no-weights",
+        *((f"--revision={config.revision}",) if config.revision else ()),
+        *((f"--cache-dir={config.huggingface_hub_cache}",) if config.huggingface_hub_cache else ()),
+    )
+    return ChildSpec(
+        "download", argv, child_env(environ, ProcessConfig), (lifeline_fd, result_fd), DOWNLOAD_STOP_TIMEOUT
+    )

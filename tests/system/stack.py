@@ -1,0 +1,113 @@
+"""The whole stack as processes: text-generation-launcher, and what it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_TIMEOUT = 60.0
+
+
+class Stack:
+    """A launcher that was started; its log, its processes, its sockets."""
+
+    def __init__(self, model: Path, *args: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.folder = Path(tempfile.mkdtemp(prefix="t-"))  # short: it holds sockets
+        self.records: list[dict[str, Any]] = []
+        self._arrivals: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.launcher = subprocess.Popen(
+            [
+                Path(sys.executable).with_name("text-generation-launcher"),
+                *("--model-id", str(model), "--engine", "echo", "--json-output"),
+                *("--hostname", "127.0.0.1", "--port", str(port), *args),
+            ],
+            env=os.environ | {"TMPDIR": str(self.folder)},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        self._reading = threading.Thread(target=self._read)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self.launcher.stderr is not None
+        for line in self.launcher.stderr:
+            self._arrivals.put(json.loads(line))  # every line is a record, whoever wrote it
+        self._arrivals.put(None)
+
+    def wait_for(self, event: str) -> dict[str, Any]:
+        """Read the log until the launcher says this."""
+        while record := self._arrivals.get(timeout=START_TIMEOUT):
+            self.records.append(record)
+            if record["process"] == "launcher" and record["event"] == event:
+                return record
+        raise AssertionError(self.records)
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """The launcher's exit code, once its log is read to the end."""
+        while record := self._arrivals.get(timeout=timeout):
+            self.records.append(record)
+        return self.launcher.wait(timeout)
+
+    def children(self) -> list[psutil.Process]:
+        """All that the launcher and its children have started."""
+        return psutil.Process(self.launcher.pid).children(recursive=True)
+
+    def kill(self, name: str) -> None:
+        """kill -9 the launcher, the router or the shard."""
+        if name == "launcher":
+            self.launcher.kill()
+        else:
+            (process,) = (child for child in self.children() if f"text_generation_{name}" in child.cmdline())
+            process.kill()
+
+    def events(self, process: str) -> list[str]:
+        """What one process logged."""
+        return [record["event"] for record in self.records if record["process"] == process]
+
+    def left_behind(self) -> list[str]:
+        """Files in the folder for temporary files."""
+        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+
+    def close(self) -> None:
+        """End what still runs."""
+        if self.launcher.poll() is None:
+            children = self.children()
+            self.launcher.send_signal(signal.SIGTERM)
+            self.launcher.send_signal(signal.SIGTERM)
+            _, alive = psutil.wait_procs(children, timeout=10)
+            for process in alive:
+                process.kill()
+            self.launcher.wait(10)
+        self._reading.join(10)
+        if self.launcher.stderr is not None:
+            self.launcher.stderr.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def running(model: Path, *args: str) -> Iterator[Stack]:
+    """A stack that is ready."""
+    stack = Stack(model, *args)
+    try:
+        stack.wait_for("ready")
+        yield stack
+    finally:
+        stack.close()

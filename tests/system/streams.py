@@ -1,0 +1,75 @@
+"""Clients of /generate_stream that note how their stream ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+import aiohttp
+
+End = Literal["finished", "error", "closed", "refused"]
+
+
+@dataclass
+class Stream:
+    """One request and what came of it."""
+
+    tokens: int = 0
+    end: End | None = None
+    ended_at: float = 0.0
+
+
+class Streams:
+    """Streams opened at once; each must bring a token before `open` returns."""
+
+    def __init__(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
+        self._session = session
+        self._tasks = tasks
+        self.streams: list[Stream] = []
+        self._running: list[asyncio.Task[None]] = []
+
+    async def open(self, url: str, count: int, max_new_tokens: int) -> None:
+        """Start `count` streams and wait for the first token of each."""
+        started = asyncio.Semaphore(0)
+        for _ in range(count):
+            self.streams.append(stream := Stream())
+            self._running.append(self._tasks.create_task(self._read(stream, url, max_new_tokens, started)))
+        for _ in range(count):
+            await started.acquire()
+
+    async def all_ended(self) -> None:
+        """Wait until each has ended, however."""
+        await asyncio.wait(self._running)
+
+    async def _read(self, stream: Stream, url: str, max_new_tokens: int, started: asyncio.Semaphore) -> None:
+        body = {"inputs": "one two three four five", "parameters": {"max_new_tokens": max_new_tokens}}
+        try:
+            async with self._session.post(f"{url}/generate_stream", json=body) as response:
+                if response.status != 200:
+                    stream.end = "refused"
+                    return
+                async for line in response.content:
+                    self._note(stream, line, started)
+            stream.end = stream.end or "closed"
+        except aiohttp.ClientError:
+            stream.end = stream.end or "closed"
+        finally:
+            stream.ended_at = asyncio.get_running_loop().time()
+            if not stream.tokens:
+                started.release()
+
+    @staticmethod
+    def _note(stream: Stream, line: bytes, started: asyncio.Semaphore) -> None:
+        if not line.startswith(b"data:"):
+            return
+        event = json.loads(line.removeprefix(b"data:"))
+        if "error" in event:
+            stream.end = "error"
+            return
+        stream.tokens += 1
+        if stream.tokens == 1:
+            started.release()
+        if event["generated_text"] is not None:
+            stream.end = "finished"

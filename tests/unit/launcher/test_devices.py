@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from text_generation_launcher.devices import Devices, count_visible, find_devices, parse_listing
+
+LISTING = """\
+GPU 0: NVIDIA H200 (UUID: GPU-0a1b)
+  MIG 1g.18gb     Device  0: (UUID: MIG-1)
+GPU 1: NVIDIA H200 (UUID: GPU-2c3d)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-0a1b, GPU-2c3d"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "none"}, 0),
+        ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0", "NVIDIA_VISIBLE_DEVICES": "0,1"}, 1),
+    ],
+)
+def test_the_environment_says_how_many_devices_are_visible(environ: dict[str, str], count: int | None) -> None:
+    assert count_visible(environ) == count
+
+
+def test_a_gpu_cut_in_slices_counts_once() -> None:
+    assert parse_listing(LISTING) == ("NVIDIA H200", "NVIDIA H200")
+    assert parse_listing("") == ()
+
+
+async def test_without_visible_devices_nobody_is_asked() -> None:
+    assert await find_devices({"CUDA_VISIBLE_DEVICES": ""}) == Devices(0, None)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MODEL_RUNTIMES = {"torch", "transformers", "tensorrt_llm"}
+SLOW = {*MODEL_RUNTIMES, "grpc", "aiohttp", "huggingface_hub"}
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("text_generation_launcher.__main__", SLOW),
+        ("text_generation_launcher.launch", MODEL_RUNTIMES | {"grpc_health.v1.health"}),
+        ("text_generation_launcher.download", MODEL_RUNTIMES | {"grpc", "aiohttp"}),
+    ],
+)
+def test_the_launcher_loads_no_more_than_it_needs(module: str, unwanted: set[str]) -> None:
+    code = f"import sys, {module}; print(*sys.modules, sep='\\n')"
+    loaded = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
+    assert unwanted.isdisjoint(loaded.split())

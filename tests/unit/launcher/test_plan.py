@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from pydantic_settings import CliApp
+
+from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.devices import Devices
+from text_generation_launcher.plan import (
+    Plan,
+    PlanError,
+    Surroundings,
+    child_env,
+    compute_type,
+    count_shards,
+    listen_host,
+    make_plan,
+)
+from text_generation_proto.process import ProcessConfig
+from text_generation_router.config import RouterConfig
+from text_generation_shard.config import ShardConfig
+
+C = TypeVar("C", bound=ProcessConfig)
+
+AROUND = Surroundings(Devices(0, None), Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"})
+
+
+def config(**settings: object) -> LauncherConfig:
+    return LauncherConfig.of(model_id="some/model", **settings)
+
+
+def plan(around: Surroundings = AROUND, **settings: object) -> Plan:
+    return make_plan(config(**settings), around)
+
+
+def parsed(child: type[C], argv: tuple[str, ...], module: str) -> C:
+    """The configuration a child makes of its arguments."""
+    assert argv[1:4] == ("-P", "-m", module)
+    return CliApp.run(child, cli_args=list(argv[4:]))
+
+
+def shard_of(plan: Plan) -> ShardConfig:
+    return parsed(ShardConfig, plan.shards[0].argv, "text_generation_shard")
+
+
+def router_of(plan: Plan) -> RouterConfig:
+    return parsed(RouterConfig, plan.router.argv, "text_generation_router")
+
+
+@pytest.mark.parametrize(
+    ("sharded", "num_shard", "devices", "shards"),
+    [
+        (None, None, 0, 1),
+        (None, None, 1, 1),
+        (None, None, 8, 1),
+        (None, 1, 8, 1),
+        (False, None, 8, 1),
+        (False, 1, 8, 1),
+    ],
+)
+def test_one_shard_is_the_default(sharded: bool | None, num_shard: int | None, devices: int, shards: int) -> None:
+    assert count_shards(config(sharded=sharded, num_shard=num_shard), Devices(devices, None)) == shards
+
+
+@pytest.mark.parametrize(
+    ("sharded", "num_shard", "devices", "text"),
+    [
+        (True, None, 0, "`sharded` is true but only found 0 CUDA devices"),
+        (True, None, 1, "`sharded` is true but only found 1 CUDA devices"),
+        (True, 1, 8, "`sharded` is true but `num_shard` <= 1"),
+        (True, None, 8, "8 shards were asked for (--num-shard, --sharded): only one shard is served yet"),
+        (True, 2, 8, "2 shards were asked for (--num-shard, --sharded): only one shard is served yet"),
+        (None, 2, 8, "2 shards were asked for (--num-shard, --sharded): only one shard is served yet"),
+        (False, 4, 8, "4 shards were asked for (--num-shard, --sharded): only one shard is served yet"),
+    ],
+)
+def test_shards_that_cannot_be_had_are_refused(
+    sharded: bool | None, num_shard: int | None, devices: int, text: str
+) -> None:
+    with pytest.raises(PlanError) as error:
+        count_shards(config(sharded=sharded, num_shard=num_shard), Devices(devices, None))
+    assert str(error.value) == text
+
+
+def test_the_children_read_back_what_the_plan_decided() -> None:
+    made = plan(port=8080, revision="main", json_output=True, log_level="debug")
+    shard, router = shard_of(made), router_of(made)
+    assert (shard.model_path, shard.address, shard.rank, shard.world_size) == (
+        "/models/m",
+        "unix:///tmp/tgi-1/shard-0",
+        0,
+        1,
+    )
+    assert (router.model_path, router.shard_address, router.port) == ("/models/m", shard.address, 8080)
+    for child in (shard, router):
+        assert (child.model_id, child.json_output, child.log_level, child.lifeline_fd) == (
+            "some/model",
+            True,
+            "debug",
+            7,
+        )
+    assert router.revision == "main"
+    assert [child.inherited_fds for child in (*made.shards, made.router)] == [(7,), (7,)]
+
+
+def test_every_setting_reaches_the_child_whose_it_is() -> None:
+    settings: dict[str, object] = {
+        "engine": "echo",
+        "dtype": "float32",
+        "load_format": "dummy",
+        "cpu_memory_fraction": 0.3,
+        "num_threads": 2,
+        "reflection": True,
+        "shutdown_timeout": 3.0,
+        "echo_step_ms": 1.5,
+        "echo_fail_token": 5,
+        "max_concurrent_requests": 7,
+        "max_stop_sequences": 9,
+        "max_total_tokens": 100,
+        "max_batch_prefill_tokens": 64,
+        "max_batch_size": 8,
+        "waiting_served_ratio": 0.3,
+        "cors_allow_origin": ("http://a", "http://b,c"),
+        "graceful_termination_timeout": 4.0,
+        "payload_limit": 10,
+    }
+    made = plan(**settings)
+    shard, router = shard_of(made), router_of(made)
+    for name, value in settings.items():
+        children = [child for child in (shard, router) if name in type(child).model_fields]
+        assert children, name
+        for child in children:
+            assert getattr(child, name) == value, name
+
+
+def test_the_shard_says_no_limit_with_zero() -> None:
+    assert shard_of(plan()).max_batch_size == 0
+    assert router_of(plan()).max_batch_size is None
+
+
+def test_the_old_name_of_max_input_tokens_reaches_the_router() -> None:
+    assert router_of(plan(max_input_length=12)).max_input_tokens == 12
+    assert router_of(plan(max_input_tokens=13)).max_input_tokens == 13
+
+
+def test_the_environment_cannot_undo_a_flag() -> None:
+    """A default is left out of the child's arguments: a variable must not take its place there."""
+    environ = {
+        "PATH": "/bin",
+        "PORT": "80",
+        "port": "81",
+        "RANK": "3",
+        "LOG_LEVEL": "debug",
+        "CUDA_VISIBLE_DEVICES": "1",
+    }
+    made = plan(dataclasses.replace(AROUND, environ=environ), port=3000)
+    assert made.router.env == {"PATH": "/bin", "RANK": "3", "CUDA_VISIBLE_DEVICES": "1"}
+    assert made.shards[0].env == {"PATH": "/bin", "PORT": "80", "port": "81", "CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_building_the_children_ignores_the_launchers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = plan()
+    monkeypatch.setenv("MAX_BEST_OF", "9")
+    monkeypatch.setenv("DEVICE", "cuda:7")
+    assert plan() == quiet
+
+
+def test_tgis_old_token_variable_is_understood() -> None:
+    assert child_env({"HF_API_TOKEN": "a"}, ShardConfig)["HF_TOKEN"] == "a"
+    assert child_env({"HF_API_TOKEN": "a", "HF_TOKEN": "b"}, ShardConfig)["HF_TOKEN"] == "b"
+
+
+def test_sockets_are_private_unless_a_path_or_a_port_is_given() -> None:
+    assert plan().shards[0].address == "unix:///tmp/tgi-1/shard-0"
+    assert plan(shard_uds_path="/run/tgi").shards[0].address == "unix:///run/tgi-0"
+    assert plan(shard_uds_path="here").shards[0].address == f"unix://{Path.cwd()}/here-0"
+    assert plan(shard_tcp_port=5000).shards[0].address == "127.0.0.1:5000"
+
+
+@pytest.mark.parametrize(
+    ("hostname", "host", "url"),
+    [
+        ("0.0.0.0", "0.0.0.0", "http://127.0.0.1:3000"),
+        ("127.0.0.1", "127.0.0.1", "http://127.0.0.1:3000"),
+        ("localhost", "127.0.0.1", "http://127.0.0.1:3000"),
+        ("::", "::", "http://[::1]:3000"),
+        ("::1", "::1", "http://[::1]:3000"),
+        ("3f2b9c7d1e5a", "0.0.0.0", "http://127.0.0.1:3000"),
+        ("my-pod-0", "0.0.0.0", "http://127.0.0.1:3000"),
+    ],
+)
+def test_a_hostname_that_is_no_address_means_all_addresses(hostname: str, host: str, url: str) -> None:
+    made = plan(hostname=hostname)
+    assert listen_host(hostname) == made.host == router_of(made).hostname == host
+    assert made.url == url
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [
+        (Devices(0, None), "1-cpu"),
+        (Devices(1, "NVIDIA H200"), "1-nvidia-h200"),
+        (Devices(2, None), "1-gpu"),
+    ],
+)
+def test_the_compute_type_names_the_device(devices: Devices, expected: str) -> None:
+    assert compute_type(1, devices) == expected
+    assert router_of(plan(dataclasses.replace(AROUND, devices=devices))).compute_type == expected
+    assert router_of(plan(compute_type="mine")).compute_type == "mine"
+
+
+def test_a_child_may_take_a_little_longer_to_stop_than_it_grants_itself() -> None:
+    made = plan(graceful_termination_timeout=30.0, shutdown_timeout=4.0)
+    assert made.router.stop_timeout > 30.0
+    assert made.shards[0].stop_timeout > 4.0
