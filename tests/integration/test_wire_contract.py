@@ -223,7 +223,9 @@ async def test_reflection_is_there_when_asked_for(tmp_path: Path, flag: bool) ->
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
         try:
-            services = [service.name for answer in [await answers.read()] for service in answer.list_services_response.service]
+            services = [
+                service.name for answer in [await answers.read()] for service in answer.list_services_response.service
+            ]
         except grpc.aio.AioRpcError as error:
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
             services = []

@@ -58,7 +58,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.scheduler.fits(length, new):
             return
         request_id = RequestId(len(self.requests))
-        prompt = tuple(10 + (request_id * 7 + i) % 50 for i in range(length - fails)) + ((FAILING_TOKEN,) if fails else ())
+        prompt = tuple(10 + (request_id * 7 + i) % 50 for i in range(length - fails)) + (
+            (FAILING_TOKEN,) if fails else ()
+        )
         request = Request(request_id, prompt, new)
         self.requests[request_id] = request
         self.tokens[request_id] = []

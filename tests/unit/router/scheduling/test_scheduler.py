@@ -34,9 +34,7 @@ def acknowledge(scheduler: Scheduler, orders: Orders) -> None:
 
 
 def step(scheduler: Scheduler, slots: Sequence[int], applied: int, finished: Sequence[int] = ()) -> None:
-    scheduler.apply(
-        Outcome(applied, slots, [], [7] * len(slots), dict.fromkeys(finished, FinishReason.LENGTH))
-    )
+    scheduler.apply(Outcome(applied, slots, [], [7] * len(slots), dict.fromkeys(finished, FinishReason.LENGTH)))
 
 
 def test_waiting_requests_enter_in_order_of_arrival() -> None:
@@ -203,7 +201,9 @@ def test_a_step_may_bring_several_tokens_a_slot() -> None:
         scheduler.submit(a_request(number))
     orders = decided(scheduler)
     slots = [admission.slot for admission in orders.admit]
-    deliveries = scheduler.apply(Outcome(orders.number, slots, [3, 1], [1, 2, 3, 4], {slots[0]: FinishReason.EOS_TOKEN}))
+    deliveries = scheduler.apply(
+        Outcome(orders.number, slots, [3, 1], [1, 2, 3, 4], {slots[0]: FinishReason.EOS_TOKEN})
+    )
     assert deliveries.tokens == [(0, 0, 3, FinishReason.EOS_TOKEN), (1, 3, 4, None)]
 
 

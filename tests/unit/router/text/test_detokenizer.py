@@ -20,6 +20,7 @@ from text_generation_router.text.detokenizer import (
     byte_alphabet,
 )
 
+
 @pytest.fixture(scope="session")
 def tokenizer(demo_model: Path) -> Tokenizer:
     return tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json"))
