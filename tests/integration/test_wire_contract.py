@@ -7,6 +7,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -85,7 +86,7 @@ async def test_each_set_of_orders_takes_a_boundary_of_its_own(client: ShardClien
         applied = [0]
         while applied[-1] < 3:
             applied.append((await report(call)).orders_applied)
-        assert all(later - earlier <= 1 for earlier, later in zip(applied, applied[1:], strict=False))
+        assert all(later - earlier <= 1 for earlier, later in pairwise(applied))
 
 
 async def test_a_sequence_stops_at_its_grant_and_goes_on_with_the_next(client: ShardClient) -> None:

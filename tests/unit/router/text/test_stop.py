@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -53,6 +55,6 @@ def test_an_empty_stop_ends_after_the_first_piece() -> None:
 @example(text="abab", stops=("bab", "ba"), cuts=[2])
 def test_every_split_of_a_text_gives_the_same(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    pieces = [text[a:b] for a, b in pairwise(edges) if b > a]
     end = min((text.index(stop) + len(stop) for stop in stops if stop in text), default=None)
     assert feed(pieces, stops) == ((text, False) if end is None else (text[:end], True))

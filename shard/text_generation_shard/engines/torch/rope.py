@@ -1,0 +1,101 @@
+"""Rotary position embeddings: frequencies as transformers computes them, cos and sin as the decoder applies them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.model_config import Rope
+
+
+class RotaryEmbedding:
+    """Turns positions into the factors of x·cos + rotate_half(x)·sin (Su et al. 2021, arXiv 2104.09864)."""
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+        frequencies, self._scale = inverse_frequencies(rope, head_dim)
+        self._frequencies = frequencies.to(device)
+        self._dtype = dtype
+        self._half = head_dim // 2
+
+    def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, each [tokens, 1, head_dim], for `positions` [tokens]. Computed in float32.
+
+        The sign of rotate_half is folded into sin, so that a plain roll by half a head is all that is left of it.
+        """
+        angles = positions.unsqueeze(1).float() * self._frequencies
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return (
+            torch.cat((cos, cos), dim=-1).to(self._dtype).unsqueeze(1),
+            torch.cat((-sin, sin), dim=-1).to(self._dtype).unsqueeze(1),
+        )
+
+    def rotate(self, heads: Tensor, factors: tuple[Tensor, Tensor]) -> None:
+        """Rotate `heads` [tokens, heads, head_dim] in place: transformers' `apply_rotary_pos_emb`."""
+        cos, sin = factors
+        rolled = heads.roll(self._half, -1)
+        heads.mul_(cos).addcmul_(rolled, sin)
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Frequencies [head_dim / 2] in float32, and the factor that cos and sin are multiplied by.
+
+    The formulas of transformers' ROPE_INIT_FUNCTIONS, operation by operation, so that the bits agree.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.type == "linear":
+        return frequencies / rope.factor, 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, frequencies), 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, head_dim, exponents), _yarn_attention_factor(rope)
+    return frequencies, 1.0
+
+
+def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
+    """transformers' `_compute_llama3_parameters`: long waves are slowed, short ones kept, those between blended."""
+    low_wavelength = rope.original_max_positions / rope.low_freq_factor
+    high_wavelength = rope.original_max_positions / rope.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    scaled = torch.where(wavelengths > low_wavelength, frequencies / rope.factor, frequencies)
+    smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    between = ~(wavelengths < high_wavelength) * ~(wavelengths > low_wavelength)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(rope: Rope, head_dim: int, exponents: Tensor) -> Tensor:
+    """transformers' `_compute_yarn_parameters` (Peng et al. 2023, arXiv 2309.00071)."""
+
+    def dimension(rotations: float) -> float:
+        """The dimension that turns `rotations` times over the original length."""
+        return (head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi))) / (
+            2 * math.log(rope.theta)
+        )
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp needs a width
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    steps = rope.theta**exponents
+    keep = 1 - ramp
+    return (1.0 / (rope.factor * steps)) * (1 - keep) + (1.0 / steps) * keep
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,31 @@
+"""Log-probabilities of prompts: what the model gave each prompt token before it was told."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.batch import StepBatch
+from text_generation_shard.engines.torch.model import Decoder
+from text_generation_shard.sequences import Row
+
+POSITIONS_AT_ONCE = 64
+"""Positions whose logits are held at the same time: a whole prompt's would take gigabytes."""
+
+
+def score_prompts(rows: list[Row], batch: StepBatch, hidden: Tensor, model: Decoder) -> None:
+    """Fill in the prompt logprobs that this step's `hidden` [tokens, hidden] tells, for the rows that ask.
+
+    Position i predicts token i + 1. The logits are the model's own: no stage of sampling touches them.
+    """
+    for row, places in zip(rows, batch.offsets, strict=True):
+        scores = row.sequence.prompt_logprobs
+        if scores is None:
+            continue
+        for offset, span in places:
+            for start in range(span.start, min(span.end, len(scores) - 1), POSITIONS_AT_ONCE):
+                end = min(start + POSITIONS_AT_ONCE, span.end, len(scores) - 1)
+                first = offset + start - span.start
+                logprobs = model.logits(hidden[first : first + end - start]).float().log_softmax(-1)
+                targets = torch.tensor(row.sequence.tokens[start + 1 : end + 1], device=hidden.device)
+                scores[start + 1 : end + 1] = logprobs.gather(1, targets.unsqueeze(1)).squeeze(1).tolist()

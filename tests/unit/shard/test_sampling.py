@@ -1,0 +1,219 @@
+"""Every stage of the sampler against its formula, written out row by row."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from text_generation_shard.engine import Sampling
+from text_generation_shard.sampling import Choices, SamplingRow, choose, top_tokens, uniform
+
+VOCABULARY = 6000
+"""More than the sampler sorts at first, or second."""
+
+
+def a_row(sampling: Sampling, history: list[int] | None = None, position: int | None = None) -> SamplingRow:
+    history = history or [1, 2, 3]
+    return SamplingRow(sampling, len(history) if position is None else position, history[-1], torch.tensor(history))
+
+
+def some_logits(rows: int = 1, vocabulary: int = VOCABULARY, scale: float = 3.0, seed: int = 0) -> Tensor:
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def processed(logits: Tensor, sampling: Sampling, history: list[int] | None = None) -> Tensor:
+    """The scores of one row, alone."""
+    return choose(logits.clone(), [a_row(sampling, history)]).scores[0]
+
+
+def kept(logits: Tensor, sampling: Sampling) -> set[int]:
+    return set(processed(logits, sampling).isfinite().nonzero().squeeze(1).tolist())
+
+
+def test_greedy_takes_the_largest_logit_and_reports_its_log_softmax() -> None:
+    logits = some_logits(5)
+    choices = choose(logits.clone(), [a_row(Sampling())] * 5)
+    assert choices.token_ids == logits.argmax(-1).tolist()
+    assert choices.logprobs == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-5)
+
+
+def test_temperature_divides() -> None:
+    logits = some_logits()
+    torch.testing.assert_close(processed(logits, Sampling(temperature=0.7)), logits[0] / 0.7)
+
+
+@pytest.mark.parametrize("k", [1, 2, 40, 300, VOCABULARY, VOCABULARY + 5])
+def test_top_k_keeps_k(k: int) -> None:
+    logits = some_logits()
+    expected = set(logits[0].argsort(descending=True)[:k].tolist())
+    assert kept(logits, Sampling(top_k=k)) == expected
+
+
+def test_top_k_keeps_ties() -> None:
+    assert kept(torch.tensor([[3.0, 1.0, 2.0, 1.0, 0.0]]), Sampling(top_k=3)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0, 10.0], ids=["flat", "broad", "narrow", "peaked"])
+@pytest.mark.parametrize("p", [1e-6, 0.3, 0.9, 0.999])
+def test_top_p_drops_the_tail_whose_mass_is_at_most_one_minus_p(p: float, scale: float) -> None:
+    logits = some_logits(scale=scale)
+    ascending, order = logits[0].double().softmax(-1).sort()
+    dropped = set(order[ascending.cumsum(0) <= 1 - p].tolist()) - {int(order[-1])}
+    assert len(kept(logits, Sampling(top_p=p)) ^ (set(range(VOCABULARY)) - dropped)) <= 1  # rounding at the edge
+
+
+def test_top_p_keeps_at_least_the_best() -> None:
+    assert kept(torch.tensor([[9.0, 1.0, 0.0]]), Sampling(top_p=1e-9)) == {0}
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.2, 0.9])
+def test_typical_p_keeps_the_tokens_nearest_to_the_entropy(p: float) -> None:
+    logits = some_logits()
+    logprobs = logits[0].double().log_softmax(-1)
+    deviations = (-logprobs + (logprobs.exp() * logprobs).sum()).abs()
+    ascending, order = deviations.sort()
+    last = int((logprobs.exp()[order].cumsum(0) < p).sum())
+    expected = set((deviations <= ascending[last]).nonzero().squeeze(1).tolist())
+    assert len(kept(logits, Sampling(typical_p=p)) ^ expected) <= 1
+
+
+def test_stages_follow_one_another() -> None:
+    """Temperature before top-k before top-p: the mass is that of the heated, cut distribution."""
+    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
+    # Halved and cut to three: probabilities 0.51, 0.31, 0.19.
+    assert kept(logits, Sampling(temperature=2.0, top_k=3, top_p=0.8)) == {0, 1}
+    assert kept(logits, Sampling(temperature=2.0, top_p=0.8)) == {0, 1, 2}
+
+
+def test_repetition_penalty_applies_once_to_each_token_seen() -> None:
+    logits = torch.tensor([[2.0, -2.0, 3.0, 1.0]])
+    scores = processed(logits, Sampling(repetition_penalty=2.0), [0, 1, 1, 0, 0])
+    assert scores.tolist() == [1.0, -4.0, 3.0, 1.0]
+
+
+def test_frequency_penalty_counts_over_the_rows_own_length() -> None:
+    logits = torch.zeros(1, 5)
+    scores = processed(logits, Sampling(frequency_penalty=0.5), [3, 3, 1, 3])
+    assert scores.tolist() == pytest.approx([0.0, -0.5 / 4, 0.0, -0.5 * 3 / 4, 0.0])
+
+
+def test_penalties_see_no_padding_in_rows_of_different_length() -> None:
+    logits = some_logits(3)
+    sampling = Sampling(repetition_penalty=1.5, frequency_penalty=-1.0)
+    histories = [[5], [7, 8, 9, 9], [4, 4]]
+    together = choose(logits.clone(), [a_row(sampling, history) for history in histories]).scores
+    for index, history in enumerate(histories):
+        assert torch.equal(together[index], processed(logits[index : index + 1], sampling, history))
+        assert together[index, 0] == logits[index, 0]
+
+
+def test_the_watermark_favours_half_the_vocabulary_and_hangs_on_the_last_token() -> None:
+    logits = some_logits()
+    sampling = Sampling(watermark=True)
+    scores = processed(logits, sampling, [1, 2, 77])
+    generator = torch.Generator().manual_seed(15485863 * 77)
+    green = torch.randperm(VOCABULARY, generator=generator)[: VOCABULARY // 2]
+    expected = logits[0].clone()
+    expected[green] += 2.0
+    assert torch.equal(scores, expected)
+    assert torch.equal(scores, processed(logits, sampling, [77]))
+    assert not torch.equal(scores, processed(logits, sampling, [77, 1]))
+
+
+STAGES = st.builds(
+    Sampling,
+    greedy=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.5, 1.7]),
+    top_k=st.sampled_from([0, 1, 5, 100]),
+    top_p=st.sampled_from([1.0, 0.9, 0.2]),
+    typical_p=st.sampled_from([1.0, 0.8]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.7, -1.0]),
+    seed=st.integers(0, (1 << 64) - 1),
+    watermark=st.booleans(),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(samplings=st.lists(STAGES, min_size=2, max_size=6), data=st.data())
+def test_a_row_chooses_the_same_alone_and_in_any_company(samplings: list[Sampling], data: st.DataObject) -> None:
+    logits = some_logits(len(samplings), vocabulary=1500)
+    histories = [data.draw(st.lists(st.integers(0, 1499), min_size=1, max_size=9)) for _ in samplings]
+    rows = [a_row(sampling, history) for sampling, history in zip(samplings, histories, strict=True)]
+    together = choose(logits.clone(), rows)
+    for index, row in enumerate(rows):
+        alone = choose(logits[index : index + 1].clone(), [row])
+        assert alone.token_ids == [together.token_ids[index]]
+        assert alone.logprobs == pytest.approx([together.logprobs[index]], abs=1e-5)
+        assert math.isfinite(alone.logprobs[0])
+
+
+def draws(logits: Tensor, sampling: Sampling, count: int) -> list[int]:
+    rows = [a_row(sampling, position=position) for position in range(count)]
+    return choose(logits.expand(count, -1).clone(), rows).token_ids
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
+    count = 20_000
+    counts = Counter(draws(logits, Sampling(greedy=False, seed=3), count))
+    for token, probability in enumerate(logits.softmax(-1)[0].tolist()):
+        spread = math.sqrt(count * probability * (1 - probability))
+        assert abs(counts[token] - count * probability) <= 4 * spread
+
+
+def test_draws_reach_every_segment_of_a_large_vocabulary() -> None:
+    tokens = draws(torch.zeros(1, 2500), Sampling(greedy=False), 2000)
+    assert min(tokens) < 100
+    assert max(tokens) > 2400
+    assert sum(tokens) / len(tokens) == pytest.approx(1250, rel=0.05)
+
+
+def test_a_draw_never_takes_a_token_that_was_dropped() -> None:
+    logits = some_logits(scale=0.1)
+    allowed = kept(logits, Sampling(top_k=7))
+    assert set(draws(logits, Sampling(greedy=False, top_k=7), 500)) <= allowed
+
+
+def test_a_draw_hangs_on_seed_and_position_alone() -> None:
+    assert uniform(1, 2) == uniform(1, 2)
+    numbers = {uniform(seed, position) for seed in (0, 1, 2, (1 << 64) - 1) for position in range(200)}
+    assert len(numbers) == 800
+    assert all(0 <= number < 1 for number in numbers)
+    assert sum(numbers) / 800 == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(
+    "bad", [[math.nan, 1.0, 2.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]], ids=["nan", "none", "inf"]
+)
+def test_a_row_without_a_choice_is_invalid_alone(bad: list[float], greedy: bool) -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0], bad, [7.0, 1.0, 0.0]])
+    choices = choose(logits, [a_row(Sampling()), a_row(Sampling(greedy=greedy, top_p=0.9)), a_row(Sampling())])
+    assert choices.valid == [True, False, True]
+    assert (choices.token_ids[0], choices.token_ids[2]) == (1, 0)
+
+
+def chosen(logits: list[float], sampling: Sampling = Sampling()) -> Choices:  # noqa: B008 - frozen
+    return choose(torch.tensor([logits]), [a_row(sampling)])
+
+
+def test_top_tokens_come_best_first_with_the_processed_logprobs() -> None:
+    ids, logprobs = top_tokens(chosen([1.0, 4.0, 2.0, 3.0], Sampling(temperature=0.5)), 0, 3)
+    assert ids == (1, 3, 2)
+    expected = torch.tensor([2.0, 8.0, 4.0, 6.0]).log_softmax(-1)
+    assert logprobs == pytest.approx(expected[[1, 3, 2]].tolist(), abs=1e-6)
+
+
+def test_top_tokens_bring_every_tie_at_the_last_place() -> None:
+    assert top_tokens(chosen([1.0, 5.0, 1.0, 0.0, 1.0]), 0, 2)[0] == (1, 0, 2, 4)
+
+
+def test_top_tokens_leave_out_what_the_filters_dropped() -> None:
+    assert top_tokens(chosen([1.0, 5.0, 3.0, 0.0], Sampling(top_k=2)), 0, 4)[0] == (1, 2)

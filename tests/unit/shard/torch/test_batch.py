@@ -1,0 +1,104 @@
+"""The flat layout of a step."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from text_generation_shard.engine import Sampling, Stopping
+from text_generation_shard.engines.torch.batch import (
+    GROUP_COST,
+    MAX_GROUP_KEYS,
+    MAX_GROUP_PAIRS,
+    SPAN_TOKENS,
+    StepBatch,
+    build_batch,
+)
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, KVCache
+from text_generation_shard.sequences import Row, Sequence
+
+CPU = torch.device("cpu")
+
+
+def a_row(slot: int, start: int, length: int, first_block: int) -> Row:
+    blocks = list(range(first_block, first_block - (-(start + length) // BLOCK_SIZE)))
+    # Token ids that tell where they stand.
+    tokens = [slot * 10_000 + position for position in range(start + length)]
+    sequence = Sequence(slot, tokens, len(tokens), blocks, start, 0, 0, Sampling(), Stopping(1), 0, None)
+    return Row(sequence, start, length, samples=True)
+
+
+def lay_out(sizes: list[tuple[int, int]], window: int | None = None) -> tuple[list[Row], StepBatch]:
+    rows = []
+    first_block = 0
+    for slot, (start, length) in enumerate(sizes):
+        rows.append(a_row(slot, start, length, first_block))
+        first_block += len(rows[-1].sequence.blocks)
+    cache = KVCache(CacheShape(1, 1, 2, CPU, torch.float32), first_block)
+    return rows, build_batch(rows, BlockTables(64, 8192, CPU), cache, window, CPU)
+
+
+sizes = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([1, 1, 1, 5, 128, 129, 700])), min_size=1, max_size=40)
+
+
+@given(sizes=sizes, window=st.sampled_from([None, 50]))
+def test_every_token_of_every_row_stands_once_in_its_place(sizes: list[tuple[int, int]], window: int | None) -> None:
+    rows, batch = lay_out(sizes, window)
+    assert sorted(batch.token_ids.tolist()) == sorted(
+        slot * 10_000 + position
+        for slot, (start, length) in enumerate(sizes)
+        for position in range(start, start + length)
+    )
+    assert (batch.token_ids % 10_000).tolist() == batch.positions.tolist()
+    for index, row in enumerate(rows):
+        places = [offset + i for offset, span in batch.offsets[index] for i in range(span.length)]
+        assert batch.token_ids[places].tolist() == row.sequence.tokens[row.start :]
+        assert batch.last_token(index) == places[-1]
+
+
+@given(sizes=sizes)
+def test_groups_are_contiguous_and_bounded(sizes: list[tuple[int, int]]) -> None:
+    _, batch = lay_out(sizes)
+    first = 0
+    for group in batch.groups:
+        assert group.first == first
+        first += group.tokens
+        keys = max(span.end for span in group.spans)
+        assert group.queries == max(span.length for span in group.spans) <= SPAN_TOKENS
+        if len(group.spans) > 1:
+            padded = len(group.spans) * group.queries * keys
+            assert padded <= MAX_GROUP_PAIRS
+            assert len(group.spans) * keys <= MAX_GROUP_KEYS
+            assert padded - sum(span.length * span.end for span in group.spans) <= GROUP_COST
+    assert first == batch.token_ids.numel()
+
+
+def test_decoding_rows_of_like_length_are_one_group_and_far_lengths_are_not() -> None:
+    _, batch = lay_out([(30 + i, 1) for i in range(30)])
+    assert len(batch.groups) == 1
+    _, batch = lay_out([(2900, 1), (30, 1), (35, 1), (2930, 1)])
+    assert [len(group.spans) for group in batch.groups] == [2, 2]
+
+
+def test_writes_go_where_the_block_table_says() -> None:
+    rows, batch = lay_out([(0, 20), (40, 1)])
+    blocks = [*([0] * 16), *([1] * 4), rows[1].sequence.blocks[2]]
+    offsets = [*range(16), *range(4), 40 % BLOCK_SIZE]
+    expected = torch.tensor(
+        [
+            (block * 2 + piece) * BLOCK_SIZE + offset
+            for block, offset in zip(blocks, offsets, strict=True)
+            for piece in (0, 1)
+        ]
+    )
+    order = [
+        place for spans in batch.offsets for offset, span in spans for place in range(offset, offset + span.length)
+    ]
+    assert torch.equal(batch.write_index.view(-1, 2)[order].flatten(), expected)
+
+
+def test_only_blocks_entered_and_left_unfilled_are_cleared() -> None:
+    # Fills its block; enters block 1 and stays in it; goes on in a block entered before; enters block 3.
+    _, batch = lay_out([(0, 16), (0, 20), (17, 1), (48, 1)])
+    assert batch.entered_blocks.tolist() == [2, 8]

@@ -1,0 +1,166 @@
+"""What the torch engine does beyond the contract: refusals, memory, numbers gone bad, steps gone wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_driver import Driver
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError, FailureCode, InsufficientMemory, Sampling, WarmUpLimits
+from text_generation_shard.engines.torch.engine import TorchEngine
+
+POISON = 199
+"""A token whose embedding is NaN in the poisoned checkpoint."""
+PROMPT = tuple(range(5, 38))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=200,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=600,
+            initializer_range=0.3,
+        )
+    )
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = torch.nan
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> TorchEngine:
+    return TorchEngine.build(ShardConfig(model_path=str(checkpoint), device="cpu", max_batch_size=8))
+
+
+@pytest.fixture
+def driver(engine: TorchEngine) -> Driver:
+    # Few blocks, so that what one sequence leaves the next one gets.
+    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
+
+
+def test_info_tells_what_config_says(engine: TorchEngine, checkpoint: Path) -> None:
+    info = engine.info
+    assert (info.engine, info.model_type, info.dtype, info.device) == ("torch", "llama", "float32", "cpu")
+    assert (info.vocab_size, info.max_sequence_length, info.max_slots, info.block_size) == (200, 600, 8, 16)
+    assert info.model_id == str(checkpoint)
+    assert info.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 2}, "world_size must be 1"),
+        ({"model_path": ""}, "needs model_path"),
+        ({"model_path": "/nowhere"}, "does not exist"),
+        ({"device": "toaster"}, "'toaster' is not one of"),
+        ({"device": "meta"}, "'meta' is not one of"),
+        ({"device": "cuda:77"}, "'cuda:77' is not there"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(checkpoint: Path, changes: dict[str, Any], words: str) -> None:
+    config = ShardConfig(**{"model_path": str(checkpoint), **changes})
+    with pytest.raises(EngineError, match=words):
+        TorchEngine.build(config)
+
+
+def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(engine: TorchEngine) -> None:
+    with pytest.raises(InsufficientMemory, match=r"^8796093022208 tokens of KV cache take 2097152\.00 GiB, .* left"):
+        engine.warm_up(WarmUpLimits(max_batch_total_tokens=1 << 43))
+
+
+def test_memory_that_does_not_hold_one_block_is_refused(checkpoint: Path) -> None:
+    engine = TorchEngine.build(ShardConfig(model_path=str(checkpoint), device="cpu", cpu_memory_fraction=1e-6))
+    with pytest.raises(InsufficientMemory, match="room for 0 tokens"):
+        engine.warm_up(WarmUpLimits())
+
+
+def test_the_pool_is_never_larger_than_what_all_slots_can_fill(engine: TorchEngine) -> None:
+    assert engine.warm_up(WarmUpLimits()) == 8 * (600 // 16 + 1)
+
+
+def test_a_closed_engine_has_dropped_everything(checkpoint: Path) -> None:
+    engine = TorchEngine.build(ShardConfig(model_path=str(checkpoint), device="cpu"))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=256)))
+    driver.admit(PROMPT)
+    driver.step()
+    engine.close()
+    assert (engine.running, engine.used_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(greedy=False, top_p=0.9)], ids=["greedy", "sampled"])
+def test_nan_logits_fail_their_sequence_alone(driver: Driver, sampling: Sampling) -> None:
+    expected = driver.admit(PROMPT)
+    driver.run()
+    bad, neighbour = driver.admit([*PROMPT[:-1], POISON], sampling=sampling), driver.admit(PROMPT)
+    driver.run()
+    assert bad.failure is not None
+    assert (bad.failure.code, bad.tokens) == (FailureCode.NUMERICS, [])
+    assert neighbour.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 40])
+def test_blocks_that_held_nan_harm_nobody_after(driver: Driver, length: int) -> None:
+    expected = driver.admit(PROMPT[:length], 20)
+    driver.run()
+    poisoned = driver.admit((POISON,) * 550, 1)
+    driver.step()
+    assert poisoned.failure is not None
+    # Of different lengths, so that the shorter reads past its end too.
+    after, longer = driver.admit(PROMPT[:length], 20), driver.admit([*PROMPT] * 4, 20)
+    driver.run()
+    assert after.tokens == expected.tokens
+    assert longer.failure is None
+
+
+def test_a_step_that_raises_fails_its_sequences_and_the_engine_goes_on(driver: Driver) -> None:
+    expected = driver.admit(PROMPT)
+    driver.run()
+    waiting = driver.admit(PROMPT, granted=48, chunk=33)
+    driver.streams[waiting.slot].to_prefill = 0
+    # No token id the wire can carry makes a kernel raise; a negative one does.
+    broken, neighbour = driver.admit((-1, 3)), driver.admit(PROMPT)
+    driver.step()
+    for stream in (broken, neighbour):
+        assert stream.failure is not None
+        assert stream.failure.code is FailureCode.STEP
+        assert stream.failure.message.startswith("the step failed: IndexError")
+        assert "\n" not in stream.failure.message
+    assert driver.engine.running == 1
+    waiting.to_prefill = len(PROMPT)
+    driver.run()
+    assert waiting.tokens == expected.tokens
+
+
+def test_bfloat16_stays_near_float32(checkpoint: Path, driver: Driver) -> None:
+    exact = driver.admit(PROMPT, 1, prompt_logprobs=True)
+    driver.run()
+    half = TorchEngine.build(ShardConfig(model_path=str(checkpoint), device="cpu", dtype="bfloat16"))
+    assert half.info.dtype == "bfloat16"
+    near_driver = Driver(half, half.warm_up(WarmUpLimits(max_batch_total_tokens=256)))
+    near = near_driver.admit(PROMPT, 1, prompt_logprobs=True)
+    near_driver.run()
+    assert near.prompt_logprobs[0][1:] == pytest.approx(exact.prompt_logprobs[0][1:], abs=0.3)
+
+
+def test_dummy_weights_need_no_more_than_config_json(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((checkpoint / "config.json").read_text())))
+    engine = TorchEngine.build(ShardConfig(model_path=str(tmp_path), load_format="dummy", device="cpu"))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=256)))
+    stream = driver.admit(PROMPT, 4)
+    driver.run()
+    assert len(stream.tokens) == 4

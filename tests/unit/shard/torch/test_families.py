@@ -1,0 +1,140 @@
+"""Random tiny checkpoints of every supported family say in float32 what transformers says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+from engine_driver import Driver
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import WarmUpLimits
+from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.model_config import ARCHITECTURES
+
+NEW_TOKENS = 16
+LENGTHS = (1, 16, 31, 50, 200)
+SHAPE = {
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,  # far from uniform logits, so that no near tie hides a mistake or makes one up
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama, tied": LlamaConfig(**SHAPE | {"tie_word_embeddings": True}),
+    "llama, biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "llama, no grouped queries": LlamaConfig(**SHAPE | {"num_key_value_heads": 6}),
+    "llama, wide heads, gelu": LlamaConfig(**SHAPE, head_dim=24, hidden_act="gelu_pytorch_tanh"),
+    "llama, linear rope": LlamaConfig(
+        **SHAPE, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    ),
+    "llama, llama3 rope": LlamaConfig(
+        **SHAPE,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "llama, yarn rope": LlamaConfig(
+        **SHAPE,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "mistral, sliding window": MistralConfig(**SHAPE, sliding_window=19),
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2, sliding window in some layers": Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=32, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "qwen3, tied": Qwen3Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=16, attention_bias=True),
+}
+
+
+@dataclass
+class Pair:
+    """An engine, and what transformers makes of the same checkpoint."""
+
+    engine: TorchEngine
+    prompts: list[tuple[int, ...]]
+    reference: list[list[int]]
+    prompt_logprobs: list[float]
+    """Of the longest prompt, without its first token."""
+
+    def driver(self) -> Driver:
+        return Driver(self.engine, self.engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    torch.manual_seed(5)
+    config = CONFIGS[request.param]
+    model = getattr(transformers, ARCHITECTURES[config.model_type])(config).eval()
+    for name, weight in model.named_parameters():
+        # Norms and biases start as ones and zeros, which would hide a mix-up.
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    engine = TorchEngine.build(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=16))
+    prompts = [tuple(torch.randint(0, SHAPE["vocab_size"], (length,)).tolist()) for length in LENGTHS]
+    reference = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
+            )
+            reference.append(out[0, len(prompt) :].tolist())
+        logprobs = model(torch.tensor([prompts[-1]])).logits[0].float().log_softmax(-1)
+    targets = torch.tensor(prompts[-1][1:])
+    return Pair(engine, prompts, reference, logprobs[:-1].gather(1, targets.unsqueeze(1)).squeeze(1).tolist())
+
+
+def test_greedy_tokens_and_prompt_logprobs(pair: Pair) -> None:
+    driver = pair.driver()
+    for prompt, expected in list(zip(pair.prompts, pair.reference, strict=True))[::2]:
+        lone = driver.admit(prompt, NEW_TOKENS)
+        driver.run()
+        assert lone.tokens == expected, "alone"
+    streams = [driver.admit(prompt, NEW_TOKENS, prompt_logprobs=True) for prompt in pair.prompts]
+    driver.run()
+    assert [stream.tokens for stream in streams] == pair.reference, "all at once"
+    assert streams[-1].prompt_logprobs[0][1:] == pytest.approx(pair.prompt_logprobs, abs=2e-4)
+
+
+def test_greedy_tokens_when_prompts_come_in_chunks_staggered_and_preempted(pair: Pair) -> None:
+    driver = pair.driver()
+    streams = []
+    for prompt in pair.prompts:
+        streams.append(driver.admit(prompt, NEW_TOKENS, chunk=11))
+        driver.step()
+        driver.step()
+    replies = []
+    for stream in streams:
+        resumed = None if stream.is_over else driver.preempt(stream)
+        driver.step()
+        replies.append((stream, resumed))
+    driver.run()
+    tokens = [stream.tokens + (resumed.tokens if resumed else []) for stream, resumed in replies]
+    assert tokens == pair.reference

@@ -1,0 +1,198 @@
+"""config.json in the spellings of transformers 4 and 5, and what is refused, each in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.model_config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.rope import inverse_frequencies
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+def read(folder: Path, changes: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """The config LLAMA with changes; a value of `...` takes the key away."""
+    values = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(values))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_model_config(folder)
+
+
+def of(model_type: str, **changes: object) -> dict[str, Any]:
+    return {"model_type": model_type, "architectures": ..., **changes}
+
+
+def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
+    config = read(tmp_path, {})
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 8, 1e-6)
+    assert (config.dtype, config.activation, config.rope.theta) == ("float32", "silu", 10_000.0)
+    assert (config.tie_word_embeddings, config.qkv_bias, config.mlp_bias) == (False, False, False)
+    assert config.windows == (None,) * 4
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_has_two_names(tmp_path: Path, key: str) -> None:
+    assert read(tmp_path, {key: "bfloat16"}).dtype == "bfloat16"
+
+
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_scaling": SCALING | {"original_max_position_embeddings": 64}},
+        {"rope_parameters": SCALING | {"rope_theta": 5e5, "original_max_position_embeddings": 64}},
+    ],
+    ids=["transformers 4", "transformers 5"],
+)
+def test_rope_has_two_spellings(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    rope = read(tmp_path, spelling).rope
+    assert (rope.type, rope.theta, rope.factor, rope.original_max_positions) == ("llama3", 5e5, 8.0, 64)
+
+
+def test_rope_of_old_checkpoints_is_called_type(tmp_path: Path) -> None:
+    rope = read(tmp_path, {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope
+    assert (rope.type, rope.factor) == ("linear", 2.0)
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 3.0},
+    SCALING | {"original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False, "beta_fast": 16.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.2},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.1},
+]
+
+
+@pytest.mark.parametrize("parameters", ROPES, ids=lambda parameters: "-".join(map(str, parameters.values())))
+def test_frequencies_are_those_of_transformers(tmp_path: Path, parameters: dict[str, Any]) -> None:
+    parameters = {"rope_theta": 10_000.0, **parameters}
+    reference = LlamaConfig(**{key: LLAMA[key] for key in LLAMA if key != "architectures"}, rope_parameters=parameters)
+    expected, expected_scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](reference)
+    frequencies, scale = inverse_frequencies(read(tmp_path, {"rope_parameters": parameters}).rope, head_dim=8)
+    assert torch.equal(frequencies, expected)
+    assert scale == expected_scale
+
+
+def test_yarn_extends_a_length_that_does_not_count_it_in(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read(tmp_path, {"rope_parameters": yarn}).max_sequence_length == 512
+    assert read(tmp_path, {"rope_parameters": yarn, "max_position_embeddings": 512}).max_sequence_length == 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        (of("mistral", sliding_window=16), (16,) * 4),
+        (of("mistral", sliding_window=None), (None,) * 4),
+        (of("mistral"), (4096,) * 4),
+        (of("qwen2", sliding_window=16), (None,) * 4),
+        (of("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=3), (None, None, None, 16)),
+        (of("qwen2", sliding_window=16, use_sliding_window=True), (None,) * 4),
+        (
+            of(
+                "qwen3",
+                sliding_window=16,
+                use_sliding_window=True,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+            ),
+            (16, None, 16, None),
+        ),
+    ],
+    ids=str,
+)
+def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert read(tmp_path, changes).windows == windows
+
+
+def test_each_family_has_its_biases_and_norms(tmp_path: Path) -> None:
+    qwen2, qwen3 = read(tmp_path, of("qwen2")), read(tmp_path, of("qwen3"))
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.query_key_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.query_key_norm, qwen3.head_dim) == (False, True, 128)
+    biased = read(tmp_path, {"attention_bias": True, "mlp_bias": True})
+    assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "ids"),
+    [
+        (2, None, (2,)),
+        (2, {"eos_token_id": [5, 6]}, (5, 6)),
+        (2, {"eos_token_id": 7}, (7,)),
+        ([2, 3], {}, (2, 3)),
+        (..., None, ()),
+    ],
+)
+def test_eos_is_what_generation_config_says_else_config(
+    tmp_path: Path, own: object, generation: dict[str, Any] | None, ids: tuple[int, ...]
+) -> None:
+    assert read(tmp_path, {"eos_token_id": own}, generation).eos_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": ...}, "model_type ''"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints (gptq)"),
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"hidden_size": "32"}, "hidden_size must be a positive whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a positive number"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": [1]}, "rope_parameters must be an object"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be"),
+        (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types must name 4 layers"),
+        (of("qwen2", use_sliding_window=True, layer_types=["linear_attention"] * 4), "['linear_attention']"),
+    ],
+    ids=lambda value: None,
+)
+def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(EngineError) as refusal:
+        read(tmp_path, changes)
+    assert words in str(refusal.value)
+    assert "config.json" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x80"], ids=["broken", "list", "binary"])
+def test_a_broken_config_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(EngineError, match=r"config\.json") as refusal:
+        read_model_config(tmp_path)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="does not exist"):
+        read_model_config(tmp_path)
