@@ -44,7 +44,8 @@ run: model ## Serve the demo model on 127.0.0.1:3000 (PORT=…, ARGS="…")
 
 .PHONY: test
 test: check model ## Check, then run every test
-	$(BIN)/pytest $(PYTEST_ARGS)
+	@# Threads that wait at a barrier without spinning: tests share the cores with the servers they start.
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(STAMP) proto-check ## Format, lint, types, import boundaries, drift of the generated stubs

@@ -19,10 +19,11 @@ from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import find_devices
 from text_generation_launcher.environment import describe
 from text_generation_launcher.model import ModelError, resolve_model
-from text_generation_launcher.plan import Plan, PlanError, Surroundings, count_shards, listen_host, make_plan
+from text_generation_launcher.plan import Plan, PlanError, Surroundings, count_shards, make_plan
 from text_generation_launcher.stop import StopSignals
 from text_generation_launcher.supervise import ChildFailed, ChildLost, Supervisor
 from text_generation_proto.process import PRIVATE_FOLDER_PREFIX, ExitCode, SocketInUse, claim_socket, socket_path
+from text_generation_router.config import listen_host
 
 LONGEST_TEMP_FOLDER = 64
 """Bytes; the whole path of a unix socket has at most 107."""

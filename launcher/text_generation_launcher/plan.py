@@ -13,7 +13,7 @@ from pydantic_settings import CliApp
 from text_generation_launcher.config import LauncherConfig, child_settings
 from text_generation_launcher.devices import Devices
 from text_generation_proto.process import ProcessConfig
-from text_generation_router.config import RouterConfig
+from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig
 
 STOP_MARGIN = 5.0
@@ -99,16 +99,6 @@ def count_shards(config: LauncherConfig, devices: Devices) -> int:
     if num_shard > 1:
         raise PlanError(f"{num_shard} shards were asked for (--num-shard, --sharded): only one shard is served yet")
     return num_shard
-
-
-def listen_host(hostname: str) -> str:
-    """The address to listen on. As in TGI a name means all of them: in a container HOSTNAME is the container's id."""
-    if hostname == "localhost":
-        return "127.0.0.1"
-    try:
-        return str(ipaddress.ip_address(hostname))
-    except ValueError:
-        return "0.0.0.0"
 
 
 def compute_type(num_shard: int, devices: Devices) -> str:

@@ -15,22 +15,30 @@ from text_generation_proto.process import ProcessConfig
 
 def configure_logging(config: ProcessConfig, process: str) -> None:
     """Set up structlog for this process. `process` names it in every record ("router", "shard-0", "launcher")."""
-    structured: structlog.typing.Processor
+    structured: tuple[structlog.typing.Processor, ...]
     if config.json_output:
-        structured = structlog.processors.JSONRenderer()
+        structured = (structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer())
     else:
-        # Tracebacks would span lines; the plain renderer writes them after the record, so they are flattened below.
-        structured = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
+        plain = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
+        structured = (structlog.processors.format_exc_info, _traceback_on_one_line, plain)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.dict_tracebacks,
-            structured,
+            *structured,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
+
+
+def _traceback_on_one_line(
+    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """The renderer would write an `exception` after the record, over many lines; as a field it stays in it."""
+    if (traceback := event.pop("exception", None)) is not None:
+        event["traceback"] = traceback  # the renderer writes a text with line breaks as its repr
+    return event

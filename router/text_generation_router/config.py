@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from typing import Annotated
 
@@ -23,6 +24,16 @@ CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A flag given several times, or once with commas; in the environment, with commas."""
 
 
+def listen_host(hostname: str) -> str:
+    """The address to listen on. As in TGI a name means all of them: in a container HOSTNAME is the container's id."""
+    if hostname == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(hostname))
+    except ValueError:
+        return "0.0.0.0"
+
+
 class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
     """Serve HTTP in front of a shard: text, queue, continuous batching."""
 
@@ -36,7 +47,7 @@ class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
     """Where the shard listens: unix:///path or host:port."""
     hostname: str = "0.0.0.0"
     """Address to listen on. A name that is no IP address means 0.0.0.0, as in TGI."""
-    port: NonNegativeInt = 3000
+    port: Annotated[int, Field(ge=0, le=65535)] = 3000
     """Port to listen on; 0 takes a free one."""
     max_concurrent_requests: PositiveInt = 128
     """Requests in the building at once; the next one is refused with 429."""

@@ -77,7 +77,8 @@ class Generation:
         self.times = Times(queued=time.monotonic())
 
     def on_scheduled(self) -> None:
-        self.times.scheduled = time.monotonic()
+        if not self.times.scheduled:  # a preempted request is scheduled again
+            self.times.scheduled = time.monotonic()
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None:
         self._sink.on_prompt_logprobs(logprobs)

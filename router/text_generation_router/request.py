@@ -75,7 +75,7 @@ class TokenListener(Protocol):
         ...
 
     def on_scheduled(self) -> None:
-        """The request left the queue for the first time."""
+        """The request left the queue; again after a preemption."""
         ...
 
     def on_failure(self, error: ServingError) -> None:

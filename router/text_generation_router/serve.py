@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import signal
 from contextlib import suppress
@@ -24,7 +23,7 @@ from text_generation_router.api.app import create_app
 from text_generation_router.api.service import ModelInfo
 from text_generation_router.api.settings import Settings
 from text_generation_router.api.validation import Limits
-from text_generation_router.config import RouterConfig
+from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.blocks import BlockPool
@@ -238,7 +237,7 @@ async def _run(replica: Replica) -> str:
 
 
 async def _listen(runner: web.AppRunner, config: RouterConfig) -> None:
-    host = listening_address(config.hostname)
+    host = listen_host(config.hostname)
     site = web.TCPSite(runner, host, config.port, backlog=1024)
     try:
         await site.start()
@@ -256,15 +255,3 @@ async def _drain(runner: web.AppRunner, signals: StopSignals) -> None:
         await asyncio.wait((cleanup, hurry), return_when=asyncio.FIRST_COMPLETED)
         cleanup.cancel()
         hurry.cancel()
-
-
-def listening_address(hostname: str) -> str:
-    """`hostname` if it is an IP address, 127.0.0.1 for localhost, else every interface, as TGI does: in a container
-    HOSTNAME is the container's name."""
-    if hostname == "localhost":
-        return "127.0.0.1"
-    try:
-        return str(ipaddress.ip_address(hostname))
-    except ValueError:
-        log.warning("invalid hostname, defaulting to 0.0.0.0", hostname=hostname)
-        return "0.0.0.0"

@@ -55,6 +55,8 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         self._engine: Engine | None = None
         self._num_blocks = 0
         self._session: Session | None = None
+        self._session_over = asyncio.Event()
+        self._session_over.set()
         self.crashed = asyncio.Event()
 
     def serve(self, engine: Engine) -> None:
@@ -80,7 +82,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         engine = self._engine
         if engine is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
-        if self._session is not None:
+        if not await self._session_ended():
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a Run session is open")
         limits = WarmUpLimits(
             max_batch_prefill_tokens=request.max_batch_prefill_tokens,
@@ -88,10 +90,17 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             max_batch_total_tokens=request.max_batch_total_tokens,
         )
         started = time.monotonic()
+        self._num_blocks = 0  # until the new pool is there, there is none
         try:
-            self._num_blocks = await self._thread.run(engine.warm_up, limits)
+            num_blocks = await self._thread.run(engine.warm_up, limits)
         except InsufficientMemory as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        if num_blocks < 1:
+            block = engine.info.block_size
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, f"the KV pool is smaller than a block of {block} tokens"
+            )
+        self._num_blocks = num_blocks
         seconds = time.monotonic() - started
         log.info("warmed up", kv_blocks=self._num_blocks, block_size=engine.info.block_size, seconds=round(seconds, 2))
         return pb.WarmUpResponse(
@@ -104,11 +113,12 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         engine = self._engine
         if engine is None or not self._num_blocks:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "WarmUp comes first")
-        if self._session is not None:
+        if not await self._session_ended():
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "another Run session is open")
         reports: asyncio.Queue[Report | None] = asyncio.Queue()
         session = self._open_session(engine, reports)
         try:
+            await context.send_initial_metadata(())  # tells the client that the session is open
             async with asyncio.TaskGroup() as tasks:
                 reader = tasks.create_task(_read_orders(session, context))
                 while (report := await reports.get()) is not None:
@@ -121,6 +131,14 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         if self.crashed.is_set():
             await context.abort(grpc.StatusCode.INTERNAL, "the engine failed")
 
+    async def _session_ended(self) -> bool:
+        """Whether no session is open. One whose client is gone ends with the step in progress: that is waited for."""
+        while self._session is not None:
+            if not self._session.ending:
+                return False
+            await self._session_over.wait()
+        return True
+
     def _open_session(self, engine: Engine, reports: asyncio.Queue[Report | None]) -> Session:
         """Start a session on the engine's thread. It outlives its call by the step in progress, if the call breaks."""
         loop = asyncio.get_running_loop()
@@ -131,25 +149,31 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
                 loop.call_soon_threadsafe(reports.put_nowait, report)
 
         def ended(done: asyncio.Future[None]) -> None:
+            # State first, words last: nobody may wait for ever because a log line could not be written.
             self._session = None
-            if not done.cancelled() and (error := done.exception()) is not None:
-                log.error("the engine failed", exc_info=error)
+            self._session_over.set()
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
                 self.crashed.set()
-            log.info("session closed")
             reports.put_nowait(None)
+            if error is not None:
+                log.error("the engine failed", exc_info=error)
+            log.info("session closed")
 
         session = Session(engine, emit)
         self._session = session
+        self._session_over.clear()
         log.info("session opened")
         self._thread.submit(session.run).add_done_callback(ended)
         return session
 
 
 async def _read_orders(session: Session, context: RunContext) -> None:
-    """Hand over the client's orders until it has no more."""
-    while True:
-        message = await context.read()
-        if not isinstance(message, pb.Orders):
-            session.end()
-            return
+    """Hand over the client's orders until it has no more. Raises InvalidOrders."""
+    last = 0
+    while isinstance(message := await context.read(), pb.Orders):
+        if message.number != last + 1:
+            raise InvalidOrders(f"orders {message.number} came after orders {last}")
+        last = message.number
         session.order(orders_from_pb(message))
+    session.end()

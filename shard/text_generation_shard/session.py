@@ -36,6 +36,8 @@ class Session:
 
     engine: Engine
     emit: Callable[[Report], None]
+    ending: bool = False
+    """Whether `end` was called: at the next boundary the session is over."""
     _inbox: queue.SimpleQueue[Orders | None] = field(default_factory=queue.SimpleQueue)
 
     def order(self, orders: Orders) -> None:
@@ -43,8 +45,9 @@ class Session:
         self._inbox.put(orders)
 
     def end(self) -> None:
-        """End the session at the next boundary, after what was ordered before. From any thread."""
-        self._inbox.put(None)
+        """End the session at the next boundary, whatever orders are left. From any thread."""
+        self.ending = True
+        self._inbox.put(None)  # for a session that waits for orders
 
     def run(self) -> None:
         """Serve until `end`; then hold nothing. Raises what the engine raises beyond its contract."""
@@ -56,9 +59,10 @@ class Session:
                 try:
                     orders = self._inbox.get(block=result is None)
                 except queue.Empty:
-                    pass
+                    if self.ending:
+                        return
                 else:
-                    if orders is None:
+                    if orders is None or self.ending:
                         return
                     failures = engine.apply(orders)
                     applied = orders.number

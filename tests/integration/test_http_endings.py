@@ -173,6 +173,32 @@ async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None
         await stack.assert_empty()
 
 
+async def test_a_client_that_never_reads_is_hung_up_on_in_the_end(demo_model: Path) -> None:
+    async with serve(demo_model, settings={"stall_s": 0.2}) as stack:
+        connection = slow_reader(stack)
+        connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5)))
+        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.used_tokens > 0)
+        await stack.assert_empty()
+        assert failures(stack, "dropped") == 0  # it was generated to its end
+        connection.close()
+
+
+async def test_a_preempted_request_left_the_queue_once(demo_model: Path) -> None:
+    body = {"inputs": "one two three four five six", "parameters": {"max_new_tokens": 150}}
+    async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
+
+        async def one() -> float:
+            async with stack.client.post("/generate", json=body) as response:
+                assert response.status == 200
+                return int(response.headers["x-queue-time"]) / 1e3
+
+        async with asyncio.TaskGroup() as tasks:
+            requests = [tasks.create_task(one()) for _ in range(2)]
+        assert stack.scheduler.preemptions > 0
+        # Both were let in at once; the one that was preempted has waited since, but not in the queue it came through.
+        assert max(request.result() for request in requests) < 0.1
+
+
 def slow_reader(stack: Stack) -> socket.socket:
     """A connection that takes next to nothing before it is read from."""
     connection = socket.socket()

@@ -279,3 +279,36 @@ async def test_the_client_says_when_a_sequence_fails_and_when_the_shard_is_gone(
                 async for _ in session.generate([1], max_new_tokens=10_000):
                     if process.returncode is None:
                         process.kill()
+
+
+async def test_order_numbers_count_up_from_one(client: ShardClient) -> None:
+    async with running(client) as call:
+        await call.write(start(2, slot=0, prompt=[7], new=1, blocks=[0]))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_pool_smaller_than_a_block_is_refused(client: ShardClient) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await client.warm_up(max_batch_total_tokens=8)
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_session_whose_client_is_gone_is_waited_for(tmp_path: Path) -> None:
+    async with shard(f"unix://{tmp_path}/s", "--echo-step-ms=300") as (client, _):
+        await client.warm_up()
+        async with running(client) as call:
+            await call.write(start(1, slot=0, prompt=[1], new=100, blocks=list(range(10))))
+            for number in range(2, 100):  # orders left behind must not keep the shard busy
+                await call.write(pb.Orders(number=number, release=[number]))
+            await report(call)
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await client.warm_up()
+                except grpc.aio.AioRpcError as error:  # the shard has not noticed yet
+                    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+                else:
+                    return

@@ -93,14 +93,15 @@ async def serve(
     max_batch_size: int = 64,
     healthy: Callable[[], bool] = lambda: True,
     settings: dict[str, Any] | None = None,
+    pool_tokens: int = 0,
     **echo: float,
 ) -> AsyncIterator[Stack]:
-    """Serve `model`'s tokenizer; `settings` are those of the API, `echo` those of the engine."""
+    """Serve `model`'s tokenizer; `settings` are those of the API, `echo` those of the engine; 0: its own pool."""
     tokenizer = load_tokenizer(model)
     engine = EchoEngine.build(ShardConfig(engine="echo", **echo))
     with tempfile.TemporaryDirectory() as folder:
         async with _shard(engine, f"unix://{folder}/shard") as (client, stop_shard):
-            pool = await client.warm_up()
+            pool = await client.warm_up(max_batch_total_tokens=pool_tokens)
             scheduler = Scheduler(
                 BlockPool(pool.num_blocks, pool.block_size),
                 engine.info.max_slots,

@@ -17,10 +17,10 @@ from text_generation_router.api.validation import (
     new_tokens,
     to_sampling,
 )
-from text_generation_router.errors import InvalidRequest, Overloaded
+from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request, RequestId, TokenId
-from text_generation_router.text.tokenizer import Encoding, Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
 COUNTED_EXACTLY = 1 << 16
 """A text of up to so many characters is always tokenized whole before it may be refused for its length."""
@@ -89,7 +89,7 @@ class Admission:
     async def _tokenize(self, inputs: str, parameters: GenerateParameters) -> list[TokenId]:
         if parameters.truncate is None:
             await self._refuse_if_plainly_too_long(inputs, parameters)
-        ids = (await self._encode(inputs)).ids
+        ids = await self._encode(inputs)
         if parameters.truncate is not None:
             ids = ids[-parameters.truncate :]
         if not ids:  # a tokenizer that drops the whole text and adds nothing
@@ -105,12 +105,14 @@ class Admission:
         """
         size = PROBE_CHARACTERS_PER_TOKEN * self._limits.max_total_tokens
         while COUNTED_EXACTLY < len(inputs) > size:
-            at_least = max(len((await self._encode(inputs[:size])).ids) - BOUNDARY_TOKENS, 0)
+            at_least = max(len(await self._encode(inputs[:size])) - BOUNDARY_TOKENS, 0)
             check_total(at_least, parameters, self._limits, given=f"at least {at_least}")
             size *= 2
 
-    async def _encode(self, text: str) -> Encoding:
+    async def _encode(self, text: str) -> list[TokenId]:
         try:
-            return await self._tokenizer.encode(text, add_special_tokens=True)
+            return await self._tokenizer.encode_ids(text, add_special_tokens=True)
+        except ServingError:
+            raise
         except Exception as error:
             raise InvalidRequest(f"tokenizer error {error}") from error

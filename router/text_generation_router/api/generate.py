@@ -90,7 +90,7 @@ class GenerateRoutes:
         check_streamed(body.parameters)
         with self._permits.take(1):
             admitted = record.request = await self._admission.admit(body.inputs, body.parameters)
-            stream = EventStream(request, self._headers(body), self._settings.keep_alive_s)
+            stream = EventStream(request, self._headers(body), self._settings.keep_alive_s, self._settings.stall_s)
             events = TokenEvents(stream, body, self._tokenizer, record)
             with self._generations.run(admitted, events) as record.times:
                 return await stream.run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import orjson
@@ -13,13 +13,12 @@ from text_generation_router.api.admission import Permits
 from text_generation_router.api.bodies import parse_body
 from text_generation_router.api.schemas import GenerateBody
 from text_generation_router.api.settings import Settings
-from text_generation_router.errors import InvalidRequest, Unhealthy
+from text_generation_router.errors import InvalidRequest, ServingError, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
-from text_generation_router.request import TokenId
 from text_generation_router.text.tokenizer import Encoding, Tokenizer
 
-RENDERED_INLINE = 16384
-"""Longer texts' tokens are written down off the loop."""
+CHUNK_TOKENS = 4096
+"""Tokens written down at a time: a few milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +71,48 @@ class ServiceRoutes:
         text = (await parse_body(request, GenerateBody)).inputs
         try:
             encoding = await self._tokenizer.encode(text, add_special_tokens=True)
+        except ServingError:
+            raise
         except Exception as error:
             raise InvalidRequest(f"tokenizer error {error}") from error
-        if len(text) <= RENDERED_INLINE:
-            tokens = tokens_json(text, encoding)
-        else:
-            tokens = await asyncio.to_thread(tokens_json, text, encoding)
-        return web.Response(body=tokens, content_type="application/json")
+        chunks = tokens_json(text, encoding)
+        if len(encoding.ids) <= CHUNK_TOKENS:
+            return web.Response(body=b"".join(chunks), content_type="application/json")
+        # Half a million tokens are tens of megabytes of JSON: written as they are made, they are never held whole.
+        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/json"})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(0)
+        await response.write_eof()
+        return response
 
 
-def tokens_json(text: str, encoding: Encoding) -> bytes:
-    """The answer of /tokenize.
+def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
+    """The answer of /tokenize, in pieces of CHUNK_TOKENS tokens.
 
     The tokenizer counts characters, TGI counts bytes. A token that is part of a character stands for all of it.
     """
-    tokens: list[bytes] = []
     at_character = at_byte = 0
-    for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
-        if start == stop:  # added by the tokenizer
-            tokens.append(_token(token_id, "", 0, 0))
-            continue
-        # Offsets all but always rise, so walking from the last one keeps this linear.
-        if start >= at_character:
-            at_byte += _bytes(text[at_character:start])
-        else:
-            at_byte -= _bytes(text[start:at_character])
-        at_character = start
-        piece = text[start:stop]
-        tokens.append(_token(token_id, piece, at_byte, at_byte + _bytes(piece)))
-    # One by one, because one call over half a million tokens would not let the event loop run.
-    return b"[%b]" % b",".join(tokens)
-
-
-def _token(token_id: TokenId, text: str, start: int, stop: int) -> bytes:
-    return orjson.dumps({"id": token_id, "text": text, "start": start, "stop": stop})
+    before = b"["
+    for first in range(0, len(encoding.ids), CHUNK_TOKENS):
+        tokens: list[dict[str, object]] = []
+        chunk = slice(first, first + CHUNK_TOKENS)
+        for token_id, (start, stop) in zip(encoding.ids[chunk], encoding.offsets[chunk], strict=True):
+            if start == stop:  # added by the tokenizer
+                tokens.append({"id": token_id, "text": "", "start": 0, "stop": 0})
+                continue
+            # Offsets all but always rise, so walking from the last one keeps this linear.
+            if start >= at_character:
+                at_byte += _bytes(text[at_character:start])
+            else:
+                at_byte -= _bytes(text[start:at_character])
+            at_character = start
+            piece = text[start:stop]
+            tokens.append({"id": token_id, "text": piece, "start": at_byte, "stop": at_byte + _bytes(piece)})
+        yield before + orjson.dumps(tokens)[1:-1]
+        before = b","
+    yield b"[]" if not encoding.ids else b"]"
 
 
 def _bytes(text: str) -> int:

@@ -22,3 +22,5 @@ class Settings:
     """Origins browsers may call from; none given means any."""
     keep_alive_s: float = 15.0
     """Silence on a stream after which a comment is sent."""
+    stall_s: float = 60.0
+    """A stream's client that reads nothing for so long is hung up on."""

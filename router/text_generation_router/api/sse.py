@@ -39,7 +39,7 @@ def error_object(error: ServingError) -> bytes:
 class EventStream:
     """One response made of events."""
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str], keep_alive_s: float) -> None:
+    def __init__(self, request: web.Request, headers: Mapping[str, str], keep_alive_s: float, stall_s: float) -> None:
         self._request = request
         self._response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._chunked = request.version >= HttpVersion11
@@ -51,6 +51,7 @@ class EventStream:
         self._protocol = request.protocol
         self._loop = asyncio.get_running_loop()
         self._keep_alive_s = keep_alive_s
+        self._stall_s = stall_s
         self._last_write = self._loop.time()
         self._flowing = False
         """Events go to the connection at once; otherwise they are held back for `run`."""
@@ -92,6 +93,7 @@ class EventStream:
         if self._error is not None:
             self._held.append(b"data: %b\n\n" % error_object(self._error))
         await self._flush()
+        await self._drained()
         await self._response.write_eof()
         return self._response
 
@@ -108,11 +110,30 @@ class EventStream:
         """Write what was held back once the connection takes it, headers first."""
         if not self._response.prepared:
             await self._response.prepare(self._request)
-        await self._request.writer.drain()  # returns at once unless the connection is congested
+        await self._drained()
         if self._held:
             events, self._held = b"".join(self._held), []
             self._write(events)
         self._flowing = True
+
+    async def _drained(self) -> None:
+        """Return once the connection takes more: at once, unless it is congested. Raises ConnectionAbortedError.
+
+        A client that reads slowly is waited for; one that reads nothing for `stall_s` must not hold its place for ever.
+        """
+        while True:
+            unsent = self._unsent()
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    return await self._request.writer.drain()
+            except TimeoutError:
+                if self._unsent() >= unsent:
+                    if self._transport is not None:
+                        self._transport.abort()
+                    raise ConnectionAbortedError("the client reads nothing") from None
+
+    def _unsent(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def _write(self, events: bytes) -> None:
         transport = self._transport

@@ -92,22 +92,26 @@ class Replica:
     async def run(self) -> None:
         """Serve until cancelled. Raises ShardLost when the shard is gone; every request has then heard of it."""
         call = self._client.run()
-        self._opened.set()
+        end = "the server was stopped"
         try:
+            await call.initial_metadata()  # the shard opened the session, or refused
+            self._opened.set()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send(call))
                 tasks.create_task(self._receive(call))
-        except* grpc.aio.AioRpcError as group:
-            error = group.exceptions[0]
-            raise ShardLost(str(getattr(error, "details", str)() or error)) from group
-        except* ShardLost as group:
-            raise group.exceptions[0] from None
+        except (grpc.aio.AioRpcError, BaseExceptionGroup) as error:
+            reasons = _shard_loss(error)
+            if not reasons:
+                raise
+            end = "the shard was lost"
+            raise ShardLost(reasons[0]) from error
         finally:
             self._lost = True
+            self._opened.set()
             call.cancel()
             listeners, self._listeners = self._listeners, {}
             for listener in listeners.values():
-                listener.on_failure(GenerationFailed("the shard was lost"))
+                listener.on_failure(GenerationFailed(end))
 
     async def _send(self, call: grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]) -> None:
         while True:
@@ -122,7 +126,10 @@ class Replica:
                 for admission in orders.admit:
                     if listener := self._listeners.get(admission.request.id):
                         listener.on_scheduled()
-                await call.write(orders_to_pb(orders, self._eos_token_ids))
+                try:
+                    await call.write(orders_to_pb(orders, self._eos_token_ids))
+                except asyncio.InvalidStateError as error:  # gRPC's word for a stream that has ended
+                    raise ShardLost("the shard's stream ended") from error
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]) -> None:
         while True:
@@ -153,20 +160,34 @@ class Replica:
             listener = listeners.get(request_id)
             if listener is None:
                 continue
-            for at in range(first, end):
-                last = reason if at == end - 1 else None
-                goes_on = listener.on_token(token_ids[at], logprobs[at], tops.get(at, nothing), last)
-                if last is not None:
-                    del listeners[request_id]
-                elif not goes_on:
-                    self.cancel(request_id)
-                    break
+            try:
+                for at in range(first, end):
+                    last = reason if at == end - 1 else None
+                    goes_on = listener.on_token(token_ids[at], logprobs[at], tops.get(at, nothing), last)
+                    if last is not None:
+                        del listeners[request_id]
+                    elif not goes_on:
+                        self.cancel(request_id)
+                        break
+            except Exception:  # a listener's bug costs its own request, not the replica
+                log.exception("listener failed", request_id=request_id)
+                self.cancel(request_id)
+                listener.on_failure(GenerationFailed("internal error"))
         for failed in deliveries.failed:
             if listener := listeners.pop(failed.request_id, None):
                 log.warning(
                     "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
                 )
                 listener.on_failure(GenerationFailed(_client_message(failed.kind, failed.message)))
+
+
+def _shard_loss(error: BaseException) -> list[str]:
+    """What an error, or each in a group, says of a lost shard; empty if it is about something else."""
+    if isinstance(error, BaseExceptionGroup):
+        return [reason for inner in error.exceptions for reason in _shard_loss(inner)]
+    if isinstance(error, grpc.aio.AioRpcError):
+        return [error.details() or str(error.code())]
+    return [str(error)] if isinstance(error, ShardLost) else []
 
 
 def _client_message(kind: FailureKind, message: str) -> str:

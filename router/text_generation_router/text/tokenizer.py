@@ -6,18 +6,27 @@ Of the library's calls `encode_batch` releases the GIL and `encode` does not: a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import tokenizers
 
+from text_generation_router.errors import Overloaded
 from text_generation_router.request import TokenId
 from text_generation_router.text.detokenizer import Detokenizer, DetokenizerFactory
 
 INLINE_CHARACTERS = 256
 """Texts up to this long are encoded where they are: a hand-over to a thread costs more than the encoding."""
+LONG_CHARACTERS = 1 << 17
+"""Texts longer than this, tenths of a second of work each, queue in a lane of their own, one at a time."""
+LONG_WAITING = 16
+"""As many of them may be in that lane; each holds memory some hundred times its length while it is encoded."""
+
+
+T = TypeVar("T")
 
 
 class TokenizerError(Exception):
@@ -43,6 +52,8 @@ class Tokenizer:
         tokenizer.encode_special_tokens = False
         self._tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
+        self._long_lane = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
+        self._long_waiting = 0
         self._detokenizers = DetokenizerFactory(tokenizer)
         self.special_texts: dict[TokenId, str] = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -60,12 +71,25 @@ class Tokenizer:
         except Exception as error:
             raise TokenizerError(f"{path} cannot be read: {error}") from error
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        """Token ids of `text`, and which characters each stands for."""
+    async def encode_ids(self, text: str, *, add_special_tokens: bool) -> list[TokenId]:
+        """Token ids of `text`. Raises Overloaded."""
         if len(text) <= INLINE_CHARACTERS:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+        def encode() -> list[TokenId]:
+            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
+
+        return await self._off_the_loop(text, encode)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """Token ids of `text`, and which characters each stands for. Raises Overloaded."""
+
+        def encode() -> Encoding:
+            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
             return Encoding(encoding.ids, encoding.offsets)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode_long, text, add_special_tokens)
+
+        return await self._off_the_loop(text, encode)
 
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
         """For the new tokens that follow `prompt`."""
@@ -80,7 +104,17 @@ class Tokenizer:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._long_lane.shutdown(wait=False, cancel_futures=True)
 
-    def _encode_long(self, text: str, add_special_tokens: bool) -> Encoding:  # noqa: FBT001 - called by position
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-        return Encoding(encoding.ids, encoding.offsets)
+    async def _off_the_loop(self, text: str, encode: Callable[[], T]) -> T:
+        """Run `encode` on a thread: the lane for long texts, so that nobody's short one waits behind them."""
+        loop = asyncio.get_running_loop()
+        if len(text) <= LONG_CHARACTERS:
+            return await loop.run_in_executor(self._pool, encode)
+        if self._long_waiting >= LONG_WAITING:
+            raise Overloaded
+        self._long_waiting += 1
+        try:
+            return await loop.run_in_executor(self._long_lane, encode)
+        finally:
+            self._long_waiting -= 1

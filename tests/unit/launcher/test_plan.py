@@ -16,11 +16,10 @@ from text_generation_launcher.plan import (
     child_env,
     compute_type,
     count_shards,
-    listen_host,
     make_plan,
 )
 from text_generation_proto.process import ProcessConfig
-from text_generation_router.config import RouterConfig
+from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig
 
 C = TypeVar("C", bound=ProcessConfig)

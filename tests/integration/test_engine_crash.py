@@ -1,0 +1,67 @@
+"""An engine that breaks its contract takes its session and its shard down, loudly; nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from pathlib import Path
+
+import grpc
+import pytest
+
+from text_generation_proto.client import ShardClient
+from text_generation_proto.process import ExitCode
+from text_generation_proto.v1 import shard_pb2 as pb
+
+CRASHING = """
+    import sys
+    from text_generation_shard.__main__ import main
+    from text_generation_shard.engines.echo import EchoEngine
+
+    working = EchoEngine.step
+
+    def step(self):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 3:
+            raise RuntimeError("the device is gone")
+        return working(self)
+
+    EchoEngine.step = step
+    main()
+"""
+
+
+@pytest.mark.parametrize("log_format", ["--json-output", "--no-json-output"])
+async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, log_format: str) -> None:
+    address = f"unix://{tmp_path}/s"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        textwrap.dedent(CRASHING),
+        "--engine=echo",
+        f"--address={address}",
+        log_format,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    async with ShardClient.connect(address) as client:
+        await client.ready(30)
+        await client.warm_up()
+        call = client.run()
+        admission = pb.Admission(
+            prompt=[1], blocks=range(10), sampling=pb.Sampling(greedy=True), stopping=pb.Stopping(max_new_tokens=100)
+        )
+        await call.write(pb.Orders(number=1, admit=[admission], prefill_slots=[0], prefill_tokens=[1]))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async with asyncio.timeout(10):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+        assert error.value.code() is grpc.StatusCode.INTERNAL
+        assert "device" not in (error.value.details() or "")
+    async with asyncio.timeout(10):
+        logged = (await process.stderr.read()).decode()
+        assert await process.wait() == ExitCode.BUG
+    [record] = [line for line in logged.splitlines() if "the engine failed" in line]
+    assert "the device is gone" in record
+    assert not (tmp_path / "s").exists()
