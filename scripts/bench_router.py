@@ -7,6 +7,8 @@ router's processor time from /proc, so that the figures do not depend on who els
     request          requests of 100 prompt tokens and 1 new one, one after another, 8 at a time
     added TTFT       median time to the first token through the router, less the median of the same straight to the shard
     decision         one Scheduler.apply and one decide with 256 running
+    socket write     what the machine takes to write 150 bytes to a reader that sleeps, for scale: it varies from day to
+                     day, is the floor of the first figure, and everything else varies with it
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import selectors
 import socket
 import statistics
 import subprocess
@@ -68,11 +71,18 @@ def main() -> None:
     apply_us, decide_us = scheduler_cost()
     row("scheduler, recording a step of 256", apply_us, 100, "us")
     row("scheduler, one decision at 256 running", decide_us, 100, "us")
+    row("(a bare socket write, for scale)", socket_write_cost(), float("inf"), "us")
 
 
 def row(name: str, value: float, budget: float, unit: str) -> None:
     """One line of the table."""
-    print(f"{name:<36}{value:8.2f} {unit:<3} {budget:>4g} {unit}{'' if value <= budget else '   OVER'}", flush=True)
+    print(f"{name:<36}{value:8.2f} {unit:<3} {_budget(value, budget, unit)}", flush=True)
+
+
+def _budget(value: float, budget: float, unit: str) -> str:
+    if budget == float("inf"):
+        return ""
+    return f"{budget:>4g} {unit}{'' if value <= budget else '   OVER'}"
 
 
 @contextmanager
@@ -217,6 +227,40 @@ def scheduler_cost(running: int = 256, steps: int = 2000) -> tuple[float, float]
         spent[0] += between - started
         spent[1] += time.perf_counter() - between
     return spent[0] / steps * 1e6, spent[1] / steps * 1e6
+
+
+def socket_write_cost(bursts: int = 100, writes: int = 128) -> float:
+    """Microseconds of processor time of one small write; bursts of them, 20 ms apart, as the router does."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        reader = multiprocessing.get_context("spawn").Process(target=_read_all, args=(server.getsockname()[1], writes))
+        reader.start()
+        connections = [server.accept()[0] for _ in range(writes)]
+    spent = 0.0
+    for _ in range(bursts):
+        started = time.process_time()
+        for connection in connections:
+            connection.send(b"x" * 150)
+        spent += time.process_time() - started
+        time.sleep(STEP_MS / 1e3)
+    for connection in connections:
+        connection.close()
+    reader.join()
+    return spent / (bursts * writes) * 1e6
+
+
+def _read_all(port: int, connections: int) -> None:
+    with selectors.DefaultSelector() as selector:
+        for _ in range(connections):
+            selector.register(socket.create_connection(("127.0.0.1", port)), selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                reader = key.fileobj
+                assert isinstance(reader, socket.socket)
+                if not reader.recv(1 << 16):
+                    selector.unregister(reader)
+                    reader.close()
 
 
 async def _post(port: int, path: str, body: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

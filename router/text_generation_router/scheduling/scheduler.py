@@ -116,6 +116,11 @@ class Scheduler:
             prefill=tuple(prefill),
         )
 
+    @property
+    def wants_orders(self) -> bool:
+        """Whether `decide` may have something to say. False is certain, and costs nothing to find out."""
+        return bool(self._waiting or self._to_release or self._prefilling or self._urgent)
+
     def _continue_prefills(self) -> list[tuple[int, int]]:
         budget = self._policy.max_batch_prefill_tokens
         chunks: list[tuple[int, int]] = []

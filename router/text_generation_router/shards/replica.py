@@ -148,8 +148,9 @@ class Replica:
                 listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs))
         outcome = outcome_from_pb(report)
         self._deliver(self._scheduler.apply(outcome), outcome.token_ids, report)
-        self._changed.set()
         self._boundary.set()
+        if self._scheduler.wants_orders:
+            self._changed.set()
 
     def _deliver(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
         logprobs = logprobs_to_json(report.logprobs)

@@ -18,7 +18,7 @@ from text_generation_router.errors import Overloaded
 from text_generation_router.request import TokenId
 from text_generation_router.text.detokenizer import Detokenizer, DetokenizerFactory
 
-INLINE_CHARACTERS = 256
+INLINE_CHARACTERS = 1024
 """Texts up to this long are encoded where they are: a hand-over to a thread costs more than the encoding."""
 LONG_CHARACTERS = 1 << 17
 """Texts longer than this, tenths of a second of work each, queue in a lane of their own, one at a time."""
@@ -73,13 +73,13 @@ class Tokenizer:
 
     async def encode_ids(self, text: str, *, add_special_tokens: bool) -> list[TokenId]:
         """Token ids of `text`. Raises Overloaded."""
-        if len(text) <= INLINE_CHARACTERS:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
         def encode() -> list[TokenId]:
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoding.ids
 
+        if len(text) <= INLINE_CHARACTERS:
+            return encode()
         return await self._off_the_loop(text, encode)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
