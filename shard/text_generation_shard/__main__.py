@@ -24,17 +24,21 @@ def main() -> None:
     # Only now what takes its time to import: the lifeline is being watched.
     from text_generation_shard.serve import CannotServe, serve
 
-    try:
-        code = asyncio.run(serve(config))
-    except CannotServe as error:
-        log.error("cannot serve", reason=str(error))
-        code = ExitCode.FAILED
-    except Exception:
-        log.exception("bug")
-        code = ExitCode.BUG
-    sys.stderr.flush()
-    # An engine thread stuck in a device call must not keep the process.
-    os._exit(int(code))
+    async def serve_and_exit() -> None:
+        try:
+            code = await serve(config)
+        except CannotServe as error:
+            log.error("cannot serve", reason=str(error))
+            code = ExitCode.FAILED
+        except Exception:
+            log.exception("bug")
+            code = ExitCode.BUG
+        sys.stderr.flush()
+        # At once: an engine thread stuck in a device call must not keep the process, nor a health watch that is still
+        # open be cancelled with a traceback of gRPC's.
+        os._exit(int(code))
+
+    asyncio.run(serve_and_exit())
 
 
 if __name__ == "__main__":

@@ -50,13 +50,12 @@ async def serve(config: ShardConfig) -> ExitCode:
     with _listening(server, config.address):
         await server.start()
         log.info("loading", engine=config.engine, model=config.model_path)
-        try:
-            return await _serve_engine(config, thread, servicer, health, stopping)
-        finally:
-            await health.enter_graceful_shutdown()
-            servicer.end_session()
-            await server.stop(grace=1.0)
-            thread.close()
+        code = await _serve_engine(config, thread, servicer, health, stopping)
+        await health.enter_graceful_shutdown()
+        servicer.end_session()
+        await server.stop(grace=1.0)
+        thread.close()
+        return code
 
 
 async def _serve_engine(
