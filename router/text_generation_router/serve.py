@@ -127,7 +127,7 @@ async def _warm_up(client: ShardClient, config: RouterConfig) -> Model:
             raise CannotServe(f"engine {info.engine} schedules for itself, which this router does not serve yet")
         pool = await client.warm_up(
             max_batch_prefill_tokens=config.max_batch_prefill_tokens or 0,
-            max_batch_size=min(config.max_batch_size or info.max_slots, info.max_slots),
+            max_batch_size=_max_batch_size(config, info),
             max_batch_total_tokens=config.max_batch_total_tokens or 0,
         )
     except TimeoutError as error:
@@ -135,6 +135,10 @@ async def _warm_up(client: ShardClient, config: RouterConfig) -> Model:
     except grpc.aio.AioRpcError as error:
         raise CannotServe(f"the shard cannot warm up: {error.details()}") from error
     return Model(info, pool)
+
+
+def _max_batch_size(config: RouterConfig, info: pb.InfoResponse) -> int:
+    return min(config.max_batch_size or info.max_slots, info.max_slots)
 
 
 def resolve_limits(config: RouterConfig, model: Model) -> Limits:
@@ -168,7 +172,7 @@ def _replica(client: ShardClient, config: RouterConfig, model: Model, limits: Li
         info.max_slots,
         Policy(
             max_batch_prefill_tokens=config.max_batch_prefill_tokens or info.suggested_prefill_tokens,
-            max_batch_size=min(config.max_batch_size or info.max_slots, info.max_slots),
+            max_batch_size=_max_batch_size(config, info),
             waiting_served_ratio=config.waiting_served_ratio,
             max_decode_steps_between_prefills=config.max_waiting_tokens,
         ),

@@ -59,11 +59,10 @@ class Session:
                 try:
                     orders = self._inbox.get(block=result is None)
                 except queue.Empty:
-                    if self.ending:
-                        return
-                else:
-                    if orders is None or self.ending:
-                        return
+                    orders = None
+                if self.ending:
+                    return
+                if orders is not None:
                     failures = engine.apply(orders)
                     applied = orders.number
                     result = result or StepResult()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = [

@@ -154,7 +154,7 @@ class Scheduler:
             entry = next(iter(self._waiting.values()))
             needed = self._pool.blocks_for(entry.length)
             # Whoever runs will grow: an admission that took the last blocks would be preempted at once.
-            if needed + len(self._running) > self._pool.free and (self._running or needed > self._pool.free):
+            if needed + len(self._running) > self._pool.free:
                 break
             self._waiting.popitem(last=False)
             admission = self._start(entry, self._growth(entry, needed))
@@ -207,8 +207,6 @@ class Scheduler:
                 del self._hungry[entry.request.id]
             elif self._is_stalled(entry) and not self._blocks_are_coming():
                 self._release(max(self._running.values(), key=lambda entry: entry.arrival), State.PREEMPTED)
-        for entry in list(self._hungry.values()):
-            self._look_at_room(entry)
         self._urgent = any(entry.capacity - entry.length < URGENT_ROOM for entry in self._hungry.values())
         return grants
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 import grpc
 import structlog
 
-from text_generation_proto.client import ShardClient
+from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.errors import GenerationFailed
 from text_generation_router.request import Request, RequestId, TokenListener, TopToken
@@ -113,7 +113,7 @@ class Replica:
             for listener in listeners.values():
                 listener.on_failure(GenerationFailed(end))
 
-    async def _send(self, call: grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]) -> None:
+    async def _send(self, call: RunCall) -> None:
         while True:
             await self._changed.wait()
             if (hold := self._pace.hold(time.monotonic())) > 0:
@@ -131,7 +131,7 @@ class Replica:
                 except asyncio.InvalidStateError as error:  # gRPC's word for a stream that has ended
                     raise ShardLost("the shard's stream ended") from error
 
-    async def _receive(self, call: grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]) -> None:
+    async def _receive(self, call: RunCall) -> None:
         while True:
             report = await call.read()
             if not isinstance(report, pb.StepReport):

@@ -1,6 +1,0 @@
-"""Makes tests/support importable."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
