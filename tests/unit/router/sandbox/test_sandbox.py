@@ -1,0 +1,324 @@
+"""Jobs that hang, eat, die and fail: none of it reaches the router, and the next job finds a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from text_generation_router.errors import Overloaded
+from text_generation_router.sandbox.errors import SandboxError, SandboxOutOfMemory, SandboxTimeout
+from text_generation_router.sandbox.pool import Sandbox, Setup
+
+PATIENT_S = 60.0
+"""For jobs that are to finish, on however busy a machine."""
+HASTY_S = 0.3
+"""For jobs that never would."""
+
+
+@pytest.fixture(autouse=True)
+def _jobs_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+
+
+def a_sandbox(
+    factory: str = "obey",
+    config: dict[str, object] | None = None,
+    *,
+    workers: int = 1,
+    timeout_s: float = PATIENT_S,
+    max_waiting: int = 8,
+) -> Sandbox:
+    return Sandbox(
+        Setup(f"sandbox_jobs:{factory}", config or {}),
+        workers=workers,
+        timeout_s=timeout_s,
+        memory_bytes=128 << 20,
+        max_waiting=max_waiting,
+        max_output=3 << 20,
+    )
+
+
+def a_pipe(folder: Path) -> Path:
+    path = folder / "pipe"
+    os.mkfifo(path)
+    return path
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENT_S):
+        while not condition():  # noqa: ASYNC110 - no event tells that a process is gone
+            await asyncio.sleep(0.001)
+
+
+async def until_it_runs(pipe: Path) -> None:
+    """Returns when the job that was told to `tell` does so."""
+    assert await asyncio.to_thread(pipe.read_text) == "running"
+
+
+async def until_gone(pid: int) -> None:
+    """Returns when the router has collected this worker's exit code."""
+    await until(lambda: not psutil.pid_exists(pid))
+
+
+async def test_a_job_is_made_of_its_config() -> None:
+    async with a_sandbox("echo", {"greeting": "Grüße, "}) as sandbox:
+        assert await sandbox.call(b"World") == "Grüße, World".encode()
+        assert await sandbox.call(b"") == "Grüße, ".encode()
+
+
+async def test_payloads_and_results_larger_than_any_socket_buffer() -> None:
+    payload = os.urandom(3 << 20)
+    async with a_sandbox("echo") as sandbox:
+        assert await sandbox.call(payload) == payload
+        assert await sandbox.call(b"and on") == b"and on"
+
+
+def test_the_other_event_loop() -> None:
+    async def main() -> None:
+        payload = bytes(3 << 20)
+        async with a_sandbox("echo") as sandbox:
+            assert await sandbox.call(payload) == payload
+        async with a_sandbox(timeout_s=HASTY_S) as sandbox:
+            with pytest.raises(SandboxTimeout):
+                await sandbox.call(b"spin")
+
+    uvloop.run(main())
+
+
+async def test_a_result_that_is_too_long_is_an_error() -> None:
+    async with a_sandbox("echo") as sandbox:
+        with pytest.raises(SandboxError, match="the result is longer than 3145728 bytes"):
+            await sandbox.call(bytes((3 << 20) + 1))
+        assert await sandbox.call(b"next") == b"next"
+
+
+async def test_an_error_is_one_line_and_the_worker_stays() -> None:
+    async with a_sandbox() as sandbox:
+        before = sandbox.pids
+        with pytest.raises(SandboxError) as caught:
+            await sandbox.call(b"fail one\ntwo\n  three")
+        assert str(caught.value) == "one two three"
+        assert sandbox.pids == before
+
+
+async def test_a_long_error_is_cut() -> None:
+    async with a_sandbox() as sandbox:
+        with pytest.raises(SandboxError) as caught:
+            await sandbox.call(b"fail " + b"x" * 100_000)
+        assert str(caught.value) == "x" * 1000 + "…"
+
+
+async def test_a_job_that_hangs_is_killed_and_its_worker_replaced() -> None:
+    async with a_sandbox(timeout_s=HASTY_S) as sandbox:
+        [before] = sandbox.pids
+        with pytest.raises(SandboxTimeout, match=r"took longer than 0\.3 s"):
+            await sandbox.call(b"spin")
+        await until_gone(before)
+        after = int(await sandbox.call(b"pid"))
+        assert after != before
+        assert sandbox.pids == {after}
+
+
+async def test_the_others_go_on_while_one_hangs(tmp_path: Path) -> None:
+    pipe = a_pipe(tmp_path)
+    async with a_sandbox(workers=2) as sandbox, asyncio.TaskGroup() as tasks:
+        hanging = tasks.create_task(sandbox.call(f"tell {pipe}".encode()))
+        await until_it_runs(pipe)
+        answers = {await sandbox.call(b"pid") for _ in range(5)}
+        assert len(answers) == 1
+        assert not hanging.done()
+        hanging.cancel()
+
+
+async def test_too_much_memory_is_an_error_of_that_job_alone() -> None:
+    async with a_sandbox() as sandbox:
+        before = sandbox.pids
+        with pytest.raises(SandboxOutOfMemory):
+            await sandbox.call(b"eat 10000000000")
+        with pytest.raises(SandboxOutOfMemory):
+            await sandbox.call(b"eat 130000000")
+        assert int(await sandbox.call(b"pid")) not in before
+
+
+async def test_a_worker_that_dies_is_replaced() -> None:
+    async with a_sandbox() as sandbox:
+        [before] = sandbox.pids
+        with pytest.raises(SandboxError, match=r"^the worker (died of SIGSEGV|ended)$"):
+            await sandbox.call(b"die")
+        assert int(await sandbox.call(b"pid")) != before
+
+
+async def test_an_idle_worker_that_dies_is_replaced() -> None:
+    async with a_sandbox() as sandbox:
+        [before] = sandbox.pids
+        os.kill(before, signal.SIGKILL)
+        await until_gone(before)
+        assert int(await sandbox.call(b"pid")) != before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_to_the_whole_group_leaves_the_worker_at_its_work(number: signal.Signals) -> None:
+    async with a_sandbox() as sandbox:
+        [pid] = sandbox.pids
+        os.kill(pid, number)
+        assert int(await sandbox.call(b"pid")) == pid
+
+
+async def test_what_a_job_prints_goes_nowhere() -> None:
+    async with a_sandbox() as sandbox:
+        assert int(await sandbox.call(b"print")) in sandbox.pids
+
+
+async def test_a_worker_sees_no_secrets_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    async with a_sandbox() as sandbox:
+        assert b"HF_TOKEN" not in await sandbox.call(b"environment")
+        assert int(await sandbox.call(b"niceness")) >= min(19, os.nice(0) + 5)
+
+
+async def test_those_who_wait_are_served_in_order_and_are_not_too_many(tmp_path: Path) -> None:
+    pipe = a_pipe(tmp_path)
+    order: list[bytes] = []
+
+    async def ask(sandbox: Sandbox, payload: bytes) -> None:
+        await sandbox.call(payload)
+        order.append(payload)
+
+    async with a_sandbox(max_waiting=2) as sandbox:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask(sandbox, f"wait {pipe}".encode()))
+            tasks.create_task(ask(sandbox, b"pid second"))
+            tasks.create_task(ask(sandbox, b"pid third"))
+            await until(lambda: sandbox.waiting == 2)
+            with pytest.raises(Overloaded):
+                await sandbox.call(b"pid fourth")
+            await asyncio.to_thread(pipe.write_text, "go on")
+        assert order == [f"wait {pipe}".encode(), b"pid second", b"pid third"]
+
+
+async def test_a_caller_who_leaves_the_line_is_not_served(tmp_path: Path) -> None:
+    pipe = a_pipe(tmp_path)
+    async with a_sandbox(max_waiting=1) as sandbox, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+        leaver = tasks.create_task(sandbox.call(b"fail nobody asked for this"))
+        await until(lambda: sandbox.waiting == 1)
+        leaver.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+        assert sandbox.waiting == 0
+        next_one = tasks.create_task(sandbox.call(b"pid"))
+        await asyncio.to_thread(pipe.write_text, "done")
+        assert await running == b"done"
+        assert int(await next_one) in sandbox.pids
+
+
+async def test_the_result_of_a_caller_who_left_reaches_nobody_else(tmp_path: Path) -> None:
+    pipe = a_pipe(tmp_path)
+    async with a_sandbox() as sandbox, asyncio.TaskGroup() as tasks:
+        leaver = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+        writing = tasks.create_task(asyncio.to_thread(pipe.write_text, "for somebody who left"))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        next_one = tasks.create_task(sandbox.call(b"pid"))
+        await writing
+        assert int(await next_one) in sandbox.pids
+
+
+async def test_a_factory_that_refuses_stops_the_start() -> None:
+    with pytest.raises(SandboxError, match=r"^this config is nonsense$"):
+        await a_sandbox("broken", workers=2).start()
+
+
+async def test_a_factory_that_needs_too_much_memory_stops_the_start() -> None:
+    with pytest.raises(SandboxOutOfMemory):
+        await a_sandbox("hungry").start()
+
+
+async def test_a_factory_that_is_not_there_stops_the_start() -> None:
+    with pytest.raises(SandboxError, match="has no attribute 'nowhere'"):
+        await a_sandbox("nowhere").start()
+
+
+async def test_no_process_to_be_had_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(SandboxError, match="a worker cannot be started: No such file or directory"):
+        await a_sandbox(workers=2).start()
+
+
+async def test_calls_fail_while_no_worker_can_start_and_succeed_once_one_can(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    async with a_sandbox("starts_once", {"file": str(file)}) as sandbox:
+        file.unlink()
+        with pytest.raises(SandboxError):
+            await sandbox.call(b"die")
+        with pytest.raises(SandboxError, match="the file is gone"):
+            await sandbox.call(b"pid")
+        with pytest.raises(SandboxError, match="the file is gone"):
+            await sandbox.call(b"pid")
+        file.touch()
+        await until(lambda: bool(sandbox.pids))
+        assert int(await sandbox.call(b"pid")) in sandbox.pids
+
+
+async def test_closing_ends_everything(tmp_path: Path) -> None:
+    pipe = a_pipe(tmp_path)
+    sandbox = a_sandbox()
+    await sandbox.start()
+    [pid] = sandbox.pids
+
+    async def refused(payload: str) -> bool:
+        with pytest.raises(SandboxError, match="the sandbox is closed"):
+            await sandbox.call(payload.encode())
+        return True
+
+    async with asyncio.TaskGroup() as tasks:
+        running, waiting = tasks.create_task(refused(f"tell {pipe}")), tasks.create_task(refused("pid"))
+        await until_it_runs(pipe)
+        await sandbox.close()
+    assert running.result()
+    assert waiting.result()
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(SandboxError, match="the sandbox is closed"):
+        await sandbox.call(b"pid")
+
+
+def test_a_worker_dies_with_its_router_whatever_it_is_doing() -> None:
+    program = textwrap.dedent("""
+        import asyncio, sys
+        from text_generation_router.sandbox.pool import Sandbox, Setup
+
+        async def main():
+            sandbox = Sandbox(Setup("sandbox_jobs:obey"), workers=1, timeout_s=600, memory_bytes=1 << 28,
+                              max_waiting=1, max_output=1)
+            await sandbox.start()
+            sandbox.call(b"spin").send(None)
+            print(*sandbox.pids, flush=True)
+            sys.stdin.read()
+
+        asyncio.run(main())
+    """)
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as router:
+        assert router.stdout is not None
+        worker = psutil.Process(int(router.stdout.readline()))
+        router.kill()
+    worker.wait(PATIENT_S)
+
+
+def test_a_worker_imports_only_what_its_job_needs() -> None:
+    program = "import sys, text_generation_router.sandbox.worker, text_generation_router.chat.template_job; print(*sys.modules)"
+    loaded = set(
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout.decode().split()
+    )
+    assert "jinja2" in loaded
+    assert not loaded & {"aiohttp", "grpc", "pydantic", "structlog", "tokenizers", "numpy", "asyncio"}
