@@ -4,6 +4,7 @@ Starts a shard (echo, 20 ms a step) and a router on 127.0.0.1, loads them from a
 router's processor time from /proc, so that the figures do not depend on who else uses the processor.
 
     streamed token   128 streams of 200 tokens; CPU of the router over the run, divided by the tokens streamed
+    chat             the same as chats, template and all
     request          requests of 100 prompt tokens and 1 new one, one after another, 8 at a time
     added TTFT       median time to the first token through the router, less the median of the same straight to the shard
     decision         one Scheduler.apply and one decide with 256 running
@@ -53,11 +54,15 @@ def main() -> None:
     model = parser.parse_args().model
     print("figure                              measured   budget")
     with servers(model, step_ms=STEP_MS) as (router, port, _):
-        in_child(stream_load, port, 1)
-        before = cpu_seconds(router)
-        in_child(stream_load, port, TOKENS_A_STREAM)
         tokens = STREAMS * TOKENS_A_STREAM
-        row("CPU a streamed token, 128 streams", (cpu_seconds(router) - before) / tokens * 1e6, 20, "us")
+        for name, load, budget in (
+            ("CPU a streamed token, 128 streams", stream_load, 20),
+            ("CPU a token of 128 streamed chats", chat_load, 30),
+        ):
+            in_child(load, port, 20)
+            before = cpu_seconds(router)
+            in_child(load, port, TOKENS_A_STREAM)
+            row(name, (cpu_seconds(router) - before) / tokens * 1e6, budget, "us")
         row("resident memory", psutil.Process(router).memory_info().rss / 1e6, 200, "MB")
     with servers(model, step_ms=0) as (router, port, address):
         in_child(request_load, port, 200)
@@ -155,6 +160,26 @@ async def stream_load(port: int, tokens: int) -> float:
         while chunk := await reader.read(1 << 16):
             seen += chunk.count(b"data:")
         assert seen == tokens, f"{seen} events instead of {tokens}"
+        writer.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(STREAMS):
+            tasks.create_task(one())
+    return 0.0
+
+
+async def chat_load(port: int, tokens: int) -> float:
+    """The same as chats. Of the echoed prompt's tokens the special ones have no chunk."""
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens, "stream": True}
+
+    async def one() -> None:
+        reader, writer = await _post(port, "/v1/chat/completions", body)
+        seen, end = 0, b""
+        while chunk := await reader.read(1 << 16):
+            seen += chunk.count(b"data:")
+            end = (end + chunk)[-64:]
+        assert seen > 0.9 * tokens, f"{seen} events for {tokens} tokens"
+        assert b"[DONE]" in end, end
         writer.close()
 
     async with asyncio.TaskGroup() as tasks:

@@ -18,9 +18,7 @@ from text_generation_shard.config import ShardConfig
 
 NOT_SERVED = frozenset(
     {
-        "api_key",
         "cuda_graphs",
-        "disable_grammar_support",
         "kv_cache_dtype",
         "lora_adapters",
         "max_image_fetch_size",
@@ -33,7 +31,6 @@ NOT_SERVED = frozenset(
         "rope_factor",
         "rope_scaling",
         "speculate",
-        "tokenizer_config_path",
         "watermark_delta",
         "watermark_gamma",
         "weights_cache_override",
@@ -127,11 +124,13 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
             exit_with_usage_error(LauncherConfig, f"{flag} is a flag of TGI's that this server does not have")
         if environ.get(name.upper()):
-            # Silence would be worse: API_KEY set and the server open, QUANTIZE set and twice the memory taken.
+            # Silence would be worse: QUANTIZE set and twice the memory taken.
             exit_with_usage_error(
                 LauncherConfig,
                 f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it",
             )
+    if port := environ.get("AIP_HTTP_PORT"):  # Vertex AI says where it will call
+        argv = [*argv, "--port", port]
     return parse_config(LauncherConfig, argv)
 
 

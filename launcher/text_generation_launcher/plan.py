@@ -108,6 +108,10 @@ def compute_type(num_shard: int, devices: Devices) -> str:
     return f"{num_shard}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
 
 
+SECRETS = frozenset({"api_key"})
+"""Settings that reach only the child they are for, and not on its command line, which everyone on the machine can read."""
+
+
 def child_argv(module: str, config: ProcessConfig) -> tuple[str, ...]:
     """How to start one of our modules with these settings. -P: the working folder is no place to import from."""
     return (sys.executable, "-P", "-m", module, *CliApp.serialize(config))
@@ -118,7 +122,8 @@ def child_env(environ: Mapping[str, str], child: type[ProcessConfig]) -> dict[st
 
     Those travel on the command line, which leaves out what is a default: the environment must not fill it in again.
     """
-    env = {name: value for name, value in environ.items() if name.lower() not in child.model_fields}
+    settings = child.model_fields.keys() | SECRETS
+    env = {name: value for name, value in environ.items() if name.lower() not in settings}
     if "HF_API_TOKEN" in env:  # TGI's old name
         env.setdefault("HF_TOKEN", env["HF_API_TOKEN"])
     return env
@@ -158,11 +163,15 @@ def _router(config: LauncherConfig, around: Surroundings, shard_address: str, nu
         "max_input_tokens": config.input_limit,
         "compute_type": config.compute_type or compute_type(num_shard, around.devices),
         "lifeline_fd": around.lifeline_fd,
+        **dict.fromkeys(SECRETS, ()),
     }
+    env = child_env(around.environ, RouterConfig)
+    if config.api_key:
+        env["API_KEY"] = ",".join(config.api_key)
     return ChildSpec(
         name="router",
         argv=child_argv("text_generation_router", RouterConfig.of(**settings)),
-        env=child_env(around.environ, RouterConfig),
+        env=env,
         inherited_fds=(around.lifeline_fd,),
         stop_timeout=config.graceful_termination_timeout + STOP_MARGIN,
     )

@@ -147,8 +147,9 @@ class Session:
         max_new_tokens: int,
         sampling: pb.Sampling | None = None,
         eos_token_ids: Sequence[int] = (),
+        grammar: pb.Grammar | None = None,
     ) -> AsyncIterator[Token]:
-        """The tokens that follow `prompt`, greedy unless `sampling` says otherwise.
+        """The tokens that follow `prompt`, greedy unless `sampling` says otherwise, spelling `grammar` if given.
 
         Waits for a slot and blocks. Raises ValueError if the pool can never hold it, SequenceFailed, SessionClosed.
         Close the iterator early (`aclose`, or leave the function that loops) and the sequence is released.
@@ -168,6 +169,7 @@ class Session:
             blocks=sequence.blocks,
             sampling=sampling or pb.Sampling(greedy=True),
             stopping=pb.Stopping(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids),
+            grammar=grammar,
         )
         try:
             await self._send(pb.Orders(admit=[admission], prefill_slots=[sequence.slot], prefill_tokens=[len(prompt)]))

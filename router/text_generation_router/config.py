@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic_settings import NoDecode
@@ -79,6 +79,25 @@ class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
     """Largest request body, in bytes."""
     enable_prefill_logprobs: bool = False
     """Accepted for TGI's sake: prefill log-probabilities are always served when a request asks for them."""
+    api_key: CommaList = ()
+    """Keys that let a request in, asked for on every route but health checks; default: anyone may call. Better given as
+    API_KEY in the environment: a command line is seen by everyone on the machine."""
+    tokenizer_config_path: str = ""
+    """A tokenizer_config.json whose chat template and special tokens are used instead of the model's."""
+    chat_template: str | None = None
+    """Chat template to use instead of the model's: a file, or the template itself."""
+    disable_grammar_support: bool = False
+    """Refuse grammars, response formats and forced tool calls."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
+    """Format in which the model writes tool calls; default: what its chat template says."""
+    split_reasoning: bool = False
+    """Answer what the model writes between <think> and </think> apart, as `reasoning_content`."""
+    aip_predict_route: str = ""
+    """A further path for Vertex AI's predictions, as AIP_PREDICT_ROUTE says."""
+    aip_health_route: str = ""
+    """A further path for Vertex AI's health checks, as AIP_HEALTH_ROUTE says."""
+    docker_label: str = ""
+    """Name of the build, for /info."""
     cors_allow_origin: CommaList = ()
     """Origins allowed to call from a browser; default: any."""
     compute_type: str = "gpu+optimized"

@@ -2,6 +2,12 @@
 
     ServingError
     ├── InvalidRequest      validation              422   the client's to mend; no retry
+    ├── TemplateError       template_error          422   the chat template is missing or refuses these messages
+    ├── ToolError           tool_error              422   a tool that is not there, or tools and a grammar at once
+    ├── BatchTooLarge       batch size exceeded     422   more prompts than one request may bring
+    ├── SuffixNotSupported  suffix not supported    422
+    ├── Unauthorized        unauthorized            401   no key, or a wrong one
+    ├── NotFound            not_found               404   a model that is not served here
     ├── Overloaded          overloaded              429   no place in the building; retry later
     ├── Draining            overloaded              503   this router is stopping; retry elsewhere
     ├── Unhealthy           healthcheck             503   /health only
@@ -33,6 +39,59 @@ class InvalidRequest(ServingError):
     error_type = "validation"
     status = 422
     prefix = "Input validation error: "
+
+
+class TemplateError(ServingError):
+    """The messages cannot be made a prompt."""
+
+    error_type = "template_error"
+    status = 422
+    prefix = "Template error: "
+
+
+class ToolError(ServingError):
+    """The tools asked for cannot be used."""
+
+    error_type = "tool_error"
+    status = 422
+    prefix = "Tool error: "
+
+
+class BatchTooLarge(ServingError):
+    """More prompts than one request may bring."""
+
+    error_type = "batch size exceeded"
+    status = 422
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"Number of prompts exceeds the maximum allowed batch size of {limit}")
+
+
+class SuffixNotSupported(ServingError):
+    """`suffix` was given."""
+
+    error_type = "suffix not supported"
+    status = 422
+
+    def __init__(self) -> None:
+        super().__init__("Suffix is not supported and can be achieved by preprocessing the prompt.")
+
+
+class Unauthorized(ServingError):
+    """The request carries no valid API key."""
+
+    error_type = "unauthorized"
+    status = 401
+
+    def __init__(self, message: str = "Incorrect API key provided") -> None:
+        super().__init__(message)
+
+
+class NotFound(ServingError):
+    """What the request names is not here."""
+
+    error_type = "not_found"
+    status = 404
 
 
 class Overloaded(ServingError):

@@ -6,7 +6,7 @@ Replica ── on_token(id, logprob) ──► Generation ── on_piece(text �
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -26,14 +26,19 @@ class Ending:
     text: str
     """All new text, special tokens left out."""
     generated_tokens: int
+    stop: str | None = None
+    """The stop sequence that ended it."""
 
 
 class Piece(NamedTuple):
-    """One new token as a client sees it. The texts of the non-special pieces joined are the ending's text."""
+    """One new token as a client sees it. The deltas joined are the ending's text."""
 
     token_id: TokenId
     text: str
-    """Empty while a character is incomplete; the completing token carries it whole."""
+    """The token's own text, as TGI shows it: that of a special token too. Empty while a character is incomplete; the
+    completing token carries it whole."""
+    delta: str
+    """How much longer the generated text is now."""
     logprob: LogprobJson
     special: bool
     top: Sequence[TopToken]
@@ -48,7 +53,7 @@ class Sink(Protocol):
     """
 
     def on_piece(self, piece: Piece) -> None: ...
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None: ...
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
     def on_failure(self, error: ServingError) -> None: ...
 
 
@@ -60,17 +65,22 @@ class Times:
     scheduled: float = 0.0
     first_token: float = 0.0
     ended: float = 0.0
+    on_first_token: Callable[[float], None] | None = None
+    """Told of the first token as it comes, and when."""
 
 
 class Generation:
     """The text side of one running request: hears of ids, speaks of pieces."""
 
-    __slots__ = ("_count", "_detokenizer", "_sink", "_special", "_stops", "_texts", "times")
+    __slots__ = ("_count", "_detokenizer", "_sink", "_special", "_stop_wins", "_stops", "_texts", "_visible", "times")
 
     def __init__(self, request: Request, tokenizer: Tokenizer, sink: Sink) -> None:
         self._detokenizer = tokenizer.detokenizer(request.prompt)
         self._special = tokenizer.special_texts
-        self._stops = StopMatcher(request.stop_sequences) if request.stop_sequences else None
+        self._visible = request.visible_special
+        stops = request.stop_sequences
+        self._stops = StopMatcher(stops, keep=request.keep_stop_text) if stops else None
+        self._stop_wins = not request.keep_stop_text
         self._sink = sink
         self._texts: list[str] = []
         self._count = 0
@@ -80,8 +90,8 @@ class Generation:
         if not self.times.scheduled:  # a preempted request is scheduled again
             self.times.scheduled = time.monotonic()
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None:
-        self._sink.on_prompt_logprobs(logprobs)
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+        self._sink.on_prompt_logprobs(logprobs, tops)
 
     def on_failure(self, error: ServingError) -> None:
         self.times.ended = time.monotonic()
@@ -92,23 +102,37 @@ class Generation:
     ) -> bool:
         self._count += 1
         if self._count == 1:
-            self.times.first_token = time.monotonic()
+            self.times.first_token = now = time.monotonic()
+            if self.times.on_first_token is not None:
+                self.times.on_first_token(now)
         special = self._special.get(token_id)
-        text = self._detokenizer.step(token_id) if special is None else ""
+        if special is None:
+            text = self._detokenizer.step(token_id)
+        elif token_id in self._visible:
+            text, special = special, None
+        else:
+            text = ""
         if reason is not None:
             text += self._detokenizer.flush()
-        if text:
-            if self._stops is not None and (cut := self._stops.cut(text)) is not None:
-                text = text[:cut]
-                # A token that is both the last allowed and the end of a stop string ends by length, as in TGI.
-                reason = reason or FinishReason.STOP_SEQUENCE
-            self._texts.append(text)
+        delta, stop = text, None
+        if self._stops is not None:
+            delta = self._stops.feed(text) if text else ""
+            stop = self._stops.matched
+            if stop is not None:
+                # A token that is both the last allowed and the end of a stop string ends by length in TGI: the text has
+                # both. A text that was cut ended by what cut it.
+                if reason is None or self._stop_wins:
+                    reason = FinishReason.STOP_SEQUENCE
+            elif reason is not None:
+                delta += self._stops.flush()
+        if delta:
+            self._texts.append(delta)
         ending = None
         if reason is not None:
             self.times.ended = time.monotonic()
-            ending = Ending(reason, "".join(self._texts), self._count)
+            ending = Ending(reason, "".join(self._texts), self._count, stop)
         self._sink.on_piece(
-            Piece(token_id, text if special is None else special, logprob, special is not None, top, ending)
+            Piece(token_id, delta if special is None else special, delta, logprob, special is not None, top, ending)
         )
         return ending is None
 

@@ -26,6 +26,23 @@ class FinishReason(Enum):
     STOP_SEQUENCE = "stop_sequence"
 
 
+class GrammarKind(Enum):
+    """What a grammar is written in; the values are those of the wire."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    """llguidance's dialect of Lark; only ever written by us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text must look like, proven to compile. `text` is the schema as JSON, the expression or the rules."""
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen; neutral values switch a stage off."""
@@ -37,8 +54,17 @@ class Sampling:
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
+    """TGI's: minus f · count / length, over prompt and output."""
     seed: int = 0
     watermark: bool = False
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one's probability."""
+    output_frequency_penalty: float = 0.0
+    """OpenAI's frequency_penalty: minus f · count, over the output alone."""
+    output_presence_penalty: float = 0.0
+    """OpenAI's presence_penalty: minus p for each token the output holds."""
+    logit_bias: tuple[tuple[TokenId, float], ...] = ()
+    """Added to the logits of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +76,19 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop_sequences: tuple[str, ...] = ()
+    keep_stop_text: bool = True
+    """Whether the stop sequence that ended a text is part of it: TGI's way; OpenAI cuts it."""
+    visible_special: frozenset[TokenId] = frozenset()
+    """Special tokens whose text is part of the answer (`[TOOL_CALLS]`)."""
+    stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
+    min_new_tokens: int = 0
+    """No end-of-sequence or stop token is chosen before so many new ones."""
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
+    prompt_top_n: int = 0
+    """With prompt_logprobs: also so many most probable tokens of each prompt position."""
+    grammar: Grammar | None = None
 
 
 TopToken = tuple[TokenId, LogprobJson]
@@ -70,8 +106,11 @@ class TokenListener(Protocol):
         """One new token; `reason` says it is the last. False: enough, the request ends here."""
         ...
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None:
-        """Log-probabilities of the prompt's tokens, before the first new token."""
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+        """Log-probabilities of the prompt's tokens, before the first new token; `tops` only where asked for.
+
+        tops[i] are the most probable tokens at prompt position i, best first; tops[0] is empty.
+        """
         ...
 
     def on_scheduled(self) -> None:

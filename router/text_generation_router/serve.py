@@ -20,12 +20,17 @@ from text_generation_proto.process import ExitCode
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.admission import Permits
 from text_generation_router.api.app import create_app
+from text_generation_router.api.assemble import Model as ApiModel
+from text_generation_router.api.assemble import assemble
+from text_generation_router.api.auth import ApiKeys
 from text_generation_router.api.service import ModelInfo
 from text_generation_router.api.settings import Settings
 from text_generation_router.api.validation import Limits
+from text_generation_router.chat.template import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
+from text_generation_router.sandbox.errors import SandboxError
 from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -34,6 +39,7 @@ from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
 
+VERSION = version("text-generation-trtllm")
 LOST_GRACE_S = 1.0
 """Time for the error events of a lost shard to reach their clients."""
 
@@ -55,7 +61,8 @@ async def serve(config: RouterConfig) -> ExitCode:
     signals = StopSignals()
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path), config.validation_workers)
-    except TokenizerError as error:
+        templates = _load_templates(config)
+    except (TokenizerError, ChatTemplateError) as error:
         raise CannotServe(str(error)) from error
     async with ShardClient.connect(config.shard_address) as client:
         model = await _connect(client, config, signals)
@@ -64,32 +71,88 @@ async def serve(config: RouterConfig) -> ExitCode:
         limits = resolve_limits(config, model)
         replica, metrics = _replica(client, config, model, limits)
         generations = Generations(replica, tokenizer)
-        permits = Permits(config.max_concurrent_requests)
-        app = create_app(
-            generations=generations,
-            tokenizer=tokenizer,
-            permits=permits,
-            metrics=metrics,
-            healthy=lambda: replica.connected and not generations.draining,
-            settings=Settings(
-                limits=limits,
-                payload_limit=config.payload_limit,
-                compute_type=config.compute_type,
-                cors_allow_origin=config.cors_allow_origin,
-            ),
-            info=ModelInfo(
-                model_id=config.model_id or config.model_path,
-                model_sha=config.revision,
-                version=version("text-generation-trtllm"),
-                validation_workers=config.validation_workers,
-                max_client_batch_size=config.max_client_batch_size,
-            ),
-        )
         log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
         try:
-            return await _serve_http(config, app, replica, generations, signals)
+            async with assemble(
+                _api_model(config, model, tokenizer, templates),
+                generations,
+                Permits(config.max_concurrent_requests),
+                metrics,
+                _settings(config, limits),
+            ) as (serving, turns):
+                try:
+                    app = create_app(
+                        serving,
+                        turns,
+                        healthy=lambda: replica.connected and not generations.draining,
+                        info=_model_info(config, templates),
+                    )
+                except ValueError as error:  # an AIP_* path that is none, or is taken
+                    raise CannotServe(str(error)) from error
+                return await _serve_http(config, app, replica, generations, signals)
+        except (ChatTemplateError, SandboxError) as error:
+            raise CannotServe(str(error)) from error
         finally:
             tokenizer.close()
+
+
+def _settings(config: RouterConfig, limits: Limits) -> Settings:
+    return Settings(
+        limits=limits,
+        payload_limit=config.payload_limit,
+        compute_type=config.compute_type,
+        cors_allow_origin=config.cors_allow_origin,
+        api_keys=_api_keys(config),
+        vertex_predict_routes=(config.aip_predict_route,) if config.aip_predict_route else (),
+        vertex_health_routes=(config.aip_health_route,) if config.aip_health_route else (),
+        model_id=_model_id(config),
+        fingerprint=f"{VERSION}-{config.docker_label or 'native'}",
+        max_client_batch_size=config.max_client_batch_size,
+    )
+
+
+def _api_keys(config: RouterConfig) -> ApiKeys:
+    try:
+        return ApiKeys(config.api_key)
+    except ValueError as error:
+        raise CannotServe(str(error)) from error
+
+
+def _model_info(config: RouterConfig, templates: ChatTemplates) -> ModelInfo:
+    return ModelInfo(
+        model_id=_model_id(config),
+        model_sha=config.revision,
+        version=VERSION,
+        validation_workers=config.validation_workers,
+        max_client_batch_size=config.max_client_batch_size,
+        docker_label=config.docker_label or None,
+        special_tokens=templates.special_tokens,
+        chat_template=templates.default_text or None,
+    )
+
+
+def _model_id(config: RouterConfig) -> str:
+    return config.model_id or config.model_path
+
+
+def _load_templates(config: RouterConfig) -> ChatTemplates:
+    """Raises ChatTemplateError."""
+    return ChatTemplates.load(
+        Path(config.model_path),
+        tokenizer_config=Path(config.tokenizer_config_path) if config.tokenizer_config_path else None,
+        override=config.chat_template,
+    )
+
+
+def _api_model(config: RouterConfig, model: Model, tokenizer: Tokenizer, templates: ChatTemplates) -> ApiModel:
+    grammars = bool(model.info.grammar_kinds) and not config.disable_grammar_support
+    return ApiModel(
+        tokenizer,
+        templates,
+        grammar_vocabulary=Path(config.model_path) / "tokenizer.json" if grammars else None,
+        tool_call_parser=config.tool_call_parser,
+        reasoning=config.split_reasoning,
+    )
 
 
 class StopSignals:
@@ -162,6 +225,7 @@ def resolve_limits(config: RouterConfig, model: Model) -> Limits:
         max_top_n_tokens=min(config.max_top_n_tokens, model.info.max_top_n_tokens),
         max_input_tokens=longest,
         max_total_tokens=total,
+        vocab_size=model.info.vocab_size,
     )
 
 
@@ -180,10 +244,9 @@ def _replica(client: ShardClient, config: RouterConfig, model: Model, limits: Li
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
-        queue_size=lambda: scheduler.waiting,
-        batch_size=lambda: scheduler.running,
+        scheduler=scheduler,
     )
-    return Replica(client, scheduler, info.eos_token_ids), metrics
+    return Replica(client, scheduler, info.eos_token_ids, metrics.steps), metrics
 
 
 async def _serve_http(

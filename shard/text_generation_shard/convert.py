@@ -11,6 +11,8 @@ from text_generation_shard.engine import (
     EngineInfo,
     FailureCode,
     FinishReason,
+    Grammar,
+    GrammarKind,
     Orders,
     Sampling,
     Scheduling,
@@ -28,6 +30,12 @@ _FAILURE_CODES = {
     FailureCode.NUMERICS: pb.FAILURE_CODE_NUMERICS,
     FailureCode.STEP: pb.FAILURE_CODE_STEP,
 }
+_GRAMMAR_KINDS = {
+    pb.GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.JSON_SCHEMA,
+    pb.GRAMMAR_KIND_REGEX: GrammarKind.REGEX,
+    pb.GRAMMAR_KIND_LARK: GrammarKind.LARK,
+}
+_KINDS_TO_PB = {kind: value for value, kind in _GRAMMAR_KINDS.items()}
 _SCHEDULING = {Scheduling.STEP: pb.SCHEDULING_STEP, Scheduling.SELF: pb.SCHEDULING_SELF}
 
 
@@ -68,6 +76,7 @@ def _admission_from_pb(message: pb.Admission) -> Admission:
             max_new_tokens=message.stopping.max_new_tokens,
             eos_token_ids=frozenset(message.stopping.eos_token_ids),
             stop_token_ids=frozenset(message.stopping.stop_token_ids),
+            min_new_tokens=message.stopping.min_new_tokens,
         ),
         sampling=_sampling_from_pb(message.sampling),
         blocks=tuple(message.blocks),
@@ -75,7 +84,13 @@ def _admission_from_pb(message: pb.Admission) -> Admission:
         generated_tokens=message.generated_tokens,
         top_n=message.logprobs.top_n,
         prompt_logprobs=message.logprobs.prompt,
+        prompt_top_n=message.logprobs.prompt_top_n,
+        grammar=_grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def _grammar_from_pb(message: pb.Grammar) -> Grammar:
+    return Grammar(_GRAMMAR_KINDS.get(message.kind, GrammarKind.UNSPECIFIED), message.text)
 
 
 def _sampling_from_pb(message: pb.Sampling) -> Sampling:
@@ -90,6 +105,11 @@ def _sampling_from_pb(message: pb.Sampling) -> Sampling:
         frequency_penalty=message.frequency_penalty,
         seed=message.seed,
         watermark=message.watermark,
+        min_p=message.min_p,
+        output_frequency_penalty=message.output_frequency_penalty,
+        output_presence_penalty=message.output_presence_penalty,
+        logit_bias_ids=tuple(message.logit_bias_ids),
+        logit_bias_values=tuple(message.logit_bias_values),
     )
 
 
@@ -117,8 +137,12 @@ def report_to_pb(report: Report) -> pb.StepReport:
         message.failed.add(slot=failure.slot, code=_FAILURE_CODES[failure.code], message=failure.message)
     for top in result.top_tokens:
         message.top_tokens.add(slot=top.slot, index=top.index, token_ids=top.token_ids, logprobs=top.logprobs)
-    for slot, logprobs in result.prompt_logprobs:
-        message.prompt_logprobs.add(slot=slot, logprobs=logprobs)
+    for scores in result.prompt_logprobs:
+        scored = message.prompt_logprobs.add(slot=scores.slot, logprobs=scores.logprobs)
+        for token_ids, logprobs in scores.tops or ():
+            scored.top_counts.append(len(token_ids))
+            scored.top_token_ids.extend(token_ids)
+            scored.top_logprobs.extend(logprobs)
     return message
 
 
@@ -140,5 +164,6 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         world_size=world_size,
         suggested_prefill_tokens=info.suggested_prefill_tokens,
         max_top_n_tokens=info.max_top_n_tokens,
+        grammar_kinds=[_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
         version=version("text-generation-trtllm"),
     )

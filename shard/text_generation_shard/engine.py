@@ -10,9 +10,13 @@ Ids in, ids out; no text, no gRPC, no asyncio. `sequences.SequenceTable` does th
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from text_generation_shard.grammar import Grammars, Matcher
 
 
 class Scheduling(Enum):
@@ -36,6 +40,16 @@ class FailureCode(Enum):
     INVALID = "invalid"
     NUMERICS = "numerics"
     STEP = "step"
+
+
+class GrammarKind(Enum):
+    """What a grammar is written in."""
+
+    UNSPECIFIED = "unspecified"
+    """None that we know: refused."""
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
 
 
 class EngineError(Exception):
@@ -63,6 +77,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     suggested_prefill_tokens: int
     max_top_n_tokens: int
+    grammar_kinds: tuple[GrammarKind, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +102,11 @@ class Sampling:
     frequency_penalty: float = 0.0
     seed: int = 0
     watermark: bool = False
+    min_p: float = 0.0
+    output_frequency_penalty: float = 0.0
+    output_presence_penalty: float = 0.0
+    logit_bias_ids: tuple[int, ...] = ()
+    logit_bias_values: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +116,16 @@ class Stopping:
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
+    min_new_tokens: int = 0
+    """No EOS or stop token is chosen before so many new ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the new tokens must spell; the kinds are explained in shard.proto."""
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +141,10 @@ class Admission:
     generated_tokens: int = 0
     top_n: int = 0
     prompt_logprobs: bool = False
+    prompt_top_n: int = 0
+    grammar: Grammar | None = None
+    matcher: Future[Matcher] | None = None
+    """What comes of `grammar`: begun by `Engine.grammars` before the admission is applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +180,16 @@ class TopTokens:
 
 
 @dataclass(slots=True)
+class PromptScores:
+    """Of each prompt position the log-probability of its token, NaN where none was computed."""
+
+    slot: int
+    logprobs: list[float]
+    tops: list[tuple[tuple[int, ...], tuple[float, ...]]] | None = None
+    """If asked for: the most probable tokens of each position and their logprobs, best first; empty where NaN."""
+
+
+@dataclass(slots=True)
 class StepResult:
     """What one step brought, in columns: slots[i] got the next token_counts[i] of token_ids and logprobs.
 
@@ -162,7 +206,7 @@ class StepResult:
     finished: list[tuple[int, FinishReason]] = field(default_factory=list)
     failed: list[Failure] = field(default_factory=list)
     top_tokens: list[TopTokens] = field(default_factory=list)
-    prompt_logprobs: list[tuple[int, list[float]]] = field(default_factory=list)
+    prompt_logprobs: list[PromptScores] = field(default_factory=list)
     forward_ns: int = 0
 
 
@@ -172,6 +216,11 @@ class Engine(Protocol):
     @property
     def info(self) -> EngineInfo:
         """What this engine is; constant."""
+        ...
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Builds the matchers of grammars; constant, None where the engine serves no grammars. From any thread."""
         ...
 
     def warm_up(self, limits: WarmUpLimits) -> int:

@@ -1,41 +1,27 @@
 """From logits to tokens, for all rows of a step at once; pure on tensors.
 
 The stages and their order are TGI's (its `logits_process.py`): watermark, repetition penalty, frequency penalty,
-temperature, top-k, top-p, typical-p, choice. Each touches only the rows that ask for it. A row reads nothing of its
-neighbours: its penalties count over its own tokens, its watermark hangs on its own last token, and its draw on its own
-(seed, position).
+then what OpenAI's clients ask for and what may be chosen at all (`penalties`), temperature, top-k, top-p, min-p,
+typical-p, choice. Each touches only the rows that ask for it. A row reads nothing of its neighbours: its penalties count
+over its own tokens, its watermark hangs on its own last token, and its draw on its own (seed, position).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.engine import Sampling
+from text_generation_shard.penalties import adjust
+from text_generation_shard.sampling_rows import SamplingRow
 
-WATERMARK_KEY = 15485863
-WATERMARK_GAMMA = 0.5
-WATERMARK_DELTA = 2.0
-"""TGI's: seed factor, share of the vocabulary that is favoured, and by how much (Kirchenbauer et al. 2023)."""
 CANDIDATES = (256, 4096)
 """How many of the largest keys are sorted before all are: most sets of a given mass are far smaller."""
 SEGMENT = 1024
 """Tokens that a search of the vocabulary takes as one before it looks closer."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """What the choice of one row's token hangs on, besides its logits."""
-
-    sampling: Sampling
-    position: int
-    """Index, in its sequence, of the token to choose."""
-    last_token: int
-    history: Tensor | None = None
-    """[position] ids of all tokens so far; needed where `needs_history` says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +37,6 @@ class Choices:
     """[rows, vocabulary] processed logits, float32."""
     normalizers: Tensor
     """[rows] logsumexp of the scores."""
-
-
-def needs_history(sampling: Sampling) -> bool:
-    """Whether a row with these settings must know all its tokens."""
-    return sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0
 
 
 def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choices:
@@ -131,18 +112,13 @@ def _splitmix64(x: int) -> int:
 
 def _process(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Run every stage, in place, over the rows that ask for it."""
-    for i, row in enumerate(rows):
-        if row.sampling.watermark:
-            _watermark(scores[i], row.last_token)
-    if penalized := [i for i, row in enumerate(rows) if row.sampling.repetition_penalty != 1.0]:
-        _penalize_repetition(scores, rows, penalized)
-    if penalized := [i for i, row in enumerate(rows) if row.sampling.frequency_penalty != 0.0]:
-        _penalize_frequency(scores, rows, penalized)
+    adjust(scores, rows)
     samplings = [row.sampling for row in rows]
     vocabulary = scores.shape[1]
     _stage(scores, [s.temperature if s.temperature != 1.0 else None for s in samplings], _heat)
     _stage(scores, [float(min(s.top_k, vocabulary)) if s.top_k else None for s in samplings], _top_k)
     _stage(scores, [s.top_p if s.top_p < 1.0 else None for s in samplings], _top_p)
+    _stage(scores, [math.log(s.min_p) if s.min_p else None for s in samplings], _min_p)
     _stage(scores, [s.typical_p if s.typical_p < 1.0 else None for s in samplings], _typical_p)
 
 
@@ -160,38 +136,6 @@ def _stage(scores: Tensor, values: list[float | None], run: Callable[[Tensor, Te
         scores[asking] = part
 
 
-def _watermark(scores: Tensor, last_token: int) -> None:
-    """Favour the green list of `last_token` in `scores` [vocabulary]; drawn on the CPU, so the same on every device."""
-    generator = torch.Generator().manual_seed(WATERMARK_KEY * last_token)
-    vocabulary = scores.shape[0]
-    green = torch.randperm(vocabulary, generator=generator)[: int(vocabulary * WATERMARK_GAMMA)]
-    scores[green.to(scores.device)] += WATERMARK_DELTA
-
-
-def _history(scores: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The tokens of some rows as places (row, token) in `scores`, and how many tokens each of these rows has."""
-    histories = [history for i in indices if (history := rows[i].history) is not None]
-    lengths = torch.tensor([history.numel() for history in histories], device=scores.device)
-    return (torch.tensor(indices, device=scores.device).repeat_interleave(lengths), torch.cat(histories)), lengths
-
-
-def _penalize_repetition(scores: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> None:
-    """A token seen before: negative scores times p, others divided by p, once (Keskar et al. 2019)."""
-    places, lengths = _history(scores, rows, indices)
-    penalties = torch.tensor([rows[i].sampling.repetition_penalty for i in indices], device=scores.device)
-    penalties = penalties.repeat_interleave(lengths)
-    seen = scores[places]
-    # A token seen twice is written twice, with the same number.
-    scores[places] = torch.where(seen < 0, seen * penalties, seen / penalties)
-
-
-def _penalize_frequency(scores: Tensor, rows: Sequence[SamplingRow], indices: list[int]) -> None:
-    """Minus f · count / length, over prompt and output, with the row's own length."""
-    places, lengths = _history(scores, rows, indices)
-    penalties = torch.tensor([-rows[i].sampling.frequency_penalty for i in indices], device=scores.device)
-    scores.index_put_(places, (penalties / lengths).repeat_interleave(lengths), accumulate=True)
-
-
 def _heat(scores: Tensor, temperature: Tensor) -> None:
     scores.div_(temperature.float())
 
@@ -206,6 +150,12 @@ def _top_k(scores: Tensor, k: Tensor) -> None:
 def _top_p(scores: Tensor, p: Tensor) -> None:
     """Keep the smallest set of most probable tokens whose mass reaches p, and ties (Holtzman et al. 2020)."""
     threshold = _smallest_set(scores, scores.softmax(-1), p)
+    scores.masked_fill_(scores < threshold, -torch.inf)
+
+
+def _min_p(scores: Tensor, log_p: Tensor) -> None:
+    """Drop what is less than p times as probable as the most probable token (Nguyen et al. 2024)."""
+    threshold = scores.amax(-1, keepdim=True) + log_p.float()
     scores.masked_fill_(scores < threshold, -torch.inf)
 
 

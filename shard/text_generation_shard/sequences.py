@@ -12,8 +12,10 @@ A sequence whose whole prompt is computed always has exactly one token to comput
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from text_generation_shard.checks import admission_problem
 from text_generation_shard.engine import (
     Admission,
     EngineInfo,
@@ -21,10 +23,12 @@ from text_generation_shard.engine import (
     FailureCode,
     FinishReason,
     Orders,
+    PromptScores,
     Sampling,
     StepResult,
     Stopping,
 )
+from text_generation_shard.grammar import GrammarError, Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -43,14 +47,26 @@ class Sequence:
     sampling: Sampling
     stopping: Stopping
     top_n: int
-    prompt_logprobs: list[float] | None
+    prompt_scores: PromptScores | None
     """Filled chunk by chunk while the prompt is computed; None if not asked for."""
+    prompt_top_n: int = 0
+    building: Future[Matcher] | None = None
+    """The matcher of its grammar, until it is there: no token can be chosen before."""
+    matcher: Matcher | None = None
+    """None: no grammar."""
     chunk: int = 0
     """Prompt tokens ordered for the next step."""
 
     @property
     def is_prefilling(self) -> bool:
         return self.computed < self.prompt_length
+
+    @property
+    def suppressed(self) -> frozenset[int]:
+        """Tokens that may not be chosen next, because they would end the sequence too early."""
+        if self.generated >= self.stopping.min_new_tokens:
+            return frozenset()
+        return self.stopping.eos_token_ids | self.stopping.stop_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,9 @@ class ChosenToken:
     token_id: int
     logprob: float
     failure: str | None = None
+    failure_code: FailureCode = FailureCode.NUMERICS
+    ends: bool = False
+    """The grammar is complete: the sequence is over, whatever its stopping says."""
 
 
 @dataclass(slots=True)
@@ -82,6 +101,8 @@ class SequenceTable:
     _sequences: dict[int, Sequence] = field(default_factory=dict)
     _chunked: list[Sequence] = field(default_factory=list)
     """Sequences with a chunk ordered for the next step."""
+    _building: list[Sequence] = field(default_factory=list)
+    """Sequences whose grammar is being built."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -93,22 +114,26 @@ class SequenceTable:
 
     def clear(self) -> None:
         """Drop every sequence."""
-        self._sequences.clear()
+        for slot in list(self._sequences):
+            self._remove(slot)
         self._chunked.clear()
+        self._building.clear()
 
     def apply(self, orders: Orders) -> list[Failure]:
         """Make the changes ordered; the sequences that cannot be as ordered are dropped and returned."""
         failed: list[Failure] = []
         for slot in orders.release:
-            self._sequences.pop(slot, None)
+            self._remove(slot)
         for admission in orders.admit:
             if problem := self._admission_problem(admission):
                 # A slot named in a failure is free: an admission into a taken slot costs the tenant its place too,
                 # or two sequences would share one name on the wire.
-                self._sequences.pop(admission.slot, None)
+                self._remove(admission.slot)
                 failed.append(Failure(admission.slot, FailureCode.INVALID, problem))
             else:
-                self._sequences[admission.slot] = _admitted(admission)
+                self._admit(admission)
+        if self._building:
+            failed += self._take_matchers()
         for slot, blocks in orders.grants:
             # A grant may cross a finish on the wire; then nobody needs it.
             if sequence := self._sequences.get(slot):
@@ -133,12 +158,16 @@ class SequenceTable:
             for sequence in self._sequences.values()
             if sequence.computed >= sequence.prompt_length and sequence.computed < len(sequence.blocks) * block_size
         ]
+        waiting: list[Sequence] = []
         for sequence in self._chunked:
             if self._sequences.get(sequence.slot) is sequence and sequence.chunk:
                 last = sequence.computed + sequence.chunk == sequence.prompt_length
+                if last and sequence.building is not None:
+                    waiting.append(sequence)
+                    continue
                 rows.append(Row(sequence, sequence.computed, sequence.chunk, samples=last))
                 sequence.chunk = 0
-        self._chunked.clear()
+        self._chunked = waiting
         return rows
 
     def advance(self, rows: list[Row], chosen: list[ChosenToken]) -> StepResult:
@@ -154,52 +183,62 @@ class SequenceTable:
                 continue
             token = next(tokens)
             if token.failure is not None:
-                result.failed.append(self._drop(sequence, FailureCode.NUMERICS, token.failure))
+                result.failed.append(self._drop(sequence, token.failure_code, token.failure))
                 continue
-            if sequence.prompt_logprobs is not None:
-                result.prompt_logprobs.append((sequence.slot, sequence.prompt_logprobs))
-                sequence.prompt_logprobs = None
+            if sequence.prompt_scores is not None:
+                result.prompt_logprobs.append(sequence.prompt_scores)
+                sequence.prompt_scores = None
             sequence.tokens.append(token.token_id)
             sequence.generated += 1
             result.slots.append(sequence.slot)
             result.token_ids.append(token.token_id)
             result.logprobs.append(token.logprob)
-            if reason := _finish_reason(sequence.stopping, sequence.generated, token.token_id):
+            if reason := _finish_reason(sequence, token):
                 result.finished.append((sequence.slot, reason))
                 del self._sequences[sequence.slot]
+            elif sequence.matcher is not None:
+                sequence.matcher.accept(token.token_id)
         return result
 
     def fail(self, rows: list[Row], message: str) -> StepResult:
         """Drop the sequences of a step that failed as a whole."""
         return StepResult(failed=[self._drop(row.sequence, FailureCode.STEP, message) for row in rows])
 
+    def _admit(self, admission: Admission) -> None:
+        sequence = self._sequences[admission.slot] = _admitted(admission)
+        if sequence.building is not None:
+            self._building.append(sequence)
+
     def _drop(self, sequence: Sequence, code: FailureCode, message: str) -> Failure:
-        self._sequences.pop(sequence.slot, None)
+        self._remove(sequence.slot)
         return Failure(sequence.slot, code, message)
 
+    def _remove(self, slot: int) -> None:
+        sequence = self._sequences.pop(slot, None)
+        if sequence is not None and sequence.building is not None:
+            sequence.building.cancel()
+
+    def _take_matchers(self) -> list[Failure]:
+        """Give sequences the matchers that are there by now; those whose grammar cannot be built are dropped."""
+        failed: list[Failure] = []
+        building, self._building = self._building, []
+        for sequence in building:
+            future = sequence.building
+            if future is None or self._sequences.get(sequence.slot) is not sequence:
+                continue
+            if not future.done():
+                self._building.append(sequence)
+            elif error := future.exception():
+                message = str(error) if isinstance(error, GrammarError) else "the grammar cannot be read"
+                failed.append(self._drop(sequence, FailureCode.INVALID, message))
+            else:
+                sequence.matcher, sequence.building = future.result(), None
+        return failed
+
     def _admission_problem(self, admission: Admission) -> str | None:
-        info = self.info
-        if not 0 <= admission.slot < info.max_slots:
-            return f"slot {admission.slot} is not one of {info.max_slots}"
         if admission.slot in self._sequences:
             return f"slot {admission.slot} is taken"
-        if not admission.prompt:
-            return "the prompt is empty"
-        if max(admission.prompt) >= info.vocab_size:
-            return f"a prompt token is outside the vocabulary of {info.vocab_size}"
-        if not 0 <= admission.computed_tokens < len(admission.prompt):
-            return "computed_tokens must leave at least one prompt token to compute"
-        if admission.computed_tokens > len(admission.blocks) * info.block_size:
-            return "computed_tokens do not fit in the blocks given"
-        if not 0 <= admission.generated_tokens < len(admission.prompt):
-            return "generated_tokens must leave at least one prompt token"
-        if admission.stopping.max_new_tokens < 1:
-            return "max_new_tokens must be at least 1"
-        if len(admission.prompt) + admission.stopping.max_new_tokens > info.max_sequence_length:
-            return f"prompt and new tokens exceed the model's {info.max_sequence_length} positions"
-        if admission.top_n > info.max_top_n_tokens:
-            return f"top_n is at most {info.max_top_n_tokens}"
-        return _sampling_problem(admission.sampling) or self._blocks_problem(admission.blocks)
+        return admission_problem(admission, self.info) or self._blocks_problem(admission.blocks)
 
     def _blocks_problem(self, blocks: tuple[int, ...]) -> str | None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
@@ -220,6 +259,7 @@ class SequenceTable:
 
 
 def _admitted(admission: Admission) -> Sequence:
+    scored = len(admission.prompt) - admission.generated_tokens
     return Sequence(
         slot=admission.slot,
         tokens=list(admission.prompt),
@@ -231,32 +271,28 @@ def _admitted(admission: Admission) -> Sequence:
         sampling=admission.sampling,
         stopping=admission.stopping,
         top_n=admission.top_n,
+        prompt_top_n=admission.prompt_top_n,
         # The first token has nothing before it, and cached ones are not computed again: NaN, as the contract says.
-        prompt_logprobs=[float("nan")] * (len(admission.prompt) - admission.generated_tokens)
+        prompt_scores=PromptScores(
+            admission.slot, [float("nan")] * scored, [((), ())] * scored if admission.prompt_top_n else None
+        )
         if admission.prompt_logprobs
         else None,
+        building=admission.matcher,
     )
 
 
-def _finish_reason(stopping: Stopping, generated: int, token_id: int) -> FinishReason | None:
+def _finish_reason(sequence: Sequence, token: ChosenToken) -> FinishReason | None:
     """LENGTH wins over EOS_TOKEN, which wins over STOP_TOKEN, on the same token."""
-    if generated >= stopping.max_new_tokens:
+    stopping = sequence.stopping
+    if sequence.generated >= stopping.max_new_tokens:
         return FinishReason.LENGTH
-    if token_id in stopping.eos_token_ids:
+    if token.ends:
         return FinishReason.EOS_TOKEN
-    if token_id in stopping.stop_token_ids:
+    if sequence.generated <= stopping.min_new_tokens:
+        return None
+    if token.token_id in stopping.eos_token_ids:
+        return FinishReason.EOS_TOKEN
+    if token.token_id in stopping.stop_token_ids:
         return FinishReason.STOP_TOKEN
-    return None
-
-
-def _sampling_problem(sampling: Sampling) -> str | None:
-    # Comparisons are written so that NaN fails them.
-    if not 0 < sampling.temperature < float("inf"):
-        return "temperature must be positive and finite"
-    if not 0 < sampling.top_p <= 1 or not 0 < sampling.typical_p <= 1:
-        return "top_p and typical_p must be in (0, 1]"
-    if not 0 < sampling.repetition_penalty < float("inf"):
-        return "repetition_penalty must be positive and finite"
-    if not -2 <= sampling.frequency_penalty <= 2:
-        return "frequency_penalty must be in [-2, 2]"
     return None

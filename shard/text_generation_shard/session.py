@@ -13,9 +13,9 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from text_generation_shard.engine import Engine, Orders, StepResult
+from text_generation_shard.engine import Admission, Engine, Orders, StepResult
 
 
 @dataclass(slots=True)
@@ -39,10 +39,26 @@ class Session:
     ending: bool = False
     """Whether `end` was called: at the next boundary the session is over."""
     _inbox: queue.SimpleQueue[Orders | None] = field(default_factory=queue.SimpleQueue)
+    """None: look again, something changed that is no order."""
 
     def order(self, orders: Orders) -> None:
-        """Queue orders; they are applied in order, one set a boundary. From any thread."""
+        """Queue orders; they are applied in order, one set a boundary. From any thread.
+
+        Grammars are begun here and waited for by nobody: a later order never stands behind one.
+        """
+        if any(admission.grammar is not None for admission in orders.admit):
+            orders = replace(orders, admit=tuple(self._with_matcher(admission) for admission in orders.admit))
         self._inbox.put(orders)
+
+    def _with_matcher(self, admission: Admission) -> Admission:
+        grammars = self.engine.grammars
+        if admission.grammar is None or grammars is None:
+            return admission
+        first = len(admission.prompt) - admission.generated_tokens
+        building = grammars.build(admission.grammar, admission.prompt[first:])
+        # The engine may have nothing to step until it is there.
+        building.add_done_callback(lambda _: self._inbox.put(None))
+        return replace(admission, matcher=building)
 
     def end(self) -> None:
         """End the session at the next boundary, whatever orders are left. From any thread."""
@@ -57,7 +73,7 @@ class Session:
         try:
             while True:
                 try:
-                    orders = self._inbox.get(block=result is None)
+                    orders = self._inbox.get(block=result is None) or Orders(number=applied)
                 except queue.Empty:
                     orders = None
                 if self.ending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import stat
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from byte_tokenizer import END, write_tokenizer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from shard_process import shard
@@ -147,6 +149,90 @@ async def test_prompt_logprobs_and_top_tokens_come_with_the_first_token(client: 
             pass
         assert [len(scored.logprobs) for scored in step.prompt_logprobs] == [3]
         assert [len(top.token_ids) for top in step.top_tokens] == [2]
+
+
+async def test_prompt_top_tokens_come_in_columns(client: ShardClient) -> None:
+    async with running(client) as call:
+        orders = start(1, slot=0, prompt=[7, 8, 9], new=1, blocks=[0])
+        orders.admit[0].logprobs.CopyFrom(pb.LogprobOptions(prompt=True, prompt_top_n=3))
+        await call.write(orders)
+        while not (step := await report(call)).slots:
+            pass
+        (scored,) = step.prompt_logprobs
+        assert list(scored.top_counts) == [0, 3, 3]
+        assert list(scored.top_token_ids) == [8, 9, 10, 9, 10, 11]
+        assert len(scored.top_logprobs) == 6
+
+
+@pytest.mark.parametrize(
+    ("sampling", "stopping"),
+    [
+        (pb.Sampling(min_p=float("nan")), pb.Stopping(max_new_tokens=1)),
+        (pb.Sampling(logit_bias_ids=[1, 2], logit_bias_values=[1]), pb.Stopping(max_new_tokens=1)),
+        (pb.Sampling(), pb.Stopping(max_new_tokens=1, min_new_tokens=2)),
+    ],
+)
+async def test_what_is_out_of_range_fails_alone(
+    client: ShardClient, sampling: pb.Sampling, stopping: pb.Stopping
+) -> None:
+    async with running(client) as call:
+        orders = start(1, slot=0, prompt=[7], new=3, blocks=[0])
+        orders.admit.add(slot=1, prompt=[1], blocks=[1], sampling=sampling, stopping=stopping)
+        await call.write(orders)
+        assert [failure.code for failure in (await report(call)).failed] == [pb.FAILURE_CODE_INVALID]
+        assert await until_finished(call, 0) == [7, 7, 7]
+
+
+async def test_no_eos_token_ends_a_sequence_before_min_new_tokens(client: ShardClient) -> None:
+    async with running(client) as call:
+        orders = start(1, slot=0, prompt=[7, 8], new=9, blocks=[0])
+        orders.admit[0].stopping.eos_token_ids.append(8)
+        orders.admit[0].stopping.min_new_tokens = 5
+        await call.write(orders)
+        assert await until_finished(call, 0) == [7, 8, 7, 8, 7, 8]
+
+
+JSON = pb.Grammar(
+    kind=pb.GRAMMAR_KIND_JSON_SCHEMA,
+    text='{"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}',
+)
+
+
+async def test_grammars_are_kept_and_a_bad_one_fails_alone(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path)
+    async with shard(f"unix://{tmp_path}/s", f"--model-path={tmp_path}") as (client, _):
+        kinds = {pb.GRAMMAR_KIND_JSON_SCHEMA, pb.GRAMMAR_KIND_REGEX, pb.GRAMMAR_KIND_LARK}
+        assert set((await client.info()).grammar_kinds) == kinds
+        pool = await client.warm_up(max_batch_total_tokens=64 * 16)
+        async with client.session(pool) as session:
+
+            async def one(grammar: pb.Grammar | None) -> list[int]:
+                tokens = session.generate([90, 91], max_new_tokens=40, eos_token_ids=[END], grammar=grammar)
+                return [token.id async for token in tokens]
+
+            async def refused(grammar: pb.Grammar, words: str) -> None:
+                with pytest.raises(SequenceFailed, match=words):
+                    await one(grammar)
+
+            async with asyncio.TaskGroup() as tasks:
+                free = tasks.create_task(one(None))
+                matching = [tasks.create_task(one(JSON)) for _ in range(4)]
+                tasks.create_task(refused(pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, text="("), "unclosed group"))
+                tasks.create_task(refused(pb.Grammar(text="a"), "the grammar is of no known kind"))
+        assert free.result() == [90, 91] * 20
+        for task in matching:
+            value = json.loads(tokenizer.decode(task.result()))
+            assert (value["a"] in (1, 2), value["b"] in (True, False), task.result()[-1]) == (True, True, END)
+
+
+async def test_a_shard_without_a_tokenizer_serves_no_grammars(client: ShardClient) -> None:
+    assert list((await client.info()).grammar_kinds) == []
+    async with running(client) as call:
+        orders = start(1, slot=0, prompt=[7], new=3, blocks=[0])
+        orders.admit[0].grammar.CopyFrom(JSON)
+        await call.write(orders)
+        (failure,) = (await report(call)).failed
+        assert (failure.code, failure.message) == (pb.FAILURE_CODE_INVALID, "the engine serves no grammars")
 
 
 async def test_a_second_session_is_refused_while_one_is_open(client: ShardClient) -> None:

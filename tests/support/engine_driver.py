@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import wait
+from dataclasses import dataclass, field, replace
 
 from text_generation_shard.engine import (
     Admission,
     Engine,
     Failure,
     FinishReason,
+    Grammar,
     Orders,
+    PromptScores,
     Sampling,
     StepResult,
     Stopping,
@@ -32,9 +35,14 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_tokens: list[TopTokens] = field(default_factory=list)
-    prompt_logprobs: list[list[float]] = field(default_factory=list)
+    grammar: Grammar | None = None
+    prompt_scores: list[PromptScores] = field(default_factory=list)
     finish: FinishReason | None = None
     failure: Failure | None = None
+
+    @property
+    def prompt_logprobs(self) -> list[list[float]]:
+        return [scores.logprobs for scores in self.prompt_scores]
 
     @property
     def is_over(self) -> bool:
@@ -65,9 +73,13 @@ class Driver:
         granted: int | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 - frozen
         shared: Sequence[int] = (),
+        grammar: Grammar | None = None,
         **admission: object,
     ) -> Stream:
-        """A sequence with blocks for all it may compute, or for `granted` tokens; `shared` blocks come first."""
+        """A sequence with blocks for all it may compute, or for `granted` tokens; `shared` blocks come first.
+
+        A grammar is waited for, as the shard's session would not.
+        """
         stopping = admission.pop("stopping", Stopping(max_new_tokens=new))
         assert isinstance(stopping, Stopping)
         count = self.blocks_for(len(prompt) + stopping.max_new_tokens if granted is None else granted) - len(shared)
@@ -75,10 +87,16 @@ class Driver:
         slot = next(slot for slot in range(self.engine.info.max_slots) if slot not in self.streams)
         computed = admission.get("computed_tokens", 0)
         assert isinstance(computed, int)
-        stream = Stream(slot, tuple(prompt), stopping, sampling, blocks, len(prompt) - computed, chunk)
+        stream = Stream(slot, tuple(prompt), stopping, sampling, blocks, len(prompt) - computed, chunk, grammar=grammar)
         self.streams[slot] = stream
+        if grammar is not None and self.engine.grammars is not None:
+            generated = admission.get("generated_tokens", 0)
+            assert isinstance(generated, int)
+            matcher = self.engine.grammars.build(grammar, stream.prompt[len(prompt) - generated :])
+            wait([matcher])
+            admission["matcher"] = matcher
         self._admit.append(
-            Admission(slot, stream.prompt, stopping, sampling, tuple(blocks), **admission)  # type: ignore[arg-type]
+            Admission(slot, stream.prompt, stopping, sampling, tuple(blocks), grammar=grammar, **admission)  # type: ignore[arg-type]
         )
         return stream
 
@@ -95,13 +113,14 @@ class Driver:
     def preempt(self, stream: Stream, **admission: object) -> Stream:
         """Release the sequence and admit it again with what it generated as part of its prompt."""
         self.release(stream)
-        left = Stopping(stream.stopping.max_new_tokens - len(stream.tokens))
+        left = replace(stream.stopping, max_new_tokens=stream.stopping.max_new_tokens - len(stream.tokens))
         return self.admit(
             [*stream.prompt, *stream.tokens],
             sampling=stream.sampling,
             chunk=stream.chunk,
             stopping=left,
             generated_tokens=len(stream.tokens),
+            grammar=stream.grammar,
             **admission,
         )
 
@@ -130,8 +149,8 @@ class Driver:
     def _record(self, result: StepResult) -> None:
         for top in result.top_tokens:
             self.streams[top.slot].top_tokens.append(top)
-        for slot, logprobs in result.prompt_logprobs:
-            self.streams[slot].prompt_logprobs.append(logprobs)
+        for scores in result.prompt_logprobs:
+            self.streams[scores.slot].prompt_scores.append(scores)
         for slot, token, logprob in zip(result.slots, result.token_ids, result.logprobs, strict=True):
             self.streams[slot].tokens.append(token)
             self.streams[slot].logprobs.append(logprob)

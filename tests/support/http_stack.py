@@ -23,9 +23,11 @@ from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_router.api.admission import Permits
 from text_generation_router.api.app import create_app
+from text_generation_router.api.assemble import Model, assemble
 from text_generation_router.api.service import ModelInfo
 from text_generation_router.api.settings import Settings
 from text_generation_router.api.validation import Limits
+from text_generation_router.chat.template import ChatTemplates
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.blocks import BlockPool
@@ -94,11 +96,18 @@ async def serve(
     healthy: Callable[[], bool] = lambda: True,
     settings: dict[str, Any] | None = None,
     pool_tokens: int = 0,
+    chat_template: str | None = None,
+    tool_call_parser: str = "auto",
+    reasoning: bool = False,
+    grammars: bool = False,
     **echo: float,
 ) -> AsyncIterator[Stack]:
-    """Serve `model`'s tokenizer; `settings` are those of the API, `echo` those of the engine; 0: its own pool."""
+    """Serve `model`'s tokenizer; `settings` are those of the API, `echo` those of the engine; 0: its own pool.
+
+    With `grammars` the echo engine follows them, and workers are started that compile them.
+    """
     tokenizer = load_tokenizer(model)
-    engine = EchoEngine.build(ShardConfig(engine="echo", **echo))
+    engine = EchoEngine.build(ShardConfig(engine="echo", model_path=str(model) if grammars else "", **echo))
     with tempfile.TemporaryDirectory() as folder:
         async with _shard(engine, f"unix://{folder}/shard") as (client, stop_shard):
             pool = await client.warm_up(max_batch_total_tokens=pool_tokens)
@@ -107,27 +116,38 @@ async def serve(
                 engine.info.max_slots,
                 Policy(max_batch_prefill_tokens=4096, max_batch_size=max_batch_size),
             )
-            replica = Replica(client, scheduler, engine.info.eos_token_ids)
             metrics = Metrics(
                 max_input_tokens=limits.max_input_tokens,
                 max_total_tokens=limits.max_total_tokens,
-                queue_size=lambda: scheduler.waiting,
-                batch_size=lambda: scheduler.running,
+                scheduler=scheduler,
             )
+            replica = Replica(client, scheduler, engine.info.eos_token_ids, metrics.steps)
             permits = Permits(max_concurrent_requests)
             generations = Generations(replica, tokenizer)
-            app = create_app(
-                generations=generations,
-                tokenizer=tokenizer,
-                permits=permits,
-                metrics=metrics,
-                healthy=healthy,
-                settings=replace(Settings(limits), **(settings or {})),
-                info=ModelInfo("echo", version="0.0.0", validation_workers=2, max_client_batch_size=4),
+            api_model = Model(
+                tokenizer,
+                ChatTemplates.load(model, override=chat_template),
+                grammar_vocabulary=model / "tokenizer.json" if grammars else None,
+                tool_call_parser=tool_call_parser,
+                reasoning=reasoning,
             )
             async with (
                 _running(replica),
-                _listening(app) as port,
+                assemble(
+                    api_model,
+                    generations,
+                    permits,
+                    metrics,
+                    replace(Settings(limits, model_id="echo"), **(settings or {})),
+                ) as (serving, turns),
+                _listening(
+                    create_app(
+                        serving,
+                        turns,
+                        healthy=healthy,
+                        info=ModelInfo("echo", version="0.0.0", validation_workers=2, max_client_batch_size=4),
+                    )
+                ) as port,
                 aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
             ):
                 yield Stack(port, session, permits, metrics, scheduler, engine, tokenizer, generations, stop_shard)

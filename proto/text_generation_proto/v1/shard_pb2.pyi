@@ -51,6 +51,35 @@ SCHEDULING_SELF: Scheduling.ValueType  # 2
 """The engine batches in flight by itself: whole prompts at admission, no chunks, no blocks, no grants."""
 Global___Scheduling: typing_extensions.TypeAlias = Scheduling
 
+class _GrammarKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _GrammarKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    """A JSON schema as JSON. The text is one line, "key": value, "key": value, with no other space outside strings; keys
+    come in the schema's order. oneOf is read as anyOf. A keyword that is not known is refused, not ignored.
+    """
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 2
+    """A regular expression that the whole text matches: Rust's syntax, no look-around, no back-references."""
+    GRAMMAR_KIND_LARK: _GrammarKind.ValueType  # 3
+    """rules in llguidance's dialect of Lark"""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper): ...
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 1
+"""A JSON schema as JSON. The text is one line, "key": value, "key": value, with no other space outside strings; keys
+come in the schema's order. oneOf is read as anyOf. A keyword that is not known is refused, not ignored.
+"""
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 2
+"""A regular expression that the whole text matches: Rust's syntax, no look-around, no back-references."""
+GRAMMAR_KIND_LARK: GrammarKind.ValueType  # 3
+"""rules in llguidance's dialect of Lark"""
+Global___GrammarKind: typing_extensions.TypeAlias = GrammarKind
+
 class _FinishReason:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -81,7 +110,7 @@ class _FailureCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     FAILURE_CODE_UNSPECIFIED: _FailureCode.ValueType  # 0
     FAILURE_CODE_INVALID: _FailureCode.ValueType  # 1
-    """the admission, chunk or grant broke the contract or asked what the engine lacks"""
+    """The admission, chunk, grant or grammar broke the contract, or asked what the engine lacks."""
     FAILURE_CODE_NUMERICS: _FailureCode.ValueType  # 2
     """logits were NaN or had no choice left"""
     FAILURE_CODE_STEP: _FailureCode.ValueType  # 3
@@ -91,7 +120,7 @@ class FailureCode(_FailureCode, metaclass=_FailureCodeEnumTypeWrapper): ...
 
 FAILURE_CODE_UNSPECIFIED: FailureCode.ValueType  # 0
 FAILURE_CODE_INVALID: FailureCode.ValueType  # 1
-"""the admission, chunk or grant broke the contract or asked what the engine lacks"""
+"""The admission, chunk, grant or grammar broke the contract, or asked what the engine lacks."""
 FAILURE_CODE_NUMERICS: FailureCode.ValueType  # 2
 """logits were NaN or had no choice left"""
 FAILURE_CODE_STEP: FailureCode.ValueType  # 3
@@ -130,6 +159,7 @@ class InfoResponse(google.protobuf.message.Message):
     SUGGESTED_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     MAX_TOP_N_TOKENS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    GRAMMAR_KINDS_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -158,6 +188,10 @@ class InfoResponse(google.protobuf.message.Message):
     """of this package"""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def grammar_kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___GrammarKind.ValueType]:
+        """what Admission.grammar may be; none where the engine has no tokenizer"""
+
     def __init__(
         self,
         *,
@@ -177,8 +211,9 @@ class InfoResponse(google.protobuf.message.Message):
         suggested_prefill_tokens: builtins.int = ...,
         max_top_n_tokens: builtins.int = ...,
         version: builtins.str = ...,
+        grammar_kinds: collections.abc.Iterable[Global___GrammarKind.ValueType] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "scheduling", b"scheduling", "suggested_prefill_tokens", b"suggested_prefill_tokens", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "scheduling", b"scheduling", "suggested_prefill_tokens", b"suggested_prefill_tokens", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 
@@ -301,6 +336,7 @@ class Admission(google.protobuf.message.Message):
     STOPPING_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV already sits in `blocks`; less than the prompt"""
@@ -322,6 +358,13 @@ class Admission(google.protobuf.message.Message):
     def stopping(self) -> Global___Stopping: ...
     @property
     def logprobs(self) -> Global___LogprobOptions: ...
+    @property
+    def grammar(self) -> Global___Grammar:
+        """What the new tokens, those generated before included, must spell; absent: anything. Built beside the steps: the
+        sequence takes part in them at once, but its first new token waits for it. One that cannot be built, is too large
+        or too slow fails its sequence with FAILURE_CODE_INVALID, as does one that hits a limit later on.
+        """
+
     def __init__(
         self,
         *,
@@ -333,17 +376,44 @@ class Admission(google.protobuf.message.Message):
         stopping: Global___Stopping | None = ...,
         logprobs: Global___LogprobOptions | None = ...,
         generated_tokens: builtins.int = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
 
 Global___Admission: typing_extensions.TypeAlias = Admission
 
 @typing.final
+class Grammar(google.protobuf.message.Message):
+    """A token that would leave the grammar has no probability; nor has one that the engine's tokenizer does not know. An EOS
+    token, that is one of Stopping.eos_token_ids, is allowed exactly where the grammar may end and min_new_tokens is
+    reached. Where nothing else is allowed, the sequence ends with an EOS token, reported as FINISH_REASON_EOS_TOKEN: one of
+    the engine's if no eos_token_ids were sent, and be min_new_tokens reached or not.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    kind: Global___GrammarKind.ValueType
+    text: builtins.str
+    """at most 262144 characters"""
+    def __init__(
+        self,
+        *,
+        kind: Global___GrammarKind.ValueType = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "text", b"text"]) -> None: ...
+
+Global___Grammar: typing_extensions.TypeAlias = Grammar
+
+@typing.final
 class Sampling(google.protobuf.message.Message):
-    """How the next token is chosen. Order: watermark, repetition_penalty, frequency_penalty, temperature, top_k, top_p,
-    typical_p, then the largest (greedy) or a draw keyed by (seed, position), so that a sequence gives the same tokens
-    whatever shares its batch.
+    """How the next token is chosen. Order: watermark, repetition_penalty, frequency_penalty, output_frequency_penalty and
+    output_presence_penalty, logit_bias, min_new_tokens, grammar, temperature, top_k, top_p, min_p, typical_p, then the
+    largest (greedy) or a draw keyed by (seed, position), so that a sequence gives the same tokens whatever shares its
+    batch.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -357,6 +427,11 @@ class Sampling(google.protobuf.message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
     SEED_FIELD_NUMBER: builtins.int
     WATERMARK_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    OUTPUT_FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    OUTPUT_PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_IDS_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_VALUES_FIELD_NUMBER: builtins.int
     greedy: builtins.bool
     """take the most probable token; the filters below still shape the logprobs"""
     temperature: builtins.float
@@ -370,9 +445,23 @@ class Sampling(google.protobuf.message.Message):
     repetition_penalty: builtins.float
     """> 0; 0 means unset: 1.0"""
     frequency_penalty: builtins.float
-    """-2 … 2; 0: off"""
+    """-2 … 2; 0: off. TGI's: minus f · count / length, over prompt and output"""
     seed: builtins.int
     watermark: builtins.bool
+    min_p: builtins.float
+    """0 … 1: drop what is less probable than this share of the most probable; 0: off"""
+    output_frequency_penalty: builtins.float
+    """-2 … 2; 0: off. OpenAI's: minus f · count, over the generated tokens alone"""
+    output_presence_penalty: builtins.float
+    """-2 … 2; 0: off. OpenAI's: minus p for each token generated before"""
+    @property
+    def logit_bias_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """at most 1024; logit_bias_values[i], -100 … 100, is added to the logit of"""
+
+    @property
+    def logit_bias_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """logit_bias_ids[i]"""
+
     def __init__(
         self,
         *,
@@ -385,8 +474,13 @@ class Sampling(google.protobuf.message.Message):
         frequency_penalty: builtins.float = ...,
         seed: builtins.int = ...,
         watermark: builtins.bool = ...,
+        min_p: builtins.float = ...,
+        output_frequency_penalty: builtins.float = ...,
+        output_presence_penalty: builtins.float = ...,
+        logit_bias_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        logit_bias_values: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["frequency_penalty", b"frequency_penalty", "greedy", b"greedy", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p", "watermark", b"watermark"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["frequency_penalty", b"frequency_penalty", "greedy", b"greedy", "logit_bias_ids", b"logit_bias_ids", "logit_bias_values", b"logit_bias_values", "min_p", b"min_p", "output_frequency_penalty", b"output_frequency_penalty", "output_presence_penalty", b"output_presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p", "watermark", b"watermark"]) -> None: ...
 
 Global___Sampling: typing_extensions.TypeAlias = Sampling
 
@@ -397,8 +491,11 @@ class Stopping(google.protobuf.message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    MIN_NEW_TOKENS_FIELD_NUMBER: builtins.int
     max_new_tokens: builtins.int
     """at least one"""
+    min_new_tokens: builtins.int
+    """No EOS or stop token is chosen before so many new ones, nor ends the sequence; at most max_new_tokens."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -409,8 +506,9 @@ class Stopping(google.protobuf.message.Message):
         max_new_tokens: builtins.int = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        min_new_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["eos_token_ids", b"eos_token_ids", "max_new_tokens", b"max_new_tokens", "stop_token_ids", b"stop_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["eos_token_ids", b"eos_token_ids", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "stop_token_ids", b"stop_token_ids"]) -> None: ...
 
 Global___Stopping: typing_extensions.TypeAlias = Stopping
 
@@ -420,17 +518,21 @@ class LogprobOptions(google.protobuf.message.Message):
 
     TOP_N_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
+    PROMPT_TOP_N_FIELD_NUMBER: builtins.int
     top_n: builtins.int
     """also report the n most probable tokens of each position (ties at the nth all count)"""
     prompt: builtins.bool
     """report the log-probabilities of the prompt's tokens, with the first new token"""
+    prompt_top_n: builtins.int
+    """with `prompt`: also the n most probable at each position; n as in top_n, no ties"""
     def __init__(
         self,
         *,
         top_n: builtins.int = ...,
         prompt: builtins.bool = ...,
+        prompt_top_n: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["prompt", b"prompt", "top_n", b"top_n"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prompt", b"prompt", "prompt_top_n", b"prompt_top_n", "top_n", b"top_n"]) -> None: ...
 
 Global___LogprobOptions: typing_extensions.TypeAlias = LogprobOptions
 
@@ -595,21 +697,38 @@ Global___TopTokens: typing_extensions.TypeAlias = TopTokens
 
 @typing.final
 class PromptLogprobs(google.protobuf.message.Message):
-    """Log-probability of each prompt token given those before it; NaN for the first and for those not computed here."""
+    """Log-probability of each prompt token given those before it; NaN for the first and for those not computed here.
+    Where prompt_top_n was asked for, columns: position i has the next top_counts[i] of top_token_ids and top_logprobs,
+    best first; none where the logprob is NaN.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    TOP_COUNTS_FIELD_NUMBER: builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     slot: builtins.int
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def top_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """empty: not asked for"""
+
+    @property
+    def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
     def __init__(
         self,
         *,
         slot: builtins.int = ...,
         logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        top_counts: collections.abc.Iterable[builtins.int] | None = ...,
+        top_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        top_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "slot", b"slot"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "slot", b"slot", "top_counts", b"top_counts", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
 
 Global___PromptLogprobs: typing_extensions.TypeAlias = PromptLogprobs

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from text_generation_router.api.extras import TGI, Extras, check_extras, check_token_ids
+from text_generation_router.api.sampling import to_sampling
 from text_generation_router.api.schemas import GenerateParameters
 from text_generation_router.api.validation import (
     Limits,
-    check_grammar,
     check_parameters,
     check_total,
     new_tokens,
-    to_sampling,
 )
 from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
+from text_generation_router.grammar.compiler import GrammarCompiler
+from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Request, RequestId, TokenId
+from text_generation_router.request import Grammar, Request, RequestId, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
 
 COUNTED_EXACTLY = 1 << 16
@@ -53,29 +55,52 @@ class Permits:
 class Admission:
     """Validates, tokenizes, numbers."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, grammars: GrammarCompiler | None = None
+    ) -> None:
+        """Without `grammars` none is supported."""
+        self._grammars = grammars
         self._tokenizer = tokenizer
         self._limits = limits
         self._metrics = metrics
         self._ids = itertools.count(1)
         self._random = random.SystemRandom()
 
-    async def admit(self, inputs: str, parameters: GenerateParameters) -> Request:
-        """The request a body asks for. Raises InvalidRequest."""
+    @property
+    def serves_grammars(self) -> bool:
+        """Whether a request may have one."""
+        return self._grammars is not None
+
+    async def admit(
+        self, inputs: str | Sequence[TokenId], parameters: GenerateParameters, extras: Extras = TGI
+    ) -> Request:
+        """The request a body asks for; `inputs` may be tokens already. Raises InvalidRequest, Overloaded."""
         check_parameters(inputs, parameters, self._limits)
-        prompt = await self._tokenize(inputs, parameters)
+        check_extras(extras, self._limits)
+        prompt = await self._prompt(inputs, parameters, extras)
         max_new_tokens = new_tokens(len(prompt), parameters, self._limits)
-        self._metrics.input_length.observe(len(prompt))
-        check_grammar(parameters)
-        self._metrics.max_new_tokens.observe(max_new_tokens)
+        if extras.min_new_tokens > max_new_tokens:
+            raise InvalidRequest(
+                f"`min_tokens` must be <= `max_tokens`. Given: {extras.min_new_tokens} and {max_new_tokens}"
+            )
+        self._metrics.requests.input_length.observe(len(prompt))
+        grammar = await self._grammar(parameters, extras)
+        self._metrics.requests.max_new_tokens.observe(max_new_tokens)
         return Request(
             id=self._next_id(),
             prompt=tuple(prompt),
             max_new_tokens=max_new_tokens,
-            sampling=to_sampling(parameters, self._random.getrandbits(64)),
+            sampling=to_sampling(parameters, extras, self._random.getrandbits(64)),
             stop_sequences=tuple(parameters.stop),
+            keep_stop_text=extras.keep_stop_text,
+            visible_special=extras.visible_special,
+            stop_token_ids=extras.stop_token_ids,
+            ignore_eos=extras.ignore_eos,
+            min_new_tokens=extras.min_new_tokens,
             top_n_tokens=parameters.top_n_tokens or 0,
             prompt_logprobs=parameters.decoder_input_details,
+            prompt_top_n=extras.prompt_top_n,
+            grammar=grammar,
         )
 
     def another(self, request: Request) -> Request:
@@ -86,17 +111,34 @@ class Admission:
     def _next_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
-    async def _tokenize(self, inputs: str, parameters: GenerateParameters) -> list[TokenId]:
-        if parameters.truncate is None:
-            await self._refuse_if_plainly_too_long(inputs, parameters)
-        ids = await self._encode(inputs)
+    async def _grammar(self, parameters: GenerateParameters, extras: Extras) -> Grammar | None:
+        """Rules 17 to 19. Raises InvalidRequest."""
+        if parameters.grammar is None and extras.grammar is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("grammar is not supported")
+        grammar = extras.grammar if parameters.grammar is None else tgi_grammar(parameters.grammar)
+        if grammar is not None:
+            await self._grammars.prove(grammar)
+        return grammar
+
+    async def _prompt(
+        self, inputs: str | Sequence[TokenId], parameters: GenerateParameters, extras: Extras
+    ) -> Sequence[TokenId]:
+        if isinstance(inputs, str):
+            if parameters.truncate is None:
+                await self._refuse_if_plainly_too_long(inputs, parameters, extras)
+            ids: Sequence[TokenId] = await self._encode(inputs, extras)
+        else:
+            check_token_ids("prompt", inputs, self._limits)
+            ids = inputs
         if parameters.truncate is not None:
             ids = ids[-parameters.truncate :]
         if not ids:  # a tokenizer that drops the whole text and adds nothing
             raise InvalidRequest("`inputs` cannot be empty")
         return ids
 
-    async def _refuse_if_plainly_too_long(self, inputs: str, parameters: GenerateParameters) -> None:
+    async def _refuse_if_plainly_too_long(self, inputs: str, parameters: GenerateParameters, extras: Extras) -> None:
         """Break rule 15 on a beginning of the text where that is enough to prove it. Raises InvalidRequest.
 
         Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: a beginning shows it
@@ -105,13 +147,13 @@ class Admission:
         """
         size = PROBE_CHARACTERS_PER_TOKEN * self._limits.max_total_tokens
         while COUNTED_EXACTLY < len(inputs) > size:
-            at_least = max(len(await self._encode(inputs[:size])) - BOUNDARY_TOKENS, 0)
+            at_least = max(len(await self._encode(inputs[:size], extras)) - BOUNDARY_TOKENS, 0)
             check_total(at_least, parameters, self._limits, given=f"at least {at_least}")
             size *= 2
 
-    async def _encode(self, text: str) -> list[TokenId]:
+    async def _encode(self, text: str, extras: Extras) -> list[TokenId]:
         try:
-            return await self._tokenizer.encode_ids(text, add_special_tokens=True)
+            return await self._tokenizer.encode_ids(text, add_special_tokens=extras.add_special_tokens)
         except ServingError:
             raise
         except Exception as error:

@@ -6,48 +6,51 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from text_generation_router.api.admission import Admission, Permits
-from text_generation_router.api.bodies import expect_continue
+from text_generation_router.api import correlation
+from text_generation_router.api.chat import ChatRoutes
+from text_generation_router.api.completions import CompletionRoutes
+from text_generation_router.api.docs import DocsRoutes
 from text_generation_router.api.generate import GenerateRoutes
+from text_generation_router.api.kserve import KServeRoutes
+from text_generation_router.api.messages import MessagesRoutes
 from text_generation_router.api.middleware import Cors, answering
+from text_generation_router.api.responses import ResponsesRoutes
+from text_generation_router.api.routes import add_routes
+from text_generation_router.api.sagemaker import SageMakerRoutes
 from text_generation_router.api.service import ModelInfo, ServiceRoutes
-from text_generation_router.api.settings import Settings
-from text_generation_router.generation import Generations
-from text_generation_router.metrics import Metrics
-from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.api.serving import Serving
+from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
+from text_generation_router.api.turns import Turns
+from text_generation_router.api.vertex import VertexRoutes
 
 
-def create_app(
-    *,
-    generations: Generations,
-    tokenizer: Tokenizer,
-    permits: Permits,
-    metrics: Metrics,
-    healthy: Callable[[], bool],
-    settings: Settings,
-    info: ModelInfo,
-) -> web.Application:
+def create_app(serving: Serving, turns: Turns, *, healthy: Callable[[], bool], info: ModelInfo) -> web.Application:
     """The application. Run it with `handler_cancellation=True`: a client that leaves must end its request."""
-    cors = Cors(settings.cors_allow_origin)
-    app = web.Application(client_max_size=settings.payload_limit, middlewares=[answering(metrics), cors.middleware()])
-    app.on_response_prepare.append(cors.mark)
+    settings, metrics = serving.settings, serving.metrics
+    generate = GenerateRoutes(serving)
+    chat = ChatRoutes(serving, turns)
+    completions = CompletionRoutes(serving)
+    service = ServiceRoutes(serving.tokenizer, serving.permits, metrics, healthy, settings, info)
+    table = [
+        *service_routes(service),
+        *tgi_routes(generate, chat, service),
+        *openai_routes(chat, completions, ResponsesRoutes(serving, turns), service),
+        *anthropic_routes(MessagesRoutes(serving, turns)),
+        *cloud_routes(
+            SageMakerRoutes(generate, chat, completions),
+            VertexRoutes(serving, generate, chat),
+            KServeRoutes(serving, generate, healthy, info.version),
+            service,
+            settings,
+        ),
+    ]
+    docs = DocsRoutes()
+    table += docs.routes()
+    docs.describe(table, info.version, keys=bool(settings.api_keys), limits=settings.limits)
 
-    admission = Admission(tokenizer, settings.limits, metrics)
-    generate = GenerateRoutes(generations, tokenizer, admission, permits, metrics, settings)
-    service = ServiceRoutes(tokenizer, permits, metrics, healthy, settings, info)
-    for path, handler in (
-        ("/", generate.compat),
-        ("/generate", generate.generate),
-        ("/generate_stream", generate.generate_stream),
-        ("/tokenize", service.tokenize),
-    ):
-        app.router.add_post(path, handler, expect_handler=expect_continue)
-    for path, handler in (
-        ("/", service.health),
-        ("/health", service.health),
-        ("/ping", service.health),
-        ("/info", service.info),
-        ("/metrics", service.metrics),
-    ):
-        app.router.add_get(path, handler)
+    app = web.Application(client_max_size=settings.payload_limit)
+    probes = add_routes(app, table)
+    cors = Cors(settings.cors_allow_origin)
+    app.middlewares.extend([answering(metrics), cors.middleware(), settings.api_keys.middleware(probes)])
+    app.on_response_prepare.extend([cors.mark, correlation.mark])
     return app

@@ -5,10 +5,10 @@ These refusals are plain text, not TGI's error object, because TGI answers them 
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
 from pydantic import ValidationError
 
 from text_generation_router.api.schemas import Body
@@ -26,6 +26,11 @@ class BodyRejected(Exception):
 
 async def parse_body(request: web.Request, schema: type[BodyT]) -> BodyT:
     """Read and check the body, at most the application's `client_max_size` of it. Raises BodyRejected."""
+    return validate(await parse_json(request), schema)
+
+
+async def parse_json(request: web.Request) -> Any:  # noqa: ANN401 - a JSON value
+    """The body as a JSON value, at most `client_max_size` of it. Raises BodyRejected."""
     content_type = request.content_type
     if content_type != "application/json" and not (
         content_type.startswith("application/") and content_type.endswith("+json")
@@ -34,11 +39,15 @@ async def parse_body(request: web.Request, schema: type[BodyT]) -> BodyT:
     raw = await _read(request)
     try:
         # orjson is RFC 8259 to the letter (no NaN, no lone surrogates, bounded nesting), which pydantic's parser is not.
-        value = orjson.loads(raw)
+        return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise BodyRejected(
             400, f"Failed to parse the request body as JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
+
+
+def validate(value: object, schema: type[BodyT]) -> BodyT:
+    """A JSON value as a proven body. Raises BodyRejected."""
     try:
         return schema.model_validate(value)
     except ValidationError as error:
@@ -48,19 +57,19 @@ async def parse_body(request: web.Request, schema: type[BodyT]) -> BodyT:
 
 
 async def expect_continue(request: web.Request) -> web.StreamResponse | None:
-    """Answer `Expect: 100-continue`: a body too large is refused before it is sent."""
-    if (request.content_length or 0) > request.client_max_size:
-        refusal = web.Response(status=413, text=str(_too_large()))
-        refusal.force_close()
-        return refusal
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # the answer proper has not begun
+    """What aiohttp calls for `Expect: 100-continue`: nothing yet.
+
+    The client may send once somebody is about to read: whoever has no key, or too large a body, keeps it.
+    """
     return None
 
 
 async def _read(request: web.Request) -> bytes:
     if (request.content_length or 0) > request.client_max_size:
         raise _too_large()
+    if hdrs.EXPECT in request.headers and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer proper has not begun
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
@@ -74,7 +83,10 @@ def _too_large() -> BodyRejected:
 
 
 def _first_reason(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    """The first error; of a field that may be several things, what the one that fits best lacks: the deepest error."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    field = errors[0]["loc"][:1]
+    first = max((one for one in errors if one["loc"][:1] == field), key=lambda one: len(one["loc"]))
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "missing":
         return f"missing field `{path}`"

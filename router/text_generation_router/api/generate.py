@@ -2,131 +2,88 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from typing import Any
 
 import orjson
 from aiohttp import web
 
-from text_generation_router.api.admission import Admission, Permits
 from text_generation_router.api.bodies import parse_body
-from text_generation_router.api.record import RECORD, Record
-from text_generation_router.api.replies import Collector, TokenEvents, whole_reply
+from text_generation_router.api.dialects import tgi_error_event
+from text_generation_router.api.headers import compute_time_header, cost_headers, timing_headers
+from text_generation_router.api.record import GenerationRecord
+from text_generation_router.api.replies import TokenEvents, whole_reply
 from text_generation_router.api.schemas import CompatGenerateBody, GenerateBody
-from text_generation_router.api.settings import Settings
-from text_generation_router.api.sse import EventStream
+from text_generation_router.api.serving import Serving
 from text_generation_router.api.validation import check_streamed, check_whole
-from text_generation_router.generation import Generations
-from text_generation_router.metrics import Metrics
-from text_generation_router.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
 
 
 class GenerateRoutes:
     """Handlers that generate in TGI's dialect."""
 
-    def __init__(
-        self,
-        generations: Generations,
-        tokenizer: Tokenizer,
-        admission: Admission,
-        permits: Permits,
-        metrics: Metrics,
-        settings: Settings,
-    ) -> None:
-        self._generations = generations
-        self._tokenizer = tokenizer
-        self._admission = admission
-        self._permits = permits
-        self._metrics = metrics
-        self._settings = settings
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate: the whole reply at once."""
         body = await parse_body(request, GenerateBody)
-        reply, headers = await self._generate_whole(request, body)
-        return web.Response(body=orjson.dumps(reply), content_type="application/json", headers=headers)
+        [record] = self._serving.start(request)
+        reply = await self.reply(body, record)
+        return web.Response(
+            body=orjson.dumps(reply), content_type="application/json", headers=self._headers_of_whole(body, record)
+        )
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
         """POST /generate_stream: an event a token."""
-        return await self._generate_streamed(request, await parse_body(request, GenerateBody))
+        return await self._streamed(request, await parse_body(request, GenerateBody))
 
     async def compat(self, request: web.Request) -> web.StreamResponse:
         """POST /: either of them, as Hugging Face's hosted API has it."""
-        body = await parse_body(request, CompatGenerateBody)
+        return await self.answer_compat(request, await parse_body(request, CompatGenerateBody))
+
+    async def answer_compat(self, request: web.Request, body: CompatGenerateBody) -> web.StreamResponse:
+        """The same for a body that came another way."""
         if body.parameters.return_full_text is None:
-            parameters = body.parameters.model_copy(update={"return_full_text": self._settings.compat_return_full_text})
+            full_text = self._serving.settings.compat_return_full_text
+            parameters = body.parameters.model_copy(update={"return_full_text": full_text})
             body = body.model_copy(update={"parameters": parameters})
         if body.stream:
-            return await self._generate_streamed(request, body)
-        reply, headers = await self._generate_whole(request, body)
-        return web.Response(body=orjson.dumps([reply]), content_type="application/json", headers=headers)
+            return await self._streamed(request, body)
+        [record] = self._serving.start(request)
+        reply = await self.reply(body, record)
+        return web.Response(
+            body=orjson.dumps([reply]), content_type="application/json", headers=self._headers_of_whole(body, record)
+        )
 
-    async def _generate_whole(
-        self, request: web.Request, body: GenerateBody
-    ) -> tuple[dict[str, object], dict[str, str]]:
-        record = self._start(request)
-        check_whole(body.parameters, self._settings.limits)
+    async def reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
+        """The whole reply to a body, `best_of` sequences and all. Raises ServingError."""
+        serving = self._serving
+        check_whole(body.parameters, serving.settings.limits)
         count = max(body.parameters.best_of or 1, 1)
-        with self._permits.take(count):
-            first = record.request = await self._admission.admit(body.inputs, body.parameters)
-            requests = [first, *(self._admission.another(first) for _ in range(count - 1))]
-            with ExitStack() as running:
-                collectors = [Collector(one) for one in requests]
-                for collector in collectors:
-                    collector.times = running.enter_context(self._generations.run(collector.request, collector))
-                # The first failure ends the others: leaving the block drops what still runs.
-                await asyncio.wait([collector.ended for collector in collectors], return_when=asyncio.FIRST_EXCEPTION)
-                _raise_failure(collectors)
-            best = max(collectors, key=lambda collector: collector.mean_logprob)
-            record.request, record.ending, record.times = best.request, best.ended.result(), best.times
-            others = [collector for collector in collectors if collector is not best]
-            reply = whole_reply(body, best, others, self._tokenizer)
-            return reply, self._headers_of_whole(body, record)
+        with serving.permits.take(count):
+            first = await serving.admission.admit(body.inputs, body.parameters)
+            # One generation was asked for, however many sequences are tried for it.
+            collectors = await serving.collect(serving.several(first, count), [record] * count)
+        best = max(collectors, key=lambda collector: collector.mean_logprob)
+        record.request, record.ending, record.times = best.request, best.ended.result(), best.times
+        others = [collector for collector in collectors if collector is not best]
+        return whole_reply(body, best, others, serving.tokenizer)
 
-    async def _generate_streamed(self, request: web.Request, body: GenerateBody) -> web.StreamResponse:
-        record = self._start(request)
+    async def _streamed(self, request: web.Request, body: GenerateBody) -> web.StreamResponse:
+        serving = self._serving
+        [record] = serving.start(request)
         check_streamed(body.parameters)
-        with self._permits.take(1):
-            admitted = record.request = await self._admission.admit(body.inputs, body.parameters)
-            stream = EventStream(request, self._headers(body), self._settings.keep_alive_s, self._settings.stall_s)
-            events = TokenEvents(stream, body, self._tokenizer, record)
-            with self._generations.run(admitted, events) as record.times:
+        with serving.permits.take(1):
+            admitted = await serving.admission.admit(body.inputs, body.parameters)
+            stream = serving.stream(request, cost_headers(serving.settings, len(body.inputs)), tgi_error_event)
+            events = TokenEvents(stream, body, serving.tokenizer, record)
+            with serving.run([admitted], [record], [events]):
                 return await stream.run()
 
-    def _start(self, request: web.Request) -> Record:
-        self._metrics.request_started()
-        record = request[RECORD]
-        record.is_generation = True
-        return record
-
-    def _headers(self, body: GenerateBody) -> dict[str, str]:
-        return {
-            "x-compute-type": self._settings.compute_type,
-            "x-compute-characters": str(len(body.inputs)),
-        }
-
-    def _headers_of_whole(self, body: GenerateBody, record: Record) -> dict[str, str]:
-        assert record.request is not None
-        spent = record.spent(time.monotonic())
-        return self._headers(body) | {
-            "x-compute-time": str(spent.total_s),
-            "x-total-time": _milliseconds(spent.total_s),
-            "x-validation-time": _milliseconds(spent.validation_s),
-            "x-queue-time": _milliseconds(spent.queue_s),
-            "x-inference-time": _milliseconds(spent.inference_s),
-            "x-time-per-token": _milliseconds(spent.per_token_s),
-            "x-prompt-tokens": str(len(record.request.prompt)),
-            "x-generated-tokens": str(spent.generated_tokens),
-        }
-
-
-def _raise_failure(collectors: Sequence[Collector]) -> None:
-    for collector in collectors:
-        if collector.ended.done():
-            collector.ended.result()
-
-
-def _milliseconds(seconds: float) -> str:
-    return str(int(seconds * 1000))
+    def _headers_of_whole(self, body: GenerateBody, record: GenerationRecord) -> dict[str, str]:
+        return (
+            cost_headers(self._serving.settings, len(body.inputs))
+            | compute_time_header(record)
+            | timing_headers([record])
+        )

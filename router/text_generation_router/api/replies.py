@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.api.record import Record
+from text_generation_router.api.record import GenerationRecord
 from text_generation_router.api.schemas import GenerateBody
 from text_generation_router.api.sse import EventStream
 from text_generation_router.errors import ServingError
@@ -26,6 +26,7 @@ class Collector:
         self.request = request
         self.pieces: list[Piece] = []
         self.prompt_logprobs: Sequence[LogprobJson] = ()
+        self.prompt_tops: Sequence[Sequence[TopToken]] = ()
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         """The request's end; its failure is raised."""
         self.times = Times()
@@ -35,8 +36,9 @@ class Collector:
         if piece.ending is not None and not self.ended.done():
             self.ended.set_result(piece.ending)
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         self.prompt_logprobs = logprobs
+        self.prompt_tops = tops
 
     def on_failure(self, error: ServingError) -> None:
         if not self.ended.done():
@@ -53,17 +55,19 @@ class Collector:
 class TokenEvents:
     """A sink that streams: one event a token."""
 
-    def __init__(self, stream: EventStream, body: GenerateBody, tokenizer: Tokenizer, record: Record) -> None:
+    def __init__(
+        self, stream: EventStream, body: GenerateBody, tokenizer: Tokenizer, generation: GenerationRecord
+    ) -> None:
         self._stream = stream
         self._send = stream.send
         self._body = body
         self._tokenizer = tokenizer
-        self._record = record
+        self._generation = generation
         self._index = 0
 
     def on_piece(self, piece: Piece) -> None:
         # The hot path of the whole API: formatted by hand, and only the text is escaped.
-        token_id, text, logprob, special, top, ending = piece
+        token_id, text, _, logprob, special, top, ending = piece
         self._index += 1
         if ending is None and not top:
             self._send(
@@ -79,18 +83,18 @@ class TokenEvents:
         event["details"] = self._details(ending) if ending is not None and self._body.parameters.details else None
         self._send(b"data: %b\n\n" % orjson.dumps(event))
         if ending is not None:
-            self._record.ending = ending
+            self._generation.ending = ending
             self._stream.close()
 
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None:
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         raise AssertionError("prompt details are refused for streams")
 
     def on_failure(self, error: ServingError) -> None:
-        self._record.failed(error)
+        self._generation.failed(error)
         self._stream.fail(error)
 
     def _details(self, ending: Ending) -> Json:
-        request = self._record.request
+        request = self._generation.request
         assert request is not None
         return {
             "finish_reason": ending.reason.value,

@@ -25,7 +25,7 @@ def _to_float32(value: float) -> float:
 Float32 = Annotated[float, AfterValidator(_to_float32)]
 Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
-UInt64 = Annotated[int, Field(ge=0, lt=2**64)]
+UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 
 class Body(BaseModel):

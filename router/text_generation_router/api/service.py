@@ -1,19 +1,21 @@
-"""Routes about the service: /health, /info, /metrics, /tokenize."""
+"""Routes about the service: /health, /info, /metrics, /v1/models, /tokenize, /detokenize, /tokenizer_info."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import orjson
 from aiohttp import hdrs, web
 
 from text_generation_router.api.admission import Permits
-from text_generation_router.api.bodies import parse_body
-from text_generation_router.api.schemas import GenerateBody
+from text_generation_router.api.bodies import parse_body, parse_json
+from text_generation_router.api.extras import check_token_ids
+from text_generation_router.api.service_schemas import DetokenizeBody, PromptBody, tokenize_body
 from text_generation_router.api.settings import Settings
-from text_generation_router.errors import InvalidRequest, ServingError, Unhealthy
+from text_generation_router.errors import InvalidRequest, NotFound, ServingError, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
 from text_generation_router.text.tokenizer import Encoding, Tokenizer
 
@@ -33,6 +35,14 @@ class ModelInfo:
     model_pipeline_tag: str | None = None
     sha: str | None = None
     docker_label: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Texts of `bos_token` and its like."""
+    chat_template: str | None = None
+
+    @property
+    def as_listed(self) -> dict[str, object]:
+        """As OpenAI lists models; `created` is what TGI says."""
+        return {"id": self.model_id, "object": "model", "created": 0, "owned_by": self.model_id}
 
 
 class ServiceRoutes:
@@ -50,6 +60,8 @@ class ServiceRoutes:
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._healthy = healthy
+        self._limits = settings.limits
+        self._model = info
         self._info = orjson.dumps(_info(info, permits, settings))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -67,14 +79,13 @@ class ServiceRoutes:
         return web.Response(body=self._metrics.exposition(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """POST /tokenize: the prompt's tokens, and which bytes of the text each stands for."""
-        text = (await parse_body(request, GenerateBody)).inputs
-        try:
+        """POST /tokenize: a text's tokens, and which bytes of the text each stands for."""
+        body = tokenize_body(await parse_json(request))
+        if isinstance(body, PromptBody):
+            return await self._token_ids(body)
+        text = body.inputs
+        with _tokenizer_errors():
             encoding = await self._tokenizer.encode(text, add_special_tokens=True)
-        except ServingError:
-            raise
-        except Exception as error:
-            raise InvalidRequest(f"tokenizer error {error}") from error
         chunks = tokens_json(text, encoding)
         if len(encoding.ids) <= CHUNK_TOKENS:
             return web.Response(body=b"".join(chunks), content_type="application/json")
@@ -86,6 +97,47 @@ class ServiceRoutes:
             await asyncio.sleep(0)
         await response.write_eof()
         return response
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /detokenize: the text of tokens, special ones included.
+
+        It has two names: `text`, ours, and `prompt`, vLLM's, which evaluation tools read.
+        """
+        ids = (await parse_body(request, DetokenizeBody)).ids
+        check_token_ids("ids", ids, self._limits)
+        with _tokenizer_errors():
+            text = await self._tokenizer.decode(ids)
+        return _json({"text": text, "prompt": text})
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """GET /tokenizer_info: what clients that write prompts themselves need to know."""
+        tokens = self._model.special_tokens
+        return _json(
+            {
+                "bos_token": tokens.get("bos_token"),
+                "eos_token": tokens.get("eos_token"),
+                "pad_token": tokens.get("pad_token"),
+                "chat_template": self._model.chat_template,
+                "model_max_length": self._limits.max_total_tokens,
+            }
+        )
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models: the one model there is."""
+        return _json({"object": "list", "data": [self._model.as_listed]})
+
+    async def one_model(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models/{model}: a model, if it is served."""
+        model_id = request.match_info["model"]
+        if model_id != self._model.model_id:
+            raise NotFound(f"The model `{model_id}` does not exist")
+        return _json(self._model.as_listed)
+
+    async def _token_ids(self, body: PromptBody) -> web.Response:
+        """As vLLM answers."""
+        with _tokenizer_errors():
+            ids = await self._tokenizer.encode_ids(body.prompt, add_special_tokens=body.add_special_tokens)
+        return _json({"count": len(ids), "max_model_len": self._limits.max_total_tokens, "tokens": ids})
 
 
 def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
@@ -113,6 +165,21 @@ def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
         yield before + orjson.dumps(tokens)[1:-1]
         before = b","
     yield b"[]" if not encoding.ids else b"]"
+
+
+@contextmanager
+def _tokenizer_errors() -> Iterator[None]:
+    """What a tokenizer says of a text is the client's to know."""
+    try:
+        yield
+    except ServingError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"tokenizer error {error}") from error
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json")
 
 
 def _bytes(text: str) -> int:

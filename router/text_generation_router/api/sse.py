@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-import orjson
 from aiohttp import HttpVersion11, web
 
+from text_generation_router.api.dialects import ErrorEvent, tgi_error_event
 from text_generation_router.errors import ServingError
 
 KEEP_ALIVE_EVENT = b":\n\n"
@@ -31,15 +31,17 @@ _HEADERS = {
 }
 
 
-def error_object(error: ServingError) -> bytes:
-    """TGI's error object, the same in a body and in an event."""
-    return orjson.dumps({"error": str(error), "error_type": error.error_type})
-
-
 class EventStream:
     """One response made of events."""
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str], keep_alive_s: float, stall_s: float) -> None:
+    def __init__(
+        self,
+        request: web.Request,
+        headers: Mapping[str, str],
+        keep_alive_s: float,
+        stall_s: float,
+        error_event: ErrorEvent = tgi_error_event,
+    ) -> None:
         self._request = request
         self._response = web.StreamResponse(headers={**_HEADERS, **headers})
         self._chunked = request.version >= HttpVersion11
@@ -60,6 +62,7 @@ class EventStream:
         self._attention = asyncio.Event()
         self._ended = False
         self._error: ServingError | None = None
+        self._error_event = error_event
 
     def send(self, event: bytes) -> None:
         """Write one whole event, blank line included, or hold it until the connection takes it."""
@@ -91,7 +94,7 @@ class EventStream:
                 raise self._error
             await self._flush()
         if self._error is not None:
-            self._held.append(b"data: %b\n\n" % error_object(self._error))
+            self._held.append(self._error_event(self._error))
         await self._flush()
         await self._drained()
         await self._response.write_eof()

@@ -3,19 +3,19 @@
     0a 0b | 0s 0t   check_whole, check_streamed      before a permit is taken
     1 … 13          check_parameters                 before the prompt is tokenized
     15 16           new_tokens                       once its length is known
-    17              check_grammar
+    17 18 19        Admission, with grammar/
 
 The numbers are those of the rules' order, which clients can see: the first rule broken is the one reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from text_generation_router.api.schemas import GenerateParameters
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.request import Sampling
+from text_generation_router.request import TokenId
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Limits:
     max_top_n_tokens: int
     max_input_tokens: int
     max_total_tokens: int
+    vocab_size: int = 1 << 20
+    """Token ids that clients name are below this."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_input_tokens < self.max_total_tokens, "a longest prompt must leave room for one new token"
@@ -49,14 +51,14 @@ def check_streamed(parameters: GenerateParameters) -> None:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
 
 
-def check_parameters(inputs: str, parameters: GenerateParameters, limits: Limits) -> None:
+def check_parameters(inputs: str | Sequence[TokenId], parameters: GenerateParameters, limits: Limits) -> None:
     """Rules 1 to 13. Raises InvalidRequest for the first one broken."""
     for broken, message in _rules(inputs, parameters, limits):
         if broken:
             raise InvalidRequest(message)
 
 
-def _rules(inputs: str, p: GenerateParameters, limits: Limits) -> Iterator[tuple[bool, str]]:
+def _rules(inputs: str | Sequence[TokenId], p: GenerateParameters, limits: Limits) -> Iterator[tuple[bool, str]]:
     several = (p.best_of or 1) > 1
     yield several and not asks_for_sampling(p), "you must use sampling when `best_of` is > 1"
     yield p.temperature is not None and p.temperature <= 0, "`temperature` must be strictly positive"
@@ -110,36 +112,11 @@ def check_total(input_tokens: int, parameters: GenerateParameters, limits: Limit
         )
 
 
-def check_grammar(parameters: GenerateParameters) -> None:
-    """Rule 17. Raises InvalidRequest."""
-    if parameters.grammar is not None:
-        raise InvalidRequest("grammar is not supported")
-
-
 def asks_for_sampling(parameters: GenerateParameters) -> bool:
     """Rule 1's notion: any sampling parameter is present, whatever its value. `to_sampling` has the engine's notion."""
     return parameters.do_sample or any(
         value is not None
         for value in (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p)
-    )
-
-
-def to_sampling(parameters: GenerateParameters, random_seed: int) -> Sampling:
-    """How to choose tokens. Greedy unless `do_sample` is set or a parameter differs from its neutral value."""
-    temperature = 1.0 if parameters.temperature is None else parameters.temperature
-    top_k = parameters.top_k or 0
-    top_p = 1.0 if parameters.top_p is None else parameters.top_p
-    typical_p = 1.0 if parameters.typical_p is None else parameters.typical_p
-    return Sampling(
-        greedy=not (parameters.do_sample or temperature != 1.0 or top_k != 0 or top_p < 1.0 or typical_p < 1.0),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        typical_p=typical_p,
-        repetition_penalty=1.0 if parameters.repetition_penalty is None else parameters.repetition_penalty,
-        frequency_penalty=parameters.frequency_penalty or 0.0,
-        seed=random_seed if parameters.seed is None else parameters.seed,
-        watermark=parameters.watermark,
     )
 
 

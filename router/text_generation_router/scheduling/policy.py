@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from text_generation_router.scheduling.steps import JoinReason
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -23,3 +25,11 @@ class Policy:
         if running == 0 or steps_since_admission >= self.max_decode_steps_between_prefills:
             return True
         return waiting >= int(running * self.waiting_served_ratio)
+
+    def join_reason(self, *, running: int, steps_since_admission: int) -> JoinReason:
+        """Why waiting entries may join so many running ones, given that they may."""
+        if int(running * self.waiting_served_ratio) == 0:
+            return JoinReason.CHUNKING
+        if steps_since_admission >= self.max_decode_steps_between_prefills:
+            return JoinReason.WAIT_EXCEEDED
+        return JoinReason.BACKPRESSURE

@@ -59,8 +59,8 @@ class Scheduler:
         self._number = 0
         self._applied = 0
         self._steps_since_admission = 0
-        self.preemptions = 0
-        """Entries taken back to the queue, ever."""
+        self._preemptions = 0
+        self._cancellations = 0
 
     # ------------------------------------------------------------------------------------------------ what clients want
 
@@ -80,8 +80,9 @@ class Scheduler:
     def cancel(self, request_id: RequestId) -> None:
         """Nobody waits for this request any more. Idempotent; unknown and ended requests are no news."""
         entry = self._entries.get(request_id)
-        if entry is None:
+        if entry is None or entry.state is State.CANCELLED:
             return
+        self._cancellations += 1
         if entry.state is State.WAITING:
             del self._waiting[request_id]
             del self._entries[request_id]
@@ -99,6 +100,7 @@ class Scheduler:
         grants = self._grow()
         prefill = self._continue_prefills()
         budget = self._policy.max_batch_prefill_tokens - sum(tokens for _, tokens in prefill)
+        running, steps = len(self._running), self._steps_since_admission
         admit = self._admit(budget, prefill)
         released = self._to_release
         if not (released or grants or prefill):
@@ -108,12 +110,15 @@ class Scheduler:
             entry.released_by = self._number
         self._releasing += released
         self._to_release = []
+        newcomers_join = bool(admit) and running > 0
+        joined = self._policy.join_reason(running=running, steps_since_admission=steps) if newcomers_join else None
         return Orders(
             number=self._number,
             release=tuple(entry.slot for entry in released),
             admit=tuple(admit),
             grants=tuple(grants),
             prefill=tuple(prefill),
+            joined=joined,
         )
 
     @property
@@ -226,7 +231,7 @@ class Scheduler:
 
     def _release(self, entry: Entry, state: State) -> None:
         if state is State.PREEMPTED:
-            self.preemptions += 1
+            self._preemptions += 1
         entry.state = state
         self._leave(entry)
         self._to_release.append(entry)
@@ -336,6 +341,31 @@ class Scheduler:
     def used_tokens(self) -> int:
         """The same in tokens."""
         return self._pool.used * self._pool.block_size
+
+    @property
+    def promised_tokens(self) -> int:
+        """Tokens that the requests with a slot may come to have: prompts and all new tokens asked for."""
+        return sum(entry.longest + 1 for entry in self._slots if entry is not None)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there are."""
+        return self._pool.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a KV block holds."""
+        return self._pool.block_size
+
+    @property
+    def preemptions(self) -> int:
+        """Entries taken back to the queue, ever."""
+        return self._preemptions
+
+    @property
+    def cancellations(self) -> int:
+        """Entries dropped before their own end, ever: nobody waited any more, or a stop string was found."""
+        return self._cancellations
 
     @property
     def requests(self) -> tuple[RequestId, ...]:

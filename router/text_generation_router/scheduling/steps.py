@@ -17,6 +17,17 @@ class FailureKind(Enum):
     STEP = "step"
 
 
+class JoinReason(Enum):
+    """Why entries left the queue while others ran; the values are TGI's words."""
+
+    BACKPRESSURE = "backpressure"
+    """As many waited as the waiting-served ratio wants."""
+    WAIT_EXCEEDED = "wait_exceeded"
+    """They had waited so many steps that the ratio no longer counts."""
+    CHUNKING = "chunking"
+    """Nothing held them back: prompts are computed in chunks beside what decodes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """An entry that leaves the queue for a slot."""
@@ -39,6 +50,8 @@ class Orders:
     """(slot, KV blocks to grow into)."""
     prefill: tuple[tuple[int, int], ...] = ()
     """(slot, prompt tokens to compute in the next step)."""
+    joined: JoinReason | None = None
+    """Why those of `admit` joined running entries; None if they join none."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.request import FinishReason, LogprobJson, Request, Sampling, TopToken
+from text_generation_router.request import FinishReason, GrammarKind, LogprobJson, Request, Sampling, TopToken
 from text_generation_router.scheduling.steps import Admission, FailureKind, Orders, Outcome
 
 _FINISH_REASONS = {
@@ -17,6 +17,11 @@ _FINISH_REASONS = {
     pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
     # A stop token that is no EOS token ends a text as a stop sequence does.
     pb.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_SEQUENCE,
+}
+_GRAMMAR_KINDS = {
+    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
+    GrammarKind.LARK: pb.GRAMMAR_KIND_LARK,
 }
 _FAILURE_KINDS = {
     pb.FAILURE_CODE_INVALID: FailureKind.INVALID,
@@ -41,7 +46,7 @@ def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int]) -> pb.Orders:
 
 def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int]) -> pb.Admission:
     request: Request = admission.request
-    return pb.Admission(
+    message = pb.Admission(
         slot=admission.slot,
         prompt=request.prompt + admission.generated,
         generated_tokens=len(admission.generated),
@@ -57,10 +62,21 @@ def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int]) -> pb.A
             prompt=request.prompt_logprobs and not admission.generated,
         ),
     )
+    # What few requests ask for is written only for those: the others' admissions stay as small and quick.
+    if request.stop_token_ids:
+        message.stopping.stop_token_ids.extend(request.stop_token_ids)
+    if request.min_new_tokens > len(admission.generated):
+        message.stopping.min_new_tokens = request.min_new_tokens - len(admission.generated)
+    if request.prompt_top_n and message.logprobs.prompt:
+        message.logprobs.prompt_top_n = request.prompt_top_n
+    if request.grammar is not None:
+        message.grammar.kind = _GRAMMAR_KINDS[request.grammar.kind]
+        message.grammar.text = request.grammar.text
+    return message
 
 
 def _sampling_to_pb(sampling: Sampling) -> pb.Sampling:
-    return pb.Sampling(
+    message = pb.Sampling(
         greedy=sampling.greedy,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -71,6 +87,16 @@ def _sampling_to_pb(sampling: Sampling) -> pb.Sampling:
         seed=sampling.seed,
         watermark=sampling.watermark,
     )
+    if sampling.min_p:
+        message.min_p = sampling.min_p
+    if sampling.output_frequency_penalty:
+        message.output_frequency_penalty = sampling.output_frequency_penalty
+    if sampling.output_presence_penalty:
+        message.output_presence_penalty = sampling.output_presence_penalty
+    for token_id, value in sampling.logit_bias:
+        message.logit_bias_ids.append(token_id)
+        message.logit_bias_values.append(value)
+    return message
 
 
 def outcome_from_pb(report: pb.StepReport) -> Outcome:
@@ -102,3 +128,15 @@ def top_tokens_from_pb(report: pb.StepReport) -> dict[int, list[TopToken]]:
         starts[top.slot] + top.index: list(zip(top.token_ids, logprobs_to_json(top.logprobs), strict=True))
         for top in report.top_tokens
     }
+
+
+def prompt_tops_from_pb(scored: pb.PromptLogprobs) -> list[list[TopToken]]:
+    """The most probable tokens of each prompt position, best first; [] if they were not asked for."""
+    pairs = list(zip(scored.top_token_ids, logprobs_to_json(scored.top_logprobs), strict=True))
+    ends = list(accumulate(scored.top_counts))
+    return [pairs[end - count : end] for end, count in zip(ends, scored.top_counts, strict=True)]
+
+
+def grammar_kinds_from_pb(info: pb.InfoResponse) -> frozenset[GrammarKind]:
+    """The kinds of grammar that the shard serves; none where it has no tokenizer."""
+    return frozenset(kind for kind, value in _GRAMMAR_KINDS.items() if value in info.grammar_kinds)

@@ -24,8 +24,10 @@ from text_generation_router.shards.convert import (
     logprobs_to_json,
     orders_to_pb,
     outcome_from_pb,
+    prompt_tops_from_pb,
     top_tokens_from_pb,
 )
+from text_generation_router.shards.observer import Handled, StepObserver
 from text_generation_router.shards.pace import Pace
 
 log = structlog.get_logger()
@@ -43,10 +45,12 @@ class Replica:
         client: ShardClient,
         scheduler: Scheduler,
         eos_token_ids: Sequence[int],
+        observer: StepObserver,
     ) -> None:
         self._client = client
         self._scheduler = scheduler
         self._eos_token_ids = tuple(eos_token_ids)
+        self._observer = observer
         self._listeners: dict[RequestId, TokenListener] = {}
         self._pace = Pace()
         self._changed = asyncio.Event()
@@ -122,7 +126,9 @@ class Replica:
                     async with asyncio.timeout(hold):
                         await self._boundary.wait()
             self._changed.clear()
+            deciding = time.monotonic()
             if orders := self._scheduler.decide():
+                self._observer.on_orders(orders, time.monotonic() - deciding)
                 for admission in orders.admit:
                     if listener := self._listeners.get(admission.request.id):
                         listener.on_scheduled()
@@ -145,9 +151,16 @@ class Replica:
         for scored in report.prompt_logprobs:
             owner = self._scheduler.owner(scored.slot)
             if owner is not None and (listener := self._listeners.get(owner)):
-                listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs))
+                listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs), prompt_tops_from_pb(scored))
         outcome = outcome_from_pb(report)
-        self._deliver(self._scheduler.apply(outcome), outcome.token_ids, report)
+        parsed = time.monotonic()
+        deliveries = self._scheduler.apply(outcome)
+        applied = time.monotonic()
+        self._deliver(deliveries, outcome.token_ids, report)
+        delivered = time.monotonic()
+        self._observer.on_report(
+            Handled(report, deliveries, now, applied - parsed, delivered - applied, self._listeners)
+        )
         self._boundary.set()
         if self._scheduler.wants_orders:
             self._changed.set()

@@ -48,6 +48,12 @@ class DetokenizerFactory:
             return ByteLevelDetokenizer(self._token_bytes)
         return StreamDetokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:])
 
+    def token_bytes(self, token_id: TokenId) -> bytes:
+        """The bytes one token stands for; of other vocabularies than byte-level ones its text's."""
+        if self._token_bytes is None:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+
 
 class ByteLevelDetokenizer:
     """For vocabularies whose tokens are byte strings. Ids outside the vocabulary have no text."""

@@ -20,6 +20,10 @@ from text_generation_router.text.detokenizer import Detokenizer, DetokenizerFact
 
 INLINE_CHARACTERS = 1024
 """Texts up to this long are encoded where they are: that takes less than half a millisecond."""
+INLINE_TOKENS = 512
+"""As many are decoded where they are."""
+CHARACTERS_PER_TOKEN = 4
+"""As how long a text so many tokens count, when it is about what takes long."""
 LONG_CHARACTERS = 1 << 17
 """Texts longer than this, tenths of a second of work each, queue in a lane of their own, one at a time."""
 LONG_WAITING = 16
@@ -80,7 +84,7 @@ class Tokenizer:
 
         if len(text) <= INLINE_CHARACTERS:
             return encode()
-        return await self._off_the_loop(text, encode)
+        return await self._off_the_loop(len(text), encode)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         """Token ids of `text`, and which characters each stands for. Raises Overloaded."""
@@ -89,7 +93,7 @@ class Tokenizer:
             [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
             return Encoding(encoding.ids, encoding.offsets)
 
-        return await self._off_the_loop(text, encode)
+        return await self._off_the_loop(len(text), encode)
 
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
         """For the new tokens that follow `prompt`."""
@@ -101,20 +105,37 @@ class Tokenizer:
             return self.special_texts[token_id]
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: TokenId) -> bytes:
+        """The bytes one token stands for, be they whole characters or not."""
+        if token_id in self.special_texts:
+            return self.special_texts[token_id].encode()
+        return self._detokenizers.token_bytes(token_id)
+
+    async def decode(self, ids: Sequence[TokenId]) -> str:
+        """The text of `ids`, special tokens and all. Raises Overloaded."""
+
+        def decode() -> str:
+            [text] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
+            return text
+
+        if len(ids) <= INLINE_TOKENS:
+            return decode()
+        return await self._off_the_loop(len(ids) * CHARACTERS_PER_TOKEN, decode)
+
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._long_lane.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_the_loop(self, text: str, encode: Callable[[], T]) -> T:
-        """Run `encode` on a thread: the lane for long texts, so that nobody's short one waits behind them."""
+    async def _off_the_loop(self, characters: int, work: Callable[[], T]) -> T:
+        """Run `work` on a thread: the lane for long texts, so that nobody's short one waits behind them."""
         loop = asyncio.get_running_loop()
-        if len(text) <= LONG_CHARACTERS:
-            return await loop.run_in_executor(self._pool, encode)
+        if characters <= LONG_CHARACTERS:
+            return await loop.run_in_executor(self._pool, work)
         if self._long_waiting >= LONG_WAITING:
             raise Overloaded
         self._long_waiting += 1
         try:
-            return await loop.run_in_executor(self._long_lane, encode)
+            return await loop.run_in_executor(self._long_lane, work)
         finally:
             self._long_waiting -= 1

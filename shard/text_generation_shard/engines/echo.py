@@ -2,7 +2,8 @@
 
 New token i of a sequence is prompt token i modulo the prompt's length, counted over everything generated since the
 request began, so that a preempted sequence goes on where it was. It keeps the contract of a real engine to the letter:
-KV blocks, grants, chunks, stopping.
+KV blocks, grants, chunks, stopping. Given a model folder with a tokenizer.json it also keeps to grammars: it ends as soon
+as it may, closes what is open, and repeats its prompt only where that is allowed.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
+    FailureCode,
     Orders,
     Scheduling,
     StepResult,
     TopTokens,
     WarmUpLimits,
 )
+from text_generation_shard.grammar import Grammars, load_grammars
+from text_generation_shard.masks import Mask, TokenMasks
 from text_generation_shard.sequences import ChosenToken, Row, Sequence, SequenceTable
 
 BLOCK_SIZE = 16
@@ -40,10 +46,13 @@ class EchoEngine:
     prefill_s: float
     fail_token: int
     fail_step_token: int
+    grammars: Grammars | None = None
     _table: SequenceTable = field(init=False)
+    _masks: TokenMasks | None = field(init=False)
 
     @classmethod
     def build(cls, config: ShardConfig) -> EchoEngine:
+        grammars = load_grammars(config.model_path)
         info = EngineInfo(
             engine="echo",
             model_id=config.model_id or config.model_path or "echo",
@@ -58,6 +67,7 @@ class EchoEngine:
             eos_token_ids=(),
             suggested_prefill_tokens=4096,
             max_top_n_tokens=20,
+            grammar_kinds=grammars.kinds if grammars is not None else (),
         )
         return cls(
             info=info,
@@ -66,10 +76,12 @@ class EchoEngine:
             prefill_s=config.echo_prefill_us / 1e6,
             fail_token=config.echo_fail_token,
             fail_step_token=config.echo_fail_step_token,
+            grammars=grammars,
         )
 
     def __post_init__(self) -> None:
         self._table = SequenceTable(self.info)
+        self._masks = None if self.grammars is None else TokenMasks(self.grammars, self.grammars.vocab_size)
 
     def warm_up(self, limits: WarmUpLimits) -> int:
         self._table.clear()
@@ -86,11 +98,15 @@ class EchoEngine:
         if not rows:
             return None
         started = time.perf_counter()
+        sampling = [row.sequence for row in rows if row.samples]
+        constrained = [sequence for sequence in sampling if sequence.matcher is not None]
+        pending = self._masks.start(constrained) if constrained and self._masks is not None else None
         prompt_tokens = sum(row.length for row in rows if row.sequence.is_prefilling)
         if (pace := self.step_s + self.prefill_s * prompt_tokens) > 0:
             # A pause from the start of the step, not after it: the pace set is the pace kept.
             time.sleep(pace)
-        chosen = [self._choose(row.sequence) for row in rows if row.samples]
+        masks = {} if pending is None else pending.result()
+        chosen = [self._choose(sequence, masks.get(sequence.slot)) for sequence in sampling]
         if any(token.token_id == self.fail_step_token for token in chosen):
             return self._table.fail(rows, "the step failed, as the echo engine was told")
         for row in rows:
@@ -113,24 +129,47 @@ class EchoEngine:
 
     def close(self) -> None:
         self._table.clear()
+        if self.grammars is not None:
+            self.grammars.close()
+        if self._masks is not None:
+            self._masks.close()
 
-    def _choose(self, sequence: Sequence) -> ChosenToken:
+    def _choose(self, sequence: Sequence, mask: Mask | None) -> ChosenToken:
         period = sequence.prompt_length - sequence.generated_before
         token = sequence.tokens[(len(sequence.tokens) - period) % period]
         if token == self.fail_token:
             return ChosenToken(token, LOGPROB, failure="this token fails, as the echo engine was told")
-        return ChosenToken(token, LOGPROB)
+        return ChosenToken(token, LOGPROB) if mask is None else self._choose_allowed(token, sequence, mask)
+
+    def _choose_allowed(self, usual: int, sequence: Sequence, mask: Mask) -> ChosenToken:
+        if mask.failure is not None or self.grammars is None:
+            return ChosenToken(usual, LOGPROB, mask.failure, FailureCode.INVALID)
+        if mask.is_complete or (mask.may_end and not sequence.suppressed):
+            end = min(sequence.stopping.eos_token_ids or self.grammars.end_token_ids)
+            return ChosenToken(end, LOGPROB, ends=True)
+        for token in (*self.grammars.closing_token_ids, usual):
+            if token < mask.allowed.size and mask.allowed[token]:
+                return ChosenToken(token, LOGPROB)
+        allowed = np.flatnonzero(mask.allowed).tolist()
+        return ChosenToken(
+            next((token for token in allowed if not self.grammars.is_special(token)), allowed[0]), LOGPROB
+        )
 
     def _score_prompt(self, row: Row) -> None:
-        scores = row.sequence.prompt_logprobs
-        if scores is not None:
-            for position in range(max(row.start, 1), min(row.start + row.length, len(scores))):
-                scores[position] = LOGPROB
+        if (scores := row.sequence.prompt_scores) is None:
+            return
+        for position in range(max(row.start, 1), min(row.start + row.length, len(scores.logprobs))):
+            scores.logprobs[position] = LOGPROB
+            if scores.tops is not None:
+                scores.tops[position] = _neighbours(row.sequence.tokens[position], row.sequence.prompt_top_n)
 
     def _add_top_tokens(self, rows: list[Row], result: StepResult) -> None:
         wanted = {row.sequence.slot: row.sequence.top_n for row in rows if row.sequence.top_n}
         for slot, token in zip(result.slots, result.token_ids, strict=True):
             if n := wanted.get(slot, 0):
-                # The chosen token, then its neighbours in the vocabulary, each half as likely as the one before.
-                ids = tuple((token + i) % VOCAB_SIZE for i in range(n))
-                result.top_tokens.append(TopTokens(slot, 0, ids, tuple(LOGPROB - 0.7 * i for i in range(n))))
+                result.top_tokens.append(TopTokens(slot, 0, *_neighbours(token, n)))
+
+
+def _neighbours(token: int, n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """A token, then its neighbours in the vocabulary, each half as likely as the one before: ids and logprobs."""
+    return tuple((token + i) % VOCAB_SIZE for i in range(n)), tuple(LOGPROB - 0.7 * i for i in range(n))

@@ -97,11 +97,15 @@ def test_a_flag_of_tgi_that_is_not_served_is_refused_by_name(name: str, capsys: 
 
 
 def test_what_a_refused_variable_holds_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "hush" not in complaint(capsys, *MODEL, environ={"API_KEY": "hush"})
+    assert "hush" not in complaint(capsys, *MODEL, environ={"NGROK_AUTHTOKEN": "hush"})
 
 
 def test_a_refused_variable_that_is_empty_does_not_count() -> None:
-    read_config(MODEL, {"API_KEY": ""})
+    read_config(MODEL, {"QUANTIZE": ""})
+
+
+def test_vertex_says_which_port() -> None:
+    assert read_config((*MODEL, "--port", "1"), {"AIP_HTTP_PORT": "8080"}).port == 8080
 
 
 @pytest.mark.parametrize(

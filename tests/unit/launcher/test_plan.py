@@ -215,3 +215,12 @@ def test_a_child_may_take_a_little_longer_to_stop_than_it_grants_itself() -> Non
     made = plan(graceful_termination_timeout=30.0, shutdown_timeout=4.0)
     assert made.router.stop_timeout > 30.0
     assert made.shards[0].stop_timeout > 4.0
+
+
+def test_a_key_travels_where_no_process_list_shows_it() -> None:
+    router = plan(api_key=("hush", "hush2")).router
+    assert not any("hush" in word for word in router.argv)
+    assert router.env["API_KEY"] == "hush,hush2"
+    with_key = dataclasses.replace(AROUND, environ={"API_KEY": "hush"})
+    made = plan(with_key)
+    assert all("API_KEY" not in child.env for child in (made.router, *made.shards))

@@ -288,7 +288,7 @@ def test_prompt_logprobs_come_once_with_the_first_token(driver: Driver) -> None:
     chunked = driver.admit(PROMPT, prompt_logprobs=True, chunk=9)
     first = driver.step()
     assert first is not None
-    assert [slot for slot, _ in first.prompt_logprobs] == [whole.slot]
+    assert [scores.slot for scores in first.prompt_logprobs] == [whole.slot]
     driver.run()
     for stream in (whole, chunked):
         (logprobs,) = stream.prompt_logprobs

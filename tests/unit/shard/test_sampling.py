@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from text_generation_shard.engine import Sampling
-from text_generation_shard.sampling import Choices, SamplingRow, choose, top_tokens, uniform
+from text_generation_shard.sampling import Choices, choose, top_tokens, uniform
+from text_generation_shard.sampling_rows import SamplingRow
 
 VOCABULARY = 6000
 """More than the sampler sorts at first, or second."""
@@ -20,7 +21,8 @@ VOCABULARY = 6000
 
 def a_row(sampling: Sampling, history: list[int] | None = None, position: int | None = None) -> SamplingRow:
     history = history or [1, 2, 3]
-    return SamplingRow(sampling, len(history) if position is None else position, history[-1], torch.tensor(history))
+    place = len(history) if position is None else position
+    return SamplingRow(sampling, place, history[-1], torch.tensor(history), generated=len(history) // 2)
 
 
 def some_logits(rows: int = 1, vocabulary: int = VOCABULARY, scale: float = 3.0, seed: int = 0) -> Tensor:
@@ -126,6 +128,90 @@ def test_the_watermark_favours_half_the_vocabulary_and_hangs_on_the_last_token()
     assert not torch.equal(scores, processed(logits, sampling, [77, 1]))
 
 
+def reference(scores: list[float], sampling: Sampling, generated: list[int]) -> list[float]:
+    """The OpenAI stages written out for one row: output penalties, bias, min_p after temperature."""
+    counts = Counter(generated)
+    scores = [
+        score - counts[token] * sampling.output_frequency_penalty - (token in counts) * sampling.output_presence_penalty
+        for token, score in enumerate(scores)
+    ]
+    for token, value in zip(sampling.logit_bias_ids, sampling.logit_bias_values, strict=True):
+        scores[token] += value
+    scores = [score / sampling.temperature for score in scores]
+    if sampling.min_p:
+        best = max(scores)
+        scores = [score if math.exp(score - best) >= sampling.min_p else -math.inf for score in scores]
+    return scores
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_openai_stages_follow_their_formulas_in_every_row(data: st.DataObject) -> None:
+    vocabulary, rows, expected = 40, [], []
+    count = data.draw(st.integers(1, 5))
+    logits = some_logits(count, vocabulary, seed=data.draw(st.integers(0, 99)))
+    tokens = st.integers(0, vocabulary - 1)
+    for index in range(count):
+        history = data.draw(st.lists(tokens, min_size=1, max_size=12))
+        generated = data.draw(st.integers(0, len(history) - 1))
+        bias = data.draw(st.lists(st.tuples(tokens, st.sampled_from([-100.0, -1.5, 0.25, 100.0])), max_size=4))
+        sampling = Sampling(
+            temperature=data.draw(st.sampled_from([1.0, 0.5])),
+            min_p=data.draw(st.sampled_from([0.0, 0.1, 0.9, 1.0])),
+            output_frequency_penalty=data.draw(st.sampled_from([0.0, 0.5, -2.0])),
+            output_presence_penalty=data.draw(st.sampled_from([0.0, 1.25, -0.5])),
+            logit_bias_ids=tuple(token for token, _ in bias),
+            logit_bias_values=tuple(value for _, value in bias),
+        )
+        rows.append(SamplingRow(sampling, len(history), history[-1], torch.tensor(history), generated))
+        said = history[len(history) - generated :]
+        expected.append(reference(logits[index].tolist(), sampling, said))
+    scores = choose(logits, rows).scores
+    torch.testing.assert_close(scores, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+
+
+def test_output_penalties_leave_the_prompt_alone() -> None:
+    sampling = Sampling(output_frequency_penalty=1.0, output_presence_penalty=0.5)
+    history = torch.tensor([0, 0, 1, 1, 2])
+    logits = torch.zeros(1, 4)
+    assert choose(logits, [SamplingRow(sampling, 5, 2, history, generated=3)]).scores.tolist() == [
+        [0.0, -2.5, -1.5, 0.0]
+    ]
+    assert choose(logits, [SamplingRow(sampling, 5, 2, history)]).scores.tolist() == [[0.0] * 4]
+
+
+def test_suppressed_tokens_have_no_probability_in_their_row_alone() -> None:
+    logits = torch.tensor([[1.0, 9.0, 8.0]] * 2)
+    suppressed = SamplingRow(Sampling(), 1, 0, suppressed=frozenset({1, 2, 77}))
+    choices = choose(logits, [suppressed, SamplingRow(Sampling(), 1, 0)])
+    assert choices.token_ids == [0, 1]
+    assert choices.logprobs[0] == 0.0
+    assert top_tokens(choices, 0, 3)[0] == (0,)
+
+
+def test_what_the_grammar_leaves_comes_before_temperature_and_filters() -> None:
+    logits = torch.tensor([[9.0, 1.0, 2.0, 8.0]] * 2)
+    allowed = torch.tensor([False, True, True, False])
+    masked = SamplingRow(Sampling(top_k=1), 1, 0, allowed=allowed)
+    choices = choose(logits, [SamplingRow(Sampling(), 1, 0), masked])
+    assert choices.token_ids == [0, 2]
+    assert choices.logprobs[1] == 0.0
+    alone = choose(logits[:1], [masked])
+    assert (alone.token_ids, alone.logprobs) == ([2], [0.0])
+
+
+def test_a_mask_that_leaves_nothing_makes_the_row_invalid_alone() -> None:
+    logits = torch.tensor([[9.0, 1.0]] * 2)
+    nothing = SamplingRow(Sampling(), 1, 0, allowed=torch.zeros(2, dtype=torch.bool))
+    assert choose(logits, [nothing, SamplingRow(Sampling(), 1, 0)]).valid == [False, True]
+
+
+@pytest.mark.parametrize(("p", "left"), [(1.0, {0, 1}), (0.5, {0, 1, 2}), (0.2, {0, 1, 2, 3})])
+def test_min_p_is_a_share_of_the_best_and_keeps_ties(p: float, left: set[int]) -> None:
+    logits = torch.tensor([[1.0, 1.0, 0.55, 0.25]]).log()
+    assert kept(logits, Sampling(min_p=p)) == left
+
+
 STAGES = st.builds(
     Sampling,
     greedy=st.booleans(),
@@ -137,6 +223,11 @@ STAGES = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.7, -1.0]),
     seed=st.integers(0, (1 << 64) - 1),
     watermark=st.booleans(),
+    min_p=st.sampled_from([0.0, 0.05]),
+    output_frequency_penalty=st.sampled_from([0.0, 0.5]),
+    output_presence_penalty=st.sampled_from([0.0, -0.5]),
+    logit_bias_ids=st.just((3, 4)),
+    logit_bias_values=st.sampled_from([(0.0, 1.0), (2.0, -3.0)]),
 )
 
 

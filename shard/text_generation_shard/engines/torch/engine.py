@@ -7,6 +7,7 @@ tokens (sampling), record them (sequences).
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from text_generation_shard.engine import (
     EngineError,
     EngineInfo,
     Failure,
+    FailureCode,
     InsufficientMemory,
     Orders,
     Scheduling,
@@ -34,7 +36,10 @@ from text_generation_shard.engines.torch.model_config import ModelConfig, read_m
 from text_generation_shard.engines.torch.scoring import score_prompts
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
 from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
-from text_generation_shard.sampling import Choices, SamplingRow, choose, needs_history, top_tokens
+from text_generation_shard.grammar import Grammars, load_grammars
+from text_generation_shard.masks import Mask, TokenMasks
+from text_generation_shard.sampling import Choices, choose, top_tokens
+from text_generation_shard.sampling_rows import SamplingRow, needs_history
 from text_generation_shard.sequences import ChosenToken, Row, SequenceTable
 
 MAX_SLOTS = 256
@@ -46,8 +51,17 @@ SUGGESTED_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 class TorchEngine:
     """See the module."""
 
-    def __init__(self, model: Decoder, config: ModelConfig, info: EngineInfo, memory_fraction: float) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        config: ModelConfig,
+        info: EngineInfo,
+        memory_fraction: float,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.info = info
+        self.grammars = grammars
+        self._masks = None if grammars is None else TokenMasks(grammars, info.vocab_size)
         self._model = model
         self._config = config
         self._memory_fraction = memory_fraction
@@ -81,6 +95,7 @@ class TorchEngine:
         folder = Path(config.model_path)
         model_config = read_model_config(folder)
         dtype = config.dtype or model_config.dtype
+        grammars = load_grammars(config.model_path, model_config.eos_token_ids)
         info = EngineInfo(
             engine="torch",
             model_id=config.model_id or config.model_path,
@@ -95,10 +110,11 @@ class TorchEngine:
             eos_token_ids=model_config.eos_token_ids,
             suggested_prefill_tokens=SUGGESTED_PREFILL_TOKENS[device.type],
             max_top_n_tokens=MAX_TOP_N_TOKENS,
+            grammar_kinds=grammars.kinds if grammars is not None else (),
         )
         model = _load(model_config, folder, device, dtype, dummy=config.load_format == "dummy")
         fraction = config.cuda_memory_fraction if device.type == "cuda" else config.cpu_memory_fraction
-        return cls(model, model_config, info, fraction)
+        return cls(model, model_config, info, fraction, grammars)
 
     def warm_up(self, limits: WarmUpLimits) -> int:
         self.reset()
@@ -152,6 +168,10 @@ class TorchEngine:
         self.reset()
         self._allocate(0)
         del self._model
+        if self.grammars is not None:
+            self.grammars.close()
+        if self._masks is not None:
+            self._masks.close()
 
     def _allocate(self, num_blocks: int) -> None:
         # The old pool goes before the new one comes: they need not fit side by side.
@@ -162,6 +182,7 @@ class TorchEngine:
     @torch.inference_mode()
     def _compute(self, rows: list[Row]) -> tuple[list[ChosenToken], list[TopTokens], int]:
         """One forward pass: a token for each row that samples, their top tokens, nanoseconds of the model's part."""
+        pending = self._start_masks(rows)
         batch = build_batch(rows, self._block_tables, self._cache, self._window, self._device)
         if batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
@@ -177,16 +198,33 @@ class TorchEngine:
         score_prompts(rows, batch, hidden, self._model)
         if logits is None:
             return [], [], forward_ns
-        choices = choose(logits, [self._sampling_row(row) for _, row in sampling])
-        return _chosen_tokens(choices), _top_tokens(choices, [row for _, row in sampling]), forward_ns
+        masks = {} if pending is None else pending.result()
+        choices = choose(logits, [self._sampling_row(row, masks.get(row.sequence.slot)) for _, row in sampling])
+        chosen = _chosen_tokens(choices)
+        for (_, row), token in zip(sampling, chosen, strict=True):
+            if mask := masks.get(row.sequence.slot):
+                _judge(token, mask)
+        return chosen, _top_tokens(choices, [row for _, row in sampling]), forward_ns
 
-    def _sampling_row(self, row: Row) -> SamplingRow:
+    def _start_masks(self, rows: list[Row]) -> Future[dict[int, Mask]] | None:
+        """What the grammars allow, computed beside the forward pass: it hangs on tokens known by now.
+
+        If the step fails, so do the sequences whose matchers are in use here: nobody asks these again.
+        """
+        constrained = [row.sequence for row in rows if row.samples and row.sequence.matcher is not None]
+        return self._masks.start(constrained) if constrained and self._masks is not None else None
+
+    def _sampling_row(self, row: Row, mask: Mask | None) -> SamplingRow:
         sequence = row.sequence
         return SamplingRow(
             sampling=sequence.sampling,
             position=len(sequence.tokens),
             last_token=sequence.tokens[-1],
             history=self._histories.tokens(sequence) if needs_history(sequence.sampling) else None,
+            generated=sequence.generated_before + sequence.generated,
+            # A mask has settled this already.
+            suppressed=sequence.suppressed if mask is None else frozenset(),
+            allowed=None if mask is None or mask.failure is not None else torch.from_numpy(mask.allowed),
         )
 
 
@@ -222,6 +260,13 @@ def _chosen_tokens(choices: Choices) -> list[ChosenToken]:
         ChosenToken(token_id, logprob) if valid else ChosenToken(0, 0.0, failure="the logits leave no token to choose")
         for token_id, logprob, valid in zip(choices.token_ids, choices.logprobs, choices.valid, strict=True)
     ]
+
+
+def _judge(token: ChosenToken, mask: Mask) -> None:
+    """What a mask says of the token chosen under it."""
+    token.ends = mask.is_complete
+    if mask.failure is not None:
+        token.failure, token.failure_code = mask.failure, FailureCode.INVALID
 
 
 def _top_tokens(choices: Choices, rows: list[Row]) -> list[TopTokens]:

@@ -11,13 +11,17 @@ from text_generation_router.api.schemas import GenerateParameters
 from text_generation_router.api.validation import Limits
 from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.metrics import Metrics
+from text_generation_router.scheduling.blocks import BlockPool
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.text.tokenizer import Tokenizer
 
 LIMITS = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=100, max_total_tokens=200)
 
 
 def an_admission(demo_model: Path) -> Admission:
-    metrics = Metrics(max_input_tokens=100, max_total_tokens=200, queue_size=lambda: 0, batch_size=lambda: 0)
+    scheduler = Scheduler(BlockPool(1, 16), 1, Policy(1, 1))
+    metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
     return Admission(Tokenizer.load(demo_model, workers=1), LIMITS, metrics)
 
 

@@ -1,73 +1,141 @@
-"""Metrics carry TGI's names, types and buckets."""
+"""/metrics has TGI's names, types and labels, and as many lines from the first scrape to the last."""
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client.parser import text_string_to_metric_families
 
-from text_generation_router.metrics import Histogram, Metrics, Spent
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.metrics import Metrics, Spent
+from text_generation_router.request import FinishReason
+from text_generation_router.scheduling.blocks import BlockPool
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.steps import Deliveries
+from text_generation_router.shards.observer import Handled
 
-NAMES = {
-    "tgi_request_count": "counter",
-    "tgi_request_success": "counter",
-    "tgi_request_failure": "counter",
-    "tgi_request_duration": "histogram",
-    "tgi_request_validation_duration": "histogram",
-    "tgi_request_queue_duration": "histogram",
-    "tgi_request_inference_duration": "histogram",
-    "tgi_request_mean_time_per_token_duration": "histogram",
-    "tgi_request_generated_tokens": "histogram",
-    "tgi_request_input_length": "histogram",
-    "tgi_request_max_new_tokens": "histogram",
-    "tgi_queue_size": "gauge",
-    "tgi_batch_current_size": "gauge",
+TGI = {
+    "tgi_request_count": ("counter", ""),
+    "tgi_request_success": ("counter", ""),
+    "tgi_request_failure": ("counter", "err"),
+    "tgi_request_duration": ("histogram", ""),
+    "tgi_request_validation_duration": ("histogram", ""),
+    "tgi_request_queue_duration": ("histogram", ""),
+    "tgi_request_inference_duration": ("histogram", ""),
+    "tgi_request_mean_time_per_token_duration": ("histogram", ""),
+    "tgi_request_generated_tokens": ("histogram", ""),
+    "tgi_request_input_length": ("histogram", ""),
+    "tgi_request_max_new_tokens": ("histogram", ""),
+    "tgi_request_skipped_tokens": ("histogram", ""),
+    "tgi_queue_size": ("gauge", ""),
+    "tgi_batch_current_size": ("gauge", ""),
+    "tgi_batch_current_max_tokens": ("gauge", ""),
+    "tgi_batch_next_size": ("histogram", ""),
+    "tgi_batch_concat": ("counter", "reason"),
+    "tgi_batch_inference_count": ("counter", "method"),
+    "tgi_batch_inference_success": ("counter", "method"),
+    "tgi_batch_inference_failure": ("counter", "method"),
+    "tgi_batch_inference_duration": ("histogram", "method"),
+    "tgi_batch_forward_duration": ("histogram", "method"),
+    "tgi_batch_decode_duration": ("histogram", "method"),
+    "tgi_batch_filter_duration": ("histogram", "method"),
+    "tgi_batch_concat_duration": ("histogram", "method"),
+    "tgi_batch_max_total_tokens": ("gauge", ""),
+    "tgi_batch_total_tokens": ("gauge", ""),
+}
+"""tgi.md 4.6. The skipped tokens are a histogram, because TGI's board asks for their buckets."""
+
+GATEWAYS = {
+    "trtllm_num_requests_waiting",
+    "trtllm_num_requests_running",
+    "trtllm_kv_cache_utilization",
+    "trtllm_kv_cache_tokens_per_block",
+    "trtllm_kv_cache_max_blocks",
+}
+
+OURS = {
+    "text_generation_requests_started": "counter",  # the parser takes a counter's _total off
+    "text_generation_requests_finished": "counter",
+    "text_generation_requests_cancelled": "counter",
+    "text_generation_time_to_first_token_seconds": "histogram",
+    "text_generation_inter_token_seconds": "histogram",
+    "text_generation_kv_cache_usage_ratio": "gauge",
+    "text_generation_preemptions": "counter",
+    "text_generation_sequences_cancelled": "counter",
+    "text_generation_prompt_tokens": "counter",
+    "text_generation_generated_tokens": "counter",
+}
+
+LABELS = {
+    "tgi_request_failure": {"overloaded", "validation", "incomplete", "template", "generation", "dropped", "tool"},
+    "tgi_batch_concat": {"backpressure", "wait_exceeded", "chunking"},
+    "tgi_batch_concat_duration": {"decode"},
 }
 
 
 def some_metrics() -> Metrics:
-    metrics = Metrics(max_input_tokens=100, max_total_tokens=200, queue_size=lambda: 3, batch_size=lambda: 2)
-    metrics.request_started()
-    metrics.request_started()
-    metrics.request_succeeded(Spent(1.0, 0.1, 0.2, 0.7, 7))
-    metrics.request_failed("validation")
-    return metrics
+    scheduler = Scheduler(BlockPool(100, 16), 8, Policy(64, 8))
+    return Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
 
 
-def samples(metrics: Metrics) -> dict[str, float]:
-    """Read line by line: the library's parser puts `_total` where it finds a counter without."""
-    lines = (line.rsplit(" ", 1) for line in metrics.exposition().decode().splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, value in lines}
+def names(metrics: Metrics) -> list[str]:
+    return [line if line[0] == "#" else line.rsplit(" ", 1)[0] for line in metrics.exposition().decode().splitlines()]
 
 
-def test_every_metric_has_its_name_and_type() -> None:
-    families = text_string_to_metric_families(some_metrics().exposition().decode())
-    assert {family.name: family.type for family in families} == NAMES
+def test_every_metric_has_its_name_type_and_labels() -> None:
+    families = {family.name: family for family in text_string_to_metric_families(some_metrics().exposition().decode())}
+    assert families.keys() == TGI.keys() | GATEWAYS | OURS.keys()
+    for name, (kind, label) in TGI.items():
+        labels = [{key: value for key, value in one.labels.items() if key != "le"} for one in families[name].samples]
+        assert families[name].type == kind, name
+        assert {key for one in labels for key in one} == ({label} if label else set()), name
+        if label:
+            wanted = LABELS.get(name, {"prefill", "decode"})
+            assert {one[label] for one in labels} == wanted, name
+    assert {families[name].type for name in GATEWAYS} == {"gauge"}
+    assert {name: families[name].type for name in OURS} == OURS
 
 
-def test_counters_have_no_suffix() -> None:
-    values = samples(some_metrics())
-    assert values["tgi_request_count"] == 2
-    assert values["tgi_request_success"] == 1
-    assert values['tgi_request_failure{err="validation"}'] == 1
+def test_tgis_counters_have_no_suffix_and_ours_have_prometheus_own() -> None:
+    written = names(some_metrics())
+    assert "tgi_request_count" in written
+    assert "text_generation_requests_started_total" in written
+    assert not [name for name in written if name.startswith("tgi_") and "_total " in name]
 
 
-def test_gauges_are_read_when_scraped() -> None:
-    values = samples(some_metrics())
-    assert (values["tgi_queue_size"], values["tgi_batch_current_size"]) == (3, 2)
+def test_buckets_are_tgis() -> None:
+    written = names(some_metrics())
+
+    def bounds(name: str) -> list[str]:
+        return [line.split('le="')[1].rstrip('"}') for line in written if line.startswith(f"{name}_bucket")]
+
+    for name, (kind, label) in TGI.items():
+        if kind == "histogram" and name.endswith("duration"):
+            own = bounds(name)[:36]
+            assert [float(bound) for bound in own[:-1]] == [0.0001 * 1.5**k for k in range(1, 36)], (name, label)
+    assert [float(bound) for bound in bounds("tgi_request_input_length")[:-1]] == list(range(1, 101))
+    assert [float(bound) for bound in bounds("tgi_request_generated_tokens")[:-1]] == list(range(2, 201, 2))
+    assert [float(bound) for bound in bounds("tgi_batch_next_size")[:-1]] == list(range(1, 1025))
 
 
-def test_time_per_token_is_inference_over_tokens() -> None:
-    assert samples(some_metrics())["tgi_request_mean_time_per_token_duration_sum"] == 0.7 / 7
+def test_events_add_no_lines() -> None:
+    metrics = some_metrics()
+    before = names(metrics)
+    metrics.requests.started()
+    metrics.requests.succeeded(Spent(1.0, 0.1, 0.2, 0.7, 7), FinishReason.LENGTH)
+    for error_type in ("validation", "overloaded", "dropped", 'no {label="of ours"}\n'):
+        metrics.requests.failed(error_type)
+    report = pb.StepReport(step=1, step_ns=1, prefilled_slots=[0], prefilled_tokens=[5])
+    metrics.steps.on_report(Handled(report, Deliveries(), 0.0, 0.0, 0.0, ()))
+    assert names(metrics) == before
 
 
-def test_a_histogram_is_cumulative_and_its_bounds_inclusive() -> None:
-    histogram = Histogram("h", "", [1, 2, 3])
-    for value in (1, 1.5, 2, 9):
-        histogram.observe(value)
-    assert [(s.labels.get("le"), s.value) for s in histogram.family().samples] == [
-        ("1", 1.0),
-        ("2", 3.0),
-        ("3", 3.0),
-        ("+Inf", 4.0),
-        (None, 4.0),
-        (None, 13.5),
-    ]
+def test_a_scrape_stops_the_loop_for_less_than_ten_milliseconds() -> None:
+    metrics = some_metrics()
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        metrics.exposition()
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.010

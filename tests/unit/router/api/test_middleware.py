@@ -11,6 +11,9 @@ from structlog.testing import capture_logs
 
 from text_generation_router.api.middleware import answering
 from text_generation_router.metrics import Metrics
+from text_generation_router.scheduling.blocks import BlockPool
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
 
 
 async def broken(request: web.Request) -> web.StreamResponse:
@@ -26,7 +29,7 @@ async def broken_midway(request: web.Request) -> web.StreamResponse:
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, queue_size=lambda: 0, batch_size=lambda: 0)
+    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=Scheduler(BlockPool(1, 16), 1, Policy(1, 1)))
     app = web.Application(middlewares=[answering(metrics)])
     app.router.add_get("/broken", broken)
     app.router.add_get("/midway", broken_midway)
@@ -44,7 +47,7 @@ async def test_a_bug_is_a_500_that_gives_nothing_away(client: aiohttp.ClientSess
             assert response.status == 500
             assert await response.text() == '{"error":"Incomplete generation","error_type":"incomplete_generation"}'
     assert records[0]["event"] == "request handler failed"
-    assert records[0]["exc_info"] is True
+    assert isinstance(records[0]["exc_info"], ZeroDivisionError)
     assert records[1]["status"] == 500
 
 

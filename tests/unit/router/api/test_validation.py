@@ -1,4 +1,5 @@
-"""TGI's rules: their texts, and that the first one broken is the one reported."""
+"""TGI's rules up to 16: their texts, and that the first one broken is the one reported. All of them over HTTP:
+tests/integration/test_http_rules.py."""
 
 from __future__ import annotations
 
@@ -7,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from text_generation_router.api.extras import TGI
+from text_generation_router.api.sampling import to_sampling
 from text_generation_router.api.schemas import GenerateParameters
 from text_generation_router.api.validation import (
     Limits,
-    check_grammar,
     check_parameters,
     check_streamed,
     check_whole,
     new_tokens,
-    to_sampling,
 )
 from text_generation_router.errors import InvalidRequest
 
@@ -56,7 +57,6 @@ WHOLE: list[tuple[str, dict[str, Any], str]] = [
         "`inputs` tokens + `max_new_tokens` must be <= 20. Given: 30 `inputs` tokens and 0 `max_new_tokens`",
     ),
     ("16", {"input_tokens": 11}, "`inputs` must have less than 10 tokens. Given: 11"),
-    ("17", {"grammar": {"type": "regex", "value": "a"}}, "grammar is not supported"),
 ]
 
 
@@ -68,7 +68,6 @@ def judge(case: dict[str, Any], first: Callable[[GenerateParameters], None]) -> 
     first(parameters)
     check_parameters(case.get("inputs", "Hello"), parameters, LIMITS)
     new_tokens(case.get("input_tokens", 1), parameters, LIMITS)
-    check_grammar(parameters)
 
 
 def refusal(case: dict[str, Any], first: Callable[[GenerateParameters], None]) -> str:
@@ -140,9 +139,9 @@ def test_without_max_new_tokens_a_request_gets_all_that_fits(
     ],
 )
 def test_a_request_is_sampled_if_a_parameter_differs_from_neutral(parameters: dict[str, Any], greedy: bool) -> None:
-    assert to_sampling(GenerateParameters.model_validate(parameters), random_seed=1).greedy is greedy
+    assert to_sampling(GenerateParameters.model_validate(parameters), TGI, random_seed=1).greedy is greedy
 
 
 def test_a_given_seed_is_kept_and_a_missing_one_is_drawn() -> None:
-    assert to_sampling(GenerateParameters(seed=0), random_seed=7).seed == 0
-    assert to_sampling(GenerateParameters(), random_seed=7).seed == 7
+    assert to_sampling(GenerateParameters(seed=0), TGI, random_seed=7).seed == 0
+    assert to_sampling(GenerateParameters(), TGI, random_seed=7).seed == 7

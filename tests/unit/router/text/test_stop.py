@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from text_generation_router.text.stop import StopMatcher
 
 
-def feed(pieces: list[str], stops: tuple[str, ...]) -> tuple[str, bool]:
-    """The text up to the stop, and whether there was one."""
-    matcher = StopMatcher(stops)
+def feed(pieces: list[str], stops: tuple[str, ...], *, keep: bool = True) -> tuple[str, bool]:
+    """The text, and whether a stop string ended it."""
+    matcher = StopMatcher(stops, keep=keep)
     text = ""
     for piece in pieces:
-        cut = matcher.cut(piece)
-        if cut is not None:
-            return text + piece[:cut], True
-        text += piece
-    return text, False
+        text += matcher.feed(piece)
+        if matcher.matched is not None:
+            return text, True
+    return text + matcher.flush(), False
 
 
 def test_a_stop_inside_a_token_cuts_the_token() -> None:
@@ -58,3 +57,39 @@ def test_every_split_of_a_text_gives_the_same(text: str, stops: tuple[str, ...],
     pieces = [text[a:b] for a, b in pairwise(edges) if b > a]
     end = min((text.index(stop) + len(stop) for stop in stops if stop in text), default=None)
     assert feed(pieces, stops) == ((text, False) if end is None else (text[:end], True))
+
+
+def test_what_may_become_a_stop_is_held_back_and_no_more() -> None:
+    matcher = StopMatcher(("STOP", "ende"), keep=False)
+    assert [matcher.feed(piece) for piece in ("an S", "T", "ST", "O", "x", "end")] == ["an ", "", "ST", "", "STOx", ""]
+    assert matcher.flush() == "end"
+
+
+def test_of_stops_that_complete_together_the_longest_is_cut() -> None:
+    matcher = StopMatcher(("b", "ab"), keep=False)
+    assert (matcher.feed("xab"), matcher.matched) == ("x", "ab")
+
+
+@given(
+    text=st.text("ab", max_size=60),
+    stops=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=4).map(tuple),
+    cuts=st.lists(st.integers(0, 60), max_size=12),
+)
+def test_every_split_of_a_cut_text_gives_the_same(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[a:b] for a, b in pairwise(edges) if b > a]
+    ends = [(text.index(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    assert feed(pieces, stops, keep=False) == ((text, False) if not ends else (text[: sum(min(ends))], True))
+
+
+@given(text=st.text("ab", max_size=40), stops=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1).map(tuple))
+def test_exactly_the_longest_beginning_of_a_stop_is_held(text: str, stops: tuple[str, ...]) -> None:
+    matcher = StopMatcher(stops, keep=False)
+    released = ""
+    for end, character in enumerate(text, 1):
+        released += matcher.feed(character)
+        if matcher.matched is not None:
+            return
+        so_far = text[:end]
+        held = max((n for stop in stops for n in range(len(stop)) if so_far.endswith(stop[:n])), default=0)
+        assert released == so_far[: end - held]

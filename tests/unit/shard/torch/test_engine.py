@@ -146,6 +146,12 @@ def test_a_step_that_raises_fails_its_sequences_and_the_engine_goes_on(driver: D
     assert waiting.tokens == expected.tokens
 
 
+def test_a_bias_of_a_hundred_decides(driver: Driver) -> None:
+    stream = driver.admit(PROMPT, 5, sampling=Sampling(logit_bias_ids=(33,), logit_bias_values=(100.0,)))
+    driver.run()
+    assert stream.tokens == [33] * 5
+
+
 def test_bfloat16_stays_near_float32(checkpoint: Path, driver: Driver) -> None:
     exact = driver.admit(PROMPT, 1, prompt_logprobs=True)
     driver.run()

@@ -1,0 +1,57 @@
+"""The parts behind the routes, started and stopped together: chat templates and grammars have processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from text_generation_router.api.admission import Admission, Permits
+from text_generation_router.api.serving import Serving
+from text_generation_router.api.settings import Settings
+from text_generation_router.api.turns import Turns
+from text_generation_router.chat.parsers import detect_format
+from text_generation_router.chat.template import ChatTemplates, TemplateRenderer
+from text_generation_router.generation import Generations
+from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
+from text_generation_router.metrics import Metrics
+from text_generation_router.text.tokenizer import Tokenizer
+
+AUTO = "auto"
+"""Take the tool call format from the chat template."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the API knows of the model."""
+
+    tokenizer: Tokenizer
+    templates: ChatTemplates
+    grammar_vocabulary: Path | None = None
+    """The tokenizer.json that grammars are compiled for; None: grammars are not served."""
+    tool_call_parser: str = AUTO
+    reasoning: bool = False
+    """Whether to part what the model thinks from what it says."""
+
+
+@asynccontextmanager
+async def assemble(
+    model: Model, generations: Generations, permits: Permits, metrics: Metrics, settings: Settings
+) -> AsyncIterator[tuple[Serving, Turns]]:
+    """What routes work with. Raises ChatTemplateError, SandboxError if a worker cannot start."""
+    async with AsyncExitStack() as running:
+        grammars = None
+        if model.grammar_vocabulary is not None:
+            grammars = GrammarCompiler(await running.enter_async_context(grammar_sandbox(model.grammar_vocabulary)))
+        renderer = await running.enter_async_context(TemplateRenderer(model.templates))
+        admission = Admission(model.tokenizer, settings.limits, metrics, grammars)
+        serving = Serving(generations, model.tokenizer, admission, permits, metrics, settings)
+        yield serving, Turns(serving, renderer, call_format=_call_format(model), reasoning=model.reasoning)
+
+
+def _call_format(model: Model) -> str:
+    if model.tool_call_parser != AUTO:
+        return model.tool_call_parser
+    special = frozenset(model.tokenizer.special_texts.values())
+    return detect_format("\n".join(model.templates.sources.values()), special)

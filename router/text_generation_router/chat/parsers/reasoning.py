@@ -1,0 +1,114 @@
+"""What a model thinks, told apart from what it answers: `<think>…</think>` before the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from text_generation_router.chat.events import Event, OutputParser, ReasoningDelta
+from text_generation_router.chat.parsers.markers import Markers
+
+THINK: Final = "<think>"
+END_THINK: Final = "</think>"
+
+
+class ReasoningParser:
+    """Text between the markers is reasoning, whatever is in it; what follows is for the inner parser.
+
+    Without the start marker at the beginning of the answer, all of it is for the inner parser, unless the prompt already
+    ends with the marker (`starts_inside`): then the answer begins in the reasoning, and may repeat the marker.
+    Dropped are whitespace before the start marker, the newlines (no other whitespace) right after it, or at the beginning
+    where it is in the prompt, and those right before and right after the end marker. Without an end marker nothing is
+    dropped from the end.
+    """
+
+    def __init__(
+        self, inner: OutputParser, *, start: str = THINK, end: str = END_THINK, starts_inside: bool = False
+    ) -> None:
+        if not start or not end:
+            raise ValueError("the markers of the reasoning must not be empty")
+        self._inner = inner
+        self._start = start
+        self._end = Markers((end,))
+        self._markers = inner.markers | {start, end}
+        self._starts_inside = starts_inside
+        self._rest = ""
+        """The end of the last piece, where a marker may have begun."""
+        self._blanks: list[str] = []
+        """Whitespace before anything else."""
+        self._newlines = 0
+        """At the end of the reasoning so far; not told yet."""
+        self._has_reasoning = False
+        self._answering = False
+        self._phase: Callable[[str], list[Event]] = self._before
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return self._markers
+
+    def feed(self, text: str) -> Sequence[Event]:
+        if self._answering:
+            return self._inner.feed(text)
+        if self._rest:
+            text = self._rest + text
+            self._rest = ""
+        return self._phase(text) if text else ()
+
+    def finish(self) -> Sequence[Event]:
+        events: list[Event] = []
+        if self._phase == self._before:
+            events += self._no_start("")
+        if self._phase == self._inside:
+            newlines = "\n" * self._newlines if self._has_reasoning else ""
+            if newlines or self._rest:
+                events.append(ReasoningDelta(newlines + self._rest))
+        return [*events, *self._inner.finish()]
+
+    def _before(self, text: str) -> list[Event]:
+        stripped = text.lstrip()
+        self._blanks.append(text[: len(text) - len(stripped)])
+        if stripped.startswith(self._start):
+            self._phase = self._inside
+            return self._inside(stripped[len(self._start) :])
+        if self._start.startswith(stripped):
+            self._rest = stripped
+            return []
+        return self._no_start(stripped)
+
+    def _no_start(self, text: str) -> list[Event]:
+        text = "".join(self._blanks) + self._rest + text
+        self._rest = ""
+        self._phase = self._inside if self._starts_inside else self._answer
+        return self._phase(text)
+
+    def _inside(self, text: str) -> list[Event]:
+        start, end = self._end.find(text, 0)
+        events = self._reason(text[:start])
+        if start == end:
+            self._rest = text[start:]
+            return events
+        self._phase = self._after
+        return events + self._after(text[end:])
+
+    def _reason(self, text: str) -> list[Event]:
+        if not self._has_reasoning:
+            text = text.lstrip("\n")
+        body = text.rstrip("\n")
+        before, newlines = self._newlines, len(text) - len(body)
+        if not body:
+            self._newlines += newlines
+            return []
+        self._newlines = newlines
+        self._has_reasoning = True
+        return [ReasoningDelta("\n" * before + body)]
+
+    def _after(self, text: str) -> list[Event]:
+        text = text.lstrip("\n")
+        if not text:
+            return []
+        self._phase = self._answer
+        return self._answer(text)
+
+    def _answer(self, text: str) -> list[Event]:
+        self._answering = True
+        return list(self._inner.feed(text)) if text else []

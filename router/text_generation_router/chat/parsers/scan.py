@@ -1,0 +1,168 @@
+"""One JSON object, checked character by character: RFC 8259's grammar as a state machine, a constant amount of work each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+MAX_DEPTH: Final = 64
+SPACE: Final = frozenset(" \t\n\r")
+
+_HEX: Final = frozenset("0123456789abcdefABCDEF")
+_DIGITS: Final = frozenset("0123456789")
+_CLOSERS: Final = {"{": "}", "[": "]"}
+_LITERALS: Final = {"t": "rue", "f": "alse", "n": "ull"}
+_CONTROLS: Final = {chr(code): f"\\u{code:04x}" for code in range(32)} | {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+# What a number may go on with: part → {character: next part}. Parts named in _NUMBER_ENDS may also be the last.
+_NUMBER: Final[dict[str, dict[str, str]]] = {
+    "minus": {"0": "zero"} | dict.fromkeys("123456789", "whole"),
+    "zero": {".": "point", "e": "e", "E": "e"},
+    "whole": dict.fromkeys("0123456789", "whole") | {".": "point", "e": "e", "E": "e"},
+    "point": dict.fromkeys("0123456789", "fraction"),
+    "fraction": dict.fromkeys("0123456789", "fraction") | {"e": "e", "E": "e"},
+    "e": dict.fromkeys("0123456789", "exponent") | {"+": "sign", "-": "sign"},
+    "sign": dict.fromkeys("0123456789", "exponent"),
+    "exponent": dict.fromkeys("0123456789", "exponent"),
+}
+_NUMBER_ENDS: Final = frozenset({"zero", "whole", "fraction", "exponent"})
+
+
+def escaped(char: str) -> str:
+    """A character of a JSON string as it must be written: models leave newlines in code bare, which JSON forbids."""
+    return _CONTROLS.get(char, char)
+
+
+class ObjectScanner:
+    """Says of each character whether one JSON object can go on with it.
+
+    Bare control characters in strings pass (see `escaped`); nesting deeper than `MAX_DEPTH` does not.
+    """
+
+    __slots__ = ("_awaited", "_left", "_part", "_rest", "_state", "closed", "depth", "in_string", "is_key")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.closed = False
+        """The object is whole; only whitespace may follow."""
+        self.in_string = False
+        """The last character opened or continued a string."""
+        self.is_key = False
+        """The last string is a key."""
+        self._awaited: list[str] = []
+        self._left = 0
+        self._part = ""
+        self._rest = ""
+        self._state: Callable[[str], bool] = self._root
+
+    def push(self, char: str) -> bool:
+        """Take one more character. False: it does not fit, and the scanner is of no more use."""
+        return self._state(char)
+
+    def _root(self, char: str) -> bool:
+        return char in SPACE or (char == "{" and self._open(char))
+
+    def _open(self, char: str) -> bool:
+        if self.depth == MAX_DEPTH:
+            return False
+        self._awaited.append(_CLOSERS[char])
+        self.depth += 1
+        self._state = self._first_key if char == "{" else self._first_value
+        return True
+
+    def _close(self) -> bool:
+        self._awaited.pop()
+        self.depth -= 1
+        self.closed = self.depth == 0
+        self._state = self._over if self.closed else self._after
+        return True
+
+    def _over(self, char: str) -> bool:
+        return char in SPACE
+
+    def _first_key(self, char: str) -> bool:
+        return self._close() if char == "}" else self._key(char)
+
+    def _key(self, char: str) -> bool:
+        if char == '"':
+            self.in_string = self.is_key = True
+            self._state = self._string
+            return True
+        return char in SPACE
+
+    def _colon(self, char: str) -> bool:
+        if char == ":":
+            self._state = self._value
+            return True
+        return char in SPACE
+
+    def _first_value(self, char: str) -> bool:
+        if char in SPACE:
+            return True
+        return self._close() if char == "]" else self._value(char)
+
+    def _value(self, char: str) -> bool:
+        if char in SPACE:
+            return True
+        if char == '"':
+            self.in_string, self.is_key = True, False
+            self._state = self._string
+        elif char in _CLOSERS:
+            return self._open(char)
+        elif char in _LITERALS:
+            self._rest = _LITERALS[char]
+            self._state = self._literal
+        elif char == "-" or char in _DIGITS:
+            self._part = "minus" if char == "-" else "zero" if char == "0" else "whole"
+            self._state = self._number
+        else:
+            return False
+        return True
+
+    def _string(self, char: str) -> bool:
+        if char == '"':
+            self.in_string = False
+            self._state = self._colon if self.is_key else self._after
+        elif char == "\\":
+            self._state = self._escape
+        return True
+
+    def _escape(self, char: str) -> bool:
+        if char == "u":
+            self._left = 4
+            self._state = self._hex
+            return True
+        self._state = self._string
+        return char in '"\\/bfnrt'
+
+    def _hex(self, char: str) -> bool:
+        self._left -= 1
+        if self._left == 0:
+            self._state = self._string
+        return char in _HEX
+
+    def _literal(self, char: str) -> bool:
+        if self._rest[0] != char:
+            return False
+        self._rest = self._rest[1:]
+        if not self._rest:
+            self._state = self._after
+        return True
+
+    def _number(self, char: str) -> bool:
+        part = _NUMBER[self._part].get(char)
+        if part is not None:
+            self._part = part
+            return True
+        # A number is over only when something else begins.
+        self._state = self._after
+        return self._part in _NUMBER_ENDS and self._after(char)
+
+    def _after(self, char: str) -> bool:
+        awaited = self._awaited[-1]
+        if char == ",":
+            self._state = self._key if awaited == "}" else self._value
+            return True
+        if char == awaited:
+            return self._close()
+        return char in SPACE

@@ -1,0 +1,95 @@
+"""Conversations become prompts: a model's chat template, rendered as transformers renders it, where it can be killed."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
+from text_generation_router.chat.template_input import template_input
+from text_generation_router.errors import TemplateError
+from text_generation_router.sandbox.errors import SandboxError, SandboxOutOfMemory, SandboxTimeout
+from text_generation_router.sandbox.pool import Sandbox, Setup
+
+__all__ = ["ChatTemplateError", "ChatTemplates", "TemplateRenderer"]
+
+MEMORY_BYTES = 256 << 20
+"""A worker's heap. It needs some 15 MB, and a few times the size of what it renders."""
+MAX_CHARACTERS = 2_000_000
+"""Of a rendered text; more is no prompt."""
+BYTES_A_CHARACTER = 4
+"""Of UTF-8, at most."""
+
+
+class TemplateRenderer:
+    """Renders a model's chat templates in workers of its own."""
+
+    def __init__(
+        self,
+        templates: ChatTemplates,
+        *,
+        workers: int = 2,
+        timeout_s: float = 2.0,
+        max_waiting: int = 128,
+        max_characters: int = MAX_CHARACTERS,
+    ) -> None:
+        """With two workers a conversation that takes all of its time does not hold up the others."""
+        self._templates = templates
+        sources = {name: templates.sources[name] for name in (DEFAULT, TOOL_USE) if name in templates.sources}
+        setup = Setup(
+            "text_generation_router.chat.template_job:renderer",
+            {"sources": sources, "max_characters": max_characters},
+        )
+        self._sandbox = Sandbox(
+            setup,
+            workers=workers,
+            timeout_s=timeout_s,
+            memory_bytes=MEMORY_BYTES,
+            max_waiting=max_waiting,
+            max_output=BYTES_A_CHARACTER * max_characters,
+        )
+        self._without_templates = not sources
+
+    async def start(self) -> None:
+        """Start the workers, which compile the templates. Raises ChatTemplateError."""
+        if self._without_templates:
+            return
+        try:
+            await self._sandbox.start()
+        except SandboxError as error:
+            raise ChatTemplateError(f"the chat templates cannot be compiled: {error}") from error
+
+    async def close(self) -> None:
+        """Stop the workers; renderings under way fail."""
+        await self._sandbox.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Of the workers that are ready."""
+        return self._sandbox.pids
+
+    async def render(self, conversation: Conversation, *, tools_in_template: bool = True) -> str:
+        """The prompt. Raises TemplateError, InvalidRequest for reserved template arguments, Overloaded.
+
+        `tools_in_template` False: tools are told as text behind the last message even where the template knows tools.
+        """
+        request = template_input(conversation, self._templates, tools_in_template=tools_in_template)
+        try:
+            text = (await self._sandbox.call(request.to_json())).decode()
+        except SandboxTimeout as error:
+            raise TemplateError("the template took too long") from error
+        except SandboxOutOfMemory as error:
+            raise TemplateError("the template needs too much memory") from error
+        except SandboxError as error:
+            raise TemplateError(str(error)) from error
+        return text.rstrip() if request.trim else text

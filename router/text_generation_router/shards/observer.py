@@ -1,0 +1,37 @@
+"""Who is told of the orders a replica was sent and of the steps it made, to count them."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import NamedTuple, Protocol
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.request import RequestId
+from text_generation_router.scheduling.steps import Deliveries, Orders
+
+
+class Handled(NamedTuple):
+    """A report, and what the router did with it."""
+
+    report: pb.StepReport
+    deliveries: Deliveries
+    received: float
+    """When it came, in seconds of the monotonic clock."""
+    apply_s: float
+    """Seconds the scheduler took to record it."""
+    deliver_s: float
+    """Seconds it took to make text of the tokens and to hand it to the clients."""
+    alive: Container[RequestId]
+    """Requests that go on after it."""
+
+
+class StepObserver(Protocol):
+    """Called on the event loop, once a set of orders and once a report; must neither block nor raise."""
+
+    def on_orders(self, orders: Orders, seconds: float) -> None:
+        """`orders` took so long to decide on, and are on their way."""
+        ...
+
+    def on_report(self, handled: Handled) -> None:
+        """A report was dealt with."""
+        ...

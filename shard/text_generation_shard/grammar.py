@@ -1,0 +1,195 @@
+"""Grammars: what a sequence's new tokens must spell, as a matcher that walks along with them.
+
+llguidance does the work: it reads the model's tokenizer.json once and turns a JSON schema, a regular expression or Lark
+rules into an automaton over its tokens. Building runs on a thread of its own, with the GIL released, at low priority,
+within llguidance's limits of size; what is too large, or slow to say which tokens are allowed, is refused. `masks` asks
+the matchers what may come next.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from text_generation_shard.engine import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+log = structlog.get_logger()
+
+MAX_TEXT = 256 << 10
+"""Characters of a grammar. The time to build one grows with the square of its patterns: so many take 2 s at worst."""
+MASK_BUDGET_S = 0.05
+"""CPU time of a grammar's first mask, at most: it tells what later ones will cost. A JSON schema's takes 0.1 ms."""
+JSON_OPTIONS: JsonCompileOptions = {
+    # One line, as json.dumps writes it, which models have seen most of. Free white space invites a model that is not
+    # sure of itself to write nothing else until it runs out of tokens.
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    # As anyOf; llguidance refuses oneOf otherwise, and generated schemas write it where the branches exclude one another.
+    "coerce_one_of": True,
+    # A keyword that is not understood is refused, not ignored.
+    "lenient": False,
+}
+CLOSING = ('"', "}", "]")
+MAX_MESSAGE = 300
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be served; one line for the client."""
+
+
+@dataclass(slots=True)
+class Matcher:
+    """Where a sequence stands in its grammar. Used by one thread at a time."""
+
+    raw: LLMatcher
+
+    def accept(self, token_id: int) -> None:
+        """Go one token on. A token that the grammar does not allow shows as `problem`."""
+        self.raw.consume_token(token_id)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what was spelled so far is a whole text of the grammar."""
+        return self.raw.is_accepting()
+
+    @property
+    def problem(self) -> str | None:
+        """Why the matcher cannot go on, in one line; None if it can."""
+        return _one_line(self.raw.get_error()) if self.raw.is_error() else None
+
+
+class Grammars:
+    """Builds matchers over one tokenizer, beside whatever else runs."""
+
+    def __init__(self, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
+        self.vocab_size: int = tokenizer.vocab_size
+        self.end_token_ids = frozenset(tokenizer.eos_tokens)
+        """Tokens that end a text: the model's EOS tokens, else the tokenizer's own."""
+        self.closing_token_ids = tuple(
+            token_ids[0] for text in CLOSING if len(token_ids := tokenizer.tokenize_str(text)) == 1
+        )
+        """Tokens that close what is open in JSON."""
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar", initializer=_yield_to_the_engine)
+
+    @property
+    def kinds(self) -> tuple[GrammarKind, ...]:
+        """What `build` takes."""
+        return (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is a control token, that spells no text."""
+        return self._tokenizer.is_special_token(token_id)
+
+    def build(self, grammar: Grammar, generated: Sequence[int] = ()) -> Future[Matcher]:
+        """A matcher that has gone over the `generated` tokens, in a moment. Fails with GrammarError. From any thread."""
+        return self._pool.submit(self._build, grammar, generated)
+
+    def close(self) -> None:
+        """Build nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _build(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
+        from llguidance import LLMatcher
+
+        if len(grammar.text) > MAX_TEXT:
+            raise GrammarError(f"the grammar is longer than {MAX_TEXT} characters")
+        raw = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=self._limits)
+        if raw.is_error():
+            raise GrammarError(f"the grammar cannot be used: {_one_line(raw.get_error())}")
+        if generated and not raw.consume_tokens(list(generated)):
+            raise GrammarError("the tokens generated before do not fit the grammar")
+        started = time.thread_time()
+        raw.compute_bitmask()
+        seconds = time.thread_time() - started
+        if raw.is_error():
+            raise GrammarError(f"the grammar cannot be used: {_one_line(raw.get_error())}")
+        # A sequence that comes back was let in before.
+        if seconds > MASK_BUDGET_S and not generated:
+            raise GrammarError("the grammar takes too long to follow: repeat less, or fewer times")
+        return Matcher(raw)
+
+
+def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | None:
+    """Grammars over the tokenizer.json in `folder`; None where there is none, or none that llguidance reads.
+
+    Takes a quarter of a second for 50 thousand tokens.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if not folder or not path.is_file() or find_spec("llguidance") is None:
+        return None
+    from llguidance import LLParserLimits
+
+    try:
+        tokenizer = _load_tokenizer(path.read_text(encoding="utf-8"), list(eos_token_ids))
+    except (OSError, ValueError) as error:
+        log.warning("no grammars: the tokenizer cannot be read", reason=_one_line(str(error)))
+        return None
+    limits = LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        max_grammar_size=500_000,
+        # These three bound what a step can cost, and what a sequence can hold: a lexer state takes 1 to 2 kB.
+        step_lexer_fuel=100_000,
+        step_max_items=25_000,
+        max_lexer_states=20_000,
+        verbose_errors=False,
+    )
+    return Grammars(tokenizer, limits)
+
+
+def _load_tokenizer(text: str, eos_token_ids: list[int]) -> LLTokenizer:
+    """Raises ValueError if `text` is no tokenizer.json that llguidance reads."""
+    from llguidance import LLTokenizer
+
+    if eos_token_ids:
+        with suppress(ValueError):
+            return LLTokenizer(text, eos_token=eos_token_ids)
+    # It may be that the model's vocabulary goes on beyond the tokenizer's, and its EOS tokens with it.
+    tokenizer = LLTokenizer(text)
+    known = [token_id for token_id in eos_token_ids if token_id < tokenizer.vocab_size]
+    return LLTokenizer(text, eos_token=known) if known else tokenizer
+
+
+def _definition(grammar: Grammar) -> str:
+    """The grammar as llguidance takes it. Raises GrammarError."""
+    from llguidance import LLMatcher
+
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            try:
+                return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
+            except ValueError as error:
+                raise GrammarError(f"the schema is not JSON: {_one_line(str(error))}") from None
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)
+        case GrammarKind.UNSPECIFIED:
+            raise GrammarError("the grammar is of no known kind")
+
+
+def _yield_to_the_engine() -> None:
+    """Let this thread have what others leave of the CPU. On Linux, niceness is a thread's own."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
+
+
+def _one_line(message: str) -> str:
+    words = " ".join(message.replace("<non-verbose/>", "").split())[:MAX_MESSAGE]
+    return "no text can match it" if words == "NoExtensionBias" else words

@@ -1,0 +1,29 @@
+"""One launcher with the demo model for every client's tests: greedy answers in float32, the same on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from client_server import MAX_CONCURRENT, Server
+from openai import OpenAI
+from stack import running
+from tokenizers import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def server(demo_model: Path) -> Iterator[Server]:
+    """The launcher with the torch engine; its limits are small, so that they can be met."""
+    limits = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "8192")
+    places = ("--max-concurrent-requests", str(MAX_CONCURRENT))
+    with running(demo_model, "--engine", "torch", "--dtype", "float32", *limits, *places) as stack:
+        tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+        yield Server(stack.url, str(demo_model), tokenizer)
+
+
+@pytest.fixture
+def openai_client(server: Server) -> Iterator[OpenAI]:
+    """Its own retries are off: an error is to be seen."""
+    with OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+        yield client

@@ -1,0 +1,214 @@
+"""huggingface_hub: InferenceClient and AsyncInferenceClient. Its text_generation posts to the base URL itself."""
+
+from __future__ import annotations
+
+import json
+from asyncio import TaskGroup
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+from client_server import ANSWER, ANSWER_TOKENS, CITY, PLACE, PROMPT, QUESTION, Server
+from huggingface_hub import AsyncInferenceClient, InferenceClient
+from huggingface_hub.errors import HfHubHTTPError, OverloadedError, ValidationError
+
+pytestmark = [pytest.mark.system, pytest.mark.model]
+
+MESSAGES = [{"role": "user", "content": QUESTION}]
+ONLY_NEW = {"return_full_text": False}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather of a city", "parameters": PLACE},
+}
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[InferenceClient]:
+    with InferenceClient(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+def test_text(client: InferenceClient) -> None:
+    assert client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20) == ANSWER
+
+
+def test_text_is_the_full_text_unless_asked_otherwise(client: InferenceClient) -> None:
+    """On the base URL that is TGI's default, which this client leaves to the server."""
+    assert client.text_generation(PROMPT, max_new_tokens=20) == PROMPT + ANSWER
+
+
+def test_text_with_details(client: InferenceClient, server: Server) -> None:
+    reply = client.text_generation(
+        PROMPT, **ONLY_NEW, max_new_tokens=20, details=True, decoder_input_details=True, top_n_tokens=2
+    )
+    details = reply.details
+    assert reply.generated_text == ANSWER
+    assert (details.finish_reason, details.generated_tokens, details.seed) == ("eos_token", ANSWER_TOKENS, None)
+    assert "".join(token.text for token in details.tokens) == ANSWER + "<|im_end|>"
+    assert [token.special for token in details.tokens] == [False] * 7 + [True]
+    assert [token.id for token in details.prefill] == server.tokenizer.encode(PROMPT).ids
+    assert details.prefill[0].logprob is None
+    assert all(token.logprob < 0 for token in details.prefill[1:])
+    # Lists within lists the client leaves as they came.
+    assert [tops[0]["id"] for tops in details.top_tokens] == [token.id for token in details.tokens]
+
+
+def test_text_as_a_stream(client: InferenceClient) -> None:
+    words = list(client.text_generation(PROMPT, max_new_tokens=20, stream=True))
+    assert len(words) == ANSWER_TOKENS
+    assert "".join(words) == ANSWER + "<|im_end|>"  # a token's own text: the client leaves it to the caller to hide
+
+
+def test_text_as_a_stream_with_details(client: InferenceClient, server: Server) -> None:
+    events = list(client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, stream=True, details=True))
+    assert [event.index for event in events] == list(range(1, ANSWER_TOKENS + 1))
+    assert "".join(event.token.text for event in events if not event.token.special) == ANSWER
+    assert [event.generated_text for event in events] == [None] * 7 + [ANSWER]
+    ending = events[-1].details
+    assert (ending.finish_reason, ending.generated_tokens) == ("eos_token", ANSWER_TOKENS)
+    assert ending.input_length == server.count(PROMPT)
+
+
+def test_text_that_stops(client: InferenceClient) -> None:
+    reply = client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, stop=["France"], details=True)
+    assert reply.generated_text == "The capital of France"
+    assert reply.details.finish_reason == "stop_sequence"
+
+
+def test_text_with_a_grammar(client: InferenceClient) -> None:
+    text = client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=40, grammar={"type": "json", "value": CITY})
+    jsonschema.validate(json.loads(text), CITY)
+    regex = {"type": "regex", "value": "(Rome|Oslo)!"}
+    assert client.text_generation(PROMPT, **ONLY_NEW, grammar=regex) in ("Rome!", "Oslo!")
+
+
+def test_text_sampled_with_a_seed(client: InferenceClient) -> None:
+    one, same = (
+        client.text_generation("Once", max_new_tokens=8, do_sample=True, temperature=1.5, top_k=50, top_p=0.9, seed=7)
+        for _ in range(2)
+    )
+    assert one == same
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_refused(client: InferenceClient, stream: bool) -> None:
+    with pytest.raises(ValidationError, match="Input validation error: `temperature` must be strictly positive"):
+        list(client.text_generation("Hi", temperature=-1.0, stream=stream))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_is_full(client: InferenceClient, server: Server, stream: bool) -> None:
+    with server.full(), pytest.raises(OverloadedError, match="Model is overloaded"):
+        list(client.text_generation("Hi", max_new_tokens=1, stream=stream))
+
+
+def test_chat(client: InferenceClient, server: Server) -> None:
+    reply = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0)
+    assert reply.choices[0].message.content == ANSWER
+    assert reply.choices[0].finish_reason == "stop"
+    usage = reply.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_chat_as_a_stream(client: InferenceClient, server: Server) -> None:
+    chunks = list(
+        client.chat_completion(
+            MESSAGES, max_tokens=20, temperature=0.0, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == ANSWER
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["stop"]
+    assert chunks[-1].usage.completion_tokens == ANSWER_TOKENS
+    assert chunks[-1].usage.prompt_tokens == server.count(PROMPT)
+
+
+def test_chat_with_logprobs(client: InferenceClient) -> None:
+    reply = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, logprobs=True, top_logprobs=2)
+    content = reply.choices[0].logprobs.content
+    assert "".join(token.token for token in content) == ANSWER
+    assert all(token.top_logprobs[0].token == token.token for token in content)
+    assert all(token.logprob <= 0 for token in content)
+
+
+def test_chat_that_stops(client: InferenceClient) -> None:
+    choice = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, stop=["France"]).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("The capital of ", "stop")
+
+
+def test_chat_that_must_call_a_tool(client: InferenceClient) -> None:
+    reply = client.chat_completion(MESSAGES, max_tokens=40, temperature=0.0, tools=[WEATHER], tool_choice="required")
+    choice = reply.choices[0]
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert (call.type, call.function.name) == ("function", "get_weather")
+    jsonschema.validate(json.loads(call.function.arguments), PLACE)
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}},
+        {"type": "json", "value": CITY},
+    ],
+    ids=["json_schema", "json"],
+)
+def test_chat_in_a_form(client: InferenceClient, response_format: dict[str, object]) -> None:
+    reply = client.chat_completion(MESSAGES, max_tokens=40, temperature=0.0, response_format=response_format)
+    jsonschema.validate(json.loads(reply.choices[0].message.content), CITY)
+
+
+def test_chat_that_is_refused(client: InferenceClient) -> None:
+    with pytest.raises(HfHubHTTPError) as refused:
+        client.chat_completion([], max_tokens=1)
+    assert refused.value.response.status_code == 422
+    assert "`messages` cannot be empty" in str(refused.value)
+
+
+def test_about_the_server(client: InferenceClient, server: Server) -> None:
+    info = InferenceClient(base_url=server.url, provider="hf-inference").get_endpoint_info()
+    assert info["model_id"] == server.model
+    assert (info["max_total_tokens"], info["max_concurrent_requests"]) == (1024, 8)
+    assert InferenceClient(base_url=server.url, provider="hf-inference").health_check() is True
+
+
+async def test_async(server: Server) -> None:
+    """All shapes at once."""
+    async with AsyncInferenceClient(base_url=server.url, timeout=60) as client:
+
+        async def text() -> None:
+            assert await client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20) == ANSWER
+
+        async def details() -> None:
+            reply = await client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, details=True)
+            assert (reply.generated_text, reply.details.generated_tokens) == (ANSWER, ANSWER_TOKENS)
+
+        async def stream() -> None:
+            words = await client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, stream=True)
+            assert "".join([word async for word in words]) == ANSWER + "<|im_end|>"
+
+        async def stream_with_details() -> None:
+            events = await client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, stream=True, details=True)
+            *_, last = [event async for event in events]
+            assert (last.generated_text, last.details.finish_reason) == (ANSWER, "eos_token")
+
+        async def chat() -> None:
+            reply = await client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0)
+            assert reply.choices[0].message.content == ANSWER
+
+        async def streamed_chat() -> None:
+            chunks = await client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, stream=True)
+            assert "".join([one.delta.content or "" async for chunk in chunks for one in chunk.choices]) == ANSWER
+
+        async with TaskGroup() as tasks:
+            for shape in (text, details, stream, stream_with_details, chat, streamed_chat):
+                tasks.create_task(shape())
+
+
+async def test_async_errors(server: Server) -> None:
+    async with AsyncInferenceClient(base_url=server.url, timeout=60) as client:
+        with pytest.raises(ValidationError, match="`temperature` must be strictly positive"):
+            await client.text_generation("Hi", temperature=-1.0)
+        with server.full(), pytest.raises(OverloadedError, match="Model is overloaded"):
+            await client.text_generation("Hi", max_new_tokens=1)

@@ -1,0 +1,61 @@
+"""The clients for JavaScript, each a script in js/ that says how many of its checks failed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import PIPE
+
+import pytest
+from client_server import PROMPT, Server
+
+pytestmark = [pytest.mark.system, pytest.mark.model]
+
+SCRIPTS = Path(__file__).parent / "js"
+NAMES = ("openai", "huggingface", "anthropic")
+
+
+@pytest.fixture(scope="module")
+def node_home() -> Path:
+    """Where `make test` installs js/package.json: NODE_HOME, or below .cache."""
+    default = Path(__file__).parents[2] / ".cache" / "node"
+    folder = Path(os.environ.get("NODE_HOME", default))
+    if not (folder / "node_modules").is_dir():
+        pytest.fail(f"there are no packages in {folder}: run `make node-packages`")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reports(server: Server, node_home: Path) -> dict[str, tuple[int, str]]:
+    """What each script ended with and said; they run side by side."""
+    node = shutil.which("node")
+    assert node, "node is not installed"
+    environ = os.environ | {
+        "NODE_HOME": str(node_home),
+        "SERVER_URL": server.url,
+        "MODEL_ID": server.model,
+        "PROMPT_TOKENS": str(server.count(PROMPT)),
+    }
+    with ExitStack() as running:
+        scripts = {
+            name: running.enter_context(
+                subprocess.Popen(
+                    [node, SCRIPTS / f"{name}.mjs"], env=environ, stdout=PIPE, stderr=subprocess.STDOUT, text=True
+                )
+            )
+            for name in NAMES
+        }
+        for script in scripts.values():
+            running.callback(script.kill)
+        said = {name: script.communicate(timeout=300)[0] for name, script in scripts.items()}
+        return {name: (script.returncode, said[name]) for name, script in scripts.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_script(name: str, reports: dict[str, tuple[int, str]]) -> None:
+    code, said = reports[name]
+    assert code == 0, said
+    assert said.endswith(" passed, 0 failed\n")

@@ -1,0 +1,188 @@
+"""openai for Python: chats."""
+
+from __future__ import annotations
+
+import json
+import math
+from asyncio import TaskGroup
+from typing import Any, Literal
+
+import jsonschema
+import pytest
+from client_server import ANSWER, ANSWER_TOKENS, CITY, PROMPT, QUESTION, Server
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
+from pydantic import BaseModel, ConfigDict, Field
+
+pytestmark = [pytest.mark.system, pytest.mark.model]
+
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": QUESTION}]
+GREEDY: dict[str, Any] = {"model": "tgi", "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
+
+
+class City(BaseModel):
+    """What a parsed answer is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Literal["Paris", "London"]
+    rank: int = Field(ge=1, le=9)
+
+
+def joined(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
+    """The text of one choice of a stream."""
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+def test_chat(openai_client: OpenAI, server: Server) -> None:
+    reply = openai_client.chat.completions.create(**GREEDY)
+    (choice,) = reply.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
+    assert choice.message.tool_calls is None
+    assert reply.id.startswith("chatcmpl-")
+    assert (reply.object, reply.model) == ("chat.completion", server.model)
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
+    assert reply.usage.total_tokens == server.count(PROMPT) + ANSWER_TOKENS
+    assert reply._request_id
+    assert openai_client.chat.completions.create(**GREEDY).id != reply.id
+
+
+def test_a_request_id_of_the_clients_own_comes_back(openai_client: OpenAI) -> None:
+    reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 1}, extra_headers={"x-request-id": "my-17"})
+    assert reply._request_id == "my-17"
+
+
+def test_max_completion_tokens(openai_client: OpenAI) -> None:
+    arguments = {**GREEDY, "max_tokens": None, "max_completion_tokens": 3}
+    reply = openai_client.chat.completions.create(**arguments)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("The capital of", "length")
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize("stop", ["France", ["is Paris", "France"]], ids=["str", "list"])
+def test_the_stop_text_is_cut(openai_client: OpenAI, stop: str | list[str]) -> None:
+    reply = openai_client.chat.completions.create(**GREEDY, stop=stop)
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("The capital of ", "stop")
+    chunks = list(openai_client.chat.completions.create(**GREEDY, stop=stop, stream=True))
+    assert joined(chunks) == "The capital of "
+
+
+def test_n(openai_client: OpenAI, server: Server) -> None:
+    reply = openai_client.chat.completions.create(**GREEDY, n=3)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in reply.choices} == {ANSWER}
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (server.count(PROMPT), 3 * ANSWER_TOKENS)
+    chunks = list(openai_client.chat.completions.create(**GREEDY, n=2, stream=True))
+    assert [joined(chunks, index) for index in (0, 1)] == [ANSWER, ANSWER]
+
+
+def test_n_answers_differ_when_sampled(openai_client: OpenAI) -> None:
+    arguments = {**GREEDY, "temperature": 2.0, "max_tokens": 6, "seed": 3, "top_p": 1.0, "n": 3}
+    one, same = (openai_client.chat.completions.create(**arguments) for _ in range(2))
+    texts = [choice.message.content for choice in one.choices]
+    assert len(set(texts)) == 3
+    assert same.choices[0].message.content == texts[0]  # the seed is the first one's: the others draw their own
+
+
+def test_logit_bias(openai_client: OpenAI, server: Server) -> None:
+    paris, london = server.tokenizer.encode(" Paris").ids, server.tokenizer.encode(" London").ids
+    bias = {str(paris[0]): -100, str(london[0]): 100}
+    reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 2}, logit_bias=bias)
+    assert reply.choices[0].message.content == " London London"
+    reply = openai_client.chat.completions.create(**GREEDY, logit_bias={str(paris[0]): -100})
+    assert "Paris" not in (reply.choices[0].message.content or "")
+
+
+def test_logprobs(openai_client: OpenAI) -> None:
+    reply = openai_client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=3)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert "".join(token.token for token in logprobs.content) == ANSWER
+    assert b"".join(bytes(token.bytes or ()) for token in logprobs.content) == ANSWER.encode()
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].token == token.token
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-5)
+        assert sum(math.exp(top.logprob) for top in token.top_logprobs) <= 1.0001
+    chunks = list(openai_client.chat.completions.create(**GREEDY, logprobs=True, top_logprobs=3, stream=True))
+    streamed = [choice.logprobs.content or [] for chunk in chunks for choice in chunk.choices if choice.logprobs]
+    assert [token.token for part in streamed for token in part] == [token.token for token in logprobs.content]
+
+
+def test_stream(openai_client: OpenAI, server: Server) -> None:
+    chunks = list(openai_client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
+    *parts, counts = chunks
+    assert joined(parts) == ANSWER
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in parts] == [None] * (len(parts) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in parts)
+    assert counts.choices == []
+    assert counts.usage is not None
+    assert (counts.usage.prompt_tokens, counts.usage.completion_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
+
+
+def test_stream_helper(openai_client: OpenAI) -> None:
+    with openai_client.chat.completions.stream(**GREEDY) as stream:
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion()
+    assert "".join(deltas) == ANSWER
+    assert (final.choices[0].message.content, final.choices[0].finish_reason) == (ANSWER, "stop")
+
+
+def test_going_on_with_an_answer(openai_client: OpenAI) -> None:
+    begun: list[ChatCompletionMessageParam] = [*MESSAGES, {"role": "assistant", "content": "The capital of France"}]
+    reply = openai_client.chat.completions.create(**GREEDY | {"messages": begun})
+    assert reply.choices[0].message.content == " is Paris."
+
+
+@pytest.mark.parametrize("content", [QUESTION, [{"type": "text", "text": QUESTION}]], ids=["text", "parts"])
+def test_a_developers_message_and_parts(openai_client: OpenAI, content: Any) -> None:  # noqa: ANN401 - as clients send it
+    messages = [{"role": "developer", "content": "You are a helpful assistant."}, {"role": "user", "content": content}]
+    reply = openai_client.chat.completions.create(**GREEDY | {"messages": messages})
+    assert reply.choices[0].message.content == ANSWER
+
+
+def test_parse(openai_client: OpenAI) -> None:
+    """A pydantic model as response format is a strict JSON schema."""
+    reply = openai_client.chat.completions.parse(**GREEDY | {"max_tokens": 30}, response_format=City)
+    assert isinstance(reply.choices[0].message.parsed, City)
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_parse_as_a_stream(openai_client: OpenAI) -> None:
+    with openai_client.chat.completions.stream(**GREEDY | {"max_tokens": 30}, response_format=City) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, City)
+
+
+def test_response_formats(openai_client: OpenAI) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+    reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 30}, response_format=schema)
+    jsonschema.validate(json.loads(reply.choices[0].message.content or ""), CITY)
+    # An object of the model's own design may be longer than its tokens: what there is of it begins as one.
+    reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 8}, response_format={"type": "json_object"})
+    assert (reply.choices[0].message.content or "").lstrip().startswith("{")
+    reply = openai_client.chat.completions.create(**GREEDY, response_format={"type": "text"})
+    assert reply.choices[0].message.content == ANSWER
+
+
+async def test_async(server: Server) -> None:
+    """Three at once."""
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client, TaskGroup() as tasks:
+
+        async def streamed() -> str:
+            stream = await client.chat.completions.create(**GREEDY, stream=True)
+            return joined([chunk async for chunk in stream])
+
+        chat = tasks.create_task(client.chat.completions.create(**GREEDY))
+        stream = tasks.create_task(streamed())
+        parse = tasks.create_task(client.chat.completions.parse(**GREEDY | {"max_tokens": 30}, response_format=City))
+        assert (await chat).choices[0].message.content == ANSWER
+        assert await stream == ANSWER
+        assert isinstance((await parse).choices[0].message.parsed, City)

@@ -1,0 +1,124 @@
+"""openai for Python: completions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from client_server import ANSWER, ANSWER_TOKENS, PROMPT, Server
+from openai import OpenAI
+
+pytestmark = [pytest.mark.system, pytest.mark.model]
+
+GREEDY: dict[str, Any] = {"model": "tgi", "temperature": 0, "max_tokens": 20}
+
+
+def test_a_text(openai_client: OpenAI, server: Server) -> None:
+    reply = openai_client.completions.create(**GREEDY, prompt=PROMPT)
+    (choice,) = reply.choices
+    assert (choice.index, choice.text, choice.finish_reason, choice.logprobs) == (0, ANSWER, "stop", None)
+    assert reply.id.startswith("cmpl-")
+    assert (reply.object, reply.model) == ("text_completion", server.model)
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
+
+
+def test_token_ids(openai_client: OpenAI, server: Server) -> None:
+    ids = server.tokenizer.encode(PROMPT).ids
+    assert openai_client.completions.create(**GREEDY, prompt=ids).choices[0].text == ANSWER
+    reply = openai_client.completions.create(**GREEDY, prompt=[ids, ids])
+    assert [(choice.index, choice.text) for choice in reply.choices] == [(0, ANSWER), (1, ANSWER)]
+
+
+def test_several_texts_with_several_answers(openai_client: OpenAI, server: Server) -> None:
+    other = "One, two,"
+    alone = openai_client.completions.create(**GREEDY | {"max_tokens": 3}, prompt=other).choices[0].text
+    reply = openai_client.completions.create(**GREEDY | {"max_tokens": 3}, prompt=[PROMPT, other], n=2)
+    texts = ["The capital of", "The capital of", alone, alone]
+    assert [(choice.index, choice.text) for choice in reply.choices] == list(enumerate(texts))
+    assert {choice.finish_reason for choice in reply.choices} == {"length"}
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == server.count(PROMPT) + server.count(other)
+    assert reply.usage.completion_tokens == 4 * 3
+
+
+@pytest.mark.parametrize("stop", [" Paris", [".", " Paris"]], ids=["str", "list"])
+def test_the_stop_text_is_cut(openai_client: OpenAI, stop: str | list[str]) -> None:
+    choice = openai_client.completions.create(**GREEDY, prompt=PROMPT, stop=stop).choices[0]
+    assert (choice.text, choice.finish_reason) == ("The capital of France is", "stop")
+
+
+def test_echo(openai_client: OpenAI) -> None:
+    assert openai_client.completions.create(**GREEDY, prompt=PROMPT, echo=True).choices[0].text == PROMPT + ANSWER
+
+
+def test_logprobs(openai_client: OpenAI) -> None:
+    reply = openai_client.completions.create(**GREEDY, prompt=PROMPT, logprobs=2)
+    columns = reply.choices[0].logprobs
+    assert columns is not None
+    tokens, offsets = columns.tokens or [], columns.text_offset or []
+    assert "".join(tokens) == ANSWER + "<|im_end|>"
+    assert offsets == [len("".join(tokens[:at])) for at in range(len(tokens))]
+    for token, logprob, top in zip(tokens, columns.token_logprobs or [], columns.top_logprobs or [], strict=True):
+        assert max(top, key=lambda one: top[one]) == token
+        assert len(top) == 2
+        assert top[token] == pytest.approx(logprob, abs=1e-5)
+
+
+def test_logprobs_of_the_prompt(openai_client: OpenAI, server: Server) -> None:
+    """As evaluation tools ask: what the model thinks of a text, without going on with it."""
+    text = "The capital of France is Paris."
+    reply = openai_client.completions.create(
+        model="tgi", prompt=text, echo=True, logprobs=1, max_tokens=0, temperature=0
+    )
+    choice = reply.choices[0]
+    assert choice.text == text
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == [server.tokenizer.decode([one]) for one in server.tokenizer.encode(text).ids]
+    first, *others = choice.logprobs.token_logprobs or []
+    assert first is None
+    assert all(-50 < logprob < 0 for logprob in others)
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (server.count(text), 0)
+    # The same tokens as an answer have the same log-probabilities.
+    ids = server.tokenizer.encode(PROMPT).ids + server.tokenizer.encode(ANSWER).ids
+    whole = openai_client.completions.create(**GREEDY | {"max_tokens": 0}, prompt=ids, echo=True, logprobs=1)
+    answer = openai_client.completions.create(**GREEDY, prompt=PROMPT, logprobs=1)
+    assert whole.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs is not None
+    read = (whole.choices[0].logprobs.token_logprobs or [])[-7:]
+    written = (answer.choices[0].logprobs.token_logprobs or [])[:7]
+    assert all(math.isclose(one, other, abs_tol=1e-3) for one, other in zip(read, written, strict=True))
+
+
+def test_stream(openai_client: OpenAI, server: Server) -> None:
+    stream = openai_client.completions.create(
+        **GREEDY, prompt=PROMPT, echo=True, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, counts = list(stream)
+    for index in (0, 1):
+        parts = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(part.text for part in parts) == PROMPT + ANSWER
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
+    assert counts.choices == []
+    assert counts.usage is not None
+    assert counts.usage.prompt_tokens == server.count(PROMPT)
+    assert counts.usage.completion_tokens == 2 * ANSWER_TOKENS
+
+
+def test_what_benchmarks_send(openai_client: OpenAI) -> None:
+    """No end before all tokens are there, and the counts on every chunk."""
+    stream = openai_client.completions.create(
+        **GREEDY | {"max_tokens": 12},
+        prompt=PROMPT,
+        stop=None,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        extra_body={"ignore_eos": True},
+    )
+    *chunks, counts = list(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(chunk.usage is not None for chunk in chunks)
+    assert counts.usage is not None
+    assert counts.usage.completion_tokens == 12

@@ -1,0 +1,64 @@
+"""openai for Python: errors by their types, and the models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+from client_server import MAX_CONCURRENT, Server
+from openai import OpenAI
+
+pytestmark = [pytest.mark.system, pytest.mark.model]
+
+HI: dict[str, Any] = {"model": "tgi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_refused(openai_client: OpenAI, stream: bool) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        openai_client.chat.completions.create(**HI | {"temperature": -1}, stream=stream)
+    error = refused.value
+    assert (error.status_code, error.type) == (422, "invalid_request_error")
+    assert "`temperature` must be strictly positive" in error.message
+    assert error.request_id
+
+
+def test_too_long_a_prompt(openai_client: OpenAI) -> None:
+    too_long = r"`inputs` tokens \+ `max_new_tokens` must be <= 1024\. Given: 1000 `inputs` tokens and 100"
+    with pytest.raises(openai.UnprocessableEntityError, match=too_long):
+        openai_client.completions.create(model="tgi", prompt=[1] * 1000, max_tokens=100)
+    with pytest.raises(
+        openai.UnprocessableEntityError, match=r"`inputs` must have less than 1023 tokens\. Given: 1024"
+    ):
+        openai_client.completions.create(model="tgi", prompt=[1] * 1024)
+
+
+def test_a_suffix(openai_client: OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        openai_client.completions.create(model="tgi", prompt="a", suffix="b", max_tokens=1)
+    assert refused.value.code == "suffix_not_supported"
+
+
+def test_a_server_that_is_full(openai_client: OpenAI, server: Server) -> None:
+    with server.full(), pytest.raises(openai.RateLimitError) as refused:
+        openai_client.chat.completions.create(**HI)
+    assert (refused.value.status_code, refused.value.type) == (429, "rate_limit_error")
+
+
+def test_more_answers_than_places(openai_client: OpenAI) -> None:
+    with pytest.raises(openai.RateLimitError):
+        openai_client.chat.completions.create(**HI, n=MAX_CONCURRENT + 1)
+
+
+def test_a_route_that_is_not_there(openai_client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        openai_client.embeddings.create(model="tgi", input="a")
+
+
+def test_models(openai_client: OpenAI, server: Server) -> None:
+    (model,) = openai_client.models.list().data
+    assert (model.id, model.object) == (server.model, "model")
+    assert openai_client.models.retrieve(server.model) == model
+    with pytest.raises(openai.NotFoundError, match="The model `gpt-5` does not exist"):
+        openai_client.models.retrieve("gpt-5")

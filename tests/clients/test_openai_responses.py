@@ -1,0 +1,157 @@
+"""openai for Python: responses, as one whole and as events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from client_server import ANSWER, ANSWER_TOKENS, PLACE, PROMPT, QUESTION, Server
+from openai import AsyncOpenAI, OpenAI
+from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall
+from pydantic import BaseModel
+
+pytestmark = [pytest.mark.system, pytest.mark.model]
+
+GREEDY: dict[str, Any] = {"model": "tgi", "input": QUESTION, "temperature": 0, "max_output_tokens": 40}
+WEATHER: FunctionToolParam = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "parameters": PLACE,
+    "strict": True,
+}
+
+
+class City(BaseModel):
+    """What a parsed response is."""
+
+    city: Literal["Paris", "London"]
+
+
+def test_a_response(openai_client: OpenAI, server: Server) -> None:
+    response = openai_client.responses.create(**GREEDY)
+    assert response.id.startswith("resp_")
+    assert (response.object, response.status, response.error) == ("response", "completed", None)
+    assert response.output_text == ANSWER
+    (message,) = response.output
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
+    assert response.usage.total_tokens == server.count(PROMPT) + ANSWER_TOKENS
+    assert response._request_id
+
+
+def test_instructions_and_messages(openai_client: OpenAI) -> None:
+    """The same conversation told in three ways has the same prompt."""
+    system = "You are a helpful assistant."
+    ways = [
+        {"instructions": system},
+        {"input": [{"role": "developer", "content": system}, {"role": "user", "content": QUESTION}]},
+        {
+            "instructions": system,
+            "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": QUESTION}]}],
+        },
+    ]
+    responses = [openai_client.responses.create(**GREEDY | way) for way in ways]
+    assert {response.output_text for response in responses} == {ANSWER}
+    assert len({response.usage.input_tokens for response in responses if response.usage}) == 1
+
+
+def test_a_response_cut_short(openai_client: OpenAI) -> None:
+    response = openai_client.responses.create(**GREEDY | {"max_output_tokens": 3})
+    assert (response.status, response.output_text) == ("incomplete", "The capital of")
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    *_, last = openai_client.responses.create(**GREEDY | {"max_output_tokens": 3}, stream=True)
+    assert last.type == "response.incomplete"
+
+
+def test_stream(openai_client: OpenAI, server: Server) -> None:
+    events = list(openai_client.responses.create(**GREEDY, stream=True))
+    kinds = [event.type for event in events]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == ANSWER
+    assert last.response.usage is not None
+    assert last.response.usage.input_tokens == server.count(PROMPT)
+    assert last.response.usage.output_tokens == ANSWER_TOKENS
+
+
+def test_stream_helper(openai_client: OpenAI) -> None:
+    with openai_client.responses.stream(**GREEDY) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text == ANSWER
+
+
+def test_parse(openai_client: OpenAI) -> None:
+    response = openai_client.responses.parse(**GREEDY, text_format=City)
+    assert isinstance(response.output_parsed, City)
+    with openai_client.responses.stream(**GREEDY, text_format=City) as stream:
+        assert stream.get_final_response().output_parsed == response.output_parsed
+
+
+def test_tools(openai_client: OpenAI) -> None:
+    """A call, and the answer once its result is known."""
+    response = openai_client.responses.create(**GREEDY, tools=[WEATHER], tool_choice="required")
+    (call,) = response.output
+    assert isinstance(call, ResponseFunctionToolCall)
+    assert (response.status, call.name, call.status) == ("completed", "get_weather", "completed")
+    jsonschema.validate(json.loads(call.arguments), PLACE)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "The sky is blue."}
+    conversation = [{"role": "user", "content": QUESTION}, call, result]
+    arguments = GREEDY | {"input": conversation, "max_output_tokens": 4}
+    again = openai_client.responses.create(**arguments, tools=[WEATHER], tool_choice="none")
+    assert again.output_text
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}], ids=["required", "named"])
+def test_streamed_tools(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as clients send it
+    events = list(openai_client.responses.create(**GREEDY, tools=[WEATHER], tool_choice=choice, stream=True))
+    (added,) = [event for event in events if event.type == "response.output_item.added"]
+    assert isinstance(added.item, ResponseFunctionToolCall)
+    assert (added.item.name, added.item.arguments) == ("get_weather", "")
+    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(deltas) > 1
+    assert "".join(deltas) == done.arguments
+    jsonschema.validate(json.loads(done.arguments), PLACE)
+    assert events[-1].type == "response.completed"
+
+
+def test_what_is_not_stored_is_refused(openai_client: OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        openai_client.responses.create(**GREEDY, previous_response_id="resp_1")
+    assert refused.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError):
+        openai_client.responses.retrieve("resp_1")
+
+
+def test_a_server_that_is_full(openai_client: OpenAI, server: Server) -> None:
+    with server.full(), pytest.raises(openai.RateLimitError):
+        openai_client.responses.create(**GREEDY)
+
+
+async def test_async(server: Server) -> None:
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+        stream = await client.responses.create(**GREEDY, stream=True)
+        events = [event async for event in stream]
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER

@@ -1,0 +1,126 @@
+"""openai for Python: tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from client_server import ANSWER, PLACE, QUESTION
+from openai import OpenAI, pydantic_function_tool
+from openai.types.chat import ChatCompletionMessageFunctionToolCall, ChatCompletionToolParam
+from pydantic import BaseModel
+
+pytestmark = [pytest.mark.system, pytest.mark.model]
+
+WEATHER: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "The weather of a city", "parameters": PLACE, "strict": True},
+}
+NOW: ChatCompletionToolParam = {"type": "function", "function": {"name": "now"}}
+"""A tool without parameters."""
+MESSAGES = [{"role": "user", "content": QUESTION}]
+GREEDY: dict[str, Any] = {"model": "tgi", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "get_weather"}}
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Paris", "London"]
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_a_call_that_must_be(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as clients send it
+    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice=choice)
+    (one,) = reply.choices
+    assert (one.finish_reason, one.message.content) == ("tool_calls", None)
+    (call,) = one.message.tool_calls or []
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert call.id.startswith("call_")
+    assert call.function.name == "get_weather"
+    jsonschema.validate(json.loads(call.function.arguments), PLACE)
+
+
+def test_the_named_one_of_several(openai_client: OpenAI) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER, NOW], tool_choice=named)
+    (call,) = reply.choices[0].message.tool_calls or []
+    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
+    assert call.function.name == "now"
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+def test_a_streamed_call(openai_client: OpenAI) -> None:
+    """Index, id and name come first and once, then the arguments in pieces, then the finish reason."""
+    stream = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="required", stream=True)
+    choices = [choice for chunk in stream for choice in chunk.choices]
+    assert not any(choice.delta.content for choice in choices)
+    deltas = [delta for choice in choices for delta in choice.delta.tool_calls or []]
+    first, *rest = deltas
+    assert first.index == 0
+    assert first.id is not None
+    assert first.function is not None
+    assert (first.type, first.function.name, first.function.arguments) == ("function", "get_weather", "")
+    assert len(rest) > 1
+    assert all(delta.index == 0 and delta.id is None and delta.function and not delta.function.name for delta in rest)
+    arguments = "".join(delta.function.arguments or "" for delta in rest if delta.function)
+    jsonschema.validate(json.loads(arguments), PLACE)
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+def test_the_stream_helper_puts_a_call_together(openai_client: OpenAI) -> None:
+    tool = pydantic_function_tool(Weather)
+    with openai_client.chat.completions.stream(**GREEDY, tools=[tool], tool_choice="required") as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion()
+    assert [event.name for event in done] == ["Weather"]
+    (call,) = final.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather)
+    assert final.choices[0].finish_reason == "tool_calls"
+
+
+def test_parsed_arguments(openai_client: OpenAI) -> None:
+    tool = pydantic_function_tool(Weather)
+    reply = openai_client.chat.completions.parse(**GREEDY, tools=[tool], tool_choice="required")
+    (call,) = reply.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather)
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+def test_a_model_free_not_to_call_answers(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as above
+    extra = {} if choice is None else {"tool_choice": choice}
+    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], **extra)
+    assert reply.choices[0].message.tool_calls is None
+    assert reply.choices[0].message.content
+    if choice == "none":
+        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (ANSWER, "stop")
+    else:
+        stream = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], **extra, stream=True)
+        deltas = [choice.delta.content or "" for chunk in stream for choice in chunk.choices]
+        assert "".join(deltas) == reply.choices[0].message.content
+
+
+def test_a_whole_round(openai_client: OpenAI) -> None:
+    """The call and its result go back, as the client's own objects, and the model answers."""
+    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="required")
+    message = reply.choices[0].message
+    (call,) = message.tool_calls or []
+    counts = []
+    for sky in ("blue", "blue, and then " * 10):
+        result = {"role": "tool", "tool_call_id": call.id, "content": sky}
+        arguments = GREEDY | {"messages": [*MESSAGES, message, result], "max_tokens": 4}
+        again = openai_client.chat.completions.create(**arguments, tools=[WEATHER], tool_choice="none")
+        assert again.choices[0].message.content
+        assert again.usage is not None
+        counts.append(again.usage.prompt_tokens)
+    assert counts[1] > counts[0] + 30  # the model reads the result
+
+
+def test_a_tool_that_is_not_there(openai_client: OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError, match="Tool with name nothing not found"):
+        openai_client.chat.completions.create(
+            **GREEDY, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "nothing"}}
+        )

@@ -1,0 +1,126 @@
+"""text-generation 0.7.0, TGI's own client of old: Client and AsyncClient.
+
+Its streamed chats are not tried: its chunks must have `tool_calls` in each delta, which TGI 3 does not send either, and the
+sync client reads [DONE] as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from asyncio import TaskGroup
+
+import jsonschema
+import pytest
+from client_server import ANSWER, ANSWER_TOKENS, CITY, PLACE, PROMPT, QUESTION, Server
+from text_generation import AsyncClient, Client
+from text_generation.errors import OverloadedError, ValidationError
+from text_generation.types import FinishReason, Grammar, GrammarType, Message, Tool
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.model,
+    pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # it was written for pydantic 1
+]
+
+MESSAGES = [Message(role="user", content=QUESTION)]
+
+
+@pytest.fixture
+def client(server: Server) -> Client:
+    return Client(server.url, timeout=60)
+
+
+def test_text(client: Client, server: Server) -> None:
+    reply = client.generate(PROMPT, max_new_tokens=20, decoder_input_details=True, top_n_tokens=2)
+    details = reply.details
+    assert reply.generated_text == ANSWER
+    assert (details.finish_reason, details.generated_tokens) == (FinishReason.EndOfSequenceToken, ANSWER_TOKENS)
+    assert "".join(token.text for token in details.tokens if not token.special) == ANSWER
+    assert [token.id for token in details.prefill] == server.tokenizer.encode(PROMPT).ids
+    assert [tops[0].id for tops in details.top_tokens or []] == [token.id for token in details.tokens]
+
+
+def test_text_that_ends_early(client: Client) -> None:
+    stopped = client.generate(PROMPT, max_new_tokens=20, stop_sequences=["France"])
+    assert stopped.generated_text == "The capital of France"
+    assert stopped.details.finish_reason == FinishReason.StopSequence
+    cut = client.generate(PROMPT, max_new_tokens=3)
+    assert (cut.generated_text, cut.details.finish_reason) == ("The capital of", FinishReason.Length)
+
+
+def test_best_of(client: Client) -> None:
+    details = client.generate("One, two,", max_new_tokens=2, do_sample=True, best_of=2).details
+    (other,) = details.best_of_sequences or []
+    chosen = [token.logprob for token in details.tokens]
+    assert len(chosen) == other.generated_tokens == 2
+    assert sum(one or 0.0 for one in chosen) >= sum(token.logprob or 0.0 for token in other.tokens)
+
+
+def test_text_with_a_grammar(client: Client) -> None:
+    reply = client.generate(PROMPT, max_new_tokens=40, grammar=Grammar(type=GrammarType.Json, value=CITY))
+    jsonschema.validate(json.loads(reply.generated_text), CITY)
+
+
+def test_text_as_a_stream(client: Client) -> None:
+    events = list(client.generate_stream(PROMPT, max_new_tokens=20))
+    assert "".join(event.token.text for event in events if not event.token.special) == ANSWER
+    assert [event.generated_text for event in events] == [None] * 7 + [ANSWER]
+    ending = events[-1].details
+    assert ending is not None
+    assert (ending.finish_reason, ending.generated_tokens) == (FinishReason.EndOfSequenceToken, ANSWER_TOKENS)
+
+
+def test_chat(client: Client, server: Server) -> None:
+    reply = client.chat(MESSAGES, max_tokens=20, temperature=0.0)
+    (choice,) = reply.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
+    assert reply.usage["prompt_tokens"] == server.count(PROMPT)
+    assert reply.usage["completion_tokens"] == ANSWER_TOKENS
+
+
+def test_chat_that_must_call_a_tool(client: Client) -> None:
+    tool = Tool(type="function", function={"name": "get_weather", "description": "", "parameters": PLACE})
+    reply = client.chat(MESSAGES, max_tokens=40, temperature=0.0, tools=[tool], tool_choice="get_weather")
+    (call,) = reply.choices[0].message.tool_calls
+    assert call["function"]["name"] == "get_weather"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), PLACE)
+
+
+def test_a_request_that_is_refused(client: Client) -> None:
+    """Both ways: the error before a stream's first event, too."""
+    with pytest.raises(ValidationError, match=r"Input validation error: `best_of` must be > 0 and <= 2\. Given: 3"):
+        client.generate("Hi", do_sample=True, best_of=3)
+    with pytest.raises(ValidationError, match="Input validation error: `inputs` tokens"):
+        list(client.generate_stream("Hi", max_new_tokens=2000))
+
+
+def test_a_server_that_is_full(client: Client, server: Server) -> None:
+    with server.full():
+        with pytest.raises(OverloadedError, match="Model is overloaded"):
+            client.generate("Hi")
+        with pytest.raises(OverloadedError, match="Model is overloaded"):
+            list(client.generate_stream("Hi"))
+
+
+async def test_async(server: Server) -> None:
+    client = AsyncClient(server.url, timeout=60)
+
+    async def streamed() -> str | None:
+        *_, last = [event async for event in client.generate_stream(PROMPT, max_new_tokens=20)]
+        return last.generated_text
+
+    async with TaskGroup() as tasks:
+        text = tasks.create_task(client.generate(PROMPT, max_new_tokens=20))
+        stream = tasks.create_task(streamed())
+        chat = tasks.create_task(client.chat(MESSAGES, max_tokens=20, temperature=0.0))
+    assert (text.result().generated_text, text.result().details.generated_tokens) == (ANSWER, ANSWER_TOKENS)
+    assert stream.result() == ANSWER
+    assert chat.result().choices[0].message.content == ANSWER
+
+
+async def test_async_errors(server: Server) -> None:
+    client = AsyncClient(server.url, timeout=60)
+    with pytest.raises(ValidationError, match="`inputs` tokens"):
+        await client.generate("Hi", max_new_tokens=2000)
+    with server.full(), pytest.raises(OverloadedError, match="Model is overloaded"):
+        await client.generate("Hi")

@@ -1,0 +1,317 @@
+"""Chats in OpenAI's dialect. The echo engine repeats the prompt, and this template's prompt is the messages' text: so a
+test writes down what the model is to say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import pytest_asyncio
+from http_stack import Stack, serve, until
+from jsonschema import Draft202012Validator
+from sse_client import chunks, post
+
+Json = dict[str, Any]
+
+CHAT = "/v1/chat/completions"
+VERBATIM = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(
+        demo_model, chat_template=VERBATIM, tool_call_parser="hermes", reasoning=True, grammars=True
+    ) as running:
+        yield running
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+async def asking(stack: Stack, says: str, **fields: object) -> Json:
+    """A body to which the model says exactly `says`, unless it is told otherwise."""
+    tokens = len(await stack.tokenizer.encode_ids(says, add_special_tokens=False))
+    return {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "temperature": 0, **fields}
+
+
+def joined(stream: list[Json], index: int = 0) -> Json:
+    """What a stream says of one choice, as a whole reply would."""
+    message: Json = {"content": "", "reasoning_content": "", "tool_calls": []}
+    finish = None
+    for chunk in stream:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            message["content"] += delta.get("content") or ""
+            message["reasoning_content"] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls") or ():
+                if "id" in call:
+                    assert call["index"] == len(message["tool_calls"])
+                    assert call["type"] == "function"
+                    message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
+                message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            assert finish is None, "a choice ends once"
+            finish = choice["finish_reason"]
+    return message | {"finish_reason": finish}
+
+
+def whole(reply: Json, index: int = 0) -> Json:
+    choice = reply["choices"][index]
+    message = choice["message"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {
+        "content": message["content"] or "",
+        "reasoning_content": message.get("reasoning_content", ""),
+        "tool_calls": calls,
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:
+    body = await asking(stack, "Hello there, you.", model="my-model")
+    async with stack.client.post(CHAT, json=body) as response:
+        reply = await response.json()
+        headers = response.headers
+    assert reply.pop("id").startswith("chatcmpl-")
+    assert reply.pop("created") > 1_700_000_000
+    assert reply == {
+        "object": "chat.completion",
+        "model": "my-model",
+        "system_fingerprint": "native",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello there, you."},
+                "logprobs": None,
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10},
+    }
+    assert headers["x-compute-characters"] == "17"
+    assert (headers["x-prompt-tokens"], headers["x-generated-tokens"]) == ("5", "5")
+    assert float(headers["x-compute-time"]) > 0
+
+
+@pytest.mark.parametrize("model", [None, "tgi", ""])
+async def test_without_a_name_the_model_is_the_served_one(stack: Stack, model: str | None) -> None:
+    assert (await post(stack.client, CHAT, await asking(stack, "Hi", model=model)))["model"] == "echo"
+
+
+SAYINGS = [
+    ("text", "Plain text, of any kind: größer, 你好, 🙂."),
+    ("a stop", "One two three four"),
+    ("a call", CALL),
+    ("text and calls", f"Let me see. {CALL}\n{CLOCK}"),
+    ("thoughts", "<think>\nHm, a call.\n</think>\n\n" + CALL),
+    ("thoughts alone", "<think>No answer"),
+    ("an unknown tool", CALL.replace("weather", "stocks")),
+    ("a broken call", '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'),
+]
+
+
+@pytest.mark.parametrize(("name", "says"), SAYINGS, ids=[name for name, _ in SAYINGS])
+async def test_a_stream_says_what_a_whole_reply_says(stack: Stack, name: str, says: str) -> None:
+    body = await asking(stack, says, tools=TOOLS, stop=["three", "zzz"])
+    assert joined(await chunks(stack.client, CHAT, body)) == whole(await post(stack.client, CHAT, body))
+
+
+async def test_the_stop_text_is_cut_and_the_reason_is_stop(stack: Stack) -> None:
+    body = await asking(stack, "One two three four", stop="two three")
+    for answer in (whole(await post(stack.client, CHAT, body)), joined(await chunks(stack.client, CHAT, body))):
+        assert (answer["content"], answer["finish_reason"]) == ("One ", "stop")
+
+
+async def test_calls_are_parsed_and_end_with_tool_calls(stack: Stack) -> None:
+    # The echo goes on after the calls until its stop.
+    body = await asking(stack, f"{CALL}\n{CLOCK}\nSTOP", tools=TOOLS, stop="STOP")
+    reply = await post(stack.client, CHAT, body)
+    message = reply["choices"][0]["message"]
+    assert message["content"] is None
+    assert [call["type"] for call in message["tool_calls"]] == ["function", "function"]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert whole(reply) == {
+        "content": "",
+        "reasoning_content": "",
+        "tool_calls": [
+            {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'},
+            {"name": "clock", "arguments": "{}"},
+        ],
+        "finish_reason": "tool_calls",
+    }
+
+
+async def test_a_call_cut_by_its_length_is_never_told_as_whole(stack: Stack) -> None:
+    body = await asking(stack, CALL + " and more", tools=TOOLS, max_tokens=18)
+    answer = whole(await post(stack.client, CHAT, body))
+    assert answer["finish_reason"] == "length"
+    assert answer["tool_calls"][0]["name"] == "weather"
+
+
+async def test_the_first_chunk_has_the_role_and_a_call_begins_with_its_name(stack: Stack) -> None:
+    body = await asking(stack, f"{CALL}STOP", tools=TOOLS, stop="STOP")
+    stream = await chunks(stack.client, CHAT, body)
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert all("role" not in delta for delta in deltas[1:])
+    first_call = next(delta for delta in deltas if "tool_calls" in delta)["tool_calls"][0]
+    assert first_call.pop("id").startswith("call_")
+    assert first_call == {"index": 0, "type": "function", "function": {"name": "weather", "arguments": ""}}
+    assert stream[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert len({chunk["id"] for chunk in stream}) == 1
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, "clock"])
+async def test_a_forced_call_follows_its_schema(stack: Stack, choice: str | Json) -> None:
+    body = await asking(stack, "I would rather talk.", tools=TOOLS, tool_choice=choice, max_tokens=200)
+    streamed, answer = joined(await chunks(stack.client, CHAT, body)), whole(await post(stack.client, CHAT, body))
+    assert streamed == answer
+    assert answer["finish_reason"] == "tool_calls"
+    [call] = answer["tool_calls"]
+    wanted = choice if isinstance(choice, str) else choice["function"]["name"]
+    assert call["name"] == wanted or choice == "required"
+    arguments = orjson.loads(call["arguments"])
+    assert isinstance(arguments, dict)
+    if call["name"] == "weather":
+        Draft202012Validator(WEATHER).validate(arguments)
+
+
+async def test_a_strict_tool_may_be_called_or_not(stack: Stack) -> None:
+    strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    for says in ("No call.", f"{CALL}STOP"):
+        body = await asking(stack, says, tools=strict, stop="STOP", min_tokens=20, max_tokens=60)
+        answer = whole(await post(stack.client, CHAT, body))
+        assert joined(await chunks(stack.client, CHAT, body)) == answer
+        for call in answer["tool_calls"]:
+            Draft202012Validator(WEATHER).validate(orjson.loads(call["arguments"]))
+
+
+async def test_without_tools_to_choose_from_all_is_text(stack: Stack) -> None:
+    body = await asking(stack, CALL, tools=TOOLS, tool_choice="none")
+    assert whole(await post(stack.client, CHAT, body))["content"] == CALL
+
+
+async def test_an_answer_follows_its_response_format(stack: Stack) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "strict": True, "schema": WEATHER}}
+    body = await asking(stack, "No JSON here.", response_format=form, max_tokens=200)
+    answer = whole(await post(stack.client, CHAT, body))
+    assert answer["finish_reason"] == "stop"
+    Draft202012Validator(WEATHER).validate(orjson.loads(answer["content"]))
+    assert joined(await chunks(stack.client, CHAT, body)) == answer
+
+
+async def test_each_of_n_answers_has_its_index(stack: Stack) -> None:
+    body = await asking(stack, "Four words are here", n=3, stream_options={"include_usage": True})
+    reply = await post(stack.client, CHAT, body)
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
+    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    stream = await chunks(stack.client, CHAT, body)
+    assert [joined(stream, index) for index in range(3)] == [whole(reply, index) for index in range(3)]
+    assert stream[-1]["choices"] == []
+    assert stream[-1]["usage"] == reply["usage"]
+    assert all(chunk["usage"] is None for chunk in stream[:-1])
+
+
+async def test_counts_on_every_chunk_rise_to_the_whole(stack: Stack) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await chunks(stack.client, CHAT, await asking(stack, "Four words are here", stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in stream if chunk["usage"] is not None]
+    assert (counts[0], counts[-1], counts) == (1, 4, sorted(counts))
+    assert len(counts) >= len(stream) - 1  # the first chunk has the role and nothing to count
+
+
+async def test_logprobs_stand_beside_each_token(stack: Stack) -> None:
+    body = await asking(stack, "Hi 🙂", logprobs=True, top_logprobs=2)
+    choice = (await post(stack.client, CHAT, body))["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == "Hi 🙂"
+    assert all(len(token["top_logprobs"]) == 2 and token["logprob"] == -0.5 for token in content)
+    stream = await chunks(stack.client, CHAT, body)
+    streamed = [one for chunk in stream for one in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+    assert streamed == content
+
+
+async def test_what_tgi_refuses_of_openais_words_is_taken(stack: Stack) -> None:
+    body = await asking(
+        stack,
+        "Hello",
+        top_p=1.0,
+        stop=None,
+        n=None,
+        logit_bias={"5": -1.5},
+        max_completion_tokens=1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        seed=-3,
+        user="me",
+        response_format={"type": "text"},
+        stream_options=None,
+        tools=None,
+        tool_choice=None,
+        metadata={"unknown": "field"},
+    )
+    assert whole(await post(stack.client, CHAT, body))["content"] == "Hello"
+
+
+async def test_message_parts_tool_results_and_developers_reach_the_template(demo_model: Path) -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.tool_call_id }}|"
+        "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments.city }}){% endfor %}]{% endfor %}"
+    )
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    async with serve(demo_model, chat_template=template) as stack:
+        reply = await post(stack.client, "/chat_tokenize", {"messages": messages})
+    assert reply["templated_text"] == "[system|Be brief.||][assistant|||weather(Rome)][tool|sunny|c1|]"
+    assert "".join(token["text"] for token in reply["tokenize_response"]) == reply["templated_text"]
+
+
+async def test_a_client_that_leaves_frees_all_its_answers(demo_model: Path) -> None:
+    async with serve(demo_model, chat_template=VERBATIM, echo_step_ms=5) as stack:
+        body = await asking(stack, "Hello", n=3, max_tokens=1000, stream=True)
+        async with stack.client.post(CHAT, json=body) as response:
+            await response.content.readany()
+            assert stack.permits.in_use == 3
+        await until(lambda: stack.permits.in_use == 0)
+        await stack.assert_empty()
+
+
+async def test_chats_at_once_do_not_mix(stack: Stack) -> None:
+    async def one(number: int) -> None:
+        body = await asking(stack, f"I am number {number}, and no other.")
+        assert joined(await chunks(stack.client, CHAT, body))["content"] == body["messages"][0]["content"]
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(24):
+            tasks.create_task(one(number))
+
+
+async def test_nothing_is_left_behind(stack: Stack) -> None:
+    await stack.assert_empty()

@@ -1,0 +1,208 @@
+"""What cloud platforms call: SageMaker, Vertex AI, KServe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_stack import Stack, serve
+
+FEW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+PREDICT, HEALTH = "/v1/endpoints/1/deployedModels/2:predict", "/v1/endpoints/1/deployedModels/2"
+
+
+@pytest.fixture
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    settings = {"vertex_predict_routes": ("/vertex", PREDICT), "vertex_health_routes": ("/health", HEALTH)}
+    async with serve(demo_model, settings=settings) as stack:
+        yield stack
+
+
+async def post(stack: Stack, path: str, body: object) -> tuple[int, Any]:
+    async with stack.client.post(path, json=body) as response:
+        is_json = response.content_type == "application/json"
+        return response.status, await (response.json() if is_json else response.text())
+
+
+class TestSageMaker:
+    async def test_inputs_are_answered_as_the_root_route_does(self, stack: Stack) -> None:
+        body = {"inputs": "Hello there", "parameters": FEW}
+        assert await post(stack, "/invocations", body) == await post(stack, "/", body)
+
+    async def test_inputs_stream(self, stack: Stack) -> None:
+        body = {"inputs": "Hello there", "parameters": FEW, "stream": True}
+        async with stack.client.post("/invocations", json=body) as response:
+            assert response.content_type == "text/event-stream"
+            assert (await response.text()).count("data: {") == 3
+
+    async def test_messages_are_a_chat(self, stack: Stack) -> None:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+        status, reply = await post(stack, "/invocations", body)
+        assert (status, reply["object"]) == (200, "chat.completion")
+
+    async def test_a_prompt_is_a_completion(self, stack: Stack) -> None:
+        status, reply = await post(stack, "/invocations", {"prompt": "Hello", "max_tokens": 3})
+        assert (status, reply["object"]) == (200, "text_completion")
+
+    async def test_inputs_come_first(self, stack: Stack) -> None:
+        body = {"prompt": "a", "messages": [], "inputs": "a", "parameters": FEW}
+        status, reply = await post(stack, "/invocations", body)
+        assert status == 200
+        assert list(reply[0]) == ["generated_text"]
+
+    @pytest.mark.parametrize("body", [{}, [], "inputs", 1, {"input": "a"}])
+    async def test_what_is_none_of_them(self, stack: Stack, body: object) -> None:
+        assert await post(stack, "/invocations", body) == (
+            422,
+            "Failed to deserialize the JSON body into the target type: "
+            "data did not match any variant of untagged enum SagemakerRequest",
+        )
+
+    async def test_a_wrong_type_is_told(self, stack: Stack) -> None:
+        status, text = await post(stack, "/invocations", {"inputs": 1})
+        assert status == 422
+        assert text.startswith(
+            "Failed to deserialize the JSON body into the target type: "
+            "data did not match any variant of untagged enum SagemakerRequest: inputs: "
+        )
+
+    async def test_a_failed_chat_is_told_as_openai_does(self, stack: Stack) -> None:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 10**6}
+        status, reply = await post(stack, "/invocations", body)
+        assert (status, reply["error"]["type"]) == (422, "invalid_request_error")
+
+
+class TestVertex:
+    @pytest.mark.parametrize("path", ["/vertex", PREDICT])
+    async def test_a_text_for_each_instance_in_order(self, stack: Stack, path: str) -> None:
+        prompts = ["one two three", "four five six", "seven eight nine"]
+        alone = [(await stack.generate(prompt, **FEW))["generated_text"] for prompt in prompts]
+        instances = [{"inputs": prompt, "parameters": FEW} for prompt in prompts]
+        assert await post(stack, path, {"instances": instances}) == (200, {"predictions": alone})
+
+    async def test_parameters_are_honoured(self, stack: Stack) -> None:
+        parameters = {**FEW, "return_full_text": True}
+        _, reply = await post(stack, "/vertex", {"instances": [{"inputs": "Hello there", "parameters": parameters}]})
+        assert reply["predictions"][0].startswith("Hello there")
+        status, reply = await post(stack, "/vertex", {"instances": [{"inputs": "a", "parameters": {"top_k": 0}}]})
+        assert (status, reply["error"]) == (422, "Input validation error: `top_k` must be strictly positive")
+
+    async def test_conversations_too(self, stack: Stack) -> None:
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+        status, reply = await post(stack, "/vertex", {"instances": [chat, {"inputs": "a", "parameters": FEW}]})
+        assert status == 200
+        assert [type(text) for text in reply["predictions"]] == [str, str]
+
+    async def test_no_instance(self, stack: Stack) -> None:
+        assert await post(stack, "/vertex", {"instances": []}) == (
+            422,
+            {"error": "Input validation error", "error_type": "Input validation error"},
+        )
+
+    async def test_one_that_fails_fails_all_and_frees_all(self, stack: Stack) -> None:
+        instances = [{"inputs": "a", "parameters": {"max_new_tokens": 500}}, {"inputs": ""}]
+        status, reply = await post(stack, "/vertex", {"instances": instances})
+        assert (status, reply["error"]) == (422, "Input validation error: `inputs` cannot be empty")
+        await stack.assert_empty()
+
+    async def test_too_many_for_the_building(self, demo_model: Path) -> None:
+        async with serve(demo_model, max_concurrent_requests=2) as stack:
+            instances = [{"inputs": "a", "parameters": FEW}] * 3
+            assert await post(stack, "/vertex", {"instances": instances}) == (
+                429,
+                {"error": "Model is overloaded", "error_type": "overloaded"},
+            )
+            await stack.assert_empty()
+            assert (await post(stack, "/vertex", {"instances": instances[:2]}))[0] == 200
+
+    async def test_a_client_that_leaves_frees_all(self, demo_model: Path) -> None:
+        async with serve(demo_model, echo_step_ms=10) as stack:
+            instances = [{"inputs": "a", "parameters": {"max_new_tokens": 1000}}] * 4
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await post(stack, "/vertex", {"instances": instances})
+            await stack.assert_empty()
+
+    async def test_more_instances_than_anybody_could_want(self, stack: Stack) -> None:
+        status, text = await post(stack, "/vertex", {"instances": [{"inputs": "a"}] * 1025})
+        assert status == 422
+        assert "at most 1024" in text
+
+    async def test_the_platforms_own_routes(self, stack: Stack) -> None:
+        async with stack.client.get(HEALTH) as response:
+            assert response.status == 200
+        assert (await post(stack, PREDICT, {}))[1].startswith("Failed to deserialize")
+        status, reply = await post(stack, PREDICT, {"instances": []})
+        assert (status, reply["error_type"]) == (422, "Input validation error")
+
+
+class TestKServe:
+    MODEL = "/v2/models/some%2Fmodel/versions/1"
+
+    async def test_probes_and_metadata(self, stack: Stack) -> None:
+        for path, expected in {
+            "/v2": {
+                "name": "text-generation-inference",
+                "version": "0.0.0",
+                "extensions": ["health", "models", "metrics"],
+            },
+            "/v2/health/live": {"live": True},
+            "/v2/health/ready": {"live": True},
+            "/v2/models/m/versions/1": {"name": "m", "version": "1", "extensions": ["infer", "ready"]},
+            "/v2/models/m/versions/1/ready": {"live": True},
+        }.items():
+            async with stack.client.get(path) as response:
+                assert (response.status, await response.json()) == (200, expected)
+
+    async def test_ready_means_healthy_and_live_does_not(self, demo_model: Path) -> None:
+        async with serve(demo_model, healthy=lambda: False) as stack:
+            for path, status in {"/v2/health/live": 200, "/v2/health/ready": 503, "/ping": 503}.items():
+                async with stack.client.get(path) as response:
+                    assert response.status == status
+
+    async def test_bytes_in_bytes_out(self, stack: Stack) -> None:
+        prompts = ["one two", "drei vier fünf"]
+        alone = [(await stack.generate(prompt, **FEW))["generated_text"].encode() for prompt in prompts]
+        inputs = [
+            {"name": f"in{i}", "shape": [1, 1], "datatype": "BYTES", "data": list(prompt.encode())}
+            for i, prompt in enumerate(prompts)
+        ]
+        body = {"id": "7", "parameters": FEW, "inputs": inputs, "outputs": [{"name": "a"}, {"name": "b"}]}
+        assert await post(stack, f"{self.MODEL}/infer", body) == (
+            200,
+            {
+                "id": "7",
+                "outputs": [
+                    {"name": name, "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)}
+                    for name, text in zip("ab", alone, strict=True)
+                ],
+            },
+        )
+
+    async def test_strings_in_strings_out(self, stack: Stack) -> None:
+        prompts = ["one two", "drei vier fünf"]
+        alone = [(await stack.generate(prompt, **FEW))["generated_text"] for prompt in prompts]
+        body = {
+            "parameters": FEW,
+            "inputs": [{"name": "in", "shape": [2], "datatype": "BYTES", "data": prompts}],
+        }
+        status, reply = await post(stack, f"{self.MODEL}/infer", body)
+        assert status == 200
+        assert reply["outputs"] == [{"name": "in", "shape": [2], "datatype": "BYTES", "data": alone}]
+        assert reply["id"]
+
+    async def test_what_is_wrong(self, stack: Stack) -> None:
+        one = {"name": "in", "shape": [1], "datatype": "BYTES", "data": [104, 105]}
+        for inputs, outputs, error_type in (
+            ([one], [], "length mismatch"),
+            ([one | {"data": [0xFF]}], [{"name": "a"}], "utf8"),
+            ([one | {"data": []}], [{"name": "a"}], "validation"),
+        ):
+            status, reply = await post(stack, f"{self.MODEL}/infer", {"id": "1", "inputs": inputs, "outputs": outputs})
+            assert (status, reply["error_type"]) == (422, error_type)
+        status, _ = await post(stack, f"{self.MODEL}/infer", {"id": "1", "inputs": [one | {"data": [256]}]})
+        assert status == 422
+        await stack.assert_empty()

@@ -1,0 +1,174 @@
+"""Completions in OpenAI's dialect, over the echo engine: new token i of an answer is token i of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from http_stack import Stack, serve
+from sse_client import chunks, post
+
+Json = dict[str, Any]
+
+COMPLETIONS = "/v1/completions"
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, grammars=True) as running:
+        yield running
+
+
+def texts(reply: Json) -> list[str]:
+    assert [choice["index"] for choice in reply["choices"]] == list(range(len(reply["choices"])))
+    return [choice["text"] for choice in reply["choices"]]
+
+
+def joined(stream: list[Json]) -> list[tuple[str, str]]:
+    """Text and finish reason of each choice."""
+    answers: dict[int, tuple[str, str]] = {}
+    for chunk in stream:
+        for choice in chunk["choices"]:
+            text, finish = answers.get(choice["index"], ("", None))
+            assert finish is None, "a choice ends once"
+            answers[choice["index"]] = (text + choice["text"], choice["finish_reason"])
+    return [answers[index] for index in range(len(answers))]
+
+
+async def test_a_reply_has_openais_shape(stack: Stack) -> None:
+    body = {"model": "m", "prompt": "Hello there", "max_tokens": 3, "temperature": 0}
+    async with stack.client.post(COMPLETIONS, json=body) as response:
+        reply = await response.json()
+        headers = response.headers
+    assert reply.pop("id").startswith("cmpl-")
+    assert reply.pop("created") > 1_700_000_000
+    assert reply == {
+        "object": "text_completion",
+        "model": "m",
+        "system_fingerprint": "native",
+        "choices": [{"index": 0, "text": "Hello thereHello", "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
+    }
+    assert "x-compute-time" not in headers
+    assert headers["x-generated-tokens"] == "3"
+
+
+PROMPTS = [
+    ("a text", "Hello there", ["Hello"]),
+    ("texts", ["Hello there", "and you"], ["Hello", "and"]),
+    ("ids", [19556, 665], ["Hello"]),
+    ("lists of ids", [[19556, 665], [665]], ["Hello", " there"]),
+]
+
+
+@pytest.mark.parametrize(("name", "prompt", "expected"), PROMPTS, ids=[row[0] for row in PROMPTS])
+async def test_a_prompt_may_be_texts_or_ids(stack: Stack, name: str, prompt: object, expected: list[str]) -> None:
+    body = {"prompt": prompt, "max_tokens": 1}
+    assert texts(await post(stack.client, COMPLETIONS, body)) == expected
+    assert [text for text, _ in joined(await chunks(stack.client, COMPLETIONS, body))] == expected
+
+
+async def test_choices_stand_in_the_order_of_their_prompts_however_they_end(stack: Stack) -> None:
+    body = {"prompt": ["one two three four five six", "a"], "max_tokens": 6, "n": 2, "stop": ["six", "aaa"]}
+    reply = await post(stack.client, COMPLETIONS, body)
+    assert [(choice["text"], choice["finish_reason"]) for choice in reply["choices"]] == [
+        ("one two three four five ", "stop"),
+        ("one two three four five ", "stop"),
+        ("", "stop"),
+        ("", "stop"),
+    ]
+    assert joined(await chunks(stack.client, COMPLETIONS, body)) == [
+        (choice["text"], choice["finish_reason"]) for choice in reply["choices"]
+    ]
+    assert reply["usage"] == {"prompt_tokens": 7, "completion_tokens": 18, "total_tokens": 25}
+
+
+async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
+    """As evaluation harnesses ask for it."""
+    body = {"prompt": [19556, 665], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    [choice] = (await post(stack.client, COMPLETIONS, body))["choices"]
+    assert choice["text"] == "Hello thereHello"
+    assert choice["logprobs"] == {
+        "tokens": ["Hello", " there", "Hello"],
+        "token_logprobs": [None, -0.5, -0.5],
+        "top_logprobs": [None, {" there": -0.5}, {"Hello": -0.5}],
+        "text_offset": [0, 5, 11],
+    }
+    stream = await chunks(stack.client, COMPLETIONS, body)
+    assert joined(stream) == [("Hello thereHello", "length")]
+    columns = [chunk["choices"][0]["logprobs"] for chunk in stream]
+    for name, column in choice["logprobs"].items():
+        assert [one for part in columns for one in part[name]] == column
+
+
+async def test_no_new_token_is_shown_where_none_was_asked_for(stack: Stack) -> None:
+    body = {"prompt": "Hello there", "max_tokens": 0, "echo": True, "logprobs": 1}
+    reply = await post(stack.client, COMPLETIONS, body)
+    assert texts(reply) == ["Hello there"]
+    assert reply["choices"][0]["logprobs"]["tokens"] == ["Hello", " there"]
+    assert reply["usage"]["completion_tokens"] == 0
+    assert joined(await chunks(stack.client, COMPLETIONS, body)) == [("Hello there", "length")]
+    async with stack.client.post(COMPLETIONS, json=body | {"echo": False}) as response:
+        assert response.status == 422
+
+
+async def test_the_last_chunk_has_the_usage_where_it_is_asked_for(stack: Stack) -> None:
+    body = {"prompt": ["Hello there", "you"], "max_tokens": 3, "ignore_eos": True, "min_tokens": 3}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await chunks(stack.client, COMPLETIONS, body | {"stream_options": options})
+    assert stream[-1]["choices"] == []
+    assert stream[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    first = [chunk["usage"] for chunk in stream[:-1] if chunk["choices"][0]["index"] == 0]
+    assert [usage["completion_tokens"] for usage in first] == [1, 2, 3]
+    assert all(usage["prompt_tokens"] == 2 for usage in first)
+    assert all(chunk["usage"] is None for chunk in await chunks(stack.client, COMPLETIONS, body))
+
+
+async def test_a_stop_string_is_cut_wherever_the_tokens_part(stack: Stack) -> None:
+    body = {"prompt": "aaa bbb ccc ddd", "max_tokens": 12, "stop": "b ccc d"}
+    assert texts(await post(stack.client, COMPLETIONS, body)) == ["aaa bb"]
+    assert joined(await chunks(stack.client, COMPLETIONS, body)) == [("aaa bb", "stop")]
+
+
+async def test_a_text_follows_its_regular_expression(stack: Stack) -> None:
+    body = {"prompt": "word", "max_tokens": 40, "response_format": {"type": "regex", "value": "[a-f]{5}-[0-9]{3}"}}
+    [text] = texts(await post(stack.client, COMPLETIONS, body))
+    assert len(text) == 9
+    assert set(text[:5]) <= set("abcdef")
+    assert text[6:].isdigit()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": [1 << 30]}, "`prompt` has a token id that is not one of"),
+        ({"prompt": "a", "best_of": 3}, "`best_of` must be 1 or equal to `n`"),
+        ({"prompt": "a", "frequency_penalty": 3}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        ({"prompt": "a", "presence_penalty": -3}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, "`logit_bias` values must be >= -100 and <= 100"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "`logit_bias` keys must be token ids"),
+        ({"prompt": "a", "logprobs": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+        ({"prompt": "a", "min_tokens": 9, "max_tokens": 2}, "`min_tokens` must be <= `max_tokens`. Given: 9 and 2"),
+        ({"prompt": "a", "min_p": 1.5}, "`min_p` must be >= 0.0 and <= 1.0"),
+    ],
+)
+async def test_nonsense_is_refused_in_words(stack: Stack, body: Json, message: str) -> None:
+    async with stack.client.post(COMPLETIONS, json=body) as response:
+        assert response.status == 422
+        assert message in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("n", [0, 129, 10**9, 2**63])
+async def test_n_is_bounded(stack: Stack, n: int) -> None:
+    async with stack.client.post(COMPLETIONS, json={"prompt": "a", "n": n}) as response:
+        assert response.status in (400, 422)
+    assert stack.permits.in_use == 0
+
+
+async def test_nothing_is_left_behind(stack: Stack) -> None:
+    await stack.assert_empty()

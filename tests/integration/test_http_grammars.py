@@ -1,0 +1,160 @@
+"""Structured output over HTTP: answers follow their schemas, hostile grammars are refused, and nobody else waits for it.
+
+GRAMMAR_REQUESTS sets how many random schemas are sent (60); the bar is 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import orjson
+import pytest
+import pytest_asyncio
+from http_stack import Stack, serve
+from random_schemas import Schemas
+from sse_client import chunks, post
+
+Json = dict[str, Any]
+
+REQUESTS = int(os.environ.get("GRAMMAR_REQUESTS", "60"))
+AT_ONCE = 8
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, grammars=True, settings={"payload_limit": 8_000_000}) as running:
+        yield running
+
+
+def asking(schema: Json) -> Json:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": [{"role": "user", "content": "{"}], "max_tokens": 400, "response_format": form}
+
+
+async def test_answers_to_random_schemas_satisfy_them_streamed_or_not(stack: Stack) -> None:
+    seeds = iter(range(REQUESTS))
+    unfinished = 0
+
+    async def worker() -> None:
+        nonlocal unfinished
+        for seed in seeds:
+            schema = Schemas(seed).draw()
+            body = asking(schema)
+            [choice] = (await post(stack.client, "/v1/chat/completions", body))["choices"]
+            text = choice["message"]["content"]
+            stream = await chunks(stack.client, "/v1/chat/completions", body)
+            assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in stream) == text
+            if choice["finish_reason"] == "length":
+                unfinished += 1  # a number or a pattern that the echo engine never leaves: no evidence, and no fault
+                continue
+            assert choice["finish_reason"] == "stop"
+            jsonschema.validate(orjson.loads(text), schema, jsonschema.Draft202012Validator)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(AT_ONCE):
+            tasks.create_task(worker())
+    assert unfinished <= REQUESTS / 3
+
+
+def nested_one_of(depth: int) -> Json:
+    schema: Json = {"type": "string"}
+    for _ in range(depth):
+        schema = {"oneOf": [schema, {"type": "object", "properties": {"a": schema}}]}
+    return schema
+
+
+def recursive() -> Json:
+    node: Json = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+    return {"$ref": "#/$defs/node", "$defs": {"node": node}}
+
+
+HOSTILE: list[tuple[str, Json]] = [
+    ("nested repetition", {"type": "regex", "value": "(a+)+$"}),
+    ("counted repetition", {"type": "regex", "value": "(.{1,1000}){1,1000}"}),
+    ("nested oneOf", {"type": "json_schema", "json_schema": {"name": "x", "schema": nested_one_of(12)}}),
+    ("recursion", {"type": "json_schema", "json_schema": {"name": "x", "schema": recursive()}}),
+    ("itself", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}),
+    (
+        "five megabytes",
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["x" * 100 + str(i) for i in range(46000)]}}},
+    ),
+    (
+        "many patterns",
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "x",
+                "schema": {
+                    "type": "object",
+                    "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]*{i}[^{i % 9}]+$"} for i in range(3900)},
+                },
+            },
+        },
+    ),
+    ("a bad pattern", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "("}}}),
+    ("look-around", {"type": "regex", "value": "(?=a)b"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form"), HOSTILE, ids=[name for name, _ in HOSTILE])
+async def test_a_hostile_grammar_is_refused_in_words_and_soon(stack: Stack, name: str, form: Json) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 50}
+    started = time.monotonic()
+    headers = {"content-type": "application/json"}
+    async with stack.client.post(
+        "/v1/chat/completions", data=io.BytesIO(orjson.dumps(body)), headers=headers
+    ) as response:
+        told = await response.json()
+        assert response.status == 422, told
+    assert time.monotonic() - started < 3
+    assert told["error"]["message"].startswith("Input validation error: ")
+    assert len(told["error"]["message"]) < 1000
+    assert stack.permits.in_use == 0
+
+
+async def gaps(stack: Stack, tokens: int) -> list[float]:
+    """Seconds between the tokens of a stream."""
+    body = {"inputs": "word word word", "parameters": {"max_new_tokens": tokens}}
+    arrivals = []
+    async with stack.client.post("/generate_stream", json=body) as response:
+        async for line in response.content:
+            if line.startswith(b"data:"):
+                arrivals.append(time.monotonic())
+    return sorted(later - earlier for earlier, later in pairwise(arrivals))
+
+
+async def test_another_stream_does_not_wait_for_hostile_grammars(demo_model: Path) -> None:
+    async with serve(demo_model, grammars=True, settings={"payload_limit": 8_000_000}, echo_step_ms=20) as stack:
+        quiet = await gaps(stack, 100)
+        bodies = [
+            orjson.dumps({"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 50})
+            for _, form in HOSTILE
+        ]
+
+        async def attack() -> None:
+            for body in bodies:
+                headers = {"content-type": "application/json"}
+                async with stack.client.post(
+                    "/v1/chat/completions", data=io.BytesIO(body), headers=headers
+                ) as response:
+                    assert response.status == 422
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(attack())
+            under_attack = tasks.create_task(gaps(stack, 200))
+        # The client shares the machine and the process with the server: what it sees is an upper bound.
+        assert under_attack.result()[int(0.99 * 199)] < 2 * quiet[int(0.99 * 99)] + 0.02
+
+
+async def test_nothing_is_left_behind(stack: Stack) -> None:
+    await stack.assert_empty()

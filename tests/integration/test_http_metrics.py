@@ -1,0 +1,280 @@
+"""What /metrics says of a server under load: TGI's board has data, and counts that must agree do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_stack import Stack, serve, until
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFILL, DECODE = {"method": "prefill"}, {"method": "decode"}
+
+BOARD: list[tuple[str, str, dict[str, str], tuple[float, ...]]] = [
+    # (panel, metric, labels, quantiles asked of its buckets; none: the series itself is shown, or its rate)
+    ("Time to first token: queue", "tgi_request_queue_duration", {}, (0.5,)),
+    ("Time to first token: prefill", "tgi_batch_inference_duration", PREFILL, (0.5,)),
+    ("Decode per-token latency", "tgi_batch_forward_duration", DECODE, (0.5,)),
+    ("Throughput", "tgi_request_generated_tokens_sum", {}, ()),
+    ("Throughput", "tgi_request_generated_tokens_count", {}, ()),
+    ("Number of tokens per prompt", "tgi_request_input_length", {}, (0.5, 0.9, 0.99)),
+    ("Number of generated tokens", "tgi_request_generated_tokens", {}, (0.5, 0.9, 0.99)),
+    ("Requests", "tgi_request_count", {}, ()),
+    ("Requests: success", "tgi_request_success", {}, ()),
+    ("Requests: failure", "tgi_request_failure", {"err": "overloaded"}, ()),
+    ("Requests: failure", "tgi_request_failure", {"err": "validation"}, ()),
+    ("Requests: failure", "tgi_request_failure", {"err": "incomplete"}, ()),
+    ("Requests: failure", "tgi_request_failure", {"err": "generation"}, ()),
+    ("Mean time per token", "tgi_request_mean_time_per_token_duration", {}, (0.5, 0.9, 0.99)),
+    ("Mean time per token heatmap", "tgi_request_mean_time_per_token_duration", {}, (0.5,)),
+    ("Queue size", "tgi_queue_size", {}, ()),
+    ("Max tokens per batch", "tgi_batch_current_max_tokens", {}, ()),
+    ("Max new tokens", "tgi_request_max_new_tokens", {}, (0.5, 0.9, 0.99)),
+    ("Speculated tokens", "tgi_request_skipped_tokens", {}, (0.5, 0.9, 0.99)),
+    ("Latency", "tgi_request_duration", {}, (0.5, 0.9, 0.99)),
+    ("Validation latency", "tgi_request_validation_duration", {}, (0.5, 0.9, 0.99)),
+    ("Inference latency", "tgi_request_inference_duration", {}, (0.5, 0.9, 0.99)),
+    ("Queue latency", "tgi_request_queue_duration", {}, (0.5, 0.9, 0.99)),
+    ("Batch size", "tgi_batch_current_size", {}, ()),
+    ("Next batch size", "tgi_batch_next_size", {}, (0.5, 0.9, 0.99)),
+    ("Concatenates", "tgi_batch_concat", {"reason": "backpressure"}, ()),
+    ("Concatenates", "tgi_batch_concat", {"reason": "wait_exceeded"}, ()),
+    ("Concatenates", "tgi_batch_concat", {"reason": "chunking"}, ()),
+    *(
+        (f"{title} {labels['method']}", f"tgi_batch_{name}_duration", labels, (0.5, 0.9, 0.99))
+        for labels in (PREFILL, DECODE)
+        for title, name in (
+            ("Latency", "inference"),
+            ("Forward", "forward"),
+            ("Token decode", "decode"),
+            ("Filter batch", "filter"),
+        )
+    ),
+    ("Concat batch", "tgi_batch_concat_duration", DECODE, (0.5, 0.9, 0.99)),
+    ("Batches", "tgi_batch_inference_count", PREFILL, ()),
+    ("Batches", "tgi_batch_inference_success", DECODE, ()),
+    ("Batches", "tgi_batch_inference_failure", DECODE, ()),
+    ("Largest batch", "tgi_batch_max_total_tokens", {}, ()),
+]
+"""What TGI's Grafana board (assets/tgi_grafana.json) shows: the rows General, Batching, Prefill, Decode and Debug."""
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+async def scrape(stack: Stack) -> Samples:
+    """(name, labels) → value, as Prometheus would have it."""
+    async with stack.client.get("/metrics") as response:
+        assert response.status == 200
+        text = await response.text()
+    # The parser expects counters to end in _total and would rename TGI's.
+    families = text_string_to_metric_families(text.replace(" counter\n", " unknown\n"))
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, tuple(sorted(labels.items()))]
+
+
+def total(samples: Samples, name: str) -> float:
+    """A counter, over all its labels."""
+    return sum(number for (other, _), number in samples.items() if other == name)
+
+
+def quantile(samples: Samples, metric: str, labels: dict[str, str], wanted: float) -> float:
+    """Prometheus' histogram_quantile over all that was observed; NaN if nothing was."""
+    buckets = sorted(
+        (float(dict(key)["le"]), number)
+        for (name, key), number in samples.items()
+        if name == f"{metric}_bucket" and labels.items() <= dict(key).items()
+    )
+    if not buckets or not buckets[-1][1]:
+        return math.nan
+    rank, below, bound = wanted * buckets[-1][1], 0.0, 0.0
+    for le, count in buckets:
+        if count >= rank:
+            return bound if math.isinf(le) else bound + (le - bound) * (rank - below) / (count - below or 1)
+        below, bound = count, le
+    raise AssertionError("the last bucket holds everything")
+
+
+def body_of(tokens: int, **parameters: object) -> dict[str, Any]:
+    return {"inputs": "one two three four", "parameters": {"max_new_tokens": tokens, **parameters}}
+
+
+@pytest.fixture
+async def loaded(demo_model: Path) -> Samples:
+    """What a server says after some load."""
+    async with serve(demo_model, echo_step_ms=1, max_batch_size=4) as stack:
+
+        async def client(first: int) -> None:
+            for tokens in range(first, first + 5):
+                await stack.generate("one two three four", max_new_tokens=5 * tokens)
+
+        async with asyncio.TaskGroup() as clients:
+            for number in range(8):
+                clients.create_task(client(number + 1))
+        return await scrape(stack)
+
+
+def test_tgis_board_has_data(loaded: Samples) -> None:
+    def shown(metric: str, labels: dict[str, str], quantiles: tuple[float, ...]) -> list[float]:
+        if quantiles:
+            return [quantile(loaded, metric, labels, wanted) for wanted in quantiles]
+        return [loaded.get((metric, tuple(labels.items())), math.nan)]
+
+    empty = [panel for panel, *query in BOARD if not all(map(math.isfinite, shown(*query)))]
+    assert empty == []
+
+
+def test_load_shows_in_every_batch_metric(loaded: Samples) -> None:
+    tokens = sum(5 * tokens for first in range(1, 9) for tokens in range(first, first + 5))
+    assert value(loaded, "text_generation_generated_tokens_total") == tokens
+    assert value(loaded, "text_generation_prompt_tokens_total") == 40 * 4
+    assert value(loaded, "tgi_request_skipped_tokens_count") == tokens
+    # Every token has a gap before it but each request's first.
+    assert value(loaded, "text_generation_inter_token_seconds_count") == tokens - 40
+    assert value(loaded, "tgi_batch_next_size_sum") == 40
+    assert 0 < value(loaded, "tgi_batch_concat", reason="chunking") <= 40
+    assert value(loaded, "tgi_batch_concat", reason="chunking") == value(
+        loaded, "tgi_batch_concat_duration_count", method="decode"
+    )
+    for method in ("prefill", "decode"):
+        steps = value(loaded, "tgi_batch_inference_count", method=method)
+        assert steps == value(loaded, "tgi_batch_inference_success", method=method)
+        assert steps == value(loaded, "tgi_batch_inference_duration_count", method=method)
+        # A step takes at least the pace that was set, and its forward pass is a part of it.
+        forward = value(loaded, "tgi_batch_forward_duration_sum", method=method)
+        assert 0.001 * steps <= forward <= value(loaded, "tgi_batch_inference_duration_sum", method=method)
+
+
+async def test_gauges_show_what_runs_and_waits(demo_model: Path) -> None:
+    async with (
+        serve(demo_model, max_batch_size=1, pool_tokens=2048, echo_step_ms=2) as stack,
+        stack.client.post("/generate_stream", json=body_of(1000)),
+        asyncio.TaskGroup() as tasks,
+    ):
+        await until(lambda: stack.scheduler.used_tokens > 0)
+        second = tasks.create_task(stack.generate("Hello", max_new_tokens=1))
+        await until(lambda: stack.scheduler.waiting == 1)
+        samples = await scrape(stack)
+        second.cancel()
+        assert value(samples, "trtllm_num_requests_running") == value(samples, "tgi_batch_current_size") == 1
+        assert value(samples, "trtllm_num_requests_waiting") == value(samples, "tgi_queue_size") == 1
+        assert value(samples, "trtllm_kv_cache_tokens_per_block") == 16
+        assert value(samples, "trtllm_kv_cache_max_blocks") == 128
+        assert value(samples, "tgi_batch_max_total_tokens") == 2048
+        assert 0 < value(samples, "trtllm_kv_cache_utilization") < 1
+        assert value(samples, "tgi_batch_current_max_tokens") == 4 + 1000
+
+
+async def test_the_first_token_is_told_as_it_comes_and_its_time_includes_the_queue(demo_model: Path) -> None:
+    async with serve(demo_model, max_batch_size=1, echo_step_ms=20) as stack:
+        async with stack.client.post("/generate_stream", json=body_of(1000)) as first:
+            await first.content.readany()
+            samples = await scrape(stack)
+            assert value(samples, "text_generation_time_to_first_token_seconds_count") == 1
+            assert total(samples, "text_generation_requests_finished_total") == 0
+        await until(lambda: stack.scheduler.running == 0)
+        before = value(samples, "text_generation_time_to_first_token_seconds_sum")
+        async with asyncio.TaskGroup() as tasks:  # the second waits for the first's ten steps
+            tasks.create_task(stack.generate("Hello", max_new_tokens=10))
+            tasks.create_task(stack.generate("Hello", max_new_tokens=1))
+        samples = await scrape(stack)
+        assert value(samples, "text_generation_time_to_first_token_seconds_count") == 3
+        assert value(samples, "text_generation_time_to_first_token_seconds_sum") - before > 10 * 0.020
+
+
+async def test_best_of_asks_for_one_generation(demo_model: Path) -> None:
+    async with serve(demo_model) as stack:
+        await stack.generate("Hello", max_new_tokens=3, best_of=3, do_sample=True)
+        samples = await scrape(stack)
+        assert value(samples, "tgi_request_count") == value(samples, "tgi_request_success") == 1
+        assert value(samples, "text_generation_time_to_first_token_seconds_count") == 1
+        assert value(samples, "tgi_request_generated_tokens_sum") == 3
+        assert value(samples, "text_generation_generated_tokens_total") == 9  # what was computed for it
+
+
+async def test_preemptions_are_counted_and_their_wait_is_a_gap(demo_model: Path) -> None:
+    async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(stack.generate("one two three four five six", max_new_tokens=150))
+        samples = await scrape(stack)
+        assert value(samples, "text_generation_preemptions_total") == stack.scheduler.preemptions > 0
+        assert value(samples, "text_generation_inter_token_seconds_count") == 2 * 149
+
+
+@pytest.mark.parametrize("best_of", [1, 2])
+async def test_counts_agree_whatever_happened(demo_model: Path, best_of: int) -> None:
+    """Served, refused, failed, left in the queue, before and after the first token: each is one thing, once."""
+    chance = random.Random(3)
+
+    async def one(stack: Stack, number: int) -> None:
+        body = body_of(chance.randint(1, 60))
+        kind = number % 6
+        if kind == 0:
+            body["parameters"]["temperature"] = -1.0
+        elif kind == 1:
+            body["parameters"] |= {"best_of": best_of, "do_sample": True}
+        elif kind == 2:
+            body["inputs"] = "one two fails"
+        elif kind == 3:
+            body["parameters"]["stop"] = [" three"]
+        route = "/generate" if kind == 1 else chance.choice(("/generate", "/generate_stream"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+        payload = json.dumps(body).encode()
+        head = f"POST {route} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
+        cut = kind == 5 or number % 13 == 0
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            await (reader.readexactly(chance.choice([1, 300, 1500])) if cut else reader.read())
+        writer.close()
+
+    async def client(stack: Stack, numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await one(stack, number)
+
+    fails = 12512  # " fails": the echo engine fails a sequence that comes to this token
+    async with serve(
+        demo_model, max_concurrent_requests=14, max_batch_size=4, pool_tokens=512, echo_step_ms=1, echo_fail_token=fails
+    ) as stack:
+        numbers = iter(range(240))
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(16):
+                clients.create_task(client(stack, numbers))
+        await until(lambda: stack.permits.in_use == 0)
+        await until(lambda: stack.scheduler.running == 0)
+        samples = await scrape(stack)
+
+    started = value(samples, "tgi_request_count")
+    finished = {
+        dict(labels)["reason"]: count
+        for (name, labels), count in samples.items()
+        if name == "text_generation_requests_finished_total"
+    }
+    assert started == 240 == value(samples, "text_generation_requests_started_total")
+    assert started == value(samples, "tgi_request_success") + total(samples, "tgi_request_failure")
+    assert started == sum(finished.values())
+    assert all(finished[reason] > 0 for reason in ("length", "stop_sequence", "refused", "error", "cancelled"))
+    assert value(samples, "tgi_request_success") == finished["length"] + finished["stop_sequence"]
+    assert finished["cancelled"] == value(samples, "text_generation_requests_cancelled_total")
+    assert value(samples, "tgi_request_duration_count") == value(samples, "tgi_request_success")
+    # Every token but a sequence's first has a gap before it, and both are counted apart from each other.
+    firsts = value(samples, "text_generation_generated_tokens_total") - value(
+        samples, "text_generation_inter_token_seconds_count"
+    )
+    first_tokens = value(samples, "text_generation_time_to_first_token_seconds_count")
+    assert first_tokens == firsts if best_of == 1 else first_tokens < firsts
+    assert value(samples, "tgi_request_success") <= first_tokens < started
+    assert value(samples, "tgi_queue_size") == value(samples, "trtllm_kv_cache_utilization") == 0

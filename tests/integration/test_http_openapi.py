@@ -1,0 +1,190 @@
+"""The OpenAPI document is about this very server: all of its routes, and answers as it gives them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from http_stack import Stack, serve
+
+from text_generation_router.api.auth import ApiKeys
+
+Json = dict[str, Any]
+HELLO: Json = {"inputs": "Hello there"}
+DETAILED: Json = {"max_new_tokens": 3, "details": True, "decoder_input_details": True, "top_n_tokens": 2}
+BEST: Json = {"max_new_tokens": 3, "details": True, "best_of": 2, "do_sample": True}
+INFER: Json = {"inputs": [{"name": "a", "shape": [1], "datatype": "BYTES", "data": ["hi"]}], "parameters": BEST}
+
+
+@pytest.fixture
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model) as stack:
+        yield stack
+
+
+async def document_of(stack: Stack, headers: dict[str, str] | None = None) -> Json:
+    async with stack.client.get("/api-doc/openapi.json", headers=headers) as response:
+        assert response.status == 200
+        document: Json = await response.json()
+        return document
+
+
+async def test_it_lists_every_route_of_the_contract(stack: Stack) -> None:
+    paths = (await document_of(stack))["paths"]
+    served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+    assert served >= {
+        "GET /",
+        "POST /",
+        "POST /generate",
+        "POST /generate_stream",
+        "POST /tokenize",
+        "POST /chat_tokenize",
+        "POST /detokenize",
+        "GET /tokenizer_info",
+        "GET /info",
+        "GET /health",
+        "GET /ping",
+        "GET /metrics",
+        "POST /v1/chat/completions",
+        "POST /v1/completions",
+        "GET /v1/models",
+        "GET /v1/models/{model}",
+        "POST /invocations",
+        "POST /vertex",
+        "GET /v2",
+        "GET /v2/health/live",
+        "GET /v2/health/ready",
+        "GET /v2/models/{name}/versions/{version}",
+        "GET /v2/models/{name}/versions/{version}/ready",
+        "POST /v2/models/{name}/versions/{version}/infer",
+        "GET /docs",
+        "GET /api-doc/openapi.json",
+    }
+
+
+async def test_every_reference_leads_somewhere_and_every_operation_has_a_name(stack: Stack) -> None:
+    document = await document_of(stack)
+    for reference in set(re.findall(r"'\$ref': '([^']*)'", str(document))):
+        found: Any = document
+        for part in reference.removeprefix("#/").split("/"):
+            found = found[part]
+        assert isinstance(found, dict)
+    operations = [one for methods in document["paths"].values() for one in methods.values()]
+    assert len({one["operationId"] for one in operations}) == len(operations)
+    assert all(one["summary"] and one["tags"] for one in operations)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("get", "/info", None, 200),
+        ("get", "/tokenizer_info", None, 200),
+        ("get", "/v1/models", None, 200),
+        ("get", "/v1/models/echo", None, 200),
+        ("get", "/v1/models/other", None, 404),
+        ("get", "/v2", None, 200),
+        ("get", "/v2/health/live", None, 200),
+        ("get", "/v2/models/a/versions/1", None, 200),
+        ("post", "/", {**HELLO, "parameters": DETAILED}, 200),
+        ("post", "/generate", HELLO, 200),
+        ("post", "/generate", {**HELLO, "parameters": DETAILED}, 200),
+        ("post", "/generate", {**HELLO, "parameters": BEST}, 200),
+        ("post", "/generate", {"inputs": ""}, 422),
+        ("post", "/generate", {}, 422),
+        ("post", "/tokenize", HELLO, 200),
+        ("post", "/tokenize", {"prompt": "Hello there"}, 200),
+        ("post", "/chat_tokenize", {"messages": [{"role": "user", "content": "Hello"}]}, 200),
+        ("post", "/detokenize", {"ids": [1, 2]}, 200),
+        ("post", "/detokenize", {"ids": [2**31]}, 422),
+        ("post", "/invocations", {**HELLO, "parameters": DETAILED}, 200),
+        ("post", "/vertex", {"instances": [HELLO]}, 200),
+        ("post", "/vertex", {"instances": []}, 422),
+        ("post", "/v2/models/a/versions/1/infer", INFER, 200),
+        ("post", "/v1/chat/completions", {"messages": []}, 422),
+        ("post", "/v1/completions", {"prompt": 1}, 422),
+    ],
+)
+async def test_answers_are_as_described(stack: Stack, method: str, path: str, body: Json | None, status: int) -> None:
+    document = await document_of(stack)
+    template = next(one for one in document["paths"] if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", one), path))
+    described = document["paths"][template][method]["responses"][str(status)]
+    async with stack.client.request(method, path, json=body) as response:
+        assert response.status == status
+        schema = described["content"][response.content_type]["schema"]
+        if response.content_type == "application/json":
+            resolvable = {**schema, "components": document["components"]}
+            jsonschema.validate(await response.json(), resolvable, cls=jsonschema.Draft202012Validator)
+
+
+@pytest.mark.parametrize("details", [False, True])
+async def test_events_are_as_described(stack: Stack, details: bool) -> None:
+    document = await document_of(stack)
+    answers = document["paths"]["/generate_stream"]["post"]["responses"]["200"]["content"]
+    schema = {
+        **answers["text/event-stream"]["schema"]["properties"]["data"]["contentSchema"],
+        "components": document["components"],
+    }
+    parameters = {"max_new_tokens": 3, "details": details, "top_n_tokens": 2 if details else None}
+    async with stack.client.post("/generate_stream", json={**HELLO, "parameters": parameters}) as response:
+        events = [line.removeprefix(b"data: ") async for line in response.content if line.startswith(b"data:")]
+    assert len(events) == 3
+    for event in events:
+        jsonschema.validate(json.loads(event), schema, cls=jsonschema.Draft202012Validator)
+
+
+async def test_keys_are_asked_for_where_they_are_needed(demo_model: Path, stack: Stack) -> None:
+    assert "securitySchemes" not in (await document_of(stack))["components"]
+    async with serve(demo_model, settings={"api_keys": ApiKeys(["key"])}) as locked:
+        document = await document_of(locked, {"x-api-key": "key"})
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
+    assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            probe = (method, path) in {
+                ("get", one) for one in ("/", "/health", "/ping", "/v2/health/live", "/v2/health/ready")
+            }
+            assert ("401" not in operation["responses"]) == probe
+            assert (operation.get("security") == []) == probe
+
+
+@pytest.mark.parametrize("path", ["/docs", "/docs/"])
+async def test_the_page_needs_nothing_from_elsewhere(stack: Stack, path: str) -> None:
+    async with stack.client.get(path) as response:
+        assert response.content_type == "text/html"
+        policy = response.headers["content-security-policy"]
+        page = await response.text()
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "//" not in page
+    assert "<script>" not in page
+    links = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert len(links) == 4
+    for link in links:
+        async with stack.client.get(path.rpartition("/")[0] + "/" + link) as response:
+            assert response.status == 200
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert await response.read()
+
+
+async def test_no_other_file_is_served(stack: Stack) -> None:
+    for path in ("/docs/../docs.py", "/docs/%2e%2e/core.py", "/docs/LICENSE", "/docs/swagger-ui.css/x"):
+        async with stack.client.get(path) as response:
+            assert response.status == 404
+
+
+async def test_every_body_has_a_limit_and_must_be_json(stack: Stack) -> None:
+    taking = [path for path, methods in (await document_of(stack))["paths"].items() if "post" in methods]
+    assert len(taking) > 10
+    headers = {"content-type": "application/json"}
+    for path in (one.replace("{name}", "a").replace("{version}", "1") for one in taking):
+        for body, status in ((b" " * 2_000_001, 413), (b"{", 400), (b"[]", 422)):
+            async with stack.client.post(path, data=io.BytesIO(body), headers=headers) as response:
+                assert (path, response.status) == (path, status)
+        async with stack.client.post(path, data=b"{}", headers={"content-type": "text/plain"}) as response:
+            assert (path, response.status) == (path, 415)

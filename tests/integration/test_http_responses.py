@@ -1,0 +1,281 @@
+"""POST /v1/responses with OpenAI's own client: whole, streamed, parsed, with tools, and every way it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from answer_events import RESPONSES, check_types, read_events
+from http_stack import Stack, serve
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+"""The echo engine repeats the prompt, so that an answer begins with the templated conversation."""
+DETAILED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
+    "{% for c in m.tool_calls %}({{ c.id }} {{ c.function.name }} {{ c.function.arguments.city }}){% endfor %}"
+    "{% if m.tool_call_id %}({{ m.tool_call_id }} {{ m.name }}){% endif %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+)
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "description": "How the weather is",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": True,
+}
+DEEP: dict[str, Any] = json.loads('{"a":' * 400 + "{}" + "}" * 400)
+"""What can be read, but neither written nor given to a template."""
+
+
+@asynccontextmanager
+async def connected(model: Path, **options: object) -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
+    async with serve(model, **{"chat_template": TEMPLATE, **options}) as stack:
+        url = f"http://127.0.0.1:{stack.port}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+            yield stack, client
+
+
+@pytest.fixture
+async def stack_and_client(demo_model: Path) -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
+    async with connected(demo_model) as both:
+        yield both
+
+
+Both = tuple[Stack, AsyncOpenAI]
+
+
+async def test_a_text_is_the_users(stack_and_client: Both) -> None:
+    stack, client = stack_and_client
+    response = await client.responses.create(
+        model="m", input="Hello there", instructions="Be brief.", max_output_tokens=9, temperature=0
+    )
+    Response.model_validate(response.model_dump(by_alias=True))
+    assert response.output_text.startswith("[system]Be brief.[user]Hello")
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.usage is not None
+    assert response.usage.output_tokens == 9
+    assert response.usage.input_tokens == len(
+        (await stack.tokenizer.encode("[system]Be brief.[user]Hello there", add_special_tokens=False)).ids
+    )
+    assert response.model == "m"
+    assert response.store is False
+    await stack.assert_empty()
+
+
+async def test_a_stream_says_what_a_whole_reply_says(stack_and_client: Both) -> None:
+    _, client = stack_and_client
+    asked: dict[str, Any] = {"model": "m", "input": "schön 漢字 😀", "max_output_tokens": 30, "temperature": 0}
+    whole = await client.responses.create(**asked)
+    async with client.responses.stream(**asked) as stream:
+        events = [event async for event in stream]
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.incomplete"
+    final = events[-1].response
+    assert final.output_text == whole.output_text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert final.usage == whole.usage
+    assert final.id != whole.id
+
+
+async def test_the_bytes_of_a_stream(stack_and_client: Both) -> None:
+    stack, _ = stack_and_client
+    body = {"input": "Test request", "max_output_tokens": 3, "stream": True}
+    async with stack.client.post("/v1/responses", json=body) as response:
+        assert response.headers["content-type"] == "text/event-stream"
+        events = read_events(await response.read())
+    check_types(events, RESPONSES)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert sum(event["type"] == "response.output_text.delta" for event in events) == 3
+
+
+async def test_items_become_messages(demo_model: Path) -> None:
+    items: list[Any] = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "D"}]},
+        {"type": "message", "role": "user", "content": "U"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "R"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "A", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "X"}'},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": '{"city": "Y"}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "S"}]},
+        {"type": "function_call", "call_id": "c3", "name": "weather", "arguments": '{"city": "Z"}'},
+        {"type": "function_call_output", "call_id": "c3", "output": "fog"},
+    ]
+    expected = (
+        "[system]D[user]U[assistant]RA(c1 weather X)(c2 weather Y)[tool]sun(c1 weather)[tool]rain(c2 weather)"
+        "[assistant]S(c3 weather Z)[tool]fog(c3 weather)"
+    )
+    async with connected(demo_model, chat_template=DETAILED) as (stack, client):
+        length = len((await stack.tokenizer.encode(expected, add_special_tokens=False)).ids)
+        response = await client.responses.create(
+            model="m", input=items, tools=[WEATHER], tool_choice="none", max_output_tokens=length, temperature=0
+        )
+    assert response.output_text == expected
+
+
+async def test_a_forced_call_is_told_and_its_result_goes_back(demo_model: Path) -> None:
+    async with connected(demo_model, chat_template=DETAILED, grammars=True) as (_, client):
+        asked: dict[str, Any] = {
+            "model": "m",
+            "input": "How is it?",
+            "tools": [WEATHER],
+            "tool_choice": {"type": "function", "name": "weather"},
+            "max_output_tokens": 200,
+            "temperature": 0,
+        }
+        whole = await client.responses.parse(**asked)
+        [call] = whole.output
+        assert call.type == "function_call"
+        assert call.name == "weather"
+        assert isinstance(call.parsed_arguments, dict)
+        assert set(call.parsed_arguments) == {"city"}
+        assert whole.status == "completed"
+
+        async with client.responses.stream(**asked) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output[0].type == "function_call"
+        assert final.output[0].arguments == call.arguments
+        [added] = [event for event in events if event.type == "response.output_item.added"]
+        assert added.item.name == "weather"
+        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert len(deltas) > 1
+        assert "".join(deltas) == call.arguments
+
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+        after = await client.responses.create(
+            model="m",
+            input=[*whole.output, result],
+            tools=[WEATHER],
+            tool_choice="none",
+            max_output_tokens=40,
+            temperature=0,
+        )
+        assert f"({call.call_id} weather " in after.output_text
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+async def test_a_text_is_parsed_into_what_was_asked_for(demo_model: Path) -> None:
+    async with connected(demo_model, grammars=True) as (_, client):
+        asked: dict[str, Any] = {"model": "m", "input": "Who?", "max_output_tokens": 300, "temperature": 0}
+        response = await client.responses.parse(**asked, text_format=Person)
+        assert isinstance(response.output_parsed, Person)
+        assert response.status == "completed"
+        async with client.responses.stream(**asked, text_format=Person) as stream:
+            final = await stream.get_final_response()
+        assert final.output_parsed == response.output_parsed
+
+
+async def test_nothing_is_stored(stack_and_client: Both) -> None:
+    _, client = stack_and_client
+    response = await client.responses.create(model="m", input="Hi", max_output_tokens=1, store=True)
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        await client.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError, match="not stored"):
+        await client.responses.delete(response.id)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text": {"format": {"type": "text", "more": DEEP}}},
+        {"tools": [{"type": "function", "name": "f", "parameters": DEEP}], "tool_choice": "none"},
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": json.dumps(DEEP)}]},
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_too_deep_to_be_repeated_is_refused(
+    stack_and_client: Both, body: dict[str, Any], stream: bool
+) -> None:
+    stack, _ = stack_and_client
+    asked = {"input": "Hi", "max_output_tokens": 1, "stream": stream, **body}
+    async with stack.client.post("/v1/responses", json=asked) as response:
+        assert response.status == 422, await response.text()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, "`previous_response_id` is not supported: responses are not stored"),
+        ({"conversation": "conv_1"}, "`conversation` is not supported"),
+        ({"conversation": {"id": "conv_1"}}, "`conversation` is not supported"),
+        ({"prompt": {"id": "pmpt_1"}}, "`prompt` is not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "ask /v1/chat/completions"),
+        ({"top_logprobs": 2}, "`top_logprobs` is not supported"),
+        ({"background": True}, "`background` is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search' are not supported"),
+        ({"tools": [{"type": "function"}]}, "has no `name`"),
+        ({"tool_choice": {"type": "file_search"}}, "a tool choice of type 'file_search' is not supported"),
+        ({"tool_choice": {"type": "function", "name": "nobody"}}, "Tool with name nobody not found"),
+        ({"input": []}, "`input` cannot be empty"),
+        ({"input": [{"role": "wizard", "content": "Hi"}]}, "the role of an input message must be one of"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input items of type 'item_reference' are not supported"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "needs `call_id` and `name`"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "has no `call_id`"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input_image modality is not supported",
+        ),
+        ({"text": {"format": {"type": "yaml"}}}, "unknown type"),
+        ({"max_output_tokens": 0}, "must be strictly positive"),
+        ({"temperature": -1}, "temperature"),
+        ({"input": None}, "input"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_done_is_refused_by_name(
+    stack_and_client: Both, body: dict[str, Any], message: str, stream: bool
+) -> None:
+    stack, client = stack_and_client
+    with pytest.raises(openai.UnprocessableEntityError) as refused:
+        await client.post("/responses", body={"input": "Hi", "stream": stream, **body}, cast_to=Response)
+    assert message in str(refused.value)
+    assert refused.value.type == "invalid_request_error"
+    assert stack.permits.in_use == 0
+
+
+async def test_a_failure_before_the_first_event_has_its_status_and_after_it_an_ending(demo_model: Path) -> None:
+    async with connected(demo_model) as (stack, _):
+        [*_, last] = (await stack.tokenizer.encode("[user]one two", add_special_tokens=False)).ids
+        [first, *_] = (await stack.tokenizer.encode("[user]one two", add_special_tokens=False)).ids
+    async with connected(demo_model, echo_fail_token=first) as (_, client):
+        with pytest.raises(openai.APIStatusError) as failed:
+            async with client.responses.stream(model="m", input="one two", temperature=0) as stream:
+                await stream.until_done()
+        assert failed.value.status_code == 424
+    async with connected(demo_model, echo_fail_token=last) as (stack, client):
+        async with client.responses.stream(model="m", input="one two", temperature=0) as stream:
+            events = [event async for event in stream]
+        assert events[-1].type == "response.failed"
+        assert events[-1].response.error is not None
+        assert "failed during generation" in events[-1].response.error.message
+        assert events[-1].response.output_text == "[user]one"
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert 'tgi_request_failure{err="generation"} 1\n' in stack.metrics.exposition().decode()
+
+
+async def test_a_full_house_is_429(demo_model: Path) -> None:
+    async with connected(demo_model, max_concurrent_requests=0) as (_, client):
+        with pytest.raises(openai.RateLimitError):
+            await client.responses.create(model="m", input="Hi", stream=True)

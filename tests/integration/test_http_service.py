@@ -1,0 +1,75 @@
+"""Tokens to text and back, and which model is here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_stack import Stack, serve
+
+TEXT = "Grüße, 世界! <|im_end|>\n"
+
+
+@pytest.fixture
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model) as stack:
+        yield stack
+
+
+async def post(stack: Stack, path: str, body: object) -> tuple[int, Any]:
+    async with stack.client.post(path, json=body) as response:
+        is_json = response.content_type == "application/json"
+        return response.status, await (response.json() if is_json else response.text())
+
+
+async def test_a_text_comes_back_from_its_tokens(stack: Stack) -> None:
+    _, tokens = await post(stack, "/tokenize", {"inputs": TEXT})
+    ids = [token["id"] for token in tokens]
+    for name in ("ids", "tokens"):
+        assert await post(stack, "/detokenize", {name: ids}) == (200, {"text": TEXT, "prompt": TEXT})
+
+
+async def test_tokens_as_vllms_clients_ask_for_them(stack: Stack) -> None:
+    _, tokens = await post(stack, "/tokenize", {"inputs": TEXT})
+    ids = [token["id"] for token in tokens]
+    body = {"prompt": TEXT, "add_special_tokens": False}
+    assert await post(stack, "/tokenize", body) == (200, {"count": len(ids), "max_model_len": 2048, "tokens": ids})
+
+
+@pytest.mark.parametrize("ids", [[], [1] * 100_000])
+async def test_none_and_many(stack: Stack, ids: list[int]) -> None:
+    status, reply = await post(stack, "/detokenize", {"ids": ids})
+    assert status == 200
+    assert bool(reply["text"]) == bool(ids)
+
+
+@pytest.mark.parametrize("ids", [[2**31], [1, 2**20]])
+async def test_an_id_that_is_none(stack: Stack, ids: list[int]) -> None:
+    status, reply = await post(stack, "/detokenize", {"ids": ids})
+    assert (status, reply["error_type"]) == (422, "validation")
+
+
+@pytest.mark.parametrize("body", [{}, {"ids": None}, {"ids": "1"}, {"ids": [-1]}, {"ids": [1.5]}, {"ids": [2**32]}])
+async def test_what_is_no_list_of_ids(stack: Stack, body: object) -> None:
+    status, text = await post(stack, "/detokenize", body)
+    assert status == 422
+    assert text.startswith("Failed to deserialize the JSON body into the target type: ")
+
+
+async def test_the_model_by_name(stack: Stack) -> None:
+    model = {"id": "echo", "object": "model", "created": 0, "owned_by": "echo"}
+    async with stack.client.get("/v1/models") as response:
+        assert await response.json() == {"object": "list", "data": [model]}
+    async with stack.client.get("/v1/models/echo") as response:
+        assert await response.json() == model
+    async with stack.client.get("/v1/models/some/other") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["message"] == "The model `some/other` does not exist"
+
+
+async def test_what_a_client_that_templates_needs(stack: Stack) -> None:
+    async with stack.client.get("/tokenizer_info") as response:
+        info = await response.json()
+    assert set(info) == {"bos_token", "eos_token", "pad_token", "chat_template", "model_max_length"}

@@ -1,0 +1,219 @@
+"""However an answer is cut into pieces, the same is told; nothing is lost; and hostile text costs linear time."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from text_generation_router.chat.events import Event, OutputParser, TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.parsers import PARSERS, ReasoningParser, create_parser
+
+TOOLS = ("get_weather", "f")
+MILLION = 1_000_000
+
+texts = st.text('ab{}[]<>,:"\\\n\t\x00 é\u2028😀', max_size=6)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+objects = st.dictionaries(texts, values, max_size=3)
+separators = st.sampled_from([(", ", ": "), (",", ":"), (" ,\n", " :\t")])
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> str:
+    """A call's object, as the formats have it, mostly well-formed."""
+    name = draw(st.sampled_from([*TOOLS, *TOOLS, "unknown"]))
+    arguments = draw(objects)
+    as_ascii, between = draw(st.booleans()), draw(separators)
+
+    def written(value: object) -> str:
+        return json.dumps(value, ensure_ascii=as_ascii, separators=between)
+
+    form = draw(st.sampled_from(["name", "arguments", "string", "null", "tgi"]))
+    if form == "tgi":
+        members = [("_name", name), *arguments.items()]
+        return written({"function": dict(draw(st.permutations(members)))})
+    key = draw(st.sampled_from(["arguments", "parameters"]))
+    value = written(arguments) if form == "string" else None if form == "null" else arguments
+    pair = [("name", name), (key, value)]
+    return written(dict(reversed(pair) if form == "arguments" else pair))
+
+
+MARKERS = [
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>",
+    "```json\n", "```", "[", "]", ", ", ";", "\n", " ", "f", "{", "}", '"', "\\", "<", '{"name": "f", "arguments": ',
+]  # fmt: skip
+chunks = st.sampled_from(MARKERS) | calls() | texts
+WRAPPERS = [
+    ("", ""), ("<tool_call>\n", "\n</tool_call>"), ("[TOOL_CALLS][", "]"), ("[TOOL_CALLS]f[ARGS]", ""),
+    ("```json\n", "\n```"), ("<think>\nhm\n</think>\n", ""), ("<|python_tag|>", ";"),
+]  # fmt: skip
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> str:
+    """Answers of any format, or of none; then maybe cut short, maybe with a character changed."""
+    parts: list[str] = []
+    for _ in range(draw(st.integers(0, 4))):
+        before, after = draw(st.sampled_from(WRAPPERS))
+        parts += [before, draw(chunks), after] if draw(st.booleans()) else [draw(chunks)]
+    answer = "".join(parts)
+    if answer and draw(st.booleans()):
+        answer = answer[: draw(st.integers(0, len(answer)))]
+    if answer and draw(st.booleans()):
+        at = draw(st.integers(0, len(answer) - 1))
+        answer = answer[:at] + draw(st.sampled_from(['"', "{", "}", "\\", "<", "\n", "é", ""])) + answer[at + 1 :]
+    return answer
+
+
+def make(kind: str) -> OutputParser:
+    name, _, reasoning = kind.partition("+")
+    parser = create_parser(name, tool_names=TOOLS)
+    return ReasoningParser(parser, starts_inside=reasoning == "inside") if reasoning else parser
+
+
+def told(kind: str, pieces: list[str]) -> list[tuple[str, int, str]]:
+    """(kind, index, text) of each event, neighbours of a kind joined."""
+    parser = make(kind)
+    joined: list[tuple[str, int, str]] = []
+
+    def add(event: Event) -> None:
+        index = event.index if isinstance(event, ToolCallStart | ToolCallArguments) else 0
+        match event:
+            case ToolCallStart(name=text) | ToolCallArguments(fragment=text):
+                pass
+            case _:
+                text = event.text
+        assert text, "an event is never empty"
+        row = (type(event).__name__, index, text)
+        if joined and joined[-1][:2] == row[:2]:
+            row = (*row[:2], joined.pop()[2] + text)
+        joined.append(row)
+
+    for piece in pieces:
+        for event in parser.feed(piece):
+            add(event)
+    for event in parser.finish():
+        add(event)
+    return joined
+
+
+KINDS = [*PARSERS, "plain+told", "hermes+told", "hermes+inside", "json+told", "llama3_json+inside"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(answer=answers(), cuts=st.lists(st.integers(0, 400), max_size=12))
+def test_every_cut_of_an_answer_tells_the_same(kind: str, answer: str, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
+    whole = told(kind, [answer])
+    assert told(kind, [answer[a:b] for a, b in pairwise(edges)]) == whole
+    assert told(kind, list(answer)) == whole
+
+
+@pytest.mark.parametrize("kind", PARSERS)
+@given(answer=answers())
+def test_without_a_call_the_answer_is_the_text(kind: str, answer: str) -> None:
+    events = told(kind, [answer])
+    assert [index for name, index, _ in events if name == "ToolCallStart"] == list(
+        range(sum(name == "ToolCallStart" for name, _, _ in events))
+    )
+    if not any(name == "ToolCallStart" for name, _, _ in events):
+        assert "".join(text for _, _, text in events) == answer
+
+
+FORMS = {
+    "hermes": '<tool_call>\n{{"name": "f", "arguments": {0}}}\n</tool_call>',
+    "llama3_json": '{{"name": "f", "parameters": {0}}}',
+    "mistral": '[TOOL_CALLS][{{"arguments": {0}, "name": "f"}}]',
+    "json_calls": '[{{"name": "f", "arguments": {0}}}]',
+    "json": '```json\n{{"name": "f", "arguments": {0}}}\n```',
+}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@given(arguments=objects, between=separators, as_string=st.booleans(), ascii_only=st.booleans())
+def test_arguments_arrive_as_they_were_written(
+    kind: str, arguments: dict[str, object], between: tuple[str, str], as_string: bool, ascii_only: bool
+) -> None:
+    written = json.dumps(arguments, separators=between, ensure_ascii=ascii_only)
+    value = json.dumps(written, ensure_ascii=ascii_only) if as_string else written
+    events = told(kind, [FORMS[kind].format(value)])
+    assert [name for name, _, _ in events] == ["ToolCallStart", "ToolCallArguments"]
+    assert json.loads(events[1][2]) == arguments
+    if not as_string:
+        assert events[1][2] == written
+
+
+@given(arguments=objects, at=st.integers(0, 3))
+def test_tgi_arguments_are_the_other_keys(arguments: dict[str, object], at: int) -> None:
+    members = list(arguments.items())
+    members.insert(at, ("_name", "f"))
+    events = told("tgi", [json.dumps({"function": dict(members)})])
+    assert [name for name, _, _ in events] == ["ToolCallStart", "ToolCallArguments"]
+    assert json.loads(events[1][2]) == arguments
+
+
+HOSTILE = {
+    "half a marker": "<tool_call",
+    "markers": "<tool_call>",
+    "markers with an object": '<tool_call>{"',
+    "objects": '{"',
+    "nesting": '{"a":',
+    "thoughts": "<think><think>",
+    "ends": "</think",
+    "arrays": "[TOOL_CALLS][",
+    "names": "[TOOL_CALLS]f]",
+    "calls": '<tool_call>{"name":"f"',
+    "escapes": "\\",
+    "blanks": " \n",
+    "fences": "```",
+}
+BEFORE = {
+    "hermes": '<tool_call>{"name":"f","arguments":{"a":"',
+    "hermes+told": "",
+    "mistral": "[TOOL_CALLS]",
+    "json": '{"arguments":"{\\"a\\":\\"',
+    "tgi": '{"function":{"a":"',
+    "llama3_json+inside": "",
+}
+
+
+@pytest.mark.parametrize("kind", BEFORE)
+@pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_answer_takes_linear_time(kind: str, unit: str) -> None:
+    """Quadratic work on these lengths takes minutes; the bound leaves room for a slow machine."""
+    hostile = unit * (MILLION // 8 // len(unit))
+    answer = BEFORE[kind] + hostile
+    for pieces in (list(answer), [answer]):
+        parser = make(kind)
+        began = time.perf_counter()
+        for piece in pieces:
+            parser.feed(piece)
+        parser.finish()
+        assert time.perf_counter() - began < 4
+
+
+@pytest.mark.parametrize("unit", ["<tool_call", '{"', "<think><think>"])
+def test_a_million_characters_one_by_one_take_seconds(unit: str) -> None:
+    parser = make("hermes+told")
+    began = time.perf_counter()
+    for char in unit * (MILLION // len(unit)):
+        parser.feed(char)
+    parser.finish()
+    assert time.perf_counter() - began < 10
+
+
+def test_text_and_arguments_come_while_they_are_written() -> None:
+    parser = make("hermes")
+    assert parser.feed("Hello <") == [TextDelta("Hello ")]
+    assert parser.feed('tool_call>{"name": "f') == []
+    assert parser.feed('", "arg') == [ToolCallStart(0, "f")]
+    assert parser.feed('uments": {"a": 1') == [ToolCallArguments(0, '{"a": 1')]
+    assert parser.feed("}}") == [ToolCallArguments(0, "}")]

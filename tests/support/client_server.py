@@ -1,0 +1,70 @@
+"""A server that client libraries are tried on, and what its model says to one question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import openai
+from tokenizers import Tokenizer
+
+QUESTION = "What is the capital of France? Answer in one English sentence."
+ANSWER = "The capital of France is Paris."
+"""What the model answers, in seven tokens and the one that ends the turn; no second choice comes near."""
+ANSWER_TOKENS = 8
+PROMPT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+)
+"""The question as the model's chat template writes it."""
+MAX_CONCURRENT = 8
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "London"]}, "year": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["city", "year"],
+    "additionalProperties": False,
+}
+"""A JSON schema with short answers."""
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "London"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+"""The arguments of a tool."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready."""
+
+    url: str
+    model: str
+    """The id it goes by."""
+    tokenizer: Tokenizer
+
+    def count(self, text: str) -> int:
+        """The tokens of a text."""
+        return len(self.tokenizer.encode(text).ids)
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """While this lasts every place is taken; afterwards they are free again."""
+        client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0)
+        with client:
+            endless = client.completions.create(
+                model="tgi", prompt="One, two,", n=MAX_CONCURRENT, max_tokens=500, stream=True
+            )
+            with endless:
+                next(iter(endless))
+                yield
+            for _ in range(1000):
+                try:
+                    client.completions.create(model="tgi", prompt="One", n=MAX_CONCURRENT, max_tokens=1)
+                except openai.RateLimitError:
+                    continue
+                return
+        raise AssertionError("the client has left, its places are still taken")

@@ -1,0 +1,157 @@
+"""Templates in their workers: prompts come out, and hostile templates hurt nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from text_generation_router.chat.conversation import Conversation, Json
+from text_generation_router.chat.template import ChatTemplateError, ChatTemplates, TemplateRenderer
+from text_generation_router.errors import TemplateError
+
+PATIENT_S = 60.0
+HASTY_S = 0.5
+
+
+def says(text: str, **more: object) -> Conversation:
+    return Conversation([{"role": "user", "content": text, **more}])
+
+
+def a_renderer(
+    template: str, *, workers: int = 1, timeout_s: float = PATIENT_S, max_characters: int = 2_000_000
+) -> TemplateRenderer:
+    templates = ChatTemplates.load(Path("nowhere"), override=template + "\n")
+    return TemplateRenderer(templates, workers=workers, timeout_s=timeout_s, max_characters=max_characters)
+
+
+async def refusal(template: str, *, timeout_s: float = PATIENT_S) -> str:
+    async with a_renderer(template, timeout_s=timeout_s) as renderer:
+        with pytest.raises(TemplateError) as caught:
+            await renderer.render(says("Hello"))
+    return str(caught.value)
+
+
+async def test_the_demo_model(demo_model: Path) -> None:
+    async with TemplateRenderer(ChatTemplates.load(demo_model)) as renderer:
+        assert await renderer.render(says("Grüße 🦙")) == (
+            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+            "<|im_start|>user\nGrüße 🦙<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("asked", "content", "prompt"),
+    [
+        (None, "Once upon ", "user:Hello;assistant:Once upon"),
+        (True, "Once upon ", "user:Hello;assistant:Once upon "),
+        (False, "Once upon ", "user:Hello;assistant:Once upon ;assistant:"),
+        (None, "Hello", "user:Hello;assistant:Hello"),
+        (None, "", "user:Hello;assistant:"),
+    ],
+)
+async def test_going_on_with_the_final_message(asked: bool | None, content: str, prompt: str) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    messages: list[Json] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": content}]
+    async with a_renderer(template) as renderer:
+        assert await renderer.render(Conversation(messages, continue_final_message=asked)) == prompt
+
+
+async def test_a_final_message_that_is_not_shown_cannot_be_continued() -> None:
+    async with a_renderer("{{ messages[0].content }}") as renderer:
+        messages: list[Json] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+        with pytest.raises(TemplateError, match="the template does not show the final message"):
+            await renderer.render(Conversation(messages))
+
+
+async def test_a_folder_without_a_template_starts_and_refuses(tmp_path: Path) -> None:
+    async with TemplateRenderer(ChatTemplates.load(tmp_path)) as renderer:
+        with pytest.raises(TemplateError, match=r"^Template error: template not found$"):
+            await renderer.render(says("Hello"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no\n way') }}", "no way"),
+        ("{{ messages.nothing.at_all }}", "'list object' has no attribute 'nothing'"),
+        ("{{ 'a' + none }}", 'can only concatenate str (not "NoneType") to str'),
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe."),
+        ("{% set ns = namespace(x=1) %}{% set ns.__init__ = 1 %}", "a namespace cannot have an attribute '__init__'"),
+        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe."),
+        ("{{ range(100001) | list }}", "Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000)."),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "the template recurses too deeply"),
+        ("{{ 'a' * 10 ** 10 }}", "the template needs too much memory"),
+        ("{{ ('a' * 2500) * 1000 }}", "the text is longer than 2000000 characters"),
+        ("{% for i in range(99999) %}{{ 'a' * 99999 }}{% endfor %}", "the text is longer than 2000000 characters"),
+        ("{{ '\\ud800' }}", "the text is not valid Unicode"),
+        ("{% include 'passwd' %}", "no loader for this environment specified"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ messages | nofilter }}", "No filter named 'nofilter'."),
+    ],
+)
+async def test_a_template_that_misbehaves_is_a_clear_error(template: str, message: str) -> None:
+    try:
+        assert await refusal(template) == f"Template error: {message}"
+    except ChatTemplateError as error:  # found before anybody asked
+        assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set x = 7 ** (messages | length * 10 ** 8) %}",
+    ],
+)
+async def test_a_template_that_takes_for_ever(template: str) -> None:
+    assert await refusal(template, timeout_s=HASTY_S) == "Template error: the template took too long"
+
+
+async def test_a_template_that_is_refused_only_when_it_is_compiled_stops_the_start() -> None:
+    with pytest.raises(
+        ChatTemplateError, match=r"the chat templates cannot be compiled: .*line 1: No filter named 'nofilter'"
+    ):
+        await a_renderer("{{ messages | nofilter }}").start()
+
+
+SPINS_ON_DEMAND = (
+    "{% if messages[0].content == 'spin' %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endif %}{{ messages[0].content }}"
+)
+
+
+async def test_others_are_served_while_a_template_spins_and_its_worker_is_replaced() -> None:
+    async with a_renderer(SPINS_ON_DEMAND, workers=2, timeout_s=3 * HASTY_S) as renderer:
+        before = renderer.pids
+        async with asyncio.TaskGroup() as tasks:
+            spinning = tasks.create_task(refused(renderer))
+            for _ in range(10):
+                assert await renderer.render(says("Hello")) == "Hello"
+            assert not spinning.done()
+        async with asyncio.timeout(PATIENT_S):
+            while len(renderer.pids) < 2:  # noqa: ASYNC110 - no event tells that a worker is ready
+                await asyncio.sleep(0.001)
+        assert len(renderer.pids & before) == 1
+        assert {await renderer.render(says("again")) for _ in range(4)} == {"again"}
+
+
+async def refused(renderer: TemplateRenderer) -> None:
+    with pytest.raises(TemplateError, match="the template took too long"):
+        await renderer.render(says("spin"))
+
+
+async def test_a_megabyte_of_text() -> None:
+    async with a_renderer("{{ messages[0].content }}") as renderer:
+        text = "ü" * 1_000_000
+        assert await renderer.render(says(text)) == text
+
+
+async def test_arguments_of_the_template() -> None:
+    async with a_renderer("{{ enable_thinking }} {{ self }} {{ documents is none }}") as renderer:
+        conversation = Conversation(
+            [{"role": "user", "content": ""}], template_kwargs={"enable_thinking": 1, "args": 2}
+        )
+        assert (await renderer.render(conversation)).startswith("1 ")

@@ -1,0 +1,153 @@
+"""A conversation as a template is given it, and what is said of tools where the template cannot."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
+from text_generation_router.chat.template_files import ChatTemplates
+from text_generation_router.chat.template_input import DEFAULT_TOOL_PROMPT, plain_message, template_input
+from text_generation_router.errors import InvalidRequest, TemplateError
+
+PLAIN = ChatTemplates({"default": "plain"}, {"bos_token": "<s>"}, frozenset())
+WITH_TOOLS = ChatTemplates({"default": "tools"}, {"bos_token": "<s>"}, frozenset({"default"}))
+ADD = Tool("add", "Adds.", {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"type": "integer"}}})
+NOW = Tool("now")
+HELLO: Json = {"role": "user", "content": "Hello"}
+HI: Json = {"role": "assistant", "content": "Hi"}
+CALL: Json = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}
+
+ADD_FOR_TGI = (
+    '{"type":"function","function":{"description":"Adds.","name":"add","arguments":'
+    '"{\\"type\\":\\"object\\",\\"properties\\":{\\"z\\":{\\"type\\":\\"integer\\"},\\"a\\":{\\"type\\":\\"integer\\"}}}"}}'
+)
+NOW_FOR_TGI = '{"type":"function","function":{"description":null,"name":"now","arguments":"{}"}}'
+
+
+def variables(conversation: Conversation, templates: ChatTemplates = PLAIN) -> Any:  # noqa: ANN401 - as in JSON
+    return json.loads(template_input(conversation, templates).to_json())["variables"]
+
+
+def test_everything_a_template_knows() -> None:
+    assert variables(Conversation([HELLO], template_kwargs={"enable_thinking": False})) == {
+        "documents": None,
+        "bos_token": "<s>",
+        "enable_thinking": False,
+        "messages": [HELLO],
+        "tools": None,
+        "add_generation_prompt": True,
+    }
+
+
+def test_tools_as_templates_know_them() -> None:
+    assert variables(Conversation([HELLO], [ADD, NOW]), WITH_TOOLS)["tools"] == [
+        {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD.parameters}},
+        {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+    ]
+
+
+def test_a_template_that_knows_tools_says_how_to_call_them() -> None:
+    assert variables(Conversation([HELLO], [ADD]), WITH_TOOLS)["messages"] == [HELLO]
+    asked = variables(Conversation([HELLO], [ADD], tool_prompt="Use them."), WITH_TOOLS)
+    assert asked["messages"][0]["content"] == "Hello\n---\nUse them."
+
+
+def test_tools_behind_the_last_message_where_the_template_knows_none() -> None:
+    given = variables(Conversation([HI, HELLO], [ADD, NOW]))
+    assert given["tools"] is None
+    assert given["messages"][0] == HI
+    assert given["messages"][1]["content"] == f"Hello\n---\n[{ADD_FOR_TGI},{NOW_FOR_TGI}]\n{DEFAULT_TOOL_PROMPT}"
+    assert HELLO["content"] == "Hello", "the conversation itself stays as it was"
+
+
+@pytest.mark.parametrize(("prompt", "said"), [("Use them.", "Use them."), ("", DEFAULT_TOOL_PROMPT)])
+def test_a_tool_prompt_of_ones_own(prompt: str, said: str) -> None:
+    given = variables(Conversation([HELLO], [NOW], tool_prompt=prompt))
+    assert given["messages"][0]["content"] == f"Hello\n---\n[{NOW_FOR_TGI}]\n{said}"
+
+
+def test_tools_as_text_on_demand() -> None:
+    templates = ChatTemplates({"default": "x", "tool_use": "y"}, {}, frozenset({"default", "tool_use"}))
+    request = template_input(Conversation([HELLO], [NOW]), templates, tools_in_template=False)
+    assert request.template == "default"
+    assert request.variables["tools"] is None
+    assert NOW_FOR_TGI in request.variables["messages"][0]["content"]
+
+
+def test_a_message_without_text_and_one_to_be_continued_are_left_alone() -> None:
+    after_call = variables(Conversation([HELLO, CALL], [NOW]))["messages"]
+    assert after_call[0]["content"].startswith("Hello\n---\n")
+    assert "content" not in after_call[1]
+    continued = variables(Conversation([HELLO, HI], [NOW]))["messages"]
+    assert continued[0]["content"].startswith("Hello\n---\n")
+    assert continued[1] == HI
+
+
+def test_which_tools_are_offered() -> None:
+    def names(choice: ToolChoice) -> list[str] | None:
+        tools = variables(Conversation([HELLO], [ADD, NOW], choice), WITH_TOOLS)["tools"]
+        return None if tools is None else [tool["function"]["name"] for tool in tools]
+
+    assert names(ToolChoice(ToolMode.AUTO)) == ["add", "now"]
+    assert names(ToolChoice(ToolMode.REQUIRED)) == ["add", "now"]
+    assert names(ToolChoice(ToolMode.NAMED, "now")) == ["now"]
+    assert names(ToolChoice(ToolMode.NONE)) is None
+    assert variables(Conversation([HELLO], [ADD], ToolChoice(ToolMode.NONE)))["messages"] == [HELLO]
+
+
+@pytest.mark.parametrize(
+    ("messages", "asked", "continues", "trims"),
+    [
+        ([HELLO], None, False, False),
+        ([HELLO, HI], None, True, True),
+        ([HELLO, HI], True, True, False),
+        ([HELLO, HI], False, False, False),
+        ([HELLO], True, True, False),
+        ([HELLO, CALL], None, False, False),
+        ([HELLO, {**CALL, "content": "Let me see"}], None, False, False),
+        ([HELLO, {"role": "assistant", "content": "Hi", "tool_calls": []}], None, True, True),
+    ],
+)
+def test_when_the_last_message_is_continued(
+    messages: list[Json], asked: bool | None, continues: bool, trims: bool
+) -> None:
+    request = template_input(Conversation(messages, continue_final_message=asked), PLAIN)
+    assert request.continue_final is continues
+    assert request.trim is trims
+    assert request.variables["add_generation_prompt"] is not continues
+
+
+def test_a_message_as_transformers_passes_it() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert plain_message({"role": "user", "content": parts, "name": None}) == {"role": "user", "content": "one two"}
+    thought = plain_message({"role": "assistant", "content": "x", "reasoning": "hm"})
+    assert thought["reasoning_content"] == thought["thinking"] == "hm"
+
+
+@pytest.mark.parametrize(
+    ("conversation", "message"),
+    [
+        (Conversation([]), "Template error: there are no messages"),
+        (Conversation([CALL], continue_final_message=True), "has no content that could be continued"),
+        (Conversation([{"role": "user", "content": [{"type": "image_url"}]}]), "a message has a part that is no text"),
+        (Conversation([{"role": "user", "content": "\ud800"}]), "cannot be passed to the template"),
+        (Conversation([HELLO], template_kwargs={"n": 1 << 70}), "cannot be passed to the template"),
+    ],
+)
+def test_what_cannot_be_a_prompt(conversation: Conversation, message: str) -> None:
+    with pytest.raises(TemplateError, match=message):
+        variables(conversation)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message"])
+def test_arguments_that_are_fields_of_the_request(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"`chat_template_kwargs` must not set `{name}`"):
+        variables(Conversation([HELLO], template_kwargs={name: []}))
+
+
+def test_a_model_without_a_template() -> None:
+    with pytest.raises(TemplateError, match="Template error: template not found"):
+        variables(Conversation([HELLO]), ChatTemplates({}, {}, frozenset()))

@@ -1,0 +1,112 @@
+"""Proving in child processes: answers, refusals in time, and one compile for many who ask the same."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from text_generation_router.errors import InvalidRequest, Overloaded
+from text_generation_router.grammar.compiler import GrammarCompiler, NoGrammars, grammar_sandbox
+from text_generation_router.grammar.forms import read_schema, regex_grammar, schema_grammar
+from text_generation_router.request import Grammar, GrammarKind
+from text_generation_router.sandbox.pool import Sandbox, Setup
+
+GOOD = regex_grammar("[a-z]+")
+UNREAD = Grammar(GrammarKind.JSON_SCHEMA, "{")
+"""A text that no form writes: the job stumbles over it."""
+REFUSED_WITHIN_S = 3.0
+
+
+@pytest.fixture
+async def sandbox(demo_model: Path) -> AsyncIterator[Sandbox]:
+    async with grammar_sandbox(demo_model / "tokenizer.json", workers=1) as started:
+        yield started
+
+
+async def test_good_grammars_pass_and_bad_ones_keep_being_refused_in_tgis_words(sandbox: Sandbox) -> None:
+    compiler = GrammarCompiler(sandbox)
+    await compiler.prove(GOOD)
+    recursive = schema_grammar(read_schema({"properties": {"a": {"$ref": "#"}}}))
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as refusal:
+            await compiler.prove(recursive)
+        assert str(refusal.value) == (
+            "Input validation error: cannot compile regex from schema: recursive references are not supported"
+        )
+
+
+async def test_a_verdict_is_remembered(sandbox: Sandbox) -> None:
+    compiler = GrammarCompiler(sandbox)
+    await compiler.prove(GOOD)
+    await sandbox.close()
+    await compiler.prove(GOOD)
+    with pytest.raises(InvalidRequest, match="it cannot be judged now"):
+        await compiler.prove(regex_grammar("other"))
+
+
+async def test_equal_grammars_are_compiled_once(sandbox: Sandbox) -> None:
+    compiler = GrammarCompiler(sandbox)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(500):  # more than may wait
+            tasks.create_task(compiler.prove(GOOD))
+        await asyncio.sleep(0)
+        assert sandbox.waiting == 0
+
+
+async def test_who_asked_first_may_leave(sandbox: Sandbox) -> None:
+    compiler = GrammarCompiler(sandbox)
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(compiler.prove(GOOD))
+        second = tasks.create_task(compiler.prove(GOOD))
+        await asyncio.sleep(0)
+        first.cancel()
+    assert first.cancelled()
+    assert second.exception() is None
+
+
+async def test_an_error_of_the_job_is_a_refusal(sandbox: Sandbox) -> None:
+    with pytest.raises(InvalidRequest, match="it cannot be judged now"):
+        await GrammarCompiler(sandbox).prove(UNREAD)
+
+
+async def test_a_compile_that_takes_too_long_is_killed_and_the_next_one_goes_on(demo_model: Path) -> None:
+    tables = {f"t{number}": {"type": "string", "const": f"{number}"} for number in range(2500)}
+    slow = schema_grammar(read_schema({"properties": tables}))
+    async with grammar_sandbox(demo_model / "tokenizer.json", workers=1, timeout_s=0.2) as sandbox:
+        compiler = GrammarCompiler(sandbox)
+        start = time.perf_counter()
+        with pytest.raises(InvalidRequest) as refusal:
+            await compiler.prove(slow)
+        assert time.perf_counter() - start < REFUSED_WITHIN_S
+        assert str(refusal.value) == "Input validation error: cannot compile regex from schema: it takes too long"
+        await compiler.prove(GOOD)
+
+
+async def test_too_many_different_grammars_at_once_are_sent_away(demo_model: Path) -> None:
+    setup = Setup("text_generation_router.grammar.job:compile_job", {"tokenizer": str(demo_model / "tokenizer.json")})
+    async with Sandbox(setup, workers=1, timeout_s=5, memory_bytes=1 << 30, max_waiting=1, max_output=4096) as sandbox:
+        compiler = GrammarCompiler(sandbox)
+        asked = await _all(compiler, [regex_grammar(f"{number}") for number in range(5)])
+        assert [type(error) for error in asked] == [type(None)] * 2 + [Overloaded] * 3
+
+
+async def _all(compiler: GrammarCompiler, grammars: list[Grammar]) -> list[Exception | None]:
+    async def error_of(grammar: Grammar) -> Exception | None:
+        try:
+            await compiler.prove(grammar)
+        except Overloaded as error:
+            return error
+        return None
+
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(error_of(grammar)) for grammar in grammars]
+    return [task.result() for task in asked]
+
+
+async def test_where_grammars_are_off_none_is_supported() -> None:
+    with pytest.raises(InvalidRequest, match=r"^Input validation error: grammar is not supported$"):
+        await NoGrammars().prove(GOOD)

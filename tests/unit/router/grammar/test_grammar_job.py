@@ -1,0 +1,158 @@
+"""The compile in this process: what it lets pass, its words for what it does not, and texts that tool grammars allow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from text_generation_router.chat.conversation import Tool
+from text_generation_router.errors import InvalidRequest
+from text_generation_router.grammar.forms import choice_grammar, read_schema, regex_grammar, schema_grammar
+from text_generation_router.grammar.job import compile_job, compiled, prove
+from text_generation_router.grammar.options import JSON_OPTIONS
+from text_generation_router.grammar.tools import auto_tools, forced_tools
+from text_generation_router.request import Grammar, GrammarKind
+from text_generation_shard.grammar import JSON_OPTIONS as SHARD_OPTIONS
+
+Json = dict[str, Any]
+
+WEATHER = Tool(
+    "get_weather",
+    "Weather of a city.",
+    {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}, "unit": {"enum": ["c", "f"]}},
+        "required": ["city"],
+        "$defs": {"City": {"type": "string", "title": "City"}},
+    },
+)
+CLOCK = Tool("get_time")
+CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: Path) -> LLTokenizer:
+    return LLTokenizer(str(demo_model / "tokenizer.json"))
+
+
+def test_the_shard_compiles_with_the_same_options() -> None:
+    """All but `coerce_one_of`: what reaches the shard was proven without."""
+    assert {**JSON_OPTIONS, "coerce_one_of": True} == {**SHARD_OPTIONS, "coerce_one_of": True}
+
+
+def allows(grammar: Grammar, text: str, tokenizer: LLTokenizer) -> bool:
+    """Whether `text` is one that the grammar lets end here."""
+    matcher = compiled(grammar, tokenizer)
+    return bool(matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting())
+
+
+def refusal(grammar: Grammar, tokenizer: LLTokenizer) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        prove(grammar, tokenizer)
+    return str(caught.value).removeprefix("Input validation error: ")
+
+
+def test_one_of_needs_schemas_that_exclude_each_other(tokenizer: LLTokenizer) -> None:
+    def one_of(*schemas: Json) -> Grammar:
+        return schema_grammar(read_schema({"oneOf": list(schemas)}))
+
+    def kind(name: str) -> Json:
+        return {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]}
+
+    prove(one_of({"type": "string"}, {"type": "integer"}), tokenizer)
+    prove(one_of(kind("a"), kind("b"), {"type": "null"}), tokenizer)
+    for overlapping in (({"type": "number"}, {"type": "integer"}), (kind("a"), {"type": "object"})):
+        assert refusal(one_of(*overlapping), tokenizer) == (
+            "cannot compile regex from schema: `oneOf` is supported where its schemas exclude each other, by type or by a "
+            "required constant"
+        )
+
+
+def test_the_engines_lenience_cannot_be_asked_for(tokenizer: LLTokenizer) -> None:
+    """Even by a text that did not go through `normalize`."""
+    schema = {"x-guidance": {"lenient": True}, "oneOf": [{"type": "number"}, {"type": "integer"}]}
+    assert "oneOf" in refusal(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), tokenizer)
+
+
+@pytest.mark.parametrize("expression", ["(?=x)y", r"(a)\1", "[", "(a+)+", r"\bx"])
+def test_an_expression_that_is_not_supported_is_not_valid(expression: str, tokenizer: LLTokenizer) -> None:
+    reason = refusal(regex_grammar(expression), tokenizer)
+    assert reason.startswith("grammar is not valid: ")
+    assert "\n" not in reason
+
+
+def test_a_compile_or_a_step_that_is_slow_is_found(tokenizer: LLTokenizer) -> None:
+    many = {"type": "object", "properties": {f"name{number}": {"type": "string"} for number in range(3500)}}
+    reason = refusal(schema_grammar(read_schema(many)), tokenizer)
+    assert reason == "cannot compile regex from schema: it takes too long to compile"
+    reason = refusal(regex_grammar("(a{100}){190}"), tokenizer)
+    assert reason == "cannot compile regex from schema: it takes too long to follow"
+
+
+def test_an_automaton_that_explodes_is_refused(tokenizer: LLTokenizer) -> None:
+    assert "too many states" in refusal(regex_grammar("(.*a.{40}){3}"), tokenizer)
+
+
+def test_choices_are_texts_and_no_expressions(tokenizer: LLTokenizer) -> None:
+    grammar = choice_grammar(["a+ b", "x|y", "ü-<1>\n"])
+    prove(grammar, tokenizer)
+    assert [allows(grammar, text, tokenizer) for text in ("a+ b", "x|y", "ü-<1>\n", "aa b", "x", "")] == [True] * 3 + [
+        False
+    ] * 3
+
+
+def test_a_named_tool_must_be_called_with_what_its_schema_says(tokenizer: LLTokenizer) -> None:
+    grammar = forced_tools([WEATHER])
+    prove(grammar, tokenizer)
+    assert allows(grammar, CALL, tokenizer)
+    assert not allows(grammar, CALL.replace("get_weather", "get_time"), tokenizer)
+    assert not allows(grammar, '{"name": "get_weather", "arguments": {}}', tokenizer)
+    assert not allows(grammar, '{"name": "get_weather", "arguments": {"city": 5}}', tokenizer)
+
+
+def test_one_of_the_tools_must_be_called(tokenizer: LLTokenizer) -> None:
+    grammar = forced_tools([WEATHER, CLOCK], arguments_key="parameters")
+    prove(grammar, tokenizer)
+    assert allows(grammar, CALL.replace("arguments", "parameters"), tokenizer)
+    assert allows(grammar, '{"name": "get_time", "parameters": {}}', tokenizer)
+    assert not allows(grammar, '{"name": "get_time", "parameters": {"city": "Paris"}}', tokenizer)
+
+
+def test_arguments_are_an_object_also_where_the_schema_forgets_to_say_so(tokenizer: LLTokenizer) -> None:
+    grammar = forced_tools([Tool("f", None, {"properties": {"x": {"type": "integer"}}})])
+    assert allows(grammar, '{"name": "f", "arguments": {"x": 1}}', tokenizer)
+    assert not allows(grammar, '{"name": "f", "arguments": 1}', tokenizer)
+    with pytest.raises(InvalidRequest, match="the parameters of tool f must be an object"):
+        forced_tools([Tool("f", None, {"type": "string"})])
+
+
+def test_a_recursive_tool_is_refused(tokenizer: LLTokenizer) -> None:
+    tool = Tool("f", None, {"type": "object", "properties": {"x": {"$ref": "#"}}})
+    for grammar in (forced_tools([tool]), auto_tools([tool], "<tool_call>", "</tool_call>")):
+        assert "recursive" in refusal(grammar, tokenizer)
+
+
+@pytest.mark.parametrize(("begin", "end"), [("<tool_call>\n", "\n</tool_call>"), ('a "quote"', "")])
+def test_free_text_may_hold_calls(begin: str, end: str, tokenizer: LLTokenizer) -> None:
+    grammar = auto_tools([WEATHER, CLOCK], begin, end)
+    prove(grammar, tokenizer)
+    call = begin + CALL + end
+    for text in ("", "Hello <b>there</b>.\n", call, f"So: {call} and {call}\nDone.", begin[:-1]):
+        assert allows(grammar, text, tokenizer), text
+    for text in (begin, f"{begin}Hello{end}", call.replace("get_weather", "rm"), call.replace('"Paris"', "1")):
+        assert not allows(grammar, text, tokenizer), text
+
+
+def test_the_job_answers_with_nothing_or_with_tgis_words(demo_model: Path) -> None:
+    job = compile_job({"tokenizer": str(demo_model / "tokenizer.json")})
+    assert job(b'{"kind": "regex", "text": "a"}') == b""
+    assert job(b'{"kind": "json_schema", "text": "{\\"type\\":5}"}').startswith(b"grammar is not valid: 5 is not")
+
+
+def test_the_job_needs_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        compile_job({"tokenizer": str(tmp_path / "tokenizer.json")})

@@ -1,0 +1,70 @@
+"""Instruments write Prometheus' text format, and have all their series from the start."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from text_generation_router.metrics.instruments import Counter, Histogram, Reading
+
+
+def test_a_histogram_is_cumulative_and_its_bounds_inclusive() -> None:
+    histogram = Histogram("h", "Help", [1, 2, 3])
+    for value in (1, 1.5, 2, 9):
+        histogram.observe(value)
+    assert histogram.lines() == [
+        "# HELP h Help",
+        "# TYPE h histogram",
+        'h_bucket{le="1"} 1.0',
+        'h_bucket{le="2"} 3.0',
+        'h_bucket{le="3"} 3.0',
+        'h_bucket{le="+Inf"} 4.0',
+        "h_count 4.0",
+        "h_sum 13.5",
+    ]
+
+
+def test_many_observations_of_one_value_are_as_many_of_one() -> None:
+    together, alone = (Histogram("h", "", [1, 2]) for _ in range(2))
+    together.observe(1.5, 3)
+    for _ in range(3):
+        alone.observe(1.5)
+    assert together.lines() == alone.lines()
+
+
+def test_each_label_value_has_its_own_buckets() -> None:
+    histogram = Histogram("h", "", [1], "method", ["prefill", "decode"])
+    histogram.of("decode").observe(0.5)
+    lines = histogram.lines()
+    assert 'h_bucket{method="decode",le="1"} 1.0' in lines
+    assert 'h_bucket{method="prefill",le="1"} 0.0' in lines
+    assert 'h_count{method="decode"} 1.0' in lines
+
+
+def test_a_counter_has_every_label_value_before_it_counts() -> None:
+    counter = Counter("c", "Help", "err", ["one", "two"])
+    counter.add("two", 5)
+    assert counter.lines() == ["# HELP c Help", "# TYPE c counter", 'c{err="one"} 0', 'c{err="two"} 5']
+
+
+def test_a_label_value_that_was_not_agreed_on_is_refused() -> None:
+    with pytest.raises(KeyError):
+        Counter("c", "", "err", ["one"]).add("from a client")
+    with pytest.raises(KeyError):
+        Histogram("h", "", [1], "method", ["prefill"]).of("from a client")
+
+
+def test_a_reading_is_read_when_it_is_written() -> None:
+    values = iter((3, 0.25))
+    reading = Reading("g", "", lambda: next(values))
+    assert [reading.lines()[-1], reading.lines()[-1]] == ["g 3.0", "g 0.25"]
+
+
+def test_prometheus_parser_reads_the_same_numbers() -> None:
+    histogram = Histogram("h", "Help; with words", [0.00015, 2.5], "method", ["prefill", "decode"])
+    histogram.of("prefill").observe(0.001, 2)
+    [family] = text_string_to_metric_families("\n".join([*histogram.lines(), ""]))
+    assert (family.name, family.type, family.documentation) == ("h", "histogram", "Help; with words")
+    read = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in family.samples}
+    assert read["h_bucket", ("le", "2.5"), ("method", "prefill")] == 2
+    assert read["h_sum", ("method", "prefill")] == 0.002

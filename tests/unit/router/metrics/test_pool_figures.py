@@ -1,0 +1,95 @@
+"""Figures of the scheduler: what waits, runs and is held; who was put back, cancelled, let in and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from text_generation_router.metrics.pool import pool_figures
+from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.blocks import BlockPool
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.steps import JoinReason, Orders, Outcome
+
+
+def a_scheduler(ratio: float = 0.0, batch: int = 8) -> Scheduler:
+    return Scheduler(BlockPool(100, 16), 8, Policy(64, batch, ratio, max_decode_steps_between_prefills=3))
+
+
+def submit(scheduler: Scheduler, *numbers: int) -> None:
+    for number in numbers:
+        scheduler.submit(Request(RequestId(number), (1, 2, 3, 4), max_new_tokens=10))
+
+
+def decided(scheduler: Scheduler) -> Orders:
+    orders = scheduler.decide()
+    assert orders is not None
+    return orders
+
+
+def figures(scheduler: Scheduler) -> dict[str, float]:
+    lines = (one.lines()[-1].split(" ") for one in pool_figures(scheduler))
+    return {name: float(value) for name, value in lines}
+
+
+def test_figures_are_those_of_the_scheduler() -> None:
+    scheduler = a_scheduler(batch=2)
+    submit(scheduler, 1, 2, 3)
+    decided(scheduler)
+    used = scheduler.used_blocks
+    assert used > 0
+    assert figures(scheduler) == {
+        "tgi_queue_size": 1,
+        "tgi_batch_current_size": 2,
+        "tgi_batch_current_max_tokens": 2 * (4 + 10),
+        "tgi_batch_max_total_tokens": 1600,
+        "tgi_batch_total_tokens": used * 16,
+        "trtllm_num_requests_waiting": 1,
+        "trtllm_num_requests_running": 2,
+        "trtllm_kv_cache_utilization": used / 100,
+        "trtllm_kv_cache_tokens_per_block": 16,
+        "trtllm_kv_cache_max_blocks": 100,
+        "text_generation_kv_cache_usage_ratio": used / 100,
+        "text_generation_preemptions_total": 0,
+        "text_generation_sequences_cancelled_total": 0,
+    }
+
+
+def test_a_cancellation_counts_once_and_only_if_there_was_something_to_cancel() -> None:
+    scheduler = a_scheduler(batch=1)
+    submit(scheduler, 1, 2)
+    decided(scheduler)
+    for number in (1, 1, 2, 2, 99):
+        scheduler.cancel(RequestId(number))
+    assert scheduler.cancellations == 2
+
+
+@pytest.mark.parametrize(
+    ("ratio", "waiting", "steps", "reason"),
+    [
+        (0.0, 1, 0, JoinReason.CHUNKING),
+        (0.0, 1, 9, JoinReason.CHUNKING),
+        (1.0, 2, 0, JoinReason.BACKPRESSURE),
+        (1.0, 1, 3, JoinReason.WAIT_EXCEEDED),
+    ],
+)
+def test_orders_say_why_newcomers_join(ratio: float, waiting: int, steps: int, reason: JoinReason) -> None:
+    scheduler = a_scheduler(ratio)
+    submit(scheduler, 1, 2)
+    first = decided(scheduler)
+    assert first.joined is None  # nobody ran
+    scheduler.apply(Outcome(first.number))
+    submit(scheduler, *range(3, 3 + waiting))
+    for _ in range(steps):
+        slots = [admission.slot for admission in first.admit]
+        scheduler.apply(Outcome(first.number, slots, [], [7] * len(slots)))
+    assert decided(scheduler).joined is reason
+
+
+def test_orders_that_let_nobody_in_have_no_reason() -> None:
+    scheduler = a_scheduler()
+    submit(scheduler, 1)
+    first = decided(scheduler)
+    scheduler.apply(Outcome(first.number))
+    scheduler.cancel(RequestId(1))
+    assert decided(scheduler).joined is None

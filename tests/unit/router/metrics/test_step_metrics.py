@@ -1,0 +1,97 @@
+"""What a step's report counts as."""
+
+from __future__ import annotations
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.metrics.steps import StepMetrics
+from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.steps import Admission, Deliveries, JoinReason, Orders
+from text_generation_router.shards.observer import Handled
+
+
+def samples(metrics: StepMetrics) -> dict[str, float]:
+    lines = (line.rsplit(" ", 1) for one in metrics.instruments() for line in one.lines() if line[0] != "#")
+    return {name: float(value) for name, value in lines}
+
+
+def handled(report: pb.StepReport, tokens: dict[int, int] | None = None) -> Handled:
+    """`report`, that brought so many tokens to whom."""
+    deliveries, first = Deliveries(), 0
+    for number, count in (tokens or {}).items():
+        deliveries.tokens.append((RequestId(number), first, first + count, None))
+        first += count
+    return Handled(
+        report, deliveries, received=1.0, apply_s=0.25, deliver_s=0.5, alive={RequestId(number) for number in (1, 2, 3)}
+    )
+
+
+def orders(admitted: int, joined: JoinReason | None) -> Orders:
+    admit = (Admission(0, Request(RequestId(1), (1,), 1), (), ()),) * admitted
+    return Orders(1, admit=admit, joined=joined)
+
+
+def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode() -> None:
+    metrics = StepMetrics()
+    metrics.on_report(
+        handled(
+            pb.StepReport(
+                step=1, step_ns=4_000_000_000, forward_ns=3_000_000_000, prefilled_slots=[0], prefilled_tokens=[9]
+            )
+        )
+    )
+    for step in (2, 3):
+        metrics.on_report(handled(pb.StepReport(step=step, step_ns=2_000_000_000, forward_ns=1_000_000_000)))
+    values = samples(metrics)
+    for method, count, seconds, forward in (("prefill", 1, 4.0, 3.0), ("decode", 2, 4.0, 2.0)):
+        label = f'{{method="{method}"}}'
+        assert values[f"tgi_batch_inference_count{label}"] == values[f"tgi_batch_inference_success{label}"] == count
+        assert values[f"tgi_batch_inference_duration_sum{label}"] == seconds
+        assert values[f"tgi_batch_forward_duration_sum{label}"] == forward
+        assert values[f"tgi_batch_filter_duration_sum{label}"] == 0.25 * count
+        assert values[f"tgi_batch_decode_duration_sum{label}"] == 0.5 * count
+    assert values["text_generation_prompt_tokens_total"] == 9
+
+
+def test_a_report_that_only_acknowledges_is_no_step() -> None:
+    metrics = StepMetrics()
+    for _ in range(3):
+        metrics.on_report(handled(pb.StepReport(step=1, step_ns=1)))
+    assert samples(metrics)['tgi_batch_inference_count{method="decode"}'] == 1
+
+
+def test_a_step_that_failed_is_a_failure_and_a_sequence_that_failed_is_not() -> None:
+    metrics = StepMetrics()
+    numerics = pb.Failure(slot=0, code=pb.FAILURE_CODE_NUMERICS)
+    whole = pb.Failure(slot=0, code=pb.FAILURE_CODE_STEP)
+    metrics.on_report(handled(pb.StepReport(step=1, step_ns=1, failed=[numerics])))
+    metrics.on_report(handled(pb.StepReport(step=2, failed=[whole])))
+    values = samples(metrics)
+    assert values['tgi_batch_inference_count{method="decode"}'] == 2
+    assert values['tgi_batch_inference_success{method="decode"}'] == 1
+    assert values['tgi_batch_inference_failure{method="decode"}'] == 1
+    assert values['tgi_batch_inference_duration_count{method="decode"}'] == 1
+
+
+def test_tokens_beyond_a_requests_first_are_skipped_steps() -> None:
+    metrics = StepMetrics()
+    metrics.on_report(handled(pb.StepReport(step=1, step_ns=1), {1: 1, 2: 1}))
+    metrics.on_report(handled(pb.StepReport(step=2, step_ns=1, token_counts=[1, 4]), {1: 1, 3: 4}))
+    values = samples(metrics)
+    assert values["text_generation_generated_tokens_total"] == 7
+    assert values["tgi_request_skipped_tokens_count"] == 4
+    assert values["tgi_request_skipped_tokens_sum"] == 3
+    # Between the tokens of request 1 there was a step, between those of request 3 there was nothing.
+    assert values["text_generation_inter_token_seconds_count"] == 1 + 3
+
+
+def test_newcomers_join_for_a_reason_or_run_alone() -> None:
+    metrics = StepMetrics()
+    metrics.on_orders(orders(0, None), 9.0)
+    metrics.on_orders(orders(3, None), 9.0)
+    for reason in JoinReason:
+        metrics.on_orders(orders(2, reason), 0.5)
+    values = samples(metrics)
+    assert (values["tgi_batch_next_size_count"], values["tgi_batch_next_size_sum"]) == (4, 9)
+    for word in ("backpressure", "wait_exceeded", "chunking"):
+        assert values[f'tgi_batch_concat{{reason="{word}"}}'] == 1
+    assert values['tgi_batch_concat_duration_sum{method="decode"}'] == 1.5

@@ -1,0 +1,94 @@
+"""What a request asks for is what the shard is told; what it does not ask for takes no bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.request import Grammar, GrammarKind, Request, RequestId, Sampling
+from text_generation_router.scheduling.steps import Admission, Orders
+from text_generation_router.shards.convert import grammar_kinds_from_pb, orders_to_pb, prompt_tops_from_pb
+from text_generation_shard import convert as shard_convert
+from text_generation_shard import engine
+
+PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
+
+
+def sent(request: Request, generated: tuple[int, ...] = ()) -> pb.Admission:
+    orders = orders_to_pb(Orders(1, admit=(Admission(0, request, generated, (0, 1)),)), [2])
+    return pb.Orders.FromString(orders.SerializeToString()).admit[0]
+
+
+def received(message: pb.Admission) -> engine.Admission:
+    return shard_convert.orders_from_pb(pb.Orders(number=1, admit=[message])).admit[0]
+
+
+def test_all_that_can_be_asked_for_arrives() -> None:
+    request = replace(
+        PLAIN,
+        sampling=Sampling(
+            greedy=False,
+            min_p=0.1,
+            output_frequency_penalty=0.5,
+            output_presence_penalty=-0.25,
+            logit_bias=((3, 1.5), (4, -100.0)),
+        ),
+        stop_token_ids=(8, 9),
+        min_new_tokens=6,
+        prompt_logprobs=True,
+        prompt_top_n=4,
+        grammar=Grammar(GrammarKind.REGEX, "a+"),
+    )
+    admission = received(sent(request))
+    assert admission.sampling == engine.Sampling(
+        greedy=False,
+        min_p=0.1,
+        output_frequency_penalty=0.5,
+        output_presence_penalty=-0.25,
+        logit_bias_ids=(3, 4),
+        logit_bias_values=(1.5, -100.0),
+    )
+    assert admission.stopping == engine.Stopping(20, frozenset({2}), frozenset({8, 9}), min_new_tokens=6)
+    assert (admission.prompt_logprobs, admission.prompt_top_n) == (True, 4)
+    assert admission.grammar == engine.Grammar(engine.GrammarKind.REGEX, "a+")
+
+
+@pytest.mark.parametrize("kind", GrammarKind)
+def test_every_kind_of_grammar_has_its_word_on_the_wire(kind: GrammarKind) -> None:
+    grammar = received(sent(replace(PLAIN, grammar=Grammar(kind, "x")))).grammar
+    assert grammar is not None
+    assert grammar.kind.value == kind.value
+
+
+def test_a_plain_request_sends_none_of_the_new_fields() -> None:
+    message = sent(PLAIN)
+    assert not message.HasField("grammar")
+    assert {field.name for field, _ in message.sampling.ListFields()} <= {
+        *("greedy", "temperature", "top_p", "typical_p", "repetition_penalty")
+    }
+    assert {field.name for field, _ in message.stopping.ListFields()} == {"max_new_tokens", "eos_token_ids"}
+
+
+@pytest.mark.parametrize(("generated", "left"), [((), 6), ((1, 2), 4), (tuple(range(9)), 0)])
+def test_what_was_generated_counts_towards_min_new_tokens(generated: tuple[int, ...], left: int) -> None:
+    assert sent(replace(PLAIN, min_new_tokens=6), generated).stopping.min_new_tokens == left
+
+
+def test_a_preempted_entry_does_not_ask_for_its_prompt_again() -> None:
+    message = sent(replace(PLAIN, prompt_logprobs=True, prompt_top_n=3), generated=(1,))
+    assert (message.logprobs.prompt, message.logprobs.prompt_top_n) == (False, 0)
+
+
+def test_prompt_top_tokens_are_read_from_their_columns() -> None:
+    scored = pb.PromptLogprobs(
+        logprobs=[0.0, -1.0, -2.0], top_counts=[0, 2, 1], top_token_ids=[5, 6, 7], top_logprobs=[-0.5, -1.5, -2.5]
+    )
+    assert prompt_tops_from_pb(scored) == [[], [(5, b"-0.5"), (6, b"-1.5")], [(7, b"-2.5")]]
+    assert prompt_tops_from_pb(pb.PromptLogprobs(logprobs=[0.0])) == []
+
+
+def test_the_router_knows_which_grammars_a_shard_serves() -> None:
+    assert grammar_kinds_from_pb(pb.InfoResponse()) == frozenset()
+    assert grammar_kinds_from_pb(pb.InfoResponse(grammar_kinds=[pb.GRAMMAR_KIND_REGEX, 99])) == {GrammarKind.REGEX}  # type: ignore[list-item]

@@ -1,0 +1,319 @@
+"""Grammars on both engines: what comes out keeps to them, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import jsonschema
+import pytest
+from byte_tokenizer import END, write_tokenizer
+from engine_driver import Driver, Stream
+from tokenizers import Tokenizer
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import (
+    Admission,
+    Engine,
+    FailureCode,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Orders,
+    Sampling,
+    Stopping,
+    WarmUpLimits,
+)
+from text_generation_shard.engines import build_engine
+from text_generation_shard.grammar import MAX_TEXT, GrammarError, Matcher, load_grammars
+from text_generation_shard.session import Report, Session
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    # Wider than the tokenizer: what it does not know, a grammar never allows.
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": [END, 299],
+    "dtype": "float32",
+}
+PROMPT = tuple(range(70, 100))
+DRAWN = Sampling(greedy=False, temperature=1.3, seed=5)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 1, "maxItems": 3},
+        "kind": {"oneOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["name", "age", "tags", "kind"],
+    "additionalProperties": False,
+}
+JSON = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+REGEX = Grammar(GrammarKind.REGEX, r"(abc|[0-9]{2,5}-x){1,4}")
+LARK = Grammar(GrammarKind.LARK, 'start: "yes" | "no" " "? /[a-f]{3}/')
+BROKEN = [
+    (Grammar(GrammarKind.REGEX, "(unclosed"), "unclosed group"),
+    (Grammar(GrammarKind.REGEX, "(?=ahead)a"), "look-around"),
+    (Grammar(GrammarKind.REGEX, "a{100000}"), "too long to follow"),
+    (Grammar(GrammarKind.JSON_SCHEMA, "{not json"), "not JSON"),
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","uniqueItems":true}'), "uniqueItems"),
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref":"#"}'), "no text can match it"),
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref":"https://example.com/schema.json"}'), "not present"),
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","items":' * 2000 + "{}" + "}" * 2000), "recursion limit"),
+    (Grammar(GrammarKind.LARK, "start: missing"), "missing"),
+    (Grammar(GrammarKind.UNSPECIFIED, "a"), "no known kind"),
+    (Grammar(GrammarKind.REGEX, "a" * (MAX_TEXT + 1)), "longer than 262144 characters"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module", params=["echo", "torch"])
+def engine(request: pytest.FixtureRequest, folder: Path) -> Engine:
+    config = ShardConfig(
+        engine=request.param, model_path=str(folder), load_format="dummy", device="cpu", max_batch_size=12
+    )
+    return build_engine(config)
+
+
+@pytest.fixture
+def driver(engine: Engine) -> Driver:
+    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+
+
+def stopping(new: int = 300, **more: int) -> Stopping:
+    return Stopping(new, frozenset({END}), **more)  # type: ignore[arg-type]
+
+
+def text(tokenizer: Tokenizer, stream: Stream) -> str:
+    assert stream.failure is None, stream.failure
+    assert stream.finish is FinishReason.EOS_TOKEN
+    assert stream.tokens[-1] == END
+    assert END not in stream.tokens[:-1]
+    decoded: str = tokenizer.decode(stream.tokens, skip_special_tokens=True)
+    return decoded
+
+
+def test_the_engine_says_which_grammars_it_serves(engine: Engine) -> None:
+    assert set(engine.info.grammar_kinds) == {GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_schema_gives_one_line_of_json_that_validates(driver: Driver, tokenizer: Tokenizer, seed: int) -> None:
+    sampling = Sampling(greedy=False, temperature=2.0, seed=seed)
+    stream = driver.admit(PROMPT, stopping=stopping(), sampling=sampling, grammar=JSON)
+    driver.run()
+    written = text(tokenizer, stream)
+    value = json.loads(written)
+    jsonschema.validate(value, SCHEMA)
+    assert json.dumps(value, ensure_ascii=False) == written or "\\" in written
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN, Sampling(greedy=False, top_k=1, min_p=0.5, typical_p=0.5)])
+def test_an_expression_is_matched_whole(driver: Driver, tokenizer: Tokenizer, sampling: Sampling) -> None:
+    stream = driver.admit(PROMPT, stopping=stopping(), sampling=sampling, grammar=REGEX)
+    driver.run()
+    assert re.fullmatch(REGEX.text, text(tokenizer, stream))
+
+
+def test_rules_in_lark_are_kept(driver: Driver, tokenizer: Tokenizer) -> None:
+    stream = driver.admit(PROMPT, stopping=stopping(), grammar=LARK)
+    driver.run()
+    assert re.fullmatch("yes|no ?[a-f]{3}", text(tokenizer, stream))
+
+
+def test_each_row_keeps_to_its_own_grammar_and_the_others_notice_nothing(driver: Driver, tokenizer: Tokenizer) -> None:
+    free = [driver.admit(PROMPT, 40), driver.admit(PROMPT, 40, sampling=DRAWN)]
+    alone = driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=REGEX)
+    driver.run()
+    together = [
+        driver.admit(PROMPT, 40),
+        driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=REGEX),
+        driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=JSON),
+        driver.admit(PROMPT, 40, sampling=DRAWN),
+        driver.admit(PROMPT, stopping=stopping(), grammar=LARK, chunk=7),
+    ]
+    driver.run()
+    assert [together[0].tokens, together[3].tokens] == [stream.tokens for stream in free]
+    assert together[1].tokens == alone.tokens
+    jsonschema.validate(json.loads(text(tokenizer, together[2])), SCHEMA)
+    assert re.fullmatch("yes|no ?[a-f]{3}", text(tokenizer, together[4]))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_a_preempted_sequence_goes_on_where_its_grammar_was(driver: Driver, tokenizer: Tokenizer, steps: int) -> None:
+    whole = driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=JSON)
+    driver.run()
+    first = driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=JSON)
+    for _ in range(steps):
+        driver.step()
+    again = driver.preempt(first)
+    driver.run()
+    assert first.tokens + again.tokens == whole.tokens
+    assert again.finish is FinishReason.EOS_TOKEN
+
+
+def test_generated_tokens_that_do_not_fit_the_grammar_are_refused(driver: Driver) -> None:
+    stream = driver.admit([*PROMPT, 5, 6], stopping=stopping(), grammar=JSON, generated_tokens=2)
+    driver.step()
+    assert stream.failure is not None
+    assert stream.failure.code is FailureCode.INVALID
+
+
+@pytest.mark.parametrize(("grammar", "words"), BROKEN, ids=[words for _, words in BROKEN])
+def test_a_grammar_that_cannot_be_served_fails_its_sequence_alone(driver: Driver, grammar: Grammar, words: str) -> None:
+    expected = driver.admit(PROMPT, 5)
+    driver.run()
+    neighbour = driver.admit(PROMPT, 5)
+    bad = driver.admit(PROMPT, stopping=stopping(), grammar=grammar)
+    driver.run()
+    assert bad.failure is not None
+    assert bad.failure.code is FailureCode.INVALID
+    assert words in bad.failure.message
+    assert "\n" not in bad.failure.message
+    assert bad.tokens == []
+    assert neighbour.tokens == expected.tokens
+
+
+def test_a_grammar_that_leads_nowhere_fails_its_sequence_alone_when_it_gets_there(driver: Driver) -> None:
+    expected = driver.admit(PROMPT, 9)
+    driver.run()
+    neighbour = driver.admit(PROMPT, 9)
+    lost = driver.admit(PROMPT, grammar=Grammar(GrammarKind.LARK, 'start: "xy" BOTH\nBOTH: /b+/ & /c+/'))
+    driver.run()
+    assert lost.failure is not None
+    assert (lost.failure.code, lost.failure.message) == (
+        FailureCode.INVALID,
+        "the grammar cannot be followed: no text can match it",
+    )
+    assert len(lost.tokens) > 0
+    assert neighbour.tokens == expected.tokens
+
+
+def test_without_eos_tokens_a_complete_grammar_still_ends_the_sequence(driver: Driver, tokenizer: Tokenizer) -> None:
+    stream = driver.admit(PROMPT, 50, grammar=Grammar(GrammarKind.REGEX, "ab(cd)?e"))
+    driver.run()
+    assert text(tokenizer, stream) in ("abe", "abcde")
+
+
+def test_min_new_tokens_goes_on_while_the_grammar_can_and_no_longer(driver: Driver, tokenizer: Tokenizer) -> None:
+    open_ended = driver.admit(
+        PROMPT, stopping=stopping(40, min_new_tokens=12), grammar=Grammar(GrammarKind.REGEX, "[xyz]*")
+    )
+    closed = driver.admit(
+        PROMPT, stopping=stopping(40, min_new_tokens=12), grammar=Grammar(GrammarKind.REGEX, "[xyz]{3}")
+    )
+    driver.run()
+    assert re.fullmatch("[xyz]{3}", text(tokenizer, closed))
+    assert END not in open_ended.tokens[:12]
+    assert re.fullmatch("[xyz]+", tokenizer.decode(open_ended.tokens))
+
+
+def test_length_cuts_a_grammar_short(driver: Driver) -> None:
+    stream = driver.admit(PROMPT, stopping=stopping(3), grammar=Grammar(GrammarKind.REGEX, "[xyz]{9}"))
+    driver.run()
+    assert (stream.finish, len(stream.tokens)) == (FinishReason.LENGTH, 3)
+
+
+def test_an_engine_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
+    engine = build_engine(ShardConfig(engine="echo", model_path=str(tmp_path)))
+    assert engine.info.grammar_kinds == ()
+    driver = Driver(engine, engine.warm_up(WarmUpLimits()))
+    stream = driver.admit(PROMPT, grammar=REGEX)
+    driver.step()
+    assert stream.failure is not None
+    assert (stream.failure.code, stream.failure.message) == (FailureCode.INVALID, "the engine serves no grammars")
+
+
+@pytest.mark.parametrize("content", ["{}", "no json", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_cannot_be_read_serves_no_grammars(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert load_grammars(str(tmp_path)) is None
+
+
+def test_an_eos_token_beyond_the_tokenizer_is_left_out(folder: Path) -> None:
+    grammars = load_grammars(str(folder), [END, 299])
+    assert grammars is not None
+    assert grammars.end_token_ids == {END}
+
+
+def test_a_failed_build_says_so_in_one_short_line(folder: Path) -> None:
+    grammars = load_grammars(str(folder))
+    assert grammars is not None
+    with pytest.raises(GrammarError) as error:
+        grammars.build(Grammar(GrammarKind.REGEX, "(\n" * 5000)).result(10)
+    assert len(str(error.value)) < 400
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("grammar", [REGEX, BROKEN[0][0]], ids=["good", "broken"])
+def test_a_session_goes_on_while_a_grammar_is_built(folder: Path, grammar: Grammar) -> None:
+    engine = build_engine(ShardConfig(engine="echo", model_path=str(folder), max_batch_size=4))
+    engine.warm_up(WarmUpLimits())
+    assert engine.grammars is not None
+    # Both threads that build are busy with something that takes its time.
+    free = threading.Event()
+    for _ in range(2):
+        engine.grammars._pool.submit(free.wait, 30)
+    reports: list[Report] = []
+    session = Session(engine, emit=lambda report: seen(report))
+    over: set[int] = set()
+
+    def seen(report: Report) -> None:
+        reports.append(report)
+        over.update(slot for slot, _ in report.result.finished)
+        over.update(failure.slot for failure in report.result.failed)
+        if 1 in over:
+            free.set()
+        if over == {0, 1}:
+            session.end()
+
+    def admission(slot: int, what: Grammar | None) -> Admission:
+        return Admission(slot, PROMPT, Stopping(5), blocks=tuple(range(slot * 4, slot * 4 + 4)), grammar=what)
+
+    session.order(Orders(1, admit=(admission(0, grammar),), prefill=((0, len(PROMPT)),)))
+    session.order(Orders(2, admit=(admission(1, None),), prefill=((1, len(PROMPT)),)))
+    session.run()
+    order = [slot for report in reports for slot in report.result.slots]
+    assert order[:5] == [1] * 5, "the other sequence waits for nobody"
+    failed = [failure.code for report in reports for failure in report.result.failed]
+    assert failed == ([] if grammar is REGEX else [FailureCode.INVALID])
+    assert (0 in order) is (grammar is REGEX)
+
+
+def test_a_released_sequence_is_not_missed_by_the_grammar_it_waited_for(driver: Driver) -> None:
+    late: Future[Matcher] = Future()
+    engine = driver.engine
+    blocks = (0, 1)
+    waiting = Admission(0, PROMPT, Stopping(2), blocks=blocks, grammar=REGEX, matcher=late)
+    assert engine.apply(Orders(1, admit=(waiting,), prefill=((0, len(PROMPT)),))) == []
+    assert engine.step() is None
+    assert engine.apply(Orders(2, release=(0,))) == []
+    assert late.cancelled()
+    following = Admission(0, PROMPT, Stopping(2), blocks=blocks)
+    assert engine.apply(Orders(3, admit=(following,), prefill=((0, len(PROMPT)),))) == []
+    first = engine.step()
+    assert first is not None
+    assert first.slots == [0]
+    engine.reset()
