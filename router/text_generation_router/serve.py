@@ -18,14 +18,14 @@ from aiohttp import web
 from text_generation_proto.client import ShardClient
 from text_generation_proto.process import ExitCode
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.api.admission import Permits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model as ApiModel
 from text_generation_router.api.assemble import assemble
-from text_generation_router.api.auth import ApiKeys
-from text_generation_router.api.service import ModelInfo
-from text_generation_router.api.settings import Settings
-from text_generation_router.api.validation import Limits
+from text_generation_router.api.core.admission import Permits
+from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.generation import Generations

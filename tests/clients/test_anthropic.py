@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import anthropic
 import jsonschema
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
-from anthropic.types import ToolParam
+from anthropic.types import ToolChoiceToolParam, ToolParam
 from client_server import ANSWER, ANSWER_TOKENS, PLACE, PROMPT, QUESTION, Server
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
@@ -88,20 +89,13 @@ def test_stream_helper(client: Anthropic) -> None:
     assert (final.content[0].text, final.usage.output_tokens) == (ANSWER, ANSWER_TOKENS)
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}], ids=["any", "tool"])
-def test_tools(client: Anthropic, choice: Any) -> None:  # noqa: ANN401 - as clients send it
-    """A use, whole and streamed, and the answer once its result is known."""
-    message = client.messages.create(**GREEDY, tools=[WEATHER], tool_choice=choice)
+def test_tools(client: Anthropic) -> None:
+    """A use, and the answer once its result is known."""
+    message = client.messages.create(**GREEDY, tools=[WEATHER], tool_choice={"type": "any"})
     (use,) = message.content
     assert use.type == "tool_use"
     assert (message.stop_reason, use.name) == ("tool_use", "get_weather")
     jsonschema.validate(use.input, PLACE)
-
-    with client.messages.stream(**GREEDY, tools=[WEATHER], tool_choice=choice) as stream:
-        streamed = stream.get_final_message()
-    (same,) = streamed.content
-    assert same.type == "tool_use"
-    assert (streamed.stop_reason, same.name, same.input) == ("tool_use", use.name, use.input)
 
     result = {"type": "tool_result", "tool_use_id": use.id, "content": "The sky is blue."}
     conversation = [*MESSAGES, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
@@ -109,6 +103,19 @@ def test_tools(client: Anthropic, choice: Any) -> None:  # noqa: ANN401 - as cli
     again = client.messages.create(**arguments, tools=[WEATHER], tool_choice={"type": "none"})
     assert again.content[0].type == "text"
     assert again.content[0].text
+
+
+def test_streamed_tools(client: Anthropic) -> None:
+    choice: ToolChoiceToolParam = {"type": "tool", "name": "get_weather"}
+    with client.messages.stream(**GREEDY, tools=[WEATHER], tool_choice=choice) as stream:
+        pieces = [event.partial_json for event in stream if event.type == "input_json"]
+        message = stream.get_final_message()
+    (use,) = message.content
+    assert use.type == "tool_use"
+    assert (message.stop_reason, use.name) == ("tool_use", "get_weather")
+    assert len(pieces) > 1
+    assert json.loads("".join(pieces)) == use.input
+    jsonschema.validate(use.input, PLACE)
 
 
 def test_count_tokens(client: Anthropic, server: Server) -> None:

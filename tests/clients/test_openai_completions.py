@@ -114,7 +114,7 @@ def test_what_benchmarks_send(openai_client: OpenAI) -> None:
         prompt=PROMPT,
         stop=None,
         stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
         extra_body={"ignore_eos": True},
     )
     *chunks, counts = list(stream)

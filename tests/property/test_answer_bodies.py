@@ -8,11 +8,12 @@ import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from text_generation_router.api import messages_input, responses_input
-from text_generation_router.api.bodies import BodyRejected, validate
-from text_generation_router.api.messages_schemas import MessagesBody
-from text_generation_router.api.openai_parameters import chat_parameters, extras
-from text_generation_router.api.responses_schemas import ResponsesBody
+from text_generation_router.api.anthropic import input as messages_input
+from text_generation_router.api.anthropic.schemas import MessagesBody
+from text_generation_router.api.http.bodies import BodyRejected, validate
+from text_generation_router.api.openai import responses_input
+from text_generation_router.api.openai.parameters import chat_parameters, extras
+from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.errors import ServingError
 
 TEXTS = st.sampled_from(["", "a", "x" * 300])

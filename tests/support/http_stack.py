@@ -21,12 +21,12 @@ from aiohttp import web
 from text_generation_proto.channel import SERVER_OPTIONS
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2_grpc
-from text_generation_router.api.admission import Permits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model, assemble
-from text_generation_router.api.service import ModelInfo
-from text_generation_router.api.settings import Settings
-from text_generation_router.api.validation import Limits
+from text_generation_router.api.core.admission import Permits
+from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template import ChatTemplates
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics

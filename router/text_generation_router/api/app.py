@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from text_generation_router.api import correlation
-from text_generation_router.api.chat import ChatRoutes
-from text_generation_router.api.completions import CompletionRoutes
-from text_generation_router.api.docs import DocsRoutes
-from text_generation_router.api.generate import GenerateRoutes
-from text_generation_router.api.kserve import KServeRoutes
-from text_generation_router.api.messages import MessagesRoutes
-from text_generation_router.api.middleware import Cors, answering
-from text_generation_router.api.responses import ResponsesRoutes
-from text_generation_router.api.routes import add_routes
-from text_generation_router.api.sagemaker import SageMakerRoutes
-from text_generation_router.api.service import ModelInfo, ServiceRoutes
-from text_generation_router.api.serving import Serving
+from text_generation_router.api.anthropic.messages import MessagesRoutes
+from text_generation_router.api.cloud.kserve import KServeRoutes
+from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
+from text_generation_router.api.cloud.vertex import VertexRoutes
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.core.turns import Turns
+from text_generation_router.api.document.page import DocsRoutes
+from text_generation_router.api.http import correlation
+from text_generation_router.api.http.middleware import Cors, answering
+from text_generation_router.api.http.routes import add_routes
+from text_generation_router.api.openai.chat import ChatRoutes
+from text_generation_router.api.openai.completions import CompletionRoutes
+from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
-from text_generation_router.api.turns import Turns
-from text_generation_router.api.vertex import VertexRoutes
+from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.api.tgi.service import ModelInfo, ServiceRoutes
 
 
 def create_app(serving: Serving, turns: Turns, *, healthy: Callable[[], bool], info: ModelInfo) -> web.Application:

@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from text_generation_router.api.admission import Admission, Permits
-from text_generation_router.api.serving import Serving
-from text_generation_router.api.settings import Settings
-from text_generation_router.api.turns import Turns
+from text_generation_router.api.core.admission import Admission, Permits
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.core.turns import Turns
 from text_generation_router.chat.parsers import detect_format
 from text_generation_router.chat.template import ChatTemplates, TemplateRenderer
 from text_generation_router.generation import Generations

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from text_generation_router.api import answers
-from text_generation_router.api.chat import ChatRoutes
-from text_generation_router.api.completions import CompletionRoutes
-from text_generation_router.api.dialects import Dialect
-from text_generation_router.api.generate import GenerateRoutes
-from text_generation_router.api.kserve import InferBody, KServeRoutes, LengthMismatch, NotUtf8
-from text_generation_router.api.messages import MessagesRoutes
-from text_generation_router.api.messages_schemas import CountTokensBody, MessagesBody
-from text_generation_router.api.openai_schemas import ChatBody, CompletionBody
-from text_generation_router.api.responses import ResponsesRoutes
-from text_generation_router.api.responses_schemas import ResponsesBody
-from text_generation_router.api.routes import GENERATING, Route
-from text_generation_router.api.sagemaker import InvocationBody, SageMakerRoutes
-from text_generation_router.api.schemas import CompatGenerateBody, GenerateBody
-from text_generation_router.api.service import ServiceRoutes
-from text_generation_router.api.service_schemas import ChatTokenizeBody, DetokenizeBody, TokenizeBody
-from text_generation_router.api.settings import Settings
-from text_generation_router.api.vertex import NoInstances, VertexBody, VertexRoutes
+from text_generation_router.api.anthropic.messages import MessagesRoutes
+from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
+from text_generation_router.api.cloud.kserve import InferBody, KServeRoutes, LengthMismatch, NotUtf8
+from text_generation_router.api.cloud.sagemaker import InvocationBody, SageMakerRoutes
+from text_generation_router.api.cloud.vertex import NoInstances, VertexBody, VertexRoutes
+from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody
+from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.document import answers
+from text_generation_router.api.http.dialects import Dialect
+from text_generation_router.api.http.routes import GENERATING, Route
+from text_generation_router.api.openai.chat import ChatRoutes
+from text_generation_router.api.openai.completions import CompletionRoutes
+from text_generation_router.api.openai.responses import ResponsesRoutes
+from text_generation_router.api.openai.responses_schemas import ResponsesBody
+from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, CompletionBody
+from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.api.tgi.service import ServiceRoutes
+from text_generation_router.api.tgi.service_schemas import DetokenizeBody, TokenizeBody
 from text_generation_router.errors import (
     BatchTooLarge,
     InvalidRequest,

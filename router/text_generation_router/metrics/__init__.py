@@ -1,6 +1,6 @@
 """Prometheus metrics: TGI's under TGI's names, so that its dashboards and alerts go on working; and our own.
 
-    instruments ◄── requests   generations: asked for, ended, how long     told by api/record.py
+    instruments ◄── requests   generations: asked for, ended, how long     told by api/http/record.py
                 ◄── steps      what the shard did, step by step            told by shards/replica.py
                 ◄── pool       queue, slots, KV blocks                     read when scraped
 

@@ -4,7 +4,7 @@
             └─► failed    (refused, error, cancelled)
 
 Each generation that started ends once, so tgi_request_count = tgi_request_success + tgi_request_failure, and started =
-finished by reason, whenever nothing runs. What counts as one is said in api/record.py: TGI counts some routes' requests
+finished by reason, whenever nothing runs. What counts as one is said in api/http/record.py: TGI counts some routes' requests
 twice, once for the handler and once for the generation in it, and its tool errors never.
 """
 

@@ -1,0 +1,1 @@
+"""What cloud platforms call: SageMaker, Vertex AI, KServe."""

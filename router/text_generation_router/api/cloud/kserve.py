@@ -1,0 +1,159 @@
+"""KServe's open inference protocol, version 2, in the shapes TGI gives it.
+
+What TGI does otherwise: its probes ask nobody, its outputs come in any order, and it calls every failure an incomplete
+generation. Texts are taken as numbers, a byte each, as TGI has it, or as strings, as the protocol has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
+
+import orjson
+from aiohttp import web
+from pydantic import Field
+
+from text_generation_router.api.cloud.parallel import all_of
+from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.record import RECORD
+from text_generation_router.api.http.schema import Body, UInt64
+from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.errors import InvalidRequest, Unhealthy
+
+MAX_INPUTS = 1024
+
+Byte = Annotated[int, Field(ge=0, le=255)]
+Json = dict[str, object]
+
+
+class NotUtf8(InvalidRequest):
+    """An input is no text."""
+
+    error_type = "utf8"
+    prefix = ""
+
+
+class LengthMismatch(InvalidRequest):
+    """There are not as many outputs as inputs."""
+
+    error_type = "length mismatch"
+    prefix = ""
+
+    def __init__(self, message: str = "Inputs and outputs length mismatch") -> None:
+        super().__init__(message)
+
+
+class InferInput(Body):
+    """One input: one prompt as bytes, or any number of them as strings."""
+
+    name: str
+    """Its name."""
+    shape: list[UInt64]
+    """Accepted: the data says it already."""
+    datatype: str
+    """`BYTES`."""
+    data: list[Byte] | Annotated[list[str], Field(max_length=MAX_INPUTS)]
+    """UTF-8 bytes as numbers, or strings."""
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts. Raises NotUtf8."""
+        if self.data and isinstance(self.data[0], str):
+            return [str(text) for text in self.data]
+        try:
+            return [bytes(self.data).decode()]  # type: ignore[arg-type]  # all of them are numbers
+        except UnicodeDecodeError as error:
+            raise NotUtf8(
+                f"invalid utf-8 sequence of {error.end - error.start} bytes from index {error.start}"
+            ) from None
+
+
+class InferRequestedOutput(Body):
+    """Names an output."""
+
+    name: str
+    """Its name."""
+
+
+class InferBody(Body):
+    """Body of an inference request."""
+
+    id: str | None = None
+    """Comes back with the answer; absent, the request's id does."""
+    parameters: GenerateParameters = GenerateParameters(do_sample=True)
+    inputs: Annotated[list[InferInput], Field(min_length=1, max_length=MAX_INPUTS)]
+    """The prompts."""
+    outputs: Annotated[list[InferRequestedOutput], Field(max_length=MAX_INPUTS)] | None = None
+    """Names of the outputs, one an input; absent, they are named after the inputs."""
+
+
+class KServeRoutes:
+    """Handlers in KServe's dialect."""
+
+    def __init__(self, serving: Serving, generate: GenerateRoutes, healthy: Callable[[], bool], version: str) -> None:
+        self._serving = serving
+        self._generate = generate
+        self._healthy = healthy
+        self._version = version
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        """GET /v2/health/live: the process answers."""
+        return _json({"live": True})
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        """GET /v2/health/ready: tokens can be produced."""
+        if not self._healthy():
+            raise Unhealthy
+        return _json({"live": True})
+
+    async def server(self, request: web.Request) -> web.StreamResponse:
+        """GET /v2: what serves."""
+        extensions = ["health", "models", "metrics"]
+        return _json({"name": "text-generation-inference", "version": self._version, "extensions": extensions})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """GET /v2/models/{name}/versions/{version}: the model, by whatever name it is called."""
+        named: Mapping[str, str] = request.match_info
+        return _json({"name": named["name"], "version": named["version"], "extensions": ["infer", "ready"]})
+
+    async def infer(self, request: web.Request) -> web.StreamResponse:
+        """POST /v2/models/{name}/versions/{version}/infer: a text for each input, in their order, or none at all."""
+        body = await parse_body(request, InferBody)
+        names = [one.name for one in (body.inputs if body.outputs is None else body.outputs)]
+        if len(names) != len(body.inputs):
+            raise LengthMismatch
+        prompts = [one.texts for one in body.inputs]
+        answers = iter(
+            await self._generate_all(request, [text for texts in prompts for text in texts], body.parameters)
+        )
+        outputs = [
+            _output(name, one, [next(answers) for _ in texts])
+            for name, one, texts in zip(names, body.inputs, prompts, strict=True)
+        ]
+        return _json({"id": body.id or request[RECORD].http_request_id, "outputs": outputs})
+
+    async def _generate_all(
+        self, request: web.Request, prompts: Sequence[str], parameters: GenerateParameters
+    ) -> list[str]:
+        records = self._serving.start(request, len(prompts))
+        with self._serving.permits.take(len(prompts)):
+            pass  # there is room for all of them
+        bodies = [GenerateBody(inputs=prompt, parameters=parameters) for prompt in prompts]
+        replies = await all_of(
+            [self._generate.reply(body, record) for body, record in zip(bodies, records, strict=True)]
+        )
+        return [reply["generated_text"] for reply in replies]
+
+
+def _output(name: str, given: InferInput, texts: Sequence[str]) -> Json:
+    """As the input was given: strings for strings, bytes for bytes."""
+    if given.data and isinstance(given.data[0], str):
+        return {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": list(texts)}
+    data = list(texts[0].encode())
+    return {"name": name, "shape": [1, len(data)], "datatype": "BYTES", "data": data}
+
+
+def _json(value: Json) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json")

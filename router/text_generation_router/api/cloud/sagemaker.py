@@ -1,0 +1,56 @@
+"""Amazon SageMaker: one route for everything. What the body holds says which of our routes answers it."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from aiohttp import web
+
+from text_generation_router.api.core.parameters import CompatGenerateBody
+from text_generation_router.api.http.bodies import BodyRejected, parse_json, validate
+from text_generation_router.api.http.dialects import DIALECT, Dialect
+from text_generation_router.api.http.schema import Body
+from text_generation_router.api.openai.chat import ChatRoutes
+from text_generation_router.api.openai.completions import CompletionRoutes
+from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
+from text_generation_router.api.tgi.generate import GenerateRoutes
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+InvocationBody = CompatGenerateBody | ChatBody | CompletionBody
+"""Body of /invocations: `inputs`, `messages` or `prompt` tell them apart, the first of them that is there."""
+
+_PREFIX = "Failed to deserialize the JSON body into the target type: "
+_NO_VARIANT = "data did not match any variant of untagged enum SagemakerRequest"
+
+
+class SageMakerRoutes:
+    """Handlers of SageMaker's container contract."""
+
+    def __init__(self, generate: GenerateRoutes, chat: ChatRoutes, completions: CompletionRoutes) -> None:
+        self._generate = generate
+        self._chat = chat
+        self._completions = completions
+
+    async def invoke(self, request: web.Request) -> web.StreamResponse:
+        """POST /invocations: what /, /v1/chat/completions or /v1/completions answers, whichever takes such a body."""
+        value = await parse_json(request)
+        keys = value if isinstance(value, dict) else {}
+        if "inputs" in keys:
+            return await self._generate.answer_compat(request, _variant(value, CompatGenerateBody))
+        if "messages" in keys:
+            chat = _variant(value, ChatBody)
+            request[DIALECT] = Dialect.OPENAI
+            return await self._chat.answer(request, chat)
+        if "prompt" in keys:
+            completion = _variant(value, CompletionBody)
+            request[DIALECT] = Dialect.OPENAI
+            return await self._completions.answer(request, completion)
+        raise BodyRejected(422, _PREFIX + _NO_VARIANT)
+
+
+def _variant(value: object, schema: type[BodyT]) -> BodyT:
+    try:
+        return validate(value, schema)
+    except BodyRejected as error:  # TGI's words, then what is wrong
+        raise BodyRejected(error.status, f"{_PREFIX}{_NO_VARIANT}: {str(error).removeprefix(_PREFIX)}") from None

@@ -1,0 +1,109 @@
+"""Google's Vertex AI: several prompts or conversations in, a text for each out.
+
+What TGI does otherwise: it drops every parameter but `max_new_tokens` and `seed`, and calls every failure an incomplete
+generation. Here parameters mean what they say, and a cause has the status it has everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import orjson
+from aiohttp import web
+from pydantic import Discriminator, Field, Tag
+
+from text_generation_router.api.cloud.parallel import all_of
+from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.document.answers import VertexAnswer
+from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.http.schema import Body
+from text_generation_router.api.openai.chat import ChatRoutes
+from text_generation_router.api.openai.schemas import ChatBody
+from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.errors import InvalidRequest
+
+MAX_INSTANCES = 1024
+
+
+class NoInstances(InvalidRequest):
+    """There is nothing to predict."""
+
+    error_type = "Input validation error"
+    prefix = ""
+
+    def __init__(self, message: str = "Input validation error") -> None:
+        super().__init__(message)
+
+
+class VertexParameters(GenerateParameters):
+    """As elsewhere, but for what is absent."""
+
+    do_sample: bool = True
+    """Sample instead of taking the most probable token."""
+
+
+class TextInstance(Body):
+    """A prompt."""
+
+    inputs: str
+    """The prompt."""
+    parameters: VertexParameters | None = None
+
+
+def _kind(value: object) -> str | None:
+    if isinstance(value, dict):
+        return next((key for key in ("inputs", "messages") if key in value), None)
+    return "inputs" if isinstance(value, TextInstance) else "messages"
+
+
+Instance = Annotated[
+    Annotated[TextInstance, Tag("inputs")] | Annotated[ChatBody, Tag("messages")],
+    Discriminator(
+        _kind,
+        custom_error_type="untagged",
+        custom_error_message="data did not match any variant of untagged enum VertexInstance",
+    ),
+]
+
+
+class VertexBody(Body):
+    """Body of /vertex."""
+
+    instances: Annotated[list[Instance], Field(max_length=MAX_INSTANCES)]
+    """What to predict: prompts, conversations, or some of each."""
+
+
+class VertexRoutes:
+    """Handlers in Vertex's dialect."""
+
+    def __init__(self, serving: Serving, generate: GenerateRoutes, chat: ChatRoutes) -> None:
+        self._serving = serving
+        self._generate = generate
+        self._chat = chat
+
+    async def predict(self, request: web.Request) -> web.StreamResponse:
+        """POST /vertex: a text for each instance, in their order, or none at all."""
+        instances = (await parse_body(request, VertexBody)).instances
+        if not instances:
+            raise NoInstances
+        records = self._serving.start(request, len(instances))
+        with self._serving.permits.take(len(instances)):
+            pass  # there is room for all of them
+        texts = await all_of(
+            [self._text(instance, record) for instance, record in zip(instances, records, strict=True)]
+        )
+        return web.json_response(VertexAnswer(predictions=texts).model_dump(), dumps=_dumps)
+
+    async def _text(self, instance: TextInstance | ChatBody, record: GenerationRecord) -> str:
+        if isinstance(instance, TextInstance):
+            body = GenerateBody(inputs=instance.inputs, parameters=instance.parameters or VertexParameters())
+            text: str = (await self._generate.reply(body, record))["generated_text"]
+            return text
+        with self._serving.permits.take(1):
+            return await self._chat.text(instance, [record])
+
+
+def _dumps(value: object) -> str:
+    return orjson.dumps(value).decode()

@@ -1,0 +1,160 @@
+"""Who gets in, and as what: the places in the building, and the way from a text to a Request."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from text_generation_router.api.core.extras import TGI, Extras, check_extras, check_token_ids
+from text_generation_router.api.core.parameters import GenerateParameters
+from text_generation_router.api.core.sampling import to_sampling
+from text_generation_router.api.core.validation import (
+    Limits,
+    check_parameters,
+    check_total,
+    new_tokens,
+)
+from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
+from text_generation_router.grammar.compiler import GrammarCompiler
+from text_generation_router.grammar.forms import tgi_grammar
+from text_generation_router.metrics import Metrics
+from text_generation_router.request import Grammar, Request, RequestId, TokenId
+from text_generation_router.text.tokenizer import Tokenizer
+
+COUNTED_EXACTLY = 1 << 16
+"""A text of up to so many characters is always tokenized whole before it may be refused for its length."""
+PROBE_CHARACTERS_PER_TOKEN = 2
+"""First probe of a longer text, a token of the limit. Ideographs have less than one character a token and are slow to
+tokenize; English prose has about four and is proven too long by the third probe."""
+BOUNDARY_TOKENS = 64
+"""A cut text may end in tokens that the whole text has not: so many at its end prove nothing."""
+
+
+class Permits:
+    """The places in the building: `limit` generations at once, and nobody waits at the door."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_use = 0
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Hold `count` places for as long as the block lasts. Raises Overloaded."""
+        if self.in_use + count > self.limit:
+            raise Overloaded
+        self.in_use += count
+        try:
+            yield
+        finally:
+            self.in_use -= count
+
+
+class Admission:
+    """Validates, tokenizes, numbers."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, grammars: GrammarCompiler | None = None
+    ) -> None:
+        """Without `grammars` none is supported."""
+        self._grammars = grammars
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._metrics = metrics
+        self._ids = itertools.count(1)
+        self._random = random.SystemRandom()
+
+    @property
+    def serves_grammars(self) -> bool:
+        """Whether a request may have one."""
+        return self._grammars is not None
+
+    async def admit(
+        self, inputs: str | Sequence[TokenId], parameters: GenerateParameters, extras: Extras = TGI
+    ) -> Request:
+        """The request a body asks for; `inputs` may be tokens already. Raises InvalidRequest, Overloaded."""
+        check_parameters(inputs, parameters, self._limits)
+        check_extras(extras, self._limits)
+        prompt = await self._prompt(inputs, parameters, extras)
+        max_new_tokens = new_tokens(len(prompt), parameters, self._limits)
+        if extras.min_new_tokens > max_new_tokens:
+            raise InvalidRequest(
+                f"`min_tokens` must be <= `max_tokens`. Given: {extras.min_new_tokens} and {max_new_tokens}"
+            )
+        self._metrics.requests.input_length.observe(len(prompt))
+        grammar = await self._grammar(parameters, extras)
+        self._metrics.requests.max_new_tokens.observe(max_new_tokens)
+        return Request(
+            id=self._next_id(),
+            prompt=tuple(prompt),
+            max_new_tokens=max_new_tokens,
+            sampling=to_sampling(parameters, extras, self._random.getrandbits(64)),
+            stop_sequences=tuple(parameters.stop),
+            keep_stop_text=extras.keep_stop_text,
+            visible_special=extras.visible_special,
+            stop_token_ids=extras.stop_token_ids,
+            ignore_eos=extras.ignore_eos,
+            min_new_tokens=extras.min_new_tokens,
+            top_n_tokens=parameters.top_n_tokens or 0,
+            prompt_logprobs=parameters.decoder_input_details,
+            prompt_top_n=extras.prompt_top_n,
+            grammar=grammar,
+        )
+
+    def another(self, request: Request) -> Request:
+        """The same request once more, with a number and a seed of its own: a further sequence of `best_of`."""
+        sampling = replace(request.sampling, seed=self._random.getrandbits(64))
+        return replace(request, id=self._next_id(), sampling=sampling)
+
+    def _next_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    async def _grammar(self, parameters: GenerateParameters, extras: Extras) -> Grammar | None:
+        """Rules 17 to 19. Raises InvalidRequest."""
+        if parameters.grammar is None and extras.grammar is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("grammar is not supported")
+        grammar = extras.grammar if parameters.grammar is None else tgi_grammar(parameters.grammar)
+        if grammar is not None:
+            await self._grammars.prove(grammar)
+        return grammar
+
+    async def _prompt(
+        self, inputs: str | Sequence[TokenId], parameters: GenerateParameters, extras: Extras
+    ) -> Sequence[TokenId]:
+        if isinstance(inputs, str):
+            if parameters.truncate is None:
+                await self._refuse_if_plainly_too_long(inputs, parameters, extras)
+            ids: Sequence[TokenId] = await self._encode(inputs, extras)
+        else:
+            check_token_ids("prompt", inputs, self._limits)
+            ids = inputs
+        if parameters.truncate is not None:
+            ids = ids[-parameters.truncate :]
+        if not ids:  # a tokenizer that drops the whole text and adds nothing
+            raise InvalidRequest("`inputs` cannot be empty")
+        return ids
+
+    async def _refuse_if_plainly_too_long(self, inputs: str, parameters: GenerateParameters, extras: Extras) -> None:
+        """Break rule 15 on a beginning of the text where that is enough to prove it. Raises InvalidRequest.
+
+        Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: a beginning shows it
+        in milliseconds. The message is TGI's, with a lower bound in place of the count. Each probe is twice as long as
+        the last, so that a text that passes costs at most twice its tokenizing.
+        """
+        size = PROBE_CHARACTERS_PER_TOKEN * self._limits.max_total_tokens
+        while COUNTED_EXACTLY < len(inputs) > size:
+            at_least = max(len(await self._encode(inputs[:size], extras)) - BOUNDARY_TOKENS, 0)
+            check_total(at_least, parameters, self._limits, given=f"at least {at_least}")
+            size *= 2
+
+    async def _encode(self, text: str, extras: Extras) -> list[TokenId]:
+        try:
+            return await self._tokenizer.encode_ids(text, add_special_tokens=extras.add_special_tokens)
+        except ServingError:
+            raise
+        except Exception as error:
+            raise InvalidRequest(f"tokenizer error {error}") from error

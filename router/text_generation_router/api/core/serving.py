@@ -1,0 +1,81 @@
+"""What every generating route works with, whatever its dialect: how requests are started, collected, streamed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from text_generation_router.api.core.admission import Admission, Permits
+from text_generation_router.api.core.collector import Collector
+from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.http.dialects import ErrorEvent
+from text_generation_router.api.http.record import RECORD, GenerationRecord
+from text_generation_router.api.http.sse import EventStream
+from text_generation_router.generation import Generations, Sink
+from text_generation_router.metrics import Metrics
+from text_generation_router.request import Request
+from text_generation_router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The parts below the routes."""
+
+    generations: Generations
+    tokenizer: Tokenizer
+    admission: Admission
+    permits: Permits
+    metrics: Metrics
+    settings: Settings
+
+    def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
+        """`count` generations were asked for; they count from here on."""
+        record = request[RECORD]
+        return [record.start(self.metrics) for _ in range(count)]
+
+    def several(self, request: Request, count: int) -> list[Request]:
+        """`request`, and as many more with seeds of their own as make `count`."""
+        return [request, *(self.admission.another(request) for _ in range(count - 1))]
+
+    @contextmanager
+    def run(
+        self, requests: Sequence[Request], records: Sequence[GenerationRecord], sinks: Sequence[Sink]
+    ) -> Iterator[None]:
+        """Queue requests, each with its record and its sink. Leaving the block frees all that they hold.
+
+        Raises Draining.
+        """
+        with ExitStack() as running:
+            for request, record, sink in zip(requests, records, sinks, strict=True):
+                record.request = request
+                times = running.enter_context(self.generations.run(request, sink))
+                record.follow(times)
+                if isinstance(sink, Collector):
+                    sink.times = times
+            yield
+
+    async def collect(self, requests: Sequence[Request], records: Sequence[GenerationRecord]) -> list[Collector]:
+        """Run requests to their ends. Raises the first failure, which ends the others."""
+        collectors = [Collector(request) for request in requests]
+        with self.run(requests, records, collectors):
+            await asyncio.wait([collector.ended for collector in collectors], return_when=asyncio.FIRST_EXCEPTION)
+            raise_failure(collectors)
+        for collector, record in zip(collectors, records, strict=True):
+            record.ending = collector.ended.result()
+        return collectors
+
+    def stream(self, request: web.Request, headers: Mapping[str, str], error_event: ErrorEvent) -> EventStream:
+        """An answer of events."""
+        settings = self.settings
+        return EventStream(request, headers, settings.keep_alive_s, settings.stall_s, error_event)
+
+
+def raise_failure(collectors: Sequence[Collector]) -> None:
+    """Raise the failure of the first of them that has one."""
+    for collector in collectors:
+        if collector.ended.done():
+            collector.ended.result()

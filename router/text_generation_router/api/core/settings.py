@@ -1,0 +1,39 @@
+"""The settings of the HTTP API, as its routes need them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.http.auth import ApiKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the operator chose. Composed once, in serve."""
+
+    limits: Limits
+    payload_limit: int = 2_000_000
+    """Largest request body, in bytes."""
+    compute_type: str = "gpu+optimized"
+    """Value of the x-compute-type header."""
+    compat_return_full_text: bool = True
+    """POST /: what `return_full_text` means when it is absent. TGI says true for local models."""
+    model_id: str = ""
+    """What answers call the model."""
+    fingerprint: str = "native"
+    """`system_fingerprint` of OpenAI's answers: version and build."""
+    max_client_batch_size: int = 4
+    """Most prompts in one request."""
+    cors_allow_origin: tuple[str, ...] = ()
+    """Origins browsers may call from; none given means any."""
+    keep_alive_s: float = 15.0
+    """Silence on a stream after which a comment is sent."""
+    stall_s: float = 60.0
+    """A stream's client that reads nothing for so long is hung up on."""
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    """Who may call; none given means anyone."""
+    vertex_predict_routes: tuple[str, ...] = ()
+    """Where else Vertex AI asks for predictions: its AIP_PREDICT_ROUTE."""
+    vertex_health_routes: tuple[str, ...] = ()
+    """Where else it asks for our health: its AIP_HEALTH_ROUTE."""

@@ -1,0 +1,239 @@
+"""One turn of a conversation, in no dialect: from a Conversation to running requests, from their text to events.
+
+    Conversation ──template──► prompt ──admission──► Request × n
+                                                        │ pieces
+    chat, responses, messages ◄── events ── Reader ◄────┘
+
+A dialect brings an EventSink and writes down what it hears; or collects, and asks `Turn.answer` for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Protocol
+
+from text_generation_router.api.core.extras import Extras
+from text_generation_router.api.core.parameters import GenerateParameters
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.chat.conversation import Conversation, Tool, ToolMode
+from text_generation_router.chat.events import (
+    Event,
+    OutputParser,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from text_generation_router.chat.parsers import ReasoningParser, create_parser, starts_in_reasoning
+from text_generation_router.chat.template import TemplateRenderer
+from text_generation_router.errors import InvalidRequest, ServingError, ToolError
+from text_generation_router.generation import Ending, Piece
+from text_generation_router.grammar.tools import auto_tools, forced_tools
+from text_generation_router.request import FinishReason, Grammar, GrammarKind, LogprobJson, Request, TokenId, TopToken
+
+HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
+
+
+class Finish(Enum):
+    """Why an answer ended; the values are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """How one answer ended."""
+
+    finish: Finish
+    ending: Ending
+
+
+class EventSink(Protocol):
+    """Where one answer's events go. Called on the event loop; must neither block nor raise.
+
+    `on_end` or `on_failure` is the last call.
+    """
+
+    def on_events(self, events: Sequence[Event], piece: Piece) -> None:
+        """What one new token brought: often one event, at times none or several."""
+        ...
+
+    def on_end(self, end: AnswerEnd) -> None: ...
+    def on_failure(self, error: ServingError) -> None: ...
+
+
+class Reader:
+    """A sink of pieces that reads them through a parser."""
+
+    def __init__(self, parser: OutputParser, sink: EventSink) -> None:
+        self._parser = parser
+        self._sink = sink
+        self._calls = False
+
+    def on_piece(self, piece: Piece) -> None:
+        events: Sequence[Event] = self._parser.feed(piece.delta) if piece.delta else ()
+        if piece.ending is not None:
+            events = [*events, *self._parser.finish()]
+        self._calls = self._calls or any(isinstance(event, ToolCallStart) for event in events)
+        self._sink.on_events(events, piece)
+        if piece.ending is not None:
+            self._sink.on_end(AnswerEnd(finish_of(piece.ending, calls=self._calls), piece.ending))
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+        raise AssertionError("chats do not ask for them")
+
+    def on_failure(self, error: ServingError) -> None:
+        self._sink.on_failure(error)
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call of a whole answer."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer."""
+
+    finish: Finish
+    ending: Ending
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that may run: proven valid, with as many requests as answers were asked for."""
+
+    requests: Sequence[Request]
+    prompt: str
+    """The templated text."""
+    form: AnswerForm
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.requests[0].prompt)
+
+    def answer(self, ending: Ending) -> Answer:
+        """What a finished text says."""
+        parser = self.form.parser()
+        events = [*parser.feed(ending.text), *parser.finish()] if ending.text else parser.finish()
+        answer = Answer(finish_of(ending, calls=any(isinstance(one, ToolCallStart) for one in events)), ending)
+        for event in events:
+            match event:
+                case TextDelta(text):
+                    answer.text += text
+                case ReasoningDelta(text):
+                    answer.reasoning += text
+                case ToolCallStart(_, name):
+                    answer.calls.append(Call(name))
+                case ToolCallArguments(index, fragment):
+                    answer.calls[index].arguments += fragment
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How to read an answer."""
+
+    calls: str | None
+    """Name of the format its tool calls come in; None: there are none."""
+    tool_names: frozenset[str] = frozenset()
+    reasoning: bool = False
+    starts_inside: bool = False
+    """The prompt opened the reasoning already."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Everything is text."""
+        return self.calls is None and not self.reasoning
+
+    def parser(self) -> OutputParser:
+        """A parser for one answer."""
+        inner = create_parser(self.calls or "plain", tool_names=self.tool_names)
+        if not self.reasoning:
+            return inner
+        return ReasoningParser(inner, starts_inside=self.starts_inside)
+
+
+class Turns:
+    """Prepares turns."""
+
+    def __init__(self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: bool) -> None:
+        self._serving = serving
+        self._renderer = renderer
+        self._call_format = call_format
+        """The format in which this model calls tools when it is free to."""
+        self._reasoning = reasoning
+
+    async def prompt(self, conversation: Conversation) -> str:
+        """The templated text. Raises TemplateError, ToolError, Overloaded."""
+        tools = _usable_tools(conversation)
+        return await self._renderer.render(replace(conversation, tools=tools))
+
+    async def prepare(
+        self, conversation: Conversation, parameters: GenerateParameters, extras: Extras, count: int = 1
+    ) -> Turn:
+        """A turn with `count` answers. The caller holds their permits. Raises ServingError."""
+        if not conversation.messages:
+            raise InvalidRequest("`messages` cannot be empty")
+        tools = _usable_tools(conversation)
+        prompt = await self._renderer.render(replace(conversation, tools=tools))
+        choice = conversation.tool_choice
+        grammar: Grammar | None = conversation.grammar
+        calls = self._call_format if tools else None
+        if tools and choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED):
+            grammar, calls = forced_tools(tools), "json_calls"
+        elif calls == "hermes" and all(tool.strict for tool in tools) and self._serving.admission.serves_grammars:
+            # Of the formats this one has markers that are text, so that a grammar can tell where a call begins.
+            grammar = auto_tools(tools, *HERMES_CALL)
+        form = AnswerForm(
+            calls=calls,
+            tool_names=frozenset(tool.name for tool in tools),
+            # A forced form leaves no room to think.
+            reasoning=self._reasoning and (grammar is None or grammar.kind is GrammarKind.LARK),
+            starts_inside=starts_in_reasoning(prompt),
+        )
+        extras = replace(
+            extras, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
+        )
+        first = await self._serving.admission.admit(prompt, parameters, extras)
+        return Turn(self._serving.several(first, count), prompt, form)
+
+    def _visible_special(self, parser: OutputParser) -> frozenset[TokenId]:
+        markers = parser.markers
+        if not markers:
+            return frozenset()
+        return frozenset(
+            token_id for token_id, text in self._serving.tokenizer.special_texts.items() if text in markers
+        )
+
+
+def finish_of(ending: Ending, *, calls: bool) -> Finish:
+    """A text cut short by its length never counts as a whole call."""
+    if ending.reason is FinishReason.LENGTH:
+        return Finish.LENGTH
+    return Finish.TOOL_CALLS if calls else Finish.STOP
+
+
+def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
+    """The tools the model may call in this turn. Raises ToolError."""
+    tools, choice = conversation.tools, conversation.tool_choice
+    if tools and conversation.grammar is not None:
+        raise ToolError("Grammar and tools are mutually exclusive")
+    if choice.mode is ToolMode.NONE:
+        return ()
+    if choice.mode is ToolMode.NAMED:
+        named = [tool for tool in tools if tool.name == choice.name]
+        if not named:
+            raise ToolError(f"Tool with name {choice.name} not found")
+        return named
+    return tools

@@ -1,0 +1,199 @@
+"""The OpenAPI 3.1 document, made from the routes' own table and the models that check their bodies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
+
+from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.document.answers import AnthropicErrorAnswer, ErrorAnswer, OpenAIErrorAnswer
+from text_generation_router.api.document.rules import document_rules
+from text_generation_router.api.http.dialects import Dialect, error_object
+from text_generation_router.api.http.routes import JSON, Route
+from text_generation_router.errors import ServingError, Unauthorized
+
+Json = dict[str, Any]
+
+_TEXT = "text/plain"
+_EVENTS = "text/event-stream"
+_SCHEMAS = "#/components/schemas/{model}"
+_ERRORS: Mapping[Dialect, Any] = {
+    Dialect.TGI: ErrorAnswer,
+    Dialect.OPENAI: OpenAIErrorAnswer,
+    Dialect.ANTHROPIC: AnthropicErrorAnswer,
+}
+_REFUSED = {
+    400: "The body is no JSON.",
+    413: "The body is larger than the server takes.",
+    415: "The body does not say that it is JSON.",
+    422: "The body is not what the route takes.",
+}
+"""What a body is refused for before it becomes a request: plain text where the route speaks as TGI does."""
+_SECURITY: Json = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_HEADERS: Json = {
+    "x-request-id": {"description": "The request's own, or a new one.", "schema": {"type": "string", "maxLength": 128}}
+}
+_VARIABLE = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
+_NAME = r"\1"
+_NO_WORD = re.compile(r"\W+")
+
+
+def document(table: Iterable[Route], version: str, *, keys: bool, limits: Limits | None = None) -> Json:
+    """The document of the routes in `table`; `keys`: whether they ask for an API key."""
+    routes = [route for route in table if route.documented]
+    schemas, components = _schemas(routes)
+    if limits is not None:
+        document_rules(components, limits)
+    paths: dict[str, Json] = {}
+    for route in routes:
+        path = _VARIABLE.sub(r"{\1}", route.path)
+        paths.setdefault(path, {})[route.method.lower()] = _operation(
+            route, schemas, needs_key=keys and not route.probe
+        )
+    result: Json = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Text Generation Inference",
+            "version": version,
+            "license": {"name": "Apache 2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
+        },
+        "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes if route.tag)],
+        "paths": paths,
+        "components": {"schemas": components, "headers": _HEADERS},
+    }
+    if keys:
+        result["components"]["securitySchemes"] = _SECURITY
+        result["security"] = [{name: []} for name in _SECURITY]
+    return result
+
+
+class _Schemas:
+    """The schema of each type that routes name."""
+
+    def __init__(self, schemas: Mapping[tuple[str, JsonSchemaMode], Json]) -> None:
+        self._schemas = schemas
+
+    def takes(self, model: object) -> Json:
+        return self._schemas[repr(model), "validation"]
+
+    def answers(self, model: object) -> Json:
+        return self._schemas[repr(model), "serialization"]
+
+
+def _schemas(routes: Sequence[Route]) -> tuple[_Schemas, Json]:
+    taken = {repr(route.body): route.body for route in routes if route.body is not None}
+    answered = {repr(model): model for model in _ERRORS.values()}
+    for route in routes:
+        answered |= {repr(model): model for model in (route.answer, route.events) if model is not None}
+    inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
+        *((name, "validation", TypeAdapter(model)) for name, model in taken.items()),
+        *((name, "serialization", TypeAdapter(model)) for name, model in answered.items()),
+    ]
+    schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_SCHEMAS)
+    return _Schemas(schemas), definitions.get("$defs", {})
+
+
+def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:
+    operation: Json = {
+        "operationId": _NO_WORD.sub("_", f"{route.method}{_VARIABLE.sub(_NAME, route.path)}".lower()).rstrip("_"),
+        "summary": _summary(route),
+        "responses": {str(status): answer for status, answer in sorted(_responses(route, schemas, needs_key).items())},
+    }
+    if route.tag:
+        operation["tags"] = [route.tag]
+    if names := _VARIABLE.findall(route.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas.takes(route.body)}}}
+    if not needs_key:
+        operation["security"] = []
+    return operation
+
+
+def _summary(route: Route) -> str:
+    """The first line of the handler's docstring, without the path it begins with."""
+    first = (route.handler.__doc__ or "").partition("\n")[0]
+    text = first.partition(": ")[2] if re.match(r"[A-Z]+ \S", first) and ": " in first else first
+    return text[:1].upper() + text[1:]
+
+
+def _responses(route: Route, schemas: _Schemas, needs_key: bool) -> dict[int, Json]:  # noqa: FBT001 - of one caller
+    responses: dict[int, Json] = {200: _good(route, schemas)}
+    for dialect in route.dialects:
+        schema = schemas.answers(_ERRORS[dialect])
+        for error in (*route.raises, *((Unauthorized,) if needs_key else ())):
+            _add_error(responses, dialect, error, schema)
+        for status, text in _REFUSED.items() if route.body is not None else ():
+            response = responses.setdefault(status, _response(text))
+            if dialect is Dialect.TGI:
+                response.setdefault("content", {})[_TEXT] = {"schema": {"type": "string"}}
+            else:
+                _add_schema(response, schema)
+    return responses
+
+
+def _good(route: Route, schemas: _Schemas) -> Json:
+    response = _response("Events follow." if route.always_streams else "As asked for.")
+    content: Json = {}
+    if route.answer is not None:
+        content[route.content_type] = {"schema": schemas.answers(route.answer)}
+    if route.events is not None:
+        data = {"type": "string", "contentMediaType": JSON, "contentSchema": schemas.answers(route.events)}
+        content[_EVENTS] = {
+            "schema": {
+                "type": "object",
+                "description": "One of the server-sent events.",
+                "properties": {"event": {"type": "string"}, "data": data},
+                "required": ["data"],
+            }
+        }
+    if content:
+        response["content"] = content
+    return response
+
+
+def _add_error(responses: dict[int, Json], dialect: Dialect, error: type[ServingError], schema: Json) -> None:
+    text = (error.__doc__ or "").partition("\n")[0]
+    known = responses.get(error.status)
+    response = responses[error.status] = known or _response(text)
+    if known is not None and text not in known["description"]:
+        known["description"] += " " + text
+    if error is Unauthorized and dialect is Dialect.TGI:
+        return  # TGI's has no body
+    examples = _add_schema(response, schema).setdefault("examples", {})
+    name = error.error_type if error.error_type not in examples else f"{error.error_type} ({dialect.value})"
+    examples[name] = {"value": orjson.loads(error_object(dialect, _example(error)))}
+
+
+def _add_schema(response: Json, schema: Json) -> Json:
+    """One schema more of the JSON it may be; returns the description of that JSON."""
+    media: Json = response.setdefault("content", {}).setdefault(JSON, {"schema": schema})
+    known = media["schema"].get("anyOf", [media["schema"]])
+    if schema not in known:
+        media["schema"] = {"anyOf": [*known, schema]}
+    return media
+
+
+def _example(error: type[ServingError]) -> ServingError:
+    try:
+        return error()  # type: ignore[call-arg]  # those whose text is always the same
+    except TypeError:
+        return error("…")
+
+
+def _response(description: str) -> Json:
+    return {
+        "description": description,
+        "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in _HEADERS},
+    }

@@ -1,0 +1,116 @@
+"""The API's own documentation: the OpenAPI document, and Swagger UI over it, with every file served from here.
+
+The page asks nobody else for anything, and its policy lets it do no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import hdrs, web
+
+from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.document.openapi import document
+from text_generation_router.api.http.routes import JSON, Handler, Route
+from text_generation_router.errors import NotFound
+
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>Text Generation Inference</title>
+<link rel="icon" href="{folder}favicon-32x32.png">
+<link rel="stylesheet" href="{folder}swagger-ui.css">
+</head>
+<body>
+<div id="swagger-ui"></div>
+<script src="{folder}swagger-ui-bundle.js"></script>
+<script src="{folder}start.js"></script>
+</body>
+</html>
+"""
+_START = b"""SwaggerUIBundle({
+  url: new URL("../api-doc/openapi.json", document.currentScript.src).href,
+  dom_id: "#swagger-ui",
+  deepLinking: true,
+  validatorUrl: null,
+});
+"""
+_FILES = {
+    "swagger-ui.css": "text/css",
+    "swagger-ui-bundle.js": "text/javascript",
+    "favicon-32x32.png": "image/png",
+}
+"""What of Swagger UI's distribution the page needs. It comes in the package swagger-ui-py, which is never imported."""
+_HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+
+class DocsRoutes:
+    """Handlers that tell of the API itself."""
+
+    def __init__(self) -> None:
+        self._document = b""
+
+    def describe(self, table: list[Route], version: str, *, keys: bool, limits: Limits) -> None:
+        """Make the document of a whole table, these routes included."""
+        self._document = orjson.dumps(document(table, version, keys=keys, limits=limits))
+
+    def routes(self) -> list[Route]:
+        """The lines of the table that are about the table."""
+        return [
+            Route("GET", "/api-doc/openapi.json", self.openapi, tag="Documentation", answer=dict[str, Any]),
+            Route("GET", "/docs", self.page, tag="Documentation", answer=str, content_type="text/html"),
+            Route("GET", "/docs/", self.page, documented=False),
+            Route("GET", "/docs/start.js", self.start, documented=False),
+            *(Route("GET", f"/docs/{name}", _file(name), documented=False) for name in _FILES),
+        ]
+
+    async def openapi(self, request: web.Request) -> web.StreamResponse:
+        """GET /api-doc/openapi.json: this document."""
+        return web.Response(body=self._document, content_type=JSON)
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        """GET /docs: this document, to read and to try."""
+        page = _PAGE.format(folder="" if request.path.endswith("/") else "docs/")
+        return web.Response(text=page, content_type="text/html", headers=_HEADERS)
+
+    async def start(self, request: web.Request) -> web.StreamResponse:
+        """GET /docs/start.js: a script of its own, for the policy allows none in the page."""
+        return web.Response(body=_START, content_type="text/javascript", headers=_HEADERS)
+
+
+def _file(name: str) -> Handler:
+    path = _swagger_ui() / name
+
+    async def file(request: web.Request) -> web.StreamResponse:
+        try:
+            content = await asyncio.to_thread(path.read_bytes)
+        except OSError:
+            raise NotFound(f"{name} is not installed") from None
+        return web.Response(
+            body=content, content_type=_FILES[name], headers={**_HEADERS, hdrs.CACHE_CONTROL: "max-age=3600"}
+        )
+
+    return file
+
+
+def _swagger_ui() -> Path:
+    spec = find_spec("swagger_ui")
+    folders = (spec and spec.submodule_search_locations) or ["swagger_ui"]
+    return Path(folders[0]) / "static"

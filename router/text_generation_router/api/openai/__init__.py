@@ -1,0 +1,1 @@
+"""OpenAI's routes: chats, completions, responses."""

@@ -1,0 +1,179 @@
+"""What a streamed chat says, to the byte. A choice's first chunk has the role, its last one the finish reason; then, once
+every choice has ended, the usage that was asked for, and [DONE]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from text_generation_router.api.core.turns import AnswerEnd, Reader, Turn, finish_of
+from text_generation_router.api.http.dialects import DONE
+from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.http.sse import EventStream
+from text_generation_router.api.openai.chat_logprobs import content_logprobs
+from text_generation_router.api.openai.ids import Named, new_call_id
+from text_generation_router.api.openai.usage import usage_json
+from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
+from text_generation_router.errors import ServingError
+from text_generation_router.generation import Piece, Sink
+from text_generation_router.request import LogprobJson, TopToken
+from text_generation_router.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a stream shows beside its text."""
+
+    logprobs: bool = False
+    usage: bool = False
+    """A last chunk with the counts."""
+    running_usage: bool = False
+    """The counts so far on every chunk."""
+
+
+class ChatStream:
+    """The chunks of one request, for all its choices."""
+
+    def __init__(self, stream: EventStream, named: Named, turn: Turn, tokenizer: Tokenizer, shown: Shown) -> None:
+        self.stream = stream
+        self.shown = shown
+        self.tokenizer = tokenizer
+        self._turn = turn
+        self._head = orjson.dumps(
+            {
+                "id": named.id,
+                "object": "chat.completion.chunk",
+                "created": named.created,
+                "model": named.model,
+                "system_fingerprint": named.fingerprint,
+            }
+        )[:-1]
+        self._open = len(turn.requests)
+        self._generated = 0
+
+    def sinks(self, records: Sequence[GenerationRecord]) -> list[Sink]:
+        """One for each choice."""
+        choices = [ChoiceChunks(self, index, record) for index, record in enumerate(records)]
+        if self._turn.form.is_plain:
+            return list(choices)
+        return [Reader(self._turn.form.parser(), choice) for choice in choices]
+
+    def head(self, index: int) -> bytes:
+        """The beginning of a chunk, up to its delta."""
+        return b'data: %b,"choices":[{"index":%d,"delta":' % (self._head, index)
+
+    def usage(self, generated: int) -> bytes:
+        """The counts as JSON."""
+        return usage_json(self._turn.prompt_tokens, generated)
+
+    def ended(self, generated: int) -> bytes:
+        """A choice ended; what is left to say once all have."""
+        self._open -= 1
+        self._generated += generated
+        if self._open:
+            return b""
+        if not self.shown.usage:
+            return DONE
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, self.usage(self._generated), DONE)
+
+    def close(self) -> None:
+        """Close the stream if no choice is left."""
+        if not self._open:
+            self.stream.close()
+
+
+class ChoiceChunks:
+    """The chunks of one choice: a sink of pieces where all is text, a sink of events where a parser stands between."""
+
+    def __init__(self, chat: ChatStream, index: int, record: GenerationRecord) -> None:
+        self._chat = chat
+        self._send = chat.stream.send
+        self._record = record
+        self._head = chat.head(index)
+        self._plain = not (chat.shown.logprobs or chat.shown.running_usage)
+        self._count = 0
+        self._ids: list[str] = []
+        self._first = (
+            self._head + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+        )
+        """Goes out with the first chunk that has something to say."""
+
+    def on_piece(self, piece: Piece) -> None:
+        # The hot path of chat: formatted by hand, and only the text is escaped.
+        self._count += 1
+        ending = piece.ending
+        if ending is None and self._plain:
+            if not piece.delta:
+                return
+            self._send(
+                b'%b%b{"content":%b},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+                % (self._first, self._head, orjson.dumps(piece.delta))
+            )
+            self._first = b""
+            return
+        delta: Json = {"content": piece.delta}
+        if ending is None:
+            if piece.delta or self._chat.shown.logprobs:
+                self._send(self._opening() + self._chunk(delta, piece))
+            return
+        self._finish(self._opening() + self._chunk(delta, piece, finish_of(ending, calls=False).value), piece)
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+        raise AssertionError("chats do not ask for them")
+
+    def on_events(self, events: Sequence[Event], piece: Piece) -> None:
+        self._count += 1
+        if events:
+            chunks = [self._chunk(self._delta(event), piece if event is events[0] else None) for event in events]
+            self._send(self._opening() + b"".join(chunks))
+
+    def on_end(self, end: AnswerEnd) -> None:
+        self._record.ending = end.ending
+        self._last(self._opening() + self._chunk({}, None, end.finish.value), end.ending.generated_tokens)
+
+    def on_failure(self, error: ServingError) -> None:
+        self._record.failed(error)
+        self._chat.stream.fail(error)
+
+    def _finish(self, chunk: bytes, piece: Piece) -> None:
+        assert piece.ending is not None
+        self._record.ending = piece.ending
+        self._last(chunk, piece.ending.generated_tokens)
+
+    def _last(self, chunk: bytes, generated: int) -> None:
+        self._send(chunk + self._chat.ended(generated))
+        self._chat.close()
+
+    def _opening(self) -> bytes:
+        first, self._first = self._first, b""
+        return first
+
+    def _delta(self, event: Event) -> Json:
+        match event:
+            case TextDelta(text):
+                return {"content": text}
+            case ReasoningDelta(text):
+                return {"reasoning_content": text}
+            case ToolCallStart(index, name):
+                self._ids.append(new_call_id())
+                function = {"name": name, "arguments": ""}
+                return {
+                    "tool_calls": [{"index": index, "id": self._ids[index], "type": "function", "function": function}]
+                }
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
+
+    def _chunk(self, delta: Json, piece: Piece | None, finish: str | None = None) -> bytes:
+        shown = self._chat.shown
+        logprobs = content_logprobs([piece], self._chat.tokenizer) if shown.logprobs and piece is not None else None
+        return b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
+            self._head,
+            orjson.dumps(delta),
+            orjson.dumps(logprobs),
+            orjson.dumps(finish),
+            self._chat.usage(self._count) if shown.running_usage else b"null",
+        )

@@ -1,0 +1,102 @@
+"""A chat body into a Conversation: what templates and models expect, whatever variant of the dialect the client speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from text_generation_router.api.openai.schemas import ChatBody, ContentPart, Message, NamedToolChoice, ToolDefinition
+from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
+from text_generation_router.errors import InvalidRequest
+from text_generation_router.request import Grammar
+
+_ROLES = {"developer": "system", "function": "tool"}
+"""Roles of OpenAI's that chat templates know by another name."""
+
+
+def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
+    """The conversation of a body; `grammar` is its response format's. Raises InvalidRequest."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    return Conversation(
+        messages=[_message(message) for message in body.messages],
+        tools=[_tool(tool) for tool in body.tools or ()],
+        tool_choice=_tool_choice(body.tool_choice),
+        tool_prompt=body.tool_prompt or None,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=grammar,
+        continue_final_message=body.continue_final_message,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_kwargs=kwargs,
+    )
+
+
+def _message(message: Message) -> Json:
+    flat: Json = {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
+    if message.tool_calls:
+        flat["tool_calls"] = [
+            {
+                "id": str(call.id) if call.id is not None else "",
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    for key, value in (
+        ("name", message.name),
+        ("tool_call_id", message.tool_call_id),
+        ("reasoning_content", message.reasoning_content),
+    ):
+        if value is not None:
+            flat[key] = value
+    return flat
+
+
+def _text(content: str | Sequence[ContentPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in ("text", "input_text", "output_text", "refusal"):
+            raise InvalidRequest(f"{part.type.removesuffix('_url')[:32]} modality is not supported")
+    return "".join(part.text or "" for part in content)
+
+
+def _arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 - whatever JSON the model wrote
+    """An object, as templates write it down themselves; text that is no JSON stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+
+
+def _tool(tool: ToolDefinition) -> Tool:
+    if tool.type != "function":
+        raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported")
+    function = tool.function
+    parameters = function.arguments if function.parameters is None else function.parameters
+    if isinstance(parameters, str):
+        try:
+            parameters = orjson.loads(parameters)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {error.msg}") from None
+        if not isinstance(parameters, dict):
+            raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object")
+    return Tool(function.name, function.description, parameters or {}, strict=bool(function.strict))
+
+
+def _tool_choice(choice: str | NamedToolChoice | None) -> ToolChoice:
+    """As in TGI any other word is the name of the function to call."""
+    if choice is None:
+        return ToolChoice()
+    if isinstance(choice, NamedToolChoice):
+        return ToolChoice(ToolMode.NAMED, choice.function.name)
+    try:
+        mode = ToolMode(choice)
+    except ValueError:
+        return ToolChoice(ToolMode.NAMED, choice)
+    return ToolChoice(ToolMode.NAMED, choice) if mode is ToolMode.NAMED else ToolChoice(mode)

@@ -1,0 +1,144 @@
+"""POST /v1/completions: texts or token ids, several at once, each with several answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from text_generation_router.api.core.collector import Collector
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.dialects import openai_error_event
+from text_generation_router.api.openai.completion_chunks import CompletionStream
+from text_generation_router.api.openai.completion_logprobs import LogprobColumns
+from text_generation_router.api.openai.ids import named
+from text_generation_router.api.openai.parameters import completion_parameters, extras
+from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBody
+from text_generation_router.api.openai.usage import usage
+from text_generation_router.api.tgi.headers import cost_headers, timing_headers
+from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
+from text_generation_router.grammar.forms import response_format
+from text_generation_router.request import FinishReason, Request, TokenId
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, admitted."""
+
+    text: str
+    """Only where it is needed: for `echo`, and to count its characters."""
+    requests: Sequence[Request]
+    """One for each of its answers."""
+
+
+class CompletionRoutes:
+    """Handlers of completions in OpenAI's dialect."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions: what follows a text, whole or in chunks."""
+        return await self.answer(request, await parse_body(request, CompletionBody))
+
+    async def answer(self, request: web.Request, body: CompletionBody) -> web.StreamResponse:
+        """The same for a body that came another way."""
+        prompts = _prompts(body)
+        records = self._serving.start(request, min(len(prompts), self._limit) * (body.n or 1))
+        self._check(body, prompts)
+        with self._serving.permits.take(len(records)):
+            admitted = [await self._admit(body, prompt) for prompt in prompts]
+            requests = [one for prompt in admitted for one in prompt.requests]
+            headers = cost_headers(self._serving.settings, sum(len(prompt.text) for prompt in admitted))
+            if body.stream:
+                stream = self._serving.stream(request, headers, openai_error_event)
+                head = named("cmpl-", body.model, self._serving.settings)
+                chunks = CompletionStream(
+                    stream, head, body, [prompt.text for prompt in admitted], self._serving.tokenizer
+                )
+                with self._serving.run(requests, records, chunks.sinks(requests, records)):
+                    return await stream.run()
+            collectors = await self._serving.collect(requests, records)
+            reply = self._whole(body, admitted, collectors)
+            return web.Response(
+                body=orjson.dumps(reply), content_type="application/json", headers=headers | timing_headers(records)
+            )
+
+    @property
+    def _limit(self) -> int:
+        return self._serving.settings.max_client_batch_size
+
+    def _check(self, body: CompletionBody, prompts: Sequence[object]) -> None:
+        """What concerns the request as a whole. Raises ServingError."""
+        if body.suffix is not None:
+            raise SuffixNotSupported
+        if not prompts:
+            raise InvalidRequest("Empty array detected. Do not use an empty array for the prompt.")
+        if len(prompts) > self._limit:
+            raise BatchTooLarge(self._limit)
+        if body.best_of not in (None, 1, body.n or 1):
+            raise InvalidRequest("`best_of` must be 1 or equal to `n`")
+        assert len(prompts) * (body.n or 1) <= self._limit * MAX_CHOICES
+
+    async def _admit(self, body: CompletionBody, prompt: str | list[TokenId]) -> Prompt:
+        serving = self._serving
+        wanted = replace(
+            extras(body),
+            add_special_tokens=body.add_special_tokens is not False,
+            prompt_top_n=(body.logprobs or 0) if body.echo else 0,
+            grammar=None if body.response_format is None else response_format(body.response_format),
+        )
+        first = await serving.admission.admit(prompt, completion_parameters(body), wanted)
+        text = prompt if isinstance(prompt, str) else await serving.tokenizer.decode(prompt)
+        return Prompt(text, serving.several(first, body.n or 1))
+
+    def _whole(self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]) -> Json:
+        head = named("cmpl-", body.model, self._serving.settings)
+        texts = [prompt.text for prompt in prompts for _ in prompt.requests]
+        hidden = body.max_tokens == 0
+        generated = 0 if hidden else sum(collector.ended.result().generated_tokens for collector in collectors)
+        return {
+            "id": head.id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+            "choices": [
+                self._choice(index, body, text, collector)
+                for index, (text, collector) in enumerate(zip(texts, collectors, strict=True))
+            ],
+            "usage": usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated),
+        }
+
+    def _choice(self, index: int, body: CompletionBody, prompt: str, collector: Collector) -> Json:
+        ending = collector.ended.result()
+        text = "" if body.max_tokens == 0 else ending.text
+        logprobs: Json | None = None
+        if body.logprobs is not None:
+            columns = LogprobColumns(self._serving.tokenizer, tops=body.logprobs)
+            if body.echo:
+                columns.add_prompt(collector.request.prompt, collector.prompt_logprobs, collector.prompt_tops)
+            if body.max_tokens != 0:
+                columns.add(collector.pieces)
+            logprobs = columns.take()
+        return {
+            "index": index,
+            "text": prompt + text if body.echo else text,
+            "logprobs": logprobs,
+            "finish_reason": "length" if ending.reason is FinishReason.LENGTH else "stop",
+        }
+
+
+def _prompts(body: CompletionBody) -> Sequence[str | list[TokenId]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [one for one in prompt if not isinstance(one, int)]

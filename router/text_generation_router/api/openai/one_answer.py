@@ -1,0 +1,116 @@
+"""A route that gives one answer to a conversation, whole or as events, in whatever words its script has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import orjson
+from aiohttp import web
+
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.core.turns import AnswerEnd, Reader, Turn, Turns, finish_of
+from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.http.sse import EventStream
+from text_generation_router.api.openai.blocks import Script
+from text_generation_router.api.openai.chat_messages import to_conversation
+from text_generation_router.api.openai.parameters import chat_parameters, extras
+from text_generation_router.api.openai.schemas import ChatBody
+from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
+from text_generation_router.chat.conversation import Conversation
+from text_generation_router.chat.events import Event, ToolCallStart
+from text_generation_router.errors import ServingError
+from text_generation_router.generation import Ending, Piece, Sink
+from text_generation_router.request import Grammar, LogprobJson, TopToken
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body asks for, in the words of OpenAI's chats: these two dialects have few that chats have not."""
+
+    chat: ChatBody
+    grammar: Grammar | None = None
+
+    @property
+    def conversation(self) -> Conversation:
+        """Raises InvalidRequest."""
+        return to_conversation(self.chat, self.grammar)
+
+
+async def answer(
+    request: web.Request,
+    serving: Serving,
+    turns: Turns,
+    ask: Callable[[], Asked],
+    script_of: Callable[[Turn], Script],
+    *,
+    stream: bool,
+) -> web.StreamResponse:
+    """Answer what `ask` says. Raises ServingError, whichever of the steps it comes from."""
+    records = serving.start(request)
+    with serving.permits.take(1):
+        asked = ask()
+        turn = await turns.prepare(asked.conversation, chat_parameters(asked.chat), extras(asked.chat))
+        script = script_of(turn)
+        headers = cost_headers(serving.settings, len(turn.prompt))
+        if stream:
+            events = serving.stream(request, headers, script.failed)
+            with serving.run(turn.requests, records, [script_sink(events, script, turn, records[0])]):
+                return await events.run()
+        [collector] = await serving.collect(turn.requests, records)
+        read_whole(script, turn, collector.ended.result())
+        headers |= timing_headers(records) | compute_time_header(records[0])
+        return web.Response(body=orjson.dumps(script.whole()), content_type="application/json", headers=headers)
+
+
+def read_whole(script: Script, turn: Turn, ending: Ending) -> None:
+    """Have the script tell a finished text."""
+    parser = turn.form.parser()
+    events = [*(parser.feed(ending.text) if ending.text else ()), *parser.finish()]
+    script.events(events)
+    script.end(AnswerEnd(finish_of(ending, calls=any(isinstance(one, ToolCallStart) for one in events)), ending))
+
+
+def script_sink(stream: EventStream, script: Script, turn: Turn, record: GenerationRecord) -> Sink:
+    """The sink of a streamed answer: without a parser where all is text."""
+    sink = ScriptSink(stream, script, record)
+    return sink if turn.form.is_plain else Reader(turn.form.parser(), sink)
+
+
+class ScriptSink:
+    """Sends what a script says: a sink of pieces where all is text, a sink of events where a parser stands between."""
+
+    def __init__(self, stream: EventStream, script: Script, record: GenerationRecord) -> None:
+        self._stream = stream
+        self._send = stream.send
+        self._script = script
+        self._text = script.text
+        self._record = record
+
+    def on_piece(self, piece: Piece) -> None:
+        event = self._text(piece.delta) if piece.delta else b""
+        ending = piece.ending
+        if ending is None:
+            if event:
+                self._send(event)
+            return
+        self._last(AnswerEnd(finish_of(ending, calls=False), ending), event)
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+        raise AssertionError("these dialects do not ask for them")
+
+    def on_events(self, events: Sequence[Event], piece: Piece) -> None:
+        if events:
+            self._send(self._script.events(events))
+
+    def on_end(self, end: AnswerEnd) -> None:
+        self._last(end, b"")
+
+    def on_failure(self, error: ServingError) -> None:
+        self._record.failed(error)
+        self._stream.fail(error)
+
+    def _last(self, end: AnswerEnd, before: bytes) -> None:
+        self._record.ending = end.ending
+        self._send(before + self._script.end(end))
+        self._stream.close()

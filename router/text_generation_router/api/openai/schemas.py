@@ -1,0 +1,242 @@
+"""Request bodies of OpenAI's dialect: as lenient as its clients need. `null` is absence everywhere, unknown fields are ignored.
+
+What only other servers know (vLLM's `ignore_eos`, `min_tokens`, `top_k`, …) is taken where benchmark and evaluation tools
+send it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, Field
+from typing_extensions import TypeAliasType
+
+from text_generation_router.api.core.extras import MAX_LOGIT_BIAS
+from text_generation_router.api.http.schema import Body, Float32, Int32, UInt32, UInt64
+
+MAX_CHOICES = 128
+"""OpenAI's own limit of `n`."""
+
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+
+
+def _few(biases: Any) -> Any:  # noqa: ANN401 - whatever the body has
+    """Counted before each of them is looked at."""
+    if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIAS:
+        raise ValueError(f"at most {MAX_LOGIT_BIAS} tokens")
+    return biases
+
+
+# Lists stop at their first wrong entry: a body of half a million of them is refused as fast as one. As aliases, because
+# pydantic's marker cannot stand in a union.
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIds = TypeAliasType("TokenIds", Annotated[list[UInt32], FailFast()])
+TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
+
+Biases = TypeAliasType("Biases", Annotated[dict[str, float], BeforeValidator(_few)])
+BiasList = TypeAliasType("BiasList", Annotated[list[float], FailFast()])
+LogitBias = Biases | BiasList
+"""OpenAI's: token id, written as text, to bias. TGI's clients send a list, which TGI ignores."""
+
+
+class StreamOptions(Body):
+    """What a stream tells beside its text."""
+
+    include_usage: bool | None = None
+    """A last chunk with the token counts."""
+    continuous_usage_stats: bool | None = None
+    """The counts so far on every chunk."""
+
+
+class OpenAIBody(Body):
+    """What chat and completions have in common."""
+
+    model: str | None = None
+    """Name of the model; anything is served by the one model there is."""
+    stream: bool | None = None
+    """Answer as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """What the stream tells beside its text."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Independent answers."""
+    stop: str | Texts | None = None
+    """Text that ends an answer; it is cut off."""
+    seed: Seed | None = None
+    """Seed of the sampling; random if absent."""
+    temperature: Float32 | None = None
+    """0 takes the most probable token; default: 1."""
+    top_p: Float32 | None = None
+    """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
+    frequency_penalty: Float32 | None = None
+    """Penalises tokens by how often the answer has them."""
+    presence_penalty: Float32 | None = None
+    """Penalises tokens that the answer has."""
+    repetition_penalty: Float32 | None = None
+    """TGI's: 1.0 means no penalty."""
+    logit_bias: LogitBias | None = None
+    """Added to the logits of these tokens."""
+    top_k: Int32 | None = None
+    """Keep the k most probable tokens; 0 or -1: all."""
+    min_p: Float32 | None = None
+    """Drop tokens less probable than this share of the most probable one's probability."""
+    ignore_eos: bool | None = None
+    """Go on after the end-of-sequence token."""
+    min_tokens: UInt32 | None = None
+    """No end before so many tokens."""
+    stop_token_ids: TokenIds | None = None
+    """Tokens that end an answer."""
+    user: str | None = None
+    """Accepted; not used."""
+
+
+class FunctionDefinition(Body):
+    """A function the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    """Its name."""
+    description: str | None = None
+    """What it does, for the model."""
+    parameters: dict[str, Any] | str | None = None
+    """JSON schema of its arguments, or that schema as text."""
+    arguments: dict[str, Any] | str | None = None
+    """TGI's other name of `parameters`."""
+    strict: bool | None = None
+    """Calls follow the schema. Forced ones do in any case, free ones where the model's format can be told from text."""
+
+
+class ToolDefinition(Body):
+    """A tool; only functions are known."""
+
+    type: str = "function"
+    """`function`."""
+    function: FunctionDefinition
+    """The function."""
+
+
+ToolDefinitions = TypeAliasType("ToolDefinitions", Annotated[list[ToolDefinition], FailFast()])
+
+
+class FunctionName(Body):
+    """Names a function."""
+
+    name: str
+    """Its name."""
+
+
+class NamedToolChoice(Body):
+    """The tool that must be called."""
+
+    type: str | None = None
+    """`function`."""
+    function: FunctionName
+    """Which."""
+
+
+class ContentPart(Body):
+    """A part of a message."""
+
+    type: str
+    """`text`; images and audio are refused."""
+    text: str | None = None
+    """The text."""
+
+
+ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast()])
+
+
+class FunctionCall(Body):
+    """What was called, and how."""
+
+    name: str
+    """The function."""
+    arguments: str | dict[str, Any] | None = None
+    """A JSON object, or its text."""
+
+
+class ToolCall(Body):
+    """A call the assistant made."""
+
+    id: str | int | None = None
+    """What the tool's answer refers to."""
+    type: str | None = None
+    """`function`."""
+    function: FunctionCall
+    """The call."""
+
+
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: str
+    """`system`, `developer`, `user`, `assistant` or `tool`."""
+    content: str | ContentParts | None = None
+    """The text, or its parts."""
+    name: str | None = None
+    """Name of who speaks."""
+    tool_calls: ToolCalls | None = None
+    """Calls the assistant made."""
+    tool_call_id: str | None = None
+    """Which call a tool's message answers."""
+    reasoning_content: str | None = None
+    """What the assistant thought."""
+
+
+class ChatBody(OpenAIBody):
+    """Body of /v1/chat/completions and /chat_tokenize."""
+
+    messages: Annotated[list[Message], FailFast()]
+    """The conversation so far."""
+    max_tokens: UInt32 | None = None
+    """Tokens to generate; default: all that fit after the prompt."""
+    max_completion_tokens: UInt32 | None = None
+    """The same by its newer name, which wins."""
+    logprobs: bool | None = None
+    """Report the log-probabilities of the answer's tokens."""
+    top_logprobs: UInt32 | None = None
+    """And of so many most probable ones at each place."""
+    tools: ToolDefinitions | None = None
+    """What the model may call."""
+    tool_choice: Literal["auto", "none", "required"] | str | NamedToolChoice | None = None
+    """Whether it must; a name, or an object with one: which."""
+    tool_prompt: str | None = None
+    """TGI's: what the model is told of the tools."""
+    parallel_tool_calls: bool | None = None
+    """Whether several calls may be made at once."""
+    response_format: dict[str, Any] | None = None
+    """What the answer must look like."""
+    continue_final_message: bool | None = None
+    """Go on with the last message; default: if it is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """Whether the template opens the assistant's message."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
+    reasoning_effort: str | None = None
+    """A variable of the chat template."""
+
+
+class CompletionBody(OpenAIBody):
+    """Body of /v1/completions."""
+
+    prompt: str | Texts | TokenIds | TokenIdLists
+    """A text, several, or token ids."""
+    max_tokens: UInt32 | None = None
+    """Tokens to generate; default: all that fit after the prompt. 0 only with `echo`."""
+    suffix: str | None = None
+    """Refused."""
+    echo: bool | None = None
+    """Repeat the prompt before the text."""
+    logprobs: UInt32 | None = None
+    """Report the log-probabilities of the tokens and of so many most probable ones at each place."""
+    best_of: UInt64 | None = None
+    """Must be 1 or equal `n`."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own, such as the first one; default: true."""
+    response_format: dict[str, Any] | None = None
+    """What the text must look like."""
+
+
+class ChatTokenizeBody(ChatBody):
+    """Body of /chat_tokenize: that of /v1/chat/completions, of which only what shapes the prompt is used."""

@@ -1,0 +1,1 @@
+"""TGI's routes, and those about the service."""

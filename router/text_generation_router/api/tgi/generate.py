@@ -1,0 +1,89 @@
+"""TGI's generation routes: POST /generate, /generate_stream and /."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody
+from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.core.validation import check_streamed, check_whole
+from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.dialects import tgi_error_event
+from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
+from text_generation_router.api.tgi.replies import TokenEvents, whole_reply
+
+Json = dict[str, Any]
+
+
+class GenerateRoutes:
+    """Handlers that generate in TGI's dialect."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """POST /generate: the whole reply at once."""
+        body = await parse_body(request, GenerateBody)
+        [record] = self._serving.start(request)
+        reply = await self.reply(body, record)
+        return web.Response(
+            body=orjson.dumps(reply), content_type="application/json", headers=self._headers_of_whole(body, record)
+        )
+
+    async def generate_stream(self, request: web.Request) -> web.StreamResponse:
+        """POST /generate_stream: an event a token."""
+        return await self._streamed(request, await parse_body(request, GenerateBody))
+
+    async def compat(self, request: web.Request) -> web.StreamResponse:
+        """POST /: either of them, as Hugging Face's hosted API has it."""
+        return await self.answer_compat(request, await parse_body(request, CompatGenerateBody))
+
+    async def answer_compat(self, request: web.Request, body: CompatGenerateBody) -> web.StreamResponse:
+        """The same for a body that came another way."""
+        if body.parameters.return_full_text is None:
+            full_text = self._serving.settings.compat_return_full_text
+            parameters = body.parameters.model_copy(update={"return_full_text": full_text})
+            body = body.model_copy(update={"parameters": parameters})
+        if body.stream:
+            return await self._streamed(request, body)
+        [record] = self._serving.start(request)
+        reply = await self.reply(body, record)
+        return web.Response(
+            body=orjson.dumps([reply]), content_type="application/json", headers=self._headers_of_whole(body, record)
+        )
+
+    async def reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
+        """The whole reply to a body, `best_of` sequences and all. Raises ServingError."""
+        serving = self._serving
+        check_whole(body.parameters, serving.settings.limits)
+        count = max(body.parameters.best_of or 1, 1)
+        with serving.permits.take(count):
+            first = await serving.admission.admit(body.inputs, body.parameters)
+            # One generation was asked for, however many sequences are tried for it.
+            collectors = await serving.collect(serving.several(first, count), [record] * count)
+        best = max(collectors, key=lambda collector: collector.mean_logprob)
+        record.request, record.ending, record.times = best.request, best.ended.result(), best.times
+        others = [collector for collector in collectors if collector is not best]
+        return whole_reply(body, best, others, serving.tokenizer)
+
+    async def _streamed(self, request: web.Request, body: GenerateBody) -> web.StreamResponse:
+        serving = self._serving
+        [record] = serving.start(request)
+        check_streamed(body.parameters)
+        with serving.permits.take(1):
+            admitted = await serving.admission.admit(body.inputs, body.parameters)
+            stream = serving.stream(request, cost_headers(serving.settings, len(body.inputs)), tgi_error_event)
+            events = TokenEvents(stream, body, serving.tokenizer, record)
+            with serving.run([admitted], [record], [events]):
+                return await stream.run()
+
+    def _headers_of_whole(self, body: GenerateBody, record: GenerationRecord) -> dict[str, str]:
+        return (
+            cost_headers(self._serving.settings, len(body.inputs))
+            | compute_time_header(record)
+            | timing_headers([record])
+        )

@@ -1,0 +1,39 @@
+"""TGI's response headers: what a request cost. Times in whole milliseconds, but x-compute-time in seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.http.record import GenerationRecord
+
+
+def cost_headers(settings: Settings, characters: int) -> dict[str, str]:
+    """What is known before anything ran; `characters` are those of the prompt."""
+    return {"x-compute-type": settings.compute_type, "x-compute-characters": str(characters)}
+
+
+def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
+    """Where the time of finished generations went; several are summed, as TGI does for several prompts."""
+    now = time.monotonic()
+    spent = [generation.spent(now) for generation in generations]
+    prompts = [generation.request.prompt for generation in generations if generation.request is not None]
+    return {
+        "x-total-time": _milliseconds(sum(one.total_s for one in spent)),
+        "x-validation-time": _milliseconds(sum(one.validation_s for one in spent)),
+        "x-queue-time": _milliseconds(sum(one.queue_s for one in spent)),
+        "x-inference-time": _milliseconds(sum(one.inference_s for one in spent)),
+        "x-time-per-token": _milliseconds(sum(one.per_token_s for one in spent)),
+        "x-prompt-tokens": str(sum(len(prompt) for prompt in prompts)),
+        "x-generated-tokens": str(sum(one.generated_tokens for one in spent)),
+    }
+
+
+def compute_time_header(generation: GenerationRecord) -> dict[str, str]:
+    """Of replies to a single prompt."""
+    return {"x-compute-time": str(generation.spent(time.monotonic()).total_s)}
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(int(seconds * 1000))

@@ -1,0 +1,206 @@
+"""Routes about the service: /health, /info, /metrics, /v1/models, /tokenize, /detokenize, /tokenizer_info."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import orjson
+from aiohttp import hdrs, web
+
+from text_generation_router.api.core.admission import Permits
+from text_generation_router.api.core.extras import check_token_ids
+from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.http.bodies import parse_body, parse_json
+from text_generation_router.api.tgi.service_schemas import DetokenizeBody, PromptBody, tokenize_body
+from text_generation_router.errors import InvalidRequest, NotFound, ServingError, Unhealthy
+from text_generation_router.metrics import CONTENT_TYPE, Metrics
+from text_generation_router.text.tokenizer import Encoding, Tokenizer
+
+CHUNK_TOKENS = 4096
+"""Tokens written down at a time: a few milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What /info says beyond the limits."""
+
+    model_id: str
+    version: str
+    validation_workers: int
+    max_client_batch_size: int
+    model_sha: str | None = None
+    model_pipeline_tag: str | None = None
+    sha: str | None = None
+    docker_label: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Texts of `bos_token` and its like."""
+    chat_template: str | None = None
+
+    @property
+    def as_listed(self) -> dict[str, object]:
+        """As OpenAI lists models; `created` is what TGI says."""
+        return {"id": self.model_id, "object": "model", "created": 0, "owned_by": self.model_id}
+
+
+class ServiceRoutes:
+    """Handlers that generate nothing."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        permits: Permits,
+        metrics: Metrics,
+        healthy: Callable[[], bool],
+        settings: Settings,
+        info: ModelInfo,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._healthy = healthy
+        self._limits = settings.limits
+        self._model = info
+        self._info = orjson.dumps(_info(info, permits, settings))
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """GET /health, /ping and /: whether tokens can be produced."""
+        if not self._healthy():
+            raise Unhealthy
+        return web.Response()
+
+    async def info(self, request: web.Request) -> web.StreamResponse:
+        """GET /info: what is served, and within which limits."""
+        return web.Response(body=self._info, content_type="application/json")
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """GET /metrics."""
+        return web.Response(body=self._metrics.exposition(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
+
+    async def tokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /tokenize: a text's tokens, and which bytes of the text each stands for."""
+        body = tokenize_body(await parse_json(request))
+        if isinstance(body, PromptBody):
+            return await self._token_ids(body)
+        text = body.inputs
+        with _tokenizer_errors():
+            encoding = await self._tokenizer.encode(text, add_special_tokens=True)
+        chunks = tokens_json(text, encoding)
+        if len(encoding.ids) <= CHUNK_TOKENS:
+            return web.Response(body=b"".join(chunks), content_type="application/json")
+        # Half a million tokens are tens of megabytes of JSON: written as they are made, they are never held whole.
+        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/json"})
+        await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+            await asyncio.sleep(0)
+        await response.write_eof()
+        return response
+
+    async def detokenize(self, request: web.Request) -> web.StreamResponse:
+        """POST /detokenize: the text of tokens, special ones included.
+
+        It has two names: `text`, ours, and `prompt`, vLLM's, which evaluation tools read.
+        """
+        ids = (await parse_body(request, DetokenizeBody)).ids
+        check_token_ids("ids", ids, self._limits)
+        with _tokenizer_errors():
+            text = await self._tokenizer.decode(ids)
+        return _json({"text": text, "prompt": text})
+
+    async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
+        """GET /tokenizer_info: what clients that write prompts themselves need to know."""
+        tokens = self._model.special_tokens
+        return _json(
+            {
+                "bos_token": tokens.get("bos_token"),
+                "eos_token": tokens.get("eos_token"),
+                "pad_token": tokens.get("pad_token"),
+                "chat_template": self._model.chat_template,
+                "model_max_length": self._limits.max_total_tokens,
+            }
+        )
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models: the one model there is."""
+        return _json({"object": "list", "data": [self._model.as_listed]})
+
+    async def one_model(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/models/{model}: a model, if it is served."""
+        model_id = request.match_info["model"]
+        if model_id != self._model.model_id:
+            raise NotFound(f"The model `{model_id}` does not exist")
+        return _json(self._model.as_listed)
+
+    async def _token_ids(self, body: PromptBody) -> web.Response:
+        """As vLLM answers."""
+        with _tokenizer_errors():
+            ids = await self._tokenizer.encode_ids(body.prompt, add_special_tokens=body.add_special_tokens)
+        return _json({"count": len(ids), "max_model_len": self._limits.max_total_tokens, "tokens": ids})
+
+
+def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
+    """The answer of /tokenize, in pieces of CHUNK_TOKENS tokens.
+
+    The tokenizer counts characters, TGI counts bytes. A token that is part of a character stands for all of it.
+    """
+    at_character = at_byte = 0
+    before = b"["
+    for first in range(0, len(encoding.ids), CHUNK_TOKENS):
+        tokens: list[dict[str, object]] = []
+        chunk = slice(first, first + CHUNK_TOKENS)
+        for token_id, (start, stop) in zip(encoding.ids[chunk], encoding.offsets[chunk], strict=True):
+            if start == stop:  # added by the tokenizer
+                tokens.append({"id": token_id, "text": "", "start": 0, "stop": 0})
+                continue
+            # Offsets all but always rise, so walking from the last one keeps this linear.
+            if start >= at_character:
+                at_byte += _bytes(text[at_character:start])
+            else:
+                at_byte -= _bytes(text[start:at_character])
+            at_character = start
+            piece = text[start:stop]
+            tokens.append({"id": token_id, "text": piece, "start": at_byte, "stop": at_byte + _bytes(piece)})
+        yield before + orjson.dumps(tokens)[1:-1]
+        before = b","
+    yield b"[]" if not encoding.ids else b"]"
+
+
+@contextmanager
+def _tokenizer_errors() -> Iterator[None]:
+    """What a tokenizer says of a text is the client's to know."""
+    try:
+        yield
+    except ServingError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"tokenizer error {error}") from error
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json")
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode())
+
+
+def _info(info: ModelInfo, permits: Permits, settings: Settings) -> dict[str, object]:
+    limits = settings.limits
+    return {
+        "model_id": info.model_id,
+        "model_sha": info.model_sha,
+        "model_pipeline_tag": info.model_pipeline_tag,
+        "max_concurrent_requests": permits.limit,
+        "max_best_of": limits.max_best_of,
+        "max_stop_sequences": limits.max_stop_sequences,
+        "max_input_tokens": limits.max_input_tokens,
+        "max_total_tokens": limits.max_total_tokens,
+        "validation_workers": info.validation_workers,
+        "max_client_batch_size": info.max_client_batch_size,
+        "router": "text-generation-router",
+        "version": info.version,
+        "sha": info.sha,
+        "docker_label": info.docker_label,
+    }

@@ -1,0 +1,134 @@
+"""The events of a Messages stream, in order and whole, and the message that they add up to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from answer_events import MESSAGES, check_types, read_events
+from anthropic.types import Message
+
+from text_generation_router.api.anthropic.events import MessageScript, whole_input
+from text_generation_router.api.core.turns import AnswerEnd, Finish
+from text_generation_router.api.openai.ids import Named
+from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.errors import GenerationFailed
+from text_generation_router.generation import Ending
+from text_generation_router.request import FinishReason
+
+NAMED = Named("msg_1", 1_700_000_000, "some-model", "native")
+STOPPED = AnswerEnd(Finish.STOP, Ending(FinishReason.EOS_TOKEN, "whatever", 5))
+
+
+def told(events: list[Event], end: AnswerEnd = STOPPED) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The events of a stream, checked, and the whole message."""
+    writer = MessageScript(NAMED, prompt_tokens=7)
+    read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))
+    check_types(read, MESSAGES)
+    whole = orjson.loads(orjson.dumps(writer.whole()))
+    Message.model_validate(whole)
+    return read, whole
+
+
+def test_a_text_is_told_in_anthropics_order() -> None:
+    read, whole = told([TextDelta("Hel"), TextDelta('"lo"\n')])
+    assert [event["type"] for event in read] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    start = read[0]["message"]
+    assert (start["content"], start["stop_reason"], start["usage"]["input_tokens"]) == ([], None, 7)
+    assert [event["delta"] for event in read[2:4]] == [
+        {"type": "text_delta", "text": "Hel"},
+        {"type": "text_delta", "text": '"lo"\n'},
+    ]
+    assert whole["content"] == [{"type": "text", "text": 'Hel"lo"\n'}]
+    assert (whole["id"], whole["model"], whole["stop_reason"]) == ("msg_1", "some-model", "end_turn")
+    assert read[-2]["usage"] == whole["usage"]
+    assert (whole["usage"]["input_tokens"], whole["usage"]["output_tokens"]) == (7, 5)
+
+
+def test_thoughts_texts_and_uses_are_blocks_of_their_own() -> None:
+    end = AnswerEnd(Finish.TOOL_CALLS, Ending(FinishReason.EOS_TOKEN, "whatever", 5))
+    read, whole = told(
+        [
+            ReasoningDelta("hm"),
+            TextDelta("Well."),
+            ToolCallStart(0, "look"),
+            ToolCallArguments(0, '{"a":'),
+            ToolCallArguments(0, '"ü"}'),
+            ToolCallStart(1, "stop"),
+            ToolCallArguments(1, "{}"),
+        ],
+        end,
+    )
+    blocks = whole["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert blocks[0]["thinking"] == "hm"
+    assert (blocks[2]["name"], blocks[2]["input"]) == ("look", {"a": "ü"})
+    assert (blocks[3]["name"], blocks[3]["input"]) == ("stop", {})
+    assert blocks[2]["id"].startswith("toolu_")
+    assert blocks[2]["id"] != blocks[3]["id"]
+    assert whole["stop_reason"] == "tool_use"
+    starts = [event for event in read if event["type"] == "content_block_start"]
+    assert [event["index"] for event in starts] == [0, 1, 2, 3]
+    assert starts[2]["content_block"] == {"type": "tool_use", "id": blocks[2]["id"], "name": "look", "input": {}}
+    deltas = [(event["index"], event["delta"]) for event in read if event["type"] == "content_block_delta"]
+    assert deltas == [
+        (0, {"type": "thinking_delta", "thinking": "hm"}),
+        (1, {"type": "text_delta", "text": "Well."}),
+        (2, {"type": "input_json_delta", "partial_json": '{"a":'}),
+        (2, {"type": "input_json_delta", "partial_json": '"ü"}'}),
+        (3, {"type": "input_json_delta", "partial_json": "{}"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason", "stop", "told_reason", "told_stop"),
+    [
+        (Finish.STOP, FinishReason.EOS_TOKEN, None, "end_turn", None),
+        (Finish.STOP, FinishReason.STOP_SEQUENCE, "END", "stop_sequence", "END"),
+        (Finish.LENGTH, FinishReason.LENGTH, None, "max_tokens", None),
+        (Finish.TOOL_CALLS, FinishReason.STOP_SEQUENCE, "END", "tool_use", None),
+    ],
+)
+def test_why_it_ended(
+    finish: Finish, reason: FinishReason, stop: str | None, told_reason: str, told_stop: str | None
+) -> None:
+    read, whole = told([TextDelta("a")], AnswerEnd(finish, Ending(reason, "a", 1, stop)))
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (told_reason, told_stop)
+    assert read[-2]["delta"] == {"stop_reason": told_reason, "stop_sequence": told_stop}
+
+
+def test_an_empty_answer_is_an_empty_text() -> None:
+    _, whole = told([])
+    assert whole["content"] == [{"type": "text", "text": ""}]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": [1', "", "[1]", "NaN"])
+def test_an_input_that_is_no_whole_object_is_empty(arguments: str) -> None:
+    assert whole_input(arguments) == {}
+
+
+def test_an_input_may_be_deep() -> None:
+    deep = '{"a":' * 500 + "1" + "}" * 500
+    _, whole = told([ToolCallStart(0, "f"), ToolCallArguments(0, deep)])
+    assert orjson.loads(deep) == whole["content"][0]["input"]
+
+
+def test_a_failure_is_an_error_event() -> None:
+    writer = MessageScript(NAMED, prompt_tokens=7)
+    read = read_events(writer.text("Hel") + writer.failed(GenerationFailed("no memory")))
+    assert [event["type"] for event in read] == [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "error",
+    ]
+    assert read[-1]["error"] == {"type": "api_error", "message": "Request failed during generation: no memory"}

@@ -1,0 +1,59 @@
+"""Which headers carry a key, and which keys are keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from text_generation_router.api.http.auth import ApiKeys
+
+KEYS = ApiKeys(["sk-First", "second"])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer sk-First"},
+        {"Authorization": "bearer second"},
+        {"x-api-key": "sk-First"},
+        {"x-api-key": "second", "Authorization": "Bearer other"},
+        {"x-api-key": "other", "Authorization": "Bearer second"},
+    ],
+)
+def test_any_key_in_either_header_is_enough(headers: dict[str, str]) -> None:
+    assert KEYS.admit(headers)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": ""},
+        {"Authorization": "sk-First"},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer sk-first"},
+        {"Authorization": "Bearer sk-Firs"},
+        {"Authorization": "Bearer sk-First2"},
+        {"Authorization": "Bearer  sk-First"},
+        {"Authorization": "Bearer sk-First,second"},
+        {"Authorization": "Basic sk-First"},
+        {"Authorization": "Bearer \udcff"},
+        {"x-api-key": "SECOND"},
+        {"x-api-key": "Bearer second"},
+    ],
+)
+def test_anything_else_is_not(headers: dict[str, str]) -> None:
+    assert not KEYS.admit(headers)
+
+
+@pytest.mark.parametrize("key", ["", "two words", "naïve", "new\nline"])
+def test_a_key_no_header_can_carry_is_refused_without_being_told(key: str) -> None:
+    with pytest.raises(ValueError, match="visible ASCII") as refused:
+        ApiKeys(["good", key])
+    assert not key or key not in str(refused.value)
+
+
+def test_keys_are_not_kept() -> None:
+    assert not any("second" in str(vars(KEYS)[name]) for name in vars(KEYS))
+    assert bool(KEYS)
+    assert not ApiKeys()

@@ -1,0 +1,50 @@
+"""What a request is called across services."""
+
+from __future__ import annotations
+
+import pytest
+
+from text_generation_router.api.http.correlation import request_id, trace_id
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+PARENT = "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize("given", ["a", "req-1/2:3", "~" * 128])
+def test_a_clients_name_is_kept(given: str) -> None:
+    assert request_id({"x-request-id": given}) == given
+
+
+@pytest.mark.parametrize("given", [None, "", "a b", "a\tb", "é", "~" * 129, "\x7f"])
+def test_what_is_no_name_is_replaced(given: str | None) -> None:
+    headers = {} if given is None else {"x-request-id": given}
+    made = request_id(headers)
+    assert len(made) == 32
+    assert made != request_id(headers)
+
+
+@pytest.mark.parametrize(
+    "given", [f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00", f"cc-{TRACE}-{PARENT}-01-what-the-future-will-be"]
+)
+def test_the_trace_of_a_traceparent(given: str) -> None:
+    assert trace_id({"traceparent": given}) == TRACE
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "00",
+        f"00-{TRACE}-{PARENT}",
+        f"ff-{TRACE}-{PARENT}-01",
+        f"00-{TRACE}-{PARENT}-01-more",
+        f"00-{TRACE.upper()}-{PARENT}-01",
+        f"00-{TRACE[1:]}-{PARENT}-01",
+        f"00-{'0' * 32}-{PARENT}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"0x-{TRACE}-{PARENT}-01",
+        f"00-{TRACE}-{PARENT}-01" + "-x" * 1000,
+    ],
+)
+def test_what_is_no_traceparent_is_ignored(given: str) -> None:
+    assert trace_id({"traceparent": given}) is None

@@ -1,0 +1,91 @@
+"""One table makes the server and its document."""
+
+from __future__ import annotations
+
+import pytest
+from aiohttp import web
+from pydantic import BaseModel
+
+from text_generation_router.api.core.parameters import GenerateBody
+from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.document.openapi import document
+from text_generation_router.api.http.dialects import Dialect
+from text_generation_router.api.http.routes import Route, add_routes
+from text_generation_router.api.http.schema import Body
+from text_generation_router.errors import NotFound, Overloaded
+
+
+class Question(Body):
+    text: str
+
+
+class Reply(BaseModel):
+    text: str
+
+
+async def handler(request: web.Request) -> web.StreamResponse:
+    """POST /ask: an answer."""
+    return web.Response()
+
+
+ASK = Route(
+    "POST", "/v1/ask/{name:.+}", handler, "Questions", body=Question, answer=Reply, raises=(Overloaded, NotFound)
+)
+
+
+def test_two_routes_cannot_share_a_place() -> None:
+    with pytest.raises(ValueError, match="POST /a is served already"):
+        add_routes(web.Application(), [Route("POST", "/a", handler), Route("GET", "/a", handler)] * 2)
+
+
+def test_probes_answer_head_too() -> None:
+    app = web.Application()
+    probes = add_routes(app, [Route("GET", "/a", handler, probe=True), Route("POST", "/a", handler)])
+    assert {route.method for route in probes} == {"GET", "HEAD"}
+    assert {route.method for route in app.router.routes()} == {"GET", "HEAD", "POST"}
+
+
+def test_an_operation_says_what_its_route_does() -> None:
+    [(path, methods)] = document([ASK], "1", keys=True)["paths"].items()
+    operation = methods["post"]
+    assert path == "/v1/ask/{name}"
+    assert operation["operationId"] == "post_v1_ask_name"
+    assert operation["summary"] == "An answer."
+    assert operation["parameters"][0]["name"] == "name"
+    assert operation["requestBody"]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/Question"
+    }
+    assert set(operation["responses"]) == {"200", "400", "401", "404", "413", "415", "422", "429"}
+    for status in ("400", "401", "404", "422", "429"):
+        assert set(operation["responses"][status]["content"]) == {"application/json"}
+    assert "security" not in operation
+
+
+def test_tgi_refuses_bodies_in_plain_text_and_keys_without_a_word() -> None:
+    route = Route("POST", "/ask", handler, "Questions", body=Question, raises=(Overloaded,))
+    responses = document([route], "1", keys=True)["paths"]["/ask"]["post"]["responses"]
+    assert set(responses["400"]["content"]) == set(responses["422"]["content"]) == {"text/plain"}
+    assert set(responses["429"]["content"]) == {"application/json"}
+    assert "content" not in responses["401"]
+    assert "content" not in responses["200"]
+
+
+def test_a_route_of_two_dialects_may_answer_in_either() -> None:
+    route = Route("POST", "/ask", handler, "Questions", speaks=(Dialect.TGI, Dialect.OPENAI), raises=(Overloaded,))
+    described = document([route], "1", keys=False)["paths"]["/ask"]["post"]["responses"]["429"]["content"]
+    assert len(described["application/json"]["schema"]["anyOf"]) == 2
+
+
+def test_rules_beyond_types_are_told() -> None:
+    limits = Limits(max_best_of=3, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=10, max_total_tokens=20)
+    route = Route("POST", "/generate", handler, "TGI", body=GenerateBody)
+    schemas = document([route], "1", keys=False, limits=limits)["components"]["schemas"]
+    properties = schemas["GenerateParameters"]["properties"]
+    for name, rule in {
+        "best_of": {"maximum": 3},
+        "max_new_tokens": {"minimum": 1, "maximum": 19},
+        "truncate": {"minimum": 1, "maximum": 10},
+        "top_p": {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    }.items():
+        assert rule.items() <= properties[name].items()
+    assert schemas["GenerateBody"]["properties"]["inputs"]["minLength"] == 1

@@ -1,0 +1,180 @@
+"""The events of a Responses stream, in order and whole, and the reply that they add up to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from answer_events import RESPONSES, check_types, read_events
+from openai.types.responses import Response
+
+from text_generation_router.api.core.turns import AnswerEnd, Finish
+from text_generation_router.api.openai.ids import Named
+from text_generation_router.api.openai.responses_events import ResponseScript
+from text_generation_router.api.openai.responses_schemas import ResponsesBody
+from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
+from text_generation_router.generation import Ending
+from text_generation_router.request import FinishReason
+
+NAMED = Named("resp_1", 1_700_000_000, "some-model", "native")
+EVERYTHING: list[Event] = [
+    ReasoningDelta("hm"),
+    ReasoningDelta(" yes"),
+    TextDelta("I'll "),
+    TextDelta('look "it" up\n'),
+    ToolCallStart(0, "look"),
+    ToolCallArguments(0, '{"a":'),
+    ToolCallArguments(0, '"ü"}'),
+    ToolCallStart(1, "stop"),
+    ToolCallArguments(1, "{}"),
+]
+
+
+def script(**body: object) -> ResponseScript:
+    return ResponseScript(ResponsesBody.model_validate({"input": "Hi", **body}), NAMED, prompt_tokens=7)
+
+
+def ending(finish: Finish) -> AnswerEnd:
+    reason = FinishReason.LENGTH if finish is Finish.LENGTH else FinishReason.EOS_TOKEN
+    return AnswerEnd(finish, Ending(reason, "whatever", 5))
+
+
+def told(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The events of a stream, checked, and the whole reply."""
+    writer = script()
+    stream = b"".join(writer.events([event]) for event in events) + writer.end(ending(finish))
+    read = read_events(stream)
+    check_types(read, RESPONSES)
+    assert [event["sequence_number"] for event in read] == list(range(len(read)))
+    whole = orjson.loads(orjson.dumps(writer.whole()))
+    Response.model_validate(whole)
+    assert read[-1]["response"] == whole
+    return read, whole
+
+
+def test_a_text_is_told_in_openais_order() -> None:
+    read, whole = told([TextDelta("Hel"), TextDelta("lo")], Finish.STOP)
+    assert [event["type"] for event in read] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    assert read[0]["response"]["status"] == "in_progress"
+    assert read[0]["response"]["output"] == []
+    assert read[4]["delta"] + read[5]["delta"] == read[6]["text"] == "Hello"
+    [item] = whole["output"]
+    assert item["id"].startswith("msg_")
+    assert {event["item_id"] for event in read if "item_id" in event} == {item["id"]}
+    assert item["status"] == whole["status"] == "completed"
+    assert whole["usage"]["input_tokens"] == 7
+    assert whole["usage"]["output_tokens"] == 5
+    assert whole["usage"]["total_tokens"] == 12
+
+
+def test_thoughts_texts_and_calls_are_items_of_their_own() -> None:
+    read, whole = told(EVERYTHING, Finish.TOOL_CALLS)
+    assert [event["type"].removeprefix("response.") for event in read[2:-1]] == [
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
+        *("reasoning_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.delta"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+    ]
+    reasoning, message, first, second = whole["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm yes"}]
+    assert message["content"][0]["text"] == 'I\'ll look "it" up\n'
+    assert (first["name"], first["arguments"]) == ("look", '{"a":"ü"}')
+    assert (second["name"], second["arguments"]) == ("stop", "{}")
+    assert first["call_id"] != second["call_id"]
+    done = [event["item"] for event in read if event["type"] == "response.output_item.done"]
+    assert done == whole["output"]
+    for event in read:
+        if "item_id" in event:
+            assert whole["output"][event["output_index"]]["id"] == event["item_id"]
+
+
+def test_an_answer_cut_by_its_length_is_incomplete_in_its_last_item() -> None:
+    read, whole = told([TextDelta("Hel"), ToolCallStart(0, "f"), ToolCallArguments(0, '{"a')], Finish.LENGTH)
+    assert read[-1]["type"] == "response.incomplete"
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
+    assert whole["output"][1]["arguments"] == '{"a'
+    assert whole["completed_at"] is None
+
+
+def test_an_empty_answer_is_an_empty_message() -> None:
+    read, whole = told([], Finish.STOP)
+    assert read[0]["type"] == "response.created"
+    assert whole["output"][0]["content"][0]["text"] == ""
+
+
+def failed(error: ServingError, before: list[Event]) -> list[dict[str, Any]]:
+    writer = script()
+    read = read_events(writer.events(before) + writer.failed(error))
+    check_types(read, RESPONSES)
+    assert [event["sequence_number"] for event in read] == list(range(len(read)))
+    return read
+
+
+def test_a_failure_is_told_with_what_came_before_it() -> None:
+    read = failed(GenerationFailed("no memory"), [TextDelta("Hel")])
+    response = read[-1]["response"]
+    assert read[-1]["type"] == "response.failed"
+    assert response["status"] == "failed"
+    assert response["error"] == {
+        "code": "server_error",
+        "message": "Request failed during generation: no memory",
+    }
+    [item] = response["output"]
+    assert item["status"] == "incomplete"
+    assert item["content"][0]["text"] == "Hel"
+
+
+def test_a_failure_after_mere_silence_is_still_a_response() -> None:
+    read = failed(Overloaded(), [])
+    assert [event["type"] for event in read] == ["response.created", "response.in_progress", "response.failed"]
+    assert read[-1]["response"]["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_what_was_asked_for_is_repeated() -> None:
+    tool = {"type": "function", "name": "f", "description": None, "parameters": {"type": "object"}, "strict": True}
+    asked = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 9,
+        "metadata": {"a": "b"},
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "tools": [tool],
+        "tool_choice": {"type": "function", "name": "f"},
+        "parallel_tool_calls": False,
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}},
+        "truncation": "auto",
+        "user": "me",
+    }
+    writer = script(**asked, store=True, reasoning={"effort": "low"})
+    writer.end(ending(Finish.STOP))
+    whole = orjson.loads(orjson.dumps(writer.whole()))
+    Response.model_validate(whole)
+    assert {name: whole[name] for name in asked} == asked
+    assert whole["reasoning"]["effort"] == "low"
+    assert whole["store"] is False
+    assert (whole["id"], whole["model"]) == ("resp_1", "some-model")
+
+
+def test_what_was_not_asked_for_has_openais_defaults() -> None:
+    whole = orjson.loads(orjson.dumps(script().whole()))
+    assert (whole["temperature"], whole["top_p"], whole["tool_choice"]) == (1.0, 1.0, "auto")
+    assert whole["text"] == {"format": {"type": "text"}}
+    assert whole["parallel_tool_calls"] is True
+    assert whole["metadata"] == {}

@@ -1,0 +1,25 @@
+"""The bytes each token of /tokenize stands for."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from text_generation_router.api.tgi.service import tokens_json
+from text_generation_router.text.tokenizer import Encoding
+
+
+def test_offsets_count_bytes() -> None:
+    encoding = Encoding([1, 5, 6, 7], [(0, 0), (0, 2), (2, 4), (4, 5)])
+    assert orjson.loads(b"".join(tokens_json("aé漢😀b", encoding))) == [
+        {"id": 1, "text": "", "start": 0, "stop": 0},
+        {"id": 5, "text": "aé", "start": 0, "stop": 3},
+        {"id": 6, "text": "漢😀", "start": 3, "stop": 10},
+        {"id": 7, "text": "b", "start": 10, "stop": 11},
+    ]
+
+
+@pytest.mark.parametrize("offsets", [[(0, 1), (0, 1), (1, 2)], [(1, 2), (0, 1), (1, 2)]])
+def test_tokens_that_share_or_swap_characters_have_their_own_offsets(offsets: list[tuple[int, int]]) -> None:
+    tokens = orjson.loads(b"".join(tokens_json("漢字", Encoding([1, 2, 3], offsets))))
+    assert [(token["start"], token["stop"]) for token in tokens] == [(3 * a, 3 * b) for a, b in offsets]
