@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 MODEL := .cache/models/SmolLM2-135M-Instruct
+NODE := .cache/node
 PROTO := text_generation_proto/v1/shard.proto
 STUBS := shard_pb2.py shard_pb2.pyi shard_pb2_grpc.py shard_pb2_grpc.pyi
 
@@ -32,6 +33,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "install: $$($(PYTHON) --version) in $(VENV); the first time takes a few minutes"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[torch,dev]'
+	@# TGI's own client, for its tests: it declares a huggingface-hub of years ago, but works with today's.
+	$(PY) -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt --no-deps text-generation
 	@touch $@
 
 .PHONY: model
@@ -42,8 +45,16 @@ model: $(STAMP) ## Make the demo model, SmolLM2-135M-Instruct, in .cache
 run: model ## Serve the demo model on 127.0.0.1:3000 (PORT=…, ARGS="…")
 	@$(PY) scripts/run_demo.py --model-id $(MODEL) --hostname 127.0.0.1 --port $(PORT) $(ARGS)
 
+.PHONY: node-packages
+node-packages: ## Install the JavaScript clients that are tested, where there is node
+	@if command -v npm > /dev/null; then \
+		mkdir -p $(NODE) && cp tests/clients/js/package.json tests/clients/js/package-lock.json $(NODE)/ \
+		&& { cmp -s $(NODE)/package-lock.json $(NODE)/.installed || { npm ci --prefix $(NODE) --ignore-scripts --no-audit --no-fund \
+		&& cp $(NODE)/package-lock.json $(NODE)/.installed; }; }; \
+	else echo "node-packages: there is no npm here: the JavaScript clients are not tested"; fi
+
 .PHONY: test
-test: check model ## Check, then run every test
+test: check model node-packages ## Check, then run every test
 	@# Threads that wait at a barrier without spinning: tests share the cores with the servers they start.
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest $(PYTEST_ARGS)
 

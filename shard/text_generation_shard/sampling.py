@@ -52,9 +52,10 @@ def choose(logits: Tensor, rows: Sequence[SamplingRow]) -> Choices:
         uniforms = [uniform(rows[i].sampling.seed, rows[i].position) for i in drawing]
         token_ids[drawing] = _draw(part, torch.tensor(uniforms, dtype=torch.float64, device=scores.device))
     chosen = token_ids.unsqueeze(1)
-    logprobs = probabilities.gather(1, chosen).log_()
-    normalizers = (scores.gather(1, chosen) - logprobs).squeeze(1)
-    logprobs = logprobs.squeeze(1)
+    chosen_scores = scores.gather(1, chosen).squeeze(1)
+    normalizers = chosen_scores - probabilities.gather(1, chosen).squeeze(1).log_()
+    # The subtraction that `top_tokens` does, so that a token has one log-probability wherever it is told.
+    logprobs = chosen_scores - normalizers
     return Choices(
         token_ids=token_ids.tolist(),
         logprobs=logprobs.tolist(),

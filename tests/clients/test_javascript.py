@@ -12,7 +12,11 @@ from subprocess import PIPE
 import pytest
 from client_server import PROMPT, Server
 
-pytestmark = [pytest.mark.system, pytest.mark.model]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.model,
+    pytest.mark.skipif(shutil.which("npm") is None, reason="node and npm are not installed: `make test` says so too"),
+]
 
 SCRIPTS = Path(__file__).parent / "js"
 NAMES = ("openai", "huggingface", "anthropic")

@@ -53,7 +53,8 @@ def response_format(form: Mapping[str, Any]) -> Grammar | None:
         case "text":
             return None
         case "json_object":
-            return ANY_OBJECT
+            # Some clients put a schema beside it: to drop it would be to promise less than was asked for.
+            return schema_grammar(read_schema(form["schema"])) if isinstance(form.get("schema"), dict) else ANY_OBJECT
         case "json_schema":
             # The Responses API has the schema beside the type, the chat API one level down.
             holder = form.get("json_schema", form)

@@ -103,9 +103,12 @@ class Admission:
             grammar=grammar,
         )
 
-    def another(self, request: Request) -> Request:
-        """The same request once more, with a number and a seed of its own: a further sequence of `best_of`."""
-        sampling = replace(request.sampling, seed=self._random.getrandbits(64))
+    def another(self, request: Request, number: int) -> Request:
+        """The same request once more, as a further sequence beside it: with a name and a seed of its own.
+
+        The seed follows from the first one's, so that a client that gave one gets the same answers again.
+        """
+        sampling = replace(request.sampling, seed=(request.sampling.seed + number) % 2**64)
         return replace(request, id=self._next_id(), sampling=sampling)
 
     def _next_id(self) -> RequestId:

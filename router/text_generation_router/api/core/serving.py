@@ -39,7 +39,7 @@ class Serving:
 
     def several(self, request: Request, count: int) -> list[Request]:
         """`request`, and as many more with seeds of their own as make `count`."""
-        return [request, *(self.admission.another(request) for _ in range(count - 1))]
+        return [request, *(self.admission.another(request, number) for number in range(1, count))]
 
     @contextmanager
     def run(

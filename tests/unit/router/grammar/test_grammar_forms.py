@@ -82,6 +82,7 @@ def test_an_unknown_type_is_not_valid(form: Json) -> None:
 def test_openai_forms() -> None:
     assert response_format({"type": "text"}) is None
     assert response_format({"type": "json_object"}) == ANY_OBJECT
+    assert response_format({"type": "json_object", "schema": SCHEMA}) == AS_GRAMMAR
     wanted = {"name": "x", "strict": True, "schema": SCHEMA}
     assert response_format({"type": "json_schema", "json_schema": wanted}) == AS_GRAMMAR
     assert response_format({"type": "json_schema", **wanted}) == AS_GRAMMAR

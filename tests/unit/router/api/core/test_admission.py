@@ -51,7 +51,7 @@ async def test_truncate_keeps_the_last_tokens(demo_model: Path) -> None:
 async def test_each_request_has_a_number_and_a_seed_of_its_own(demo_model: Path) -> None:
     admission = an_admission(demo_model)
     first = await admission.admit("Hello", GenerateParameters(do_sample=True))
-    second = admission.another(first)
+    second = admission.another(first, 1)
     assert first.id != second.id
     assert first.sampling.seed != second.sampling.seed
     assert first.prompt == second.prompt
