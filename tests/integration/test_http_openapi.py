@@ -19,6 +19,7 @@ Json = dict[str, Any]
 HELLO: Json = {"inputs": "Hello there"}
 DETAILED: Json = {"max_new_tokens": 3, "details": True, "decoder_input_details": True, "top_n_tokens": 2}
 BEST: Json = {"max_new_tokens": 3, "details": True, "best_of": 2, "do_sample": True}
+CHAT: Json = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
 INFER: Json = {"inputs": [{"name": "a", "shape": [1], "datatype": "BYTES", "data": ["hi"]}], "parameters": BEST}
 
 
@@ -107,6 +108,15 @@ async def test_every_reference_leads_somewhere_and_every_operation_has_a_name(st
         ("post", "/vertex", {"instances": []}, 422),
         ("post", "/v2/models/a/versions/1/infer", INFER, 200),
         ("post", "/v1/chat/completions", {"messages": []}, 422),
+        ("post", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}, 200),
+        ("post", "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "echo": True, "logprobs": 1}, 200),
+        ("post", "/v1/responses", {"input": "Hello"}, 200),
+        ("post", "/v1/responses", {"input": "Hello", "background": True}, 422),
+        ("post", "/v1/messages", {**CHAT, "model": "m"}, 200),
+        ("post", "/v1/messages", {**CHAT, "model": "m", "messages": []}, 422),
+        ("post", "/v1/messages/count_tokens", {**CHAT, "model": "m"}, 200),
+        ("get", "/v1/responses/resp_1", None, 404),
+        ("post", "/invocations", CHAT, 200),
         ("post", "/v1/completions", {"prompt": 1}, 422),
     ],
 )
@@ -122,18 +132,29 @@ async def test_answers_are_as_described(stack: Stack, method: str, path: str, bo
             jsonschema.validate(await response.json(), resolvable, cls=jsonschema.Draft202012Validator)
 
 
-@pytest.mark.parametrize("details", [False, True])
-async def test_events_are_as_described(stack: Stack, details: bool) -> None:
+STREAMS: list[tuple[str, Json]] = [
+    ("/generate_stream", {**HELLO, "parameters": {"max_new_tokens": 3}}),
+    ("/generate_stream", {**HELLO, "parameters": {"max_new_tokens": 3, "details": True, "top_n_tokens": 2}}),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "stream_options": {"include_usage": True}}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 3, "logprobs": 1}),
+    ("/v1/responses", {"input": "Hello", "max_output_tokens": 5}),
+    ("/v1/messages", {**CHAT, "model": "m"}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), STREAMS)
+async def test_events_are_as_described(stack: Stack, path: str, body: Json) -> None:
     document = await document_of(stack)
-    answers = document["paths"]["/generate_stream"]["post"]["responses"]["200"]["content"]
+    answers = document["paths"][path]["post"]["responses"]["200"]["content"]
     schema = {
         **answers["text/event-stream"]["schema"]["properties"]["data"]["contentSchema"],
         "components": document["components"],
     }
-    parameters = {"max_new_tokens": 3, "details": details, "top_n_tokens": 2 if details else None}
-    async with stack.client.post("/generate_stream", json={**HELLO, "parameters": parameters}) as response:
+    async with stack.client.post(path, json=body | {"stream": True}) as response:
         events = [line.removeprefix(b"data: ") async for line in response.content if line.startswith(b"data:")]
-    assert len(events) == 3
+    if path.endswith("completions"):
+        assert events.pop() == b"[DONE]\n"
+    assert len(events) >= 3
     for event in events:
         jsonschema.validate(json.loads(event), schema, cls=jsonschema.Draft202012Validator)
 

@@ -5,8 +5,7 @@ The server and its OpenAPI document are both made from this table.
 
 from __future__ import annotations
 
-from typing import Any
-
+from text_generation_router.api.anthropic import answers as anthropic
 from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
 from text_generation_router.api.cloud.kserve import InferBody, KServeRoutes, LengthMismatch, NotUtf8
@@ -17,6 +16,7 @@ from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.document import answers
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import GENERATING, Route
+from text_generation_router.api.openai import answers as openai
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
@@ -126,8 +126,8 @@ def openai_routes(
             chat.chat,
             "OpenAI",
             body=ChatBody,
-            answer=dict[str, Any],
-            events=dict[str, Any],
+            answer=openai.ChatAnswer,
+            events=openai.ChatChunk,
             raises=CHATTING,
         ),
         Route(
@@ -136,8 +136,8 @@ def openai_routes(
             completions.completions,
             "OpenAI",
             body=CompletionBody,
-            answer=dict[str, Any],
-            events=dict[str, Any],
+            answer=openai.CompletionAnswer,
+            events=openai.CompletionAnswer,
             raises=COMPLETING,
         ),
         Route(
@@ -146,8 +146,8 @@ def openai_routes(
             responses.create,
             "OpenAI",
             body=ResponsesBody,
-            answer=dict[str, Any],
-            events=dict[str, Any],
+            answer=openai.ResponseAnswer,
+            events=openai.ResponseEvent,
             raises=CHATTING,
         ),
         Route("GET", "/v1/responses/{id}", responses.stored, "OpenAI", raises=(NotFound,)),
@@ -168,8 +168,8 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
             messages.create,
             "Anthropic",
             body=MessagesBody,
-            answer=dict[str, Any],
-            events=dict[str, Any],
+            answer=anthropic.MessageAnswer,
+            events=anthropic.MessageEvent,
             raises=CHATTING,
         ),
         Route(
@@ -178,7 +178,7 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
             messages.count_tokens,
             "Anthropic",
             body=CountTokensBody,
-            answer=dict[str, int],
+            answer=anthropic.TokenCount,
             raises=(*TOKENIZING, TemplateError, ToolError),
         ),
     ]
@@ -196,8 +196,8 @@ def cloud_routes(
             sagemaker.invoke,
             "SageMaker",
             body=InvocationBody,
-            answer=list[answers.GenerateAnswer] | dict[str, Any],
-            events=answers.StreamEvent | dict[str, Any],
+            answer=list[answers.GenerateAnswer] | openai.ChatAnswer | openai.CompletionAnswer,
+            events=answers.StreamEvent | openai.ChatChunk | openai.CompletionAnswer,
             speaks=(Dialect.TGI, Dialect.OPENAI),
             raises=(*CHATTING, BatchTooLarge, SuffixNotSupported),
         ),
