@@ -20,8 +20,18 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
+def _keys(value: object) -> object:
+    """Keys that are asked for and then not there would leave the server open."""
+    keys = _split(value)
+    if isinstance(value, str) and value and not keys:
+        raise ValueError("there is no key in it")
+    return keys
+
+
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A flag given several times, or once with commas; in the environment, with commas."""
+Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
+"""The same for secrets; a comma always separates two."""
 
 
 def listen_host(hostname: str) -> str:
@@ -79,7 +89,7 @@ class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
     """Largest request body, in bytes."""
     enable_prefill_logprobs: bool = False
     """Accepted for TGI's sake: prefill log-probabilities are always served when a request asks for them."""
-    api_key: CommaList = ()
+    api_key: Keys = ()
     """Keys that let a request in, asked for on every route but health checks; default: anyone may call. Better given as
     API_KEY in the environment: a command line is seen by everyone on the machine."""
     tokenizer_config_path: str = ""

@@ -1,7 +1,12 @@
-"""Every way a request can fail, with its stable word and its HTTP status.
+"""Every way a request can fail, with its stable word and its HTTP status. What HTTP itself refuses (a route that is not
+there, a body that is no JSON or of the wrong shape) never gets here: api/http answers it.
 
     ServingError
     ├── InvalidRequest      validation              422   the client's to mend; no retry
+    │   ├── NotUtf8         utf8                    422   KServe: bytes of an input that are no text
+    │   ├── LengthMismatch  length mismatch         422   KServe: not as many outputs as inputs
+    │   ├── NoInstances     Input validation error  422   Vertex AI: nothing to predict
+    │   └── ThreadNotSupported validation           422   Anthropic: only the new part of a conversation
     ├── TemplateError       template_error          422   the chat template is missing or refuses these messages
     ├── ToolError           tool_error              422   a tool that is not there, or tools and a grammar at once
     ├── BatchTooLarge       batch size exceeded     422   more prompts than one request may bring
@@ -10,7 +15,7 @@
     ├── NotFound            not_found               404   a model that is not served here
     ├── Overloaded          overloaded              429   no place in the building; retry later
     ├── Draining            overloaded              503   this router is stopping; retry elsewhere
-    ├── Unhealthy           healthcheck             503   /health only
+    ├── Unhealthy           healthcheck             503   what a request needs does not work now: the shards, or a sandbox
     ├── GenerationFailed    generation              424   admitted, then failed: this sequence, its step or its shard
     └── IncompleteGeneration incomplete_generation  500   a stream ended without an end: a bug of ours
 
@@ -28,6 +33,8 @@ class ServingError(Exception):
     error_type: ClassVar[str]
     status: ClassVar[int]
     prefix: ClassVar[str] = ""
+    details: ClassVar[dict[str, object] | None] = None
+    """What Anthropic's clients are told beside the text."""
 
     def __init__(self, message: str) -> None:
         super().__init__(self.prefix + message)
@@ -39,6 +46,45 @@ class InvalidRequest(ServingError):
     error_type = "validation"
     status = 422
     prefix = "Input validation error: "
+
+
+class NotUtf8(InvalidRequest):
+    """An input is no text."""
+
+    error_type = "utf8"
+    prefix = ""
+
+
+class LengthMismatch(InvalidRequest):
+    """There are not as many outputs as inputs."""
+
+    error_type = "length mismatch"
+    prefix = ""
+
+    def __init__(self, message: str = "Inputs and outputs length mismatch") -> None:
+        super().__init__(message)
+
+
+class NoInstances(InvalidRequest):
+    """There is nothing to predict."""
+
+    error_type = "Input validation error"
+    prefix = ""
+
+    def __init__(self, message: str = "Input validation error") -> None:
+        super().__init__(message)
+
+
+class ThreadNotSupported(InvalidRequest):
+    """A conversation is to be kept here, or to go on from what was kept: nothing is."""
+
+    details: ClassVar[dict[str, object] | None] = {
+        "error_code": "thread_unsupported_request",  # makes clients send it whole
+        "unsupported": ["thread"],
+    }
+
+    def __init__(self) -> None:
+        super().__init__("`thread` is not supported: messages are not stored. Send the whole `messages`")
 
 
 class TemplateError(ServingError):
@@ -115,7 +161,7 @@ class Draining(ServingError):
 
 
 class Unhealthy(ServingError):
-    """Tokens cannot be produced now."""
+    """Tokens cannot be produced, nor prompts or grammars be made ready for it, now."""
 
     error_type = "healthcheck"
     status = 503

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from text_generation_router.errors import Draining, ServingError
+from text_generation_router.errors import ServingError
 from text_generation_router.request import FinishReason, LogprobJson, Request, TokenId, TopToken
 from text_generation_router.shards.replica import Replica
 from text_generation_router.text.stop import StopMatcher
@@ -63,8 +63,6 @@ class Times:
 
     queued: float = 0.0
     scheduled: float = 0.0
-    first_token: float = 0.0
-    ended: float = 0.0
     on_first_token: Callable[[float], None] | None = None
     """Told of the first token as it comes, and when."""
 
@@ -94,17 +92,14 @@ class Generation:
         self._sink.on_prompt_logprobs(logprobs, tops)
 
     def on_failure(self, error: ServingError) -> None:
-        self.times.ended = time.monotonic()
         self._sink.on_failure(error)
 
     def on_token(
         self, token_id: TokenId, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
     ) -> bool:
         self._count += 1
-        if self._count == 1:
-            self.times.first_token = now = time.monotonic()
-            if self.times.on_first_token is not None:
-                self.times.on_first_token(now)
+        if self._count == 1 and self.times.on_first_token is not None:
+            self.times.on_first_token(time.monotonic())
         special = self._special.get(token_id)
         if special is None:
             text = self._detokenizer.step(token_id)
@@ -129,7 +124,6 @@ class Generation:
             self._texts.append(delta)
         ending = None
         if reason is not None:
-            self.times.ended = time.monotonic()
             ending = Ending(reason, "".join(self._texts), self._count, stop)
         self._sink.on_piece(
             Piece(token_id, delta if special is None else special, delta, logprob, special is not None, top, ending)
@@ -144,16 +138,11 @@ class Generations:
         self._replica = replica
         self._tokenizer = tokenizer
         self.draining = False
-        """Set once the router takes nothing new."""
+        """Set once the router takes nothing new; what it has taken by then still runs."""
 
     @contextmanager
     def run(self, request: Request, sink: Sink) -> Iterator[Times]:
-        """Queue `request`; its pieces go to `sink`. Leaving the block, for whatever reason, frees all it holds.
-
-        Raises Draining.
-        """
-        if self.draining:
-            raise Draining
+        """Queue `request`; its pieces go to `sink`. Leaving the block, for whatever reason, frees all it holds."""
         generation = Generation(request, self._tokenizer, sink)
         self._replica.submit(request, generation)
         try:

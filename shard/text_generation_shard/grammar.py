@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import structlog
 
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+
+class ParserLimits(TypedDict):
+    """The part of llguidance's LLParserLimits that is set here."""
+
+    initial_lexer_fuel: int
+    max_grammar_size: int
+    step_lexer_fuel: int
+    step_max_items: int
+    max_lexer_states: int
+    verbose_errors: bool
+
+
 MAX_TEXT = 256 << 10
 """Characters of a grammar. The time to build one grows with the square of its patterns: so many take 2 s at worst."""
 MASK_BUDGET_S = 0.05
@@ -39,10 +51,19 @@ JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    # As anyOf; llguidance refuses oneOf otherwise, and generated schemas write it where the branches exclude one another.
-    "coerce_one_of": True,
+    # `oneOf` only where its schemas exclude each other: as `anyOf` it would let pass what two of them agree on.
+    "coerce_one_of": False,
     # A keyword that is not understood is refused, not ignored.
     "lenient": False,
+}
+LIMITS: ParserLimits = {
+    "initial_lexer_fuel": 1_000_000,
+    "max_grammar_size": 500_000,
+    # These three bound what a step can cost, and what a sequence can hold: a lexer state takes 1 to 2 kB.
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 25_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
 }
 CLOSING = ('"', "}", "]")
 MAX_MESSAGE = 300
@@ -141,16 +162,7 @@ def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | 
     except (OSError, ValueError) as error:
         log.warning("no grammars: the tokenizer cannot be read", reason=_one_line(str(error)))
         return None
-    limits = LLParserLimits(
-        initial_lexer_fuel=1_000_000,
-        max_grammar_size=500_000,
-        # These three bound what a step can cost, and what a sequence can hold: a lexer state takes 1 to 2 kB.
-        step_lexer_fuel=100_000,
-        step_max_items=25_000,
-        max_lexer_states=20_000,
-        verbose_errors=False,
-    )
-    return Grammars(tokenizer, limits)
+    return Grammars(tokenizer, LLParserLimits(**LIMITS))
 
 
 def _load_tokenizer(text: str, eos_token_ids: list[int]) -> LLTokenizer:

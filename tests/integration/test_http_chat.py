@@ -218,6 +218,33 @@ async def test_an_answer_follows_its_response_format(stack: Stack) -> None:
     assert joined(await chunks(stack.client, CHAT, body)) == answer
 
 
+async def test_without_parallel_calls_there_is_one(stack: Stack) -> None:
+    body = await asking(stack, f"{CALL}\n{CLOCK}STOP", tools=TOOLS, stop="STOP", parallel_tool_calls=False)
+    answer = whole(await post(stack.client, CHAT, body))
+    assert [call["name"] for call in answer["tool_calls"]] == ["weather"]
+    assert joined(await chunks(stack.client, CHAT, body)) == answer
+
+
+async def test_tools_that_may_not_be_called_leave_room_for_a_format(stack: Stack) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+    body = await asking(stack, "x", tools=TOOLS, tool_choice="none", response_format=form, max_tokens=200)
+    Draft202012Validator(WEATHER).validate(orjson.loads(whole(await post(stack.client, CHAT, body))["content"]))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"guided_choice": ["yes", "no"]},
+        {"guided_regex": "yes|no"},
+        {"guided_json": {"enum": ["yes", "no"]}},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+    ],
+)
+async def test_vllms_words_for_grammars_are_taken(stack: Stack, asked: Json) -> None:
+    answer = whole(await post(stack.client, CHAT, await asking(stack, "maybe so, maybe not", **asked)))
+    assert answer["content"].strip('"') in ("yes", "no")
+
+
 async def test_each_of_n_answers_has_its_index(stack: Stack) -> None:
     body = await asking(stack, "Four words are here", n=3, stream_options={"include_usage": True})
     reply = await post(stack.client, CHAT, body)
@@ -234,15 +261,16 @@ async def test_counts_on_every_chunk_rise_to_the_whole(stack: Stack) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     stream = await chunks(stack.client, CHAT, await asking(stack, "Four words are here", stream_options=options))
     counts = [chunk["usage"]["completion_tokens"] for chunk in stream if chunk["usage"] is not None]
-    assert (counts[0], counts[-1], counts) == (1, 4, sorted(counts))
-    assert len(counts) >= len(stream) - 1  # the first chunk has the role and nothing to count
+    assert (counts[0], counts[-1], counts) == (0, 4, sorted(counts))
+    assert len(counts) == len(stream)
 
 
-async def test_logprobs_stand_beside_each_token(stack: Stack) -> None:
-    body = await asking(stack, "Hi 🙂", logprobs=True, top_logprobs=2)
+@pytest.mark.parametrize("says", ["Hi 🙂", CALL, "<think>Hm.</think>Yes.", f"Well. {CALL}"])
+async def test_logprobs_stand_beside_each_token(stack: Stack, says: str) -> None:
+    body = await asking(stack, says, logprobs=True, top_logprobs=2, tools=TOOLS)
     choice = (await post(stack.client, CHAT, body))["choices"][0]
     content = choice["logprobs"]["content"]
-    assert bytes(byte for token in content for byte in token["bytes"]).decode() == "Hi 🙂"
+    assert bytes(byte for token in content for byte in token["bytes"]).decode() == says
     assert all(len(token["top_logprobs"]) == 2 and token["logprob"] == -0.5 for token in content)
     stream = await chunks(stack.client, CHAT, body)
     streamed = [one for chunk in stream for one in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]

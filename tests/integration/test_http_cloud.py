@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_stack import Stack, serve
+from http_stack import Stack, serve, until
 
 FEW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
 PREDICT, HEALTH = "/v1/endpoints/1/deployedModels/2:predict", "/v1/endpoints/1/deployedModels/2"
@@ -70,7 +70,7 @@ class TestSageMaker:
         )
 
     async def test_a_failed_chat_is_told_as_openai_does(self, stack: Stack) -> None:
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 10**6}
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 0}
         status, reply = await post(stack, "/invocations", body)
         assert (status, reply["error"]["type"]) == (422, "invalid_request_error")
 
@@ -111,12 +111,32 @@ class TestVertex:
     async def test_too_many_for_the_building(self, demo_model: Path) -> None:
         async with serve(demo_model, max_concurrent_requests=2) as stack:
             instances = [{"inputs": "a", "parameters": FEW}] * 3
-            assert await post(stack, "/vertex", {"instances": instances}) == (
-                429,
-                {"error": "Model is overloaded", "error_type": "overloaded"},
-            )
+            status, reply = await post(stack, "/vertex", {"instances": instances})
+            assert (status, reply["error_type"]) == (422, "validation")
             await stack.assert_empty()
             assert (await post(stack, "/vertex", {"instances": instances[:2]}))[0] == 200
+
+    async def test_every_sequence_tried_takes_a_place(self, demo_model: Path) -> None:
+        best = {"inputs": "a", "parameters": {"max_new_tokens": 3, "best_of": 2}}
+        async with serve(demo_model, max_concurrent_requests=4) as stack:
+            assert (await post(stack, "/vertex", {"instances": [best] * 2}))[0] == 200
+            status, reply = await post(stack, "/vertex", {"instances": [best] * 2 + [{"inputs": "a"}]})
+            assert (status, "Given: 5" in reply["error"]) == (422, True)
+            assert stack.permits.in_use == 0
+            too_many = {"inputs": "a", "parameters": {"best_of": 10**9}}
+            status, reply = await post(stack, "/vertex", {"instances": [too_many]})
+            assert (status, "`best_of` must be" in reply["error"]) == (422, True)
+
+    async def test_the_places_of_all_are_held_until_the_last_is_done(self, demo_model: Path) -> None:
+        instances = [{"inputs": "a", "parameters": {"max_new_tokens": 1}}] * 3
+        instances.append({"inputs": "a", "parameters": {"max_new_tokens": 1000}})
+        held = set()
+        async with serve(demo_model, echo_step_ms=5) as stack, asyncio.TaskGroup() as tasks:
+            asked = tasks.create_task(post(stack, "/vertex", {"instances": instances}))
+            await until(lambda: stack.permits.in_use > 0)
+            await until(lambda: bool(held.add(stack.permits.in_use)) or asked.done() or stack.permits.in_use == 0)
+            assert (await asked)[0] == 200
+        assert held == {4, 0}
 
     async def test_a_client_that_leaves_frees_all(self, demo_model: Path) -> None:
         async with serve(demo_model, echo_step_ms=10) as stack:
@@ -193,6 +213,21 @@ class TestKServe:
         assert status == 200
         assert reply["outputs"] == [{"name": "in", "shape": [2], "datatype": "BYTES", "data": alone}]
         assert reply["id"]
+
+    async def test_more_texts_than_anybody_could_want(self, stack: Stack) -> None:
+        one = {"name": "in", "shape": [600], "datatype": "BYTES", "data": ["a"] * 600}
+        status, reply = await post(stack, f"{self.MODEL}/infer", {"inputs": [one, one]})
+        assert (status, reply["error_type"]) == (422, "validation")
+        assert reply["error"].endswith("`inputs` must have at most 1024 texts in all. Given: 1200")
+        assert "tgi_request_count 0\n" in stack.metrics.exposition().decode()
+
+    async def test_every_sequence_tried_takes_a_place(self, demo_model: Path) -> None:
+        one = {"name": "in", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}
+        async with serve(demo_model, max_concurrent_requests=4) as stack:
+            for best_of, expected in ((2, 200), (3, 422), (10**9, 422)):
+                body = {"inputs": [one], "parameters": {**FEW, "do_sample": True, "best_of": best_of}}
+                assert (await post(stack, f"{self.MODEL}/infer", body))[0] == expected
+            await stack.assert_empty()
 
     async def test_what_is_wrong(self, stack: Stack) -> None:
         one = {"name": "in", "shape": [1], "datatype": "BYTES", "data": [104, 105]}

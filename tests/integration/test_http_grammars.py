@@ -156,5 +156,23 @@ async def test_another_stream_does_not_wait_for_hostile_grammars(demo_model: Pat
         assert under_attack.result()[int(0.99 * 199)] < 2 * quiet[int(0.99 * 99)] + 0.02
 
 
+async def test_many_hostile_grammars_at_once_are_all_refused_soon(stack: Stack) -> None:
+    """Those that find no worker in time are told that the server is overloaded: nobody waits in silence."""
+
+    async def one(number: int) -> int:
+        slow = {f"p{number}_{i}": {"type": "string", "pattern": f"^[a-z]*{i}[^{i % 9}]+$"} for i in range(3800)}
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": slow}}}
+        body = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 5}
+        started = time.monotonic()
+        async with stack.client.post("/v1/chat/completions", json=body) as response:
+            await response.read()
+        assert time.monotonic() - started < 5  # the client makes and sends these bodies one after another
+        return response.status
+
+    async with asyncio.TaskGroup() as tasks:
+        answers = [tasks.create_task(one(number)) for number in range(16)]
+    assert {answer.result() for answer in answers} <= {422, 429}
+
+
 async def test_nothing_is_left_behind(stack: Stack) -> None:
     await stack.assert_empty()

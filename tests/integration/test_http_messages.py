@@ -10,10 +10,12 @@ from typing import Any
 import anthropic
 import pytest
 from answer_events import MESSAGES, check_types, read_events
-from anthropic import AsyncAnthropic
+from anthropic import AsyncAnthropic, beta_async_tool
 from anthropic.types import Message
 from http_stack import Stack, serve
 from pydantic import BaseModel
+
+from text_generation_router.api.anthropic.schemas import MAX_BLOCKS, MAX_MESSAGES
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ m.content }}"
@@ -233,6 +235,68 @@ async def test_thoughts_are_blocks(demo_model: Path) -> None:
         assert (said.type, said.text) == ("text", "It is so.")
 
 
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}, "x"])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_thread_is_refused_so_that_clients_send_all(stack_and_client: Both, thread: object, path: str) -> None:
+    stack, _ = stack_and_client
+    async with stack.client.post(path, json={"messages": HI, "max_tokens": 1, "thread": thread}) as response:
+        assert response.status == 422
+        reply = await response.json()
+    message = reply["error"].pop("message")
+    assert "`thread` is not supported" in message
+    assert reply == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        },
+    }
+    async with stack.client.post(path, json={"messages": HI, "max_tokens": 1, "thread": None}) as response:
+        assert response.status == 200
+
+
+async def test_anthropics_runner_of_tools_keeps_its_history(demo_model: Path) -> None:
+    """It asks for a thread first, and from a server that has one would send only what is new."""
+
+    @beta_async_tool
+    async def weather(city: str) -> str:
+        """How the weather is."""
+        return f"sun in {city}"
+
+    says = '<tool_call>\n{"name": "weather", "arguments": {"city": "X"}}\n</tool_call>END'
+    template = (
+        "{% if messages|length == 1 %}{{ messages[0].content }}{% else %}"
+        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'tool' %}{{ m.content }}{% endif %}{% endfor %}{% endif %}"
+    )
+    async with connected(demo_model, chat_template=template, tool_call_parser="hermes", grammars=True) as (_, client):
+        runner = client.beta.messages.tool_runner(
+            model="m",
+            max_tokens=60,
+            stop_sequences=["END"],
+            messages=[{"role": "user", "content": says}],
+            tools=[weather],
+            max_iterations=2,
+        )
+        used, said = [message async for message in runner]
+    assert [block.type for block in used.content] == ["tool_use"]
+    assert said.content[0].text.startswith("[user][assistant][tool]sun in X")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": HI * (MAX_MESSAGES + 1)},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * (MAX_BLOCKS + 1)}]},
+        {"messages": HI, "system": [{"type": "text"}] * (MAX_BLOCKS + 1)},
+    ],
+)
+async def test_a_conversation_has_limits(stack_and_client: Both, body: dict[str, Any]) -> None:
+    stack, _ = stack_and_client
+    async with stack.client.post("/v1/messages", json={"max_tokens": 1, **body}) as response:
+        assert response.status == 422
+        assert "Failed to deserialize" in (await response.json())["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -306,11 +370,12 @@ async def test_a_failure_before_the_first_event_has_its_status_and_after_it_an_e
 
 
 async def test_counting_takes_no_place(demo_model: Path) -> None:
-    async with connected(demo_model, max_concurrent_requests=0) as (stack, client):
-        counted = await client.messages.count_tokens(model="m", messages=HI)
-        assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
-        with pytest.raises(anthropic.RateLimitError):
-            await client.messages.create(model="m", messages=HI, max_tokens=5)
+    async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
+        with stack.permits.take(1):
+            counted = await client.messages.count_tokens(model="m", messages=HI)
+            assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
+            with pytest.raises(anthropic.RateLimitError):
+                await client.messages.create(model="m", messages=HI, max_tokens=5)
 
 
 async def test_a_key_is_taken_from_anthropics_header(stack_and_client: Both) -> None:

@@ -278,3 +278,17 @@ async def test_counts_agree_whatever_happened(demo_model: Path, best_of: int) ->
     assert first_tokens == firsts if best_of == 1 else first_tokens < firsts
     assert value(samples, "tgi_request_success") <= first_tokens < started
     assert value(samples, "tgi_queue_size") == value(samples, "trtllm_kv_cache_utilization") == 0
+
+
+async def test_the_answers_of_a_stream_fail_together_and_each_counts(demo_model: Path) -> None:
+    async with serve(demo_model) as stack:
+        [failing] = await stack.tokenizer.encode_ids(" fail", add_special_tokens=False)
+    async with serve(demo_model, echo_fail_token=failing, echo_step_ms=2) as stack:
+        body = {"prompt": ["go on and on", "go on fail"], "max_tokens": 500, "stream": True}
+        async with stack.client.post("/v1/completions", json=body) as response:
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        exposed = stack.metrics.exposition().decode()
+    assert 'tgi_request_failure{err="generation"} 2\n' in exposed
+    assert 'tgi_request_failure{err="incomplete"} 0\n' in exposed
+    assert "tgi_request_count 2\n" in exposed
+    assert "tgi_request_input_length_count 2.0\n" in exposed

@@ -167,8 +167,9 @@ async def test_keys_are_asked_for_where_they_are_needed(demo_model: Path, stack:
     assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
+            ready = "/v2/models/{name}/versions/{version}/ready"
             probe = (method, path) in {
-                ("get", one) for one in ("/", "/health", "/ping", "/v2/health/live", "/v2/health/ready")
+                ("get", one) for one in ("/", "/health", "/ping", "/v2/health/live", "/v2/health/ready", ready)
             }
             assert ("401" not in operation["responses"]) == probe
             assert (operation.get("security") == []) == probe

@@ -201,6 +201,7 @@ async def test_nothing_is_stored(stack_and_client: Both) -> None:
     [
         {"text": {"format": {"type": "text", "more": DEEP}}},
         {"tools": [{"type": "function", "name": "f", "parameters": DEEP}], "tool_choice": "none"},
+        {"tools": [{"type": "web_search", "filters": DEEP}]},
         {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": json.dumps(DEEP)}]},
     ],
 )
@@ -224,7 +225,11 @@ async def test_what_is_too_deep_to_be_repeated_is_refused(
         ({"include": ["message.output_text.logprobs"]}, "ask /v1/chat/completions"),
         ({"top_logprobs": 2}, "`top_logprobs` is not supported"),
         ({"background": True}, "`background` is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search' are not supported"),
+        ({"tools": [{"type": "funktion", "name": "f"}]}, "tools of type 'funktion' are not supported"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tools of type 'web_search' are not supported",
+        ),
         ({"tools": [{"type": "function"}]}, "has no `name`"),
         ({"tool_choice": {"type": "file_search"}}, "a tool choice of type 'file_search' is not supported"),
         ({"tool_choice": {"type": "function", "name": "nobody"}}, "Tool with name nobody not found"),
@@ -276,6 +281,6 @@ async def test_a_failure_before_the_first_event_has_its_status_and_after_it_an_e
 
 
 async def test_a_full_house_is_429(demo_model: Path) -> None:
-    async with connected(demo_model, max_concurrent_requests=0) as (_, client):
-        with pytest.raises(openai.RateLimitError):
+    async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
+        with stack.permits.take(1), pytest.raises(openai.RateLimitError):
             await client.responses.create(model="m", input="Hi", stream=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_stack import Stack, serve
+from http_stack import Stack, load_tokenizer, serve
 
 TEXT = "Grüße, 世界! <|im_end|>\n"
 
@@ -38,6 +38,32 @@ async def test_tokens_as_vllms_clients_ask_for_them(stack: Stack) -> None:
     assert await post(stack, "/tokenize", body) == (200, {"count": len(ids), "max_model_len": 2048, "tokens": ids})
 
 
+@pytest.mark.parametrize("words", [3, 20_000])
+async def test_a_conversations_tokens_are_those_of_its_text_however_many(stack: Stack, words: int) -> None:
+    body = {"messages": [{"role": "user", "content": "grün " * words}]}
+    async with stack.client.post("/chat_tokenize", json=body) as response:
+        assert (response.status, response.content_type) == (200, "application/json")
+        # Many are written as they are made: nobody counted them beforehand.
+        assert (response.headers.get("transfer-encoding") == "chunked") == (words > 4096)
+        reply = await response.json()
+    assert list(reply) == ["tokenize_response", "templated_text"]
+    assert reply["tokenize_response"] == (await post(stack, "/tokenize", {"inputs": reply["templated_text"]}))[1]
+
+
+async def test_what_the_tokenizer_says_of_a_conversation_is_told(stack: Stack) -> None:
+    stack.tokenizer.close()
+    try:
+        for path, body in (
+            ("/tokenize", {"inputs": "a" * 10_000}),
+            ("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * 10_000}]}),
+        ):
+            status, reply = await post(stack, path, body)
+            assert (status, reply["error_type"]) == (422, "validation")
+            assert reply["error"].startswith("Input validation error: tokenizer error ")
+    finally:
+        load_tokenizer.cache_clear()
+
+
 @pytest.mark.parametrize("ids", [[], [1] * 100_000])
 async def test_none_and_many(stack: Stack, ids: list[int]) -> None:
     status, reply = await post(stack, "/detokenize", {"ids": ids})
@@ -62,8 +88,9 @@ async def test_the_model_by_name(stack: Stack) -> None:
     model = {"id": "echo", "object": "model", "created": 0, "owned_by": "echo"}
     async with stack.client.get("/v1/models") as response:
         assert await response.json() == {"object": "list", "data": [model]}
-    async with stack.client.get("/v1/models/echo") as response:
-        assert await response.json() == model
+    for name in ("echo", "tgi"):  # what it is, and what every chat may call it
+        async with stack.client.get(f"/v1/models/{name}") as response:
+            assert await response.json() == model
     async with stack.client.get("/v1/models/some/other") as response:
         assert response.status == 404
         assert (await response.json())["error"]["message"] == "The model `some/other` does not exist"

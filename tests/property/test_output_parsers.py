@@ -155,7 +155,7 @@ def test_arguments_arrive_as_they_were_written(
 def test_tgi_arguments_are_the_other_keys(arguments: dict[str, object], at: int) -> None:
     members = list(arguments.items())
     members.insert(at, ("_name", "f"))
-    events = told("tgi", [json.dumps({"function": dict(members)})])
+    events = told("json_calls", [json.dumps({"function": dict(members)})])
     assert [name for name, _, _ in events] == ["ToolCallStart", "ToolCallArguments"]
     assert json.loads(events[1][2]) == arguments
 
@@ -180,7 +180,7 @@ BEFORE = {
     "hermes+told": "",
     "mistral": "[TOOL_CALLS]",
     "json": '{"arguments":"{\\"a\\":\\"',
-    "tgi": '{"function":{"a":"',
+    "json_calls": '{"function":{"a":"',
     "llama3_json+inside": "",
 }
 

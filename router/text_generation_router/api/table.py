@@ -8,9 +8,9 @@ from __future__ import annotations
 from text_generation_router.api.anthropic import answers as anthropic
 from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
-from text_generation_router.api.cloud.kserve import InferBody, KServeRoutes, LengthMismatch, NotUtf8
+from text_generation_router.api.cloud.kserve import InferBody, KServeRoutes
 from text_generation_router.api.cloud.sagemaker import InvocationBody, SageMakerRoutes
-from text_generation_router.api.cloud.vertex import NoInstances, VertexBody, VertexRoutes
+from text_generation_router.api.cloud.vertex import VertexBody, VertexRoutes
 from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.document import answers
@@ -28,7 +28,10 @@ from text_generation_router.api.tgi.service_schemas import DetokenizeBody, Token
 from text_generation_router.errors import (
     BatchTooLarge,
     InvalidRequest,
+    LengthMismatch,
+    NoInstances,
     NotFound,
+    NotUtf8,
     Overloaded,
     SuffixNotSupported,
     TemplateError,
@@ -40,6 +43,7 @@ CHATTING = (*GENERATING, TemplateError, ToolError)
 """How an answer to a conversation can fail."""
 COMPLETING = (*GENERATING, BatchTooLarge, SuffixNotSupported)
 TOKENIZING = (InvalidRequest, Overloaded)
+TEMPLATING = (*TOKENIZING, TemplateError, ToolError, Unhealthy)
 
 
 def service_routes(service: ServiceRoutes) -> list[Route]:
@@ -110,7 +114,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             "TGI",
             body=ChatTokenizeBody,
             answer=answers.ChatTokenizeAnswer,
-            raises=(*TOKENIZING, TemplateError, ToolError),
+            raises=TEMPLATING,
         ),
     ]
 
@@ -179,7 +183,7 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
             "Anthropic",
             body=CountTokensBody,
             answer=anthropic.TokenCount,
-            raises=(*TOKENIZING, TemplateError, ToolError),
+            raises=TEMPLATING,
         ),
     ]
 
@@ -231,7 +235,15 @@ def cloud_routes(
             probe=True,
         ),
         Route("GET", model, kserve.model, "KServe", answer=answers.ServerMetadata),
-        Route("GET", f"{model}/ready", kserve.ready, "KServe", answer=answers.LiveAnswer, raises=(Unhealthy,)),
+        Route(
+            "GET",
+            f"{model}/ready",
+            kserve.ready,
+            "KServe",
+            answer=answers.LiveAnswer,
+            raises=(Unhealthy,),
+            probe=True,
+        ),
         Route(
             "POST",
             f"{model}/infer",

@@ -8,8 +8,8 @@ from typing import Self
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
 from text_generation_router.chat.template_input import template_input
-from text_generation_router.errors import TemplateError
-from text_generation_router.sandbox.errors import SandboxError, SandboxOutOfMemory, SandboxTimeout
+from text_generation_router.errors import TemplateError, Unhealthy
+from text_generation_router.sandbox.errors import SandboxBroken, SandboxError, SandboxOutOfMemory, SandboxTimeout
 from text_generation_router.sandbox.pool import Sandbox, Setup
 
 __all__ = ["ChatTemplateError", "ChatTemplates", "TemplateRenderer"]
@@ -73,23 +73,17 @@ class TemplateRenderer:
     ) -> None:
         await self.close()
 
-    @property
-    def pids(self) -> frozenset[int]:
-        """Of the workers that are ready."""
-        return self._sandbox.pids
-
-    async def render(self, conversation: Conversation, *, tools_in_template: bool = True) -> str:
-        """The prompt. Raises TemplateError, InvalidRequest for reserved template arguments, Overloaded.
-
-        `tools_in_template` False: tools are told as text behind the last message even where the template knows tools.
-        """
-        request = template_input(conversation, self._templates, tools_in_template=tools_in_template)
+    async def render(self, conversation: Conversation) -> str:
+        """The prompt. Raises TemplateError, Overloaded, and InvalidRequest as `template_input` does."""
+        request = template_input(conversation, self._templates)
         try:
             text = (await self._sandbox.call(request.to_json())).decode()
         except SandboxTimeout as error:
             raise TemplateError("the template took too long") from error
         except SandboxOutOfMemory as error:
             raise TemplateError("the template needs too much memory") from error
+        except SandboxBroken as error:
+            raise Unhealthy("chat templates cannot be rendered now") from error
         except SandboxError as error:
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text

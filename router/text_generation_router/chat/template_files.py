@@ -71,10 +71,6 @@ class ChatTemplates:
         name = TOOL_USE if tools_given and TOOL_USE in self.sources else DEFAULT
         return name if name in self.sources else None
 
-    def uses_tools(self, tools_given: bool = True) -> bool:  # noqa: FBT001, FBT002 - a question with one natural answer
-        """Whether the template for such a request reads the variable `tools`."""
-        return self.choose(tools_given=tools_given) in self.using_tools
-
 
 def _find(folder: Path, tokenizer_config: Path | None, override: str | None) -> dict[str, str]:
     if override:

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolMode
+from text_generation_router.chat.conversation import Conversation, Json, Tool
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.errors import InvalidRequest, TemplateError
 
@@ -46,24 +46,22 @@ class TemplateInput:
             raise TemplateError(f"the messages cannot be passed to the template: {error}") from error
 
 
-def template_input(
-    conversation: Conversation, templates: ChatTemplates, *, tools_in_template: bool = True
-) -> TemplateInput:
-    """Choose the template and its variables. Raises TemplateError, and InvalidRequest for reserved template arguments.
+def template_input(conversation: Conversation, templates: ChatTemplates) -> TemplateInput:
+    """Choose the template and its variables. The model hears of all tools of `conversation`, whatever their choice.
 
-    `tools_in_template` False: tools are told as text behind the last message even where the template knows tools.
+    Raises TemplateError, and InvalidRequest for no messages and for reserved template arguments.
     """
     if not conversation.messages:
-        raise TemplateError("there are no messages")
+        raise InvalidRequest("`messages` cannot be empty")
     if taken := sorted(RESERVED & conversation.template_kwargs.keys()):
         raise InvalidRequest(f"`chat_template_kwargs` must not set `{taken[0]}`")
-    tools = offered_tools(conversation)
-    name = templates.choose(tools_given=bool(tools) and tools_in_template)
+    tools = conversation.tools
+    name = templates.choose(tools_given=bool(tools))
     if name is None:
         raise TemplateError("template not found")
     messages = [plain_message(message) for message in conversation.messages]
     continue_final = _continues(conversation, messages[-1])
-    knows_tools = tools_in_template and name in templates.using_tools
+    knows_tools = name in templates.using_tools
     if tools:
         appendix = tool_appendix(tools, conversation.tool_prompt, knows_tools=knows_tools)
         _append(messages[:-1] if continue_final else messages, appendix)
@@ -78,16 +76,6 @@ def template_input(
     return TemplateInput(
         name, variables, continue_final, trim=continue_final and conversation.continue_final_message is None
     )
-
-
-def offered_tools(conversation: Conversation) -> Sequence[Tool]:
-    """The tools that the model hears of: none with `none`, with a named one that one, as in TGI."""
-    choice = conversation.tool_choice
-    if choice.mode is ToolMode.NONE:
-        return ()
-    if choice.mode is ToolMode.NAMED:
-        return tuple(tool for tool in conversation.tools if tool.name == choice.name)
-    return tuple(conversation.tools)
 
 
 def tool_appendix(tools: Sequence[Tool], tool_prompt: str | None, *, knows_tools: bool) -> str:

@@ -15,6 +15,8 @@ from text_generation_router.grammar.schema_tree import Schema, every, shallow
 
 MAX_ENUM = 2_000
 """Values of one `enum`."""
+MAX_STEP = 100_000
+"""Of `multipleOf`: the automaton has a state for each remainder."""
 MAX_COUNT = 10_000
 """`minItems`, `minLength`, `minProperties`: what must be there; their opposites may be any number."""
 
@@ -90,6 +92,8 @@ def _check_numbers(schema: Schema) -> None:
         if schema.get(keyword, 0) > MAX_COUNT:
             raise not_compilable(f"`{keyword}` is more than {MAX_COUNT}")
     step: Any = schema.get("multipleOf")
+    if step is not None and step > MAX_STEP:
+        raise not_compilable(f"`multipleOf` is more than {MAX_STEP}")
     if isinstance(step, float) and not (step * 2**20).is_integer():
         raise not_compilable(f"`multipleOf` {step} is no binary fraction: validators find 0.07 no multiple of 0.01")
 

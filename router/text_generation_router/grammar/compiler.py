@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from text_generation_router.errors import InvalidRequest
-from text_generation_router.grammar.refusals import not_compilable, not_supported
+import structlog
+
+from text_generation_router.errors import InvalidRequest, Unhealthy
+from text_generation_router.grammar.refusals import not_compilable
 from text_generation_router.request import Grammar
-from text_generation_router.sandbox.errors import SandboxError, SandboxOutOfMemory, SandboxTimeout
+from text_generation_router.sandbox.errors import SandboxBroken, SandboxError, SandboxOutOfMemory, SandboxTimeout
 from text_generation_router.sandbox.pool import Sandbox, Setup
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger()
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.5
 """Of one compile; a refusal must be there within three seconds."""
 MEMORY_BYTES = 768 * 1024 * 1024
 """Of one worker; most of it is the tokenizer."""
@@ -51,22 +51,6 @@ def grammar_sandbox(tokenizer: Path, *, workers: int = 2, timeout_s: float = TIM
     )
 
 
-class GrammarProver(Protocol):
-    """Says which grammars the engine can follow."""
-
-    async def prove(self, grammar: Grammar) -> None:
-        """Return when the engine can follow this grammar. Raises InvalidRequest; Overloaded if too many wait."""
-        ...
-
-
-class NoGrammars:
-    """Where grammars are disabled, or the engine follows none."""
-
-    async def prove(self, grammar: Grammar) -> None:
-        """Raises InvalidRequest (rule 17)."""
-        raise not_supported()
-
-
 class GrammarCompiler:
     """Proves grammars in a sandbox. Equal grammars are compiled once, also when they come at the same time."""
 
@@ -76,7 +60,7 @@ class GrammarCompiler:
         self._under_way: dict[bytes, asyncio.Event] = {}
 
     async def prove(self, grammar: Grammar) -> None:
-        """See GrammarProver."""
+        """Return when the engine can follow this grammar. Raises InvalidRequest; Overloaded if too many wait."""
         key = hashlib.sha256(f"{grammar.kind.value}\0{grammar.text}".encode()).digest()
         while (verdict := self._remembered(key)) is None:
             if (other := self._under_way.get(key)) is not None:
@@ -99,8 +83,11 @@ class GrammarCompiler:
             return self._for_a_while("it takes too long")
         except SandboxOutOfMemory:
             return self._for_a_while("it takes too much memory")
+        except SandboxBroken as error:
+            log.error("grammars cannot be judged", reason=str(error))
+            raise Unhealthy("grammars cannot be compiled now") from error
         except SandboxError as error:
-            logger.warning("a grammar could not be judged: %s", error)
+            log.warning("grammar could not be judged", reason=str(error))
             return self._for_a_while("it cannot be judged now")
         return _Verdict(answer.decode() or None)
 

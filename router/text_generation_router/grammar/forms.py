@@ -127,8 +127,10 @@ def _parsed(text: str) -> object:
         return json.loads(text)
     except RecursionError:
         raise not_valid("the schema is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise not_valid(str(error)) from None
+    except ValueError:
+        raise not_valid("a number has too many digits") from None
 
 
 def _encodable(text: str) -> str:

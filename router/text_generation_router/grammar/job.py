@@ -107,9 +107,9 @@ def _try(matcher: LLMatcher) -> None:
         for _ in range(STEPS):
             start = time.thread_time()
             mask = walker.compute_bitmask()
-            if walker.is_error():
+            ended = walker.is_error() or walker.is_stopped() or not walker.consume_token(_any_token(mask, choose))
+            if walker.is_error():  # of the mask, or of the step after it
                 raise not_compilable(_reason(walker))
-            ended = walker.is_stopped() or not walker.consume_token(_any_token(mask, choose))
             taken = time.thread_time() - start
             spent += taken
             if taken > SLOW_STEP_S or spent > WALKS_S:

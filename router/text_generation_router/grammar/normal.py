@@ -49,7 +49,7 @@ def normalize(root: Schema) -> None:
     """Edit `root` so that the same texts, or fewer, satisfy it. Needs `check_weight` first; any garbage is left alone.
 
     Objects that name properties and say nothing of others are closed, as in TGI: a model that may invent properties
-    does. Not where schemas are merged (`allOf`, siblings of `$ref`): closing one part would forbid the others'
+    does. What names properties is an object, as in TGI, although by the standard a number would do as well. Not where schemas are merged (`allOf`, siblings of `$ref`): closing one part would forbid the others'
     properties; nor beside `oneOf`, where fewer texts in one branch may mean that two branches agree.
     """
     if isinstance(root.get("$id"), str) and "#" not in root["$id"]:
@@ -62,6 +62,8 @@ def normalize(root: Schema) -> None:
                 del schema[keyword]
         _drop_idle(schema)
         _settle_unevaluated(schema)
+        if close and _means_object(schema):
+            schema["type"] = "object"
         if close and _is_open(schema):
             schema["additionalProperties"] = False
 
@@ -70,6 +72,12 @@ def _merges(schema: Schema) -> bool:
     if "allOf" in schema or "oneOf" in schema:
         return True
     return not _IN_PLACE.isdisjoint(schema) and not _OBJECT_KEYWORDS.isdisjoint(schema)
+
+
+def _means_object(schema: Schema) -> bool:
+    if not isinstance(schema.get("properties"), dict):
+        return False
+    return "type" not in schema and "enum" not in schema and "const" not in schema and _IN_PLACE.isdisjoint(schema)
 
 
 def _is_open(schema: Schema) -> bool:

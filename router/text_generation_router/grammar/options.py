@@ -1,4 +1,4 @@
-"""How grammars are compiled. The shard enforces with the same options; else what is proven here is not what runs there."""
+"""How grammars are compiled. The shard compiles with the same ones; else what is proven here is not what runs there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ JSON_OPTIONS: Final[JsonOptions] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    # `oneOf` only where its schemas exclude each other. The shard may be less strict: it gets what is proven here.
+    # `oneOf` only where its schemas exclude each other.
     "coerce_one_of": False,
     "lenient": False,
 }

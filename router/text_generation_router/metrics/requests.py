@@ -31,14 +31,15 @@ FAILURES = {
     "tool_error": ("tool", REFUSED),
     "batch size exceeded": ("validation", REFUSED),
     "suffix not supported": ("validation", REFUSED),
-    "unauthorized": ("validation", REFUSED),
-    "not_found": ("validation", REFUSED),
-    "healthcheck": ("generation", ERROR),
+    "healthcheck": ("generation", REFUSED),
     "generation": ("generation", ERROR),
     "incomplete_generation": ("incomplete", ERROR),
     "dropped": ("dropped", CANCELLED),
 }
-"""Why a generation failed → TGI's `err`, our reason. The words are those of errors.py, and `dropped`; `tool` is ours."""
+"""Why a generation failed → TGI's `err`, our reason.
+
+What is on the left are the words of errors.py that a generation can end with, and `dropped`, for a client that left. Of
+TGI's words `tool` is ours."""
 _BUG = FAILURES["incomplete_generation"]
 
 

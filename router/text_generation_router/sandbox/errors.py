@@ -13,3 +13,11 @@ class SandboxTimeout(SandboxError):
 
 class SandboxOutOfMemory(SandboxError):
     """The job wanted more memory than it may have; its worker was replaced."""
+
+
+class SandboxCrashed(SandboxError):
+    """The worker died, of the job or of something else."""
+
+
+class SandboxBroken(SandboxError):
+    """No worker can take the job: they cannot be started, or the sandbox is closed. The job itself was never looked at."""

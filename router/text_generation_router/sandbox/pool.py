@@ -6,7 +6,7 @@ memory, time and output, that give way to the step loop (nice). Each does one jo
 or dies, is replaced while the others go on.
 
     call ──▶ waiting (FIFO, bounded) ──▶ an idle worker ──▶ result
-                                             └─ too slow, dead ──▶ SandboxError, and a new worker
+              └─ too long ──▶ Overloaded     └─ too slow, dead ──▶ SandboxError, and a new worker
 
 There are no tasks in it: a worker's socket and timers call back on the loop.
 """
@@ -18,19 +18,22 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from text_generation_router.errors import Overloaded
-from text_generation_router.sandbox.errors import SandboxError
+from text_generation_router.sandbox.errors import SandboxBroken, SandboxCrashed, SandboxError
 from text_generation_router.sandbox.process import Outcome, WorkerProcess
 
 START_TIMEOUT_S = 30.0
 """A worker that has not made its job by then is killed."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Before a worker that could not start is started again; doubled each time."""
+
+PATIENCE_S = 1.0
+"""How long a call waits for a worker before its caller is told that the server is overloaded."""
 
 CLOSED = "the sandbox is closed"
 
@@ -44,10 +47,12 @@ class Setup:
     niceness: int = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Call:
     payload: bytes
     answer: asyncio.Future[bytes]
+    is_repeated: bool = False
+    """Its first worker died under it."""
 
 
 class Sandbox:
@@ -115,30 +120,34 @@ class Sandbox:
         self._fail_waiting(CLOSED)
         processes = tuple(self._processes)
         for process in processes:
-            process.end(SandboxError(CLOSED))
+            process.end(SandboxBroken(CLOSED))
         for process in processes:
             await process.gone
 
     async def call(self, payload: bytes) -> bytes:
-        """Do one job. Raises SandboxError (SandboxTimeout, SandboxOutOfMemory), Overloaded if too many wait.
+        """Do one job. Raises SandboxError (SandboxTimeout, SandboxOutOfMemory, SandboxBroken); Overloaded if too many
+        wait, or this one too long.
 
         A caller that is cancelled leaves the line; if its job runs already, it runs on, and its result is dropped.
         """
         if self._closed or self._started is None:
-            raise SandboxError(CLOSED)
+            raise SandboxBroken(CLOSED)
         if not self._ready and self._start_error is not None:
-            raise SandboxError(str(self._start_error))
+            raise SandboxBroken(str(self._start_error))
         if not self._idle and len(self._waiting) >= self._max_waiting:
             raise Overloaded
         call = _Call(payload, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._dispatch()
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, call)
         try:
             return await call.answer
         except asyncio.CancelledError:
             with suppress(ValueError):
                 self._waiting.remove(call)
             raise
+        finally:
+            patience.cancel()
 
     @property
     def pids(self) -> frozenset[int]:
@@ -150,6 +159,12 @@ class Sandbox:
         """Calls that wait for a worker."""
         return len(self._waiting)
 
+    def _give_up(self, call: _Call) -> None:
+        """Whoever still waits by now is told so: a queue of slow jobs must not become a queue of silent clients."""
+        if call in self._waiting:
+            self._waiting.remove(call)
+            call.answer.set_exception(Overloaded())
+
     def _dispatch(self) -> None:
         while self._idle and self._waiting:
             call = self._waiting.popleft()
@@ -157,7 +172,10 @@ class Sandbox:
 
     def _finished(self, call: _Call, worker: WorkerProcess, outcome: Outcome) -> None:
         if not call.answer.done():  # else its caller has left
-            if isinstance(outcome, SandboxError):
+            if isinstance(outcome, SandboxCrashed) and not call.is_repeated:
+                # Whoever killed the worker need not have meant this job. If the job did it, it does it again.
+                self._waiting.appendleft(replace(call, is_repeated=True))
+            elif isinstance(outcome, SandboxError):
                 call.answer.set_exception(outcome)
             else:
                 call.answer.set_result(outcome)
@@ -216,4 +234,4 @@ class Sandbox:
         while self._waiting:
             call = self._waiting.popleft()
             if not call.answer.done():
-                call.answer.set_exception(SandboxError(reason))
+                call.answer.set_exception(SandboxBroken(reason))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from text_generation_router.sandbox.errors import SandboxError, SandboxOutOfMemory, SandboxTimeout
+from text_generation_router.sandbox.errors import SandboxCrashed, SandboxError, SandboxOutOfMemory, SandboxTimeout
 from text_generation_router.sandbox.frames import HEADER, MAX_MESSAGE, Kind, pack
 
 READ_SIZE = 1 << 18
@@ -133,7 +133,7 @@ class WorkerProcess:
         except OSError:
             data = b""
         if not data:
-            self.end(SandboxError(self._how_it_ended()))
+            self.end(self._how_it_ended())
             return
         self._received += data
         if len(self._received) < HEADER.size:
@@ -154,11 +154,11 @@ class WorkerProcess:
         else:
             self.end(SandboxOutOfMemory("needs more memory than it may have"))
 
-    def _how_it_ended(self) -> str:
+    def _how_it_ended(self) -> SandboxCrashed:
         code = self._process.poll()
         if code is not None and code < 0:
-            return f"the worker died of {signal.Signals(-code).name}"
-        return "the worker ended"
+            return SandboxCrashed(f"the worker died of {signal.Signals(-code).name}")
+        return SandboxCrashed("the worker ended")
 
     def _reap(self) -> None:
         """Collect the child's exit code. A killed child ends within milliseconds, but not at once."""

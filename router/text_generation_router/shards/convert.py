@@ -135,8 +135,3 @@ def prompt_tops_from_pb(scored: pb.PromptLogprobs) -> list[list[TopToken]]:
     pairs = list(zip(scored.top_token_ids, logprobs_to_json(scored.top_logprobs), strict=True))
     ends = list(accumulate(scored.top_counts))
     return [pairs[end - count : end] for end, count in zip(ends, scored.top_counts, strict=True)]
-
-
-def grammar_kinds_from_pb(info: pb.InfoResponse) -> frozenset[GrammarKind]:
-    """The kinds of grammar that the shard serves; none where it has no tokenizer."""
-    return frozenset(kind for kind, value in _GRAMMAR_KINDS.items() if value in info.grammar_kinds)

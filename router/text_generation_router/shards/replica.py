@@ -149,9 +149,7 @@ class Replica:
         stepped = bool(report.slots or report.prefilled_slots)
         self._pace.report(now, report.step_ns / 1e9, stepping=stepped and report.running > 0)
         for scored in report.prompt_logprobs:
-            owner = self._scheduler.owner(scored.slot)
-            if owner is not None and (listener := self._listeners.get(owner)):
-                listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs), prompt_tops_from_pb(scored))
+            self._deliver_prompt(scored)
         outcome = outcome_from_pb(report)
         parsed = time.monotonic()
         deliveries = self._scheduler.apply(outcome)
@@ -164,6 +162,20 @@ class Replica:
         self._boundary.set()
         if self._scheduler.wants_orders:
             self._changed.set()
+
+    def _deliver_prompt(self, scored: pb.PromptLogprobs) -> None:
+        owner = self._scheduler.owner(scored.slot)
+        if owner is None or (listener := self._listeners.get(owner)) is None:
+            return
+        try:
+            listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs), prompt_tops_from_pb(scored))
+        except Exception as error:  # noqa: BLE001 - a listener's bug costs its own request, not the replica
+            self._listener_failed(owner, listener, error)
+
+    def _listener_failed(self, request_id: RequestId, listener: TokenListener, error: Exception) -> None:
+        log.error("listener failed", request_id=request_id, exc_info=error)
+        self.cancel(request_id)
+        listener.on_failure(GenerationFailed("internal error"))
 
     def _deliver(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
         logprobs = logprobs_to_json(report.logprobs)
@@ -183,10 +195,8 @@ class Replica:
                     elif not goes_on:
                         self.cancel(request_id)
                         break
-            except Exception:  # a listener's bug costs its own request, not the replica
-                log.exception("listener failed", request_id=request_id)
-                self.cancel(request_id)
-                listener.on_failure(GenerationFailed("internal error"))
+            except Exception as error:  # noqa: BLE001 - a listener's bug costs its own request, not the replica
+                self._listener_failed(request_id, listener, error)
         for failed in deliveries.failed:
             if listener := listeners.pop(failed.request_id, None):
                 log.warning(

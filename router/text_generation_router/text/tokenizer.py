@@ -63,6 +63,7 @@ class Tokenizer:
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
         """Text of each special token; none of it is ever part of a generated text."""
+        self._token_texts: dict[TokenId, str] = {}
 
     @classmethod
     def load(cls, folder: Path, workers: int) -> Tokenizer:
@@ -101,9 +102,13 @@ class Tokenizer:
 
     def token_text(self, token_id: TokenId) -> str:
         """One token on its own, special or not; for lists of alternatives and prompt tokens."""
-        if token_id in self.special_texts:
-            return self.special_texts[token_id]
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        text = self._token_texts.get(token_id)
+        if text is None:  # at most once a token of the vocabulary: answers with alternatives name thousands
+            text = self.special_texts.get(token_id)
+            if text is None:
+                text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
 
     def token_bytes(self, token_id: TokenId) -> bytes:
         """The bytes one token stands for, be they whole characters or not."""

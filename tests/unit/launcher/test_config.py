@@ -141,3 +141,11 @@ def test_nonsense_is_one_line_and_exit_code_2(
     argv: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert text in complaint(capsys, *MODEL, *argv)
+
+
+@pytest.mark.parametrize("keys", [",", " ", " , "])
+def test_keys_that_are_none_do_not_open_the_server(
+    keys: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", keys)
+    assert "there is no key in it" in complaint(capsys, *MODEL)

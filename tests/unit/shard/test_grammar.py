@@ -66,6 +66,7 @@ BROKEN = [
     (Grammar(GrammarKind.REGEX, "a{100000}"), "too long to follow"),
     (Grammar(GrammarKind.JSON_SCHEMA, "{not json"), "not JSON"),
     (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","uniqueItems":true}'), "uniqueItems"),
+    (Grammar(GrammarKind.JSON_SCHEMA, '{"oneOf":[{"type":"number"},{"type":"integer"}]}'), "oneOf constraints"),
     (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref":"#"}'), "no text can match it"),
     (Grammar(GrammarKind.JSON_SCHEMA, '{"$ref":"https://example.com/schema.json"}'), "not present"),
     (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","items":' * 2000 + "{}" + "}" * 2000), "recursion limit"),

@@ -24,7 +24,7 @@ from text_generation_router.api.openai.schemas import (
     ToolCall,
     ToolDefinition,
 )
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import InvalidRequest, ThreadNotSupported
 from text_generation_router.grammar.forms import response_format
 
 ROLES = ("user", "assistant", "system")
@@ -35,6 +35,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def to_asked(body: CountTokensBody) -> Asked:
     """What a body asks for. Raises InvalidRequest for what cannot be done, by name."""
+    if body.thread is not None:
+        raise ThreadNotSupported
     if not body.messages:
         raise InvalidRequest("`messages` cannot be empty")
     messages = [Message(role="system", content=_text(body.system))] if body.system else []

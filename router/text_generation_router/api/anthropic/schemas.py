@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import FailFast, Field
+from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.schema import Body, Float32, Int32, UInt32
+from text_generation_router.api.http.schema import AnyMetadata, Body, Float32, Int32, Texts, UInt32
+
+MAX_MESSAGES = 10_000
+"""Of a conversation; no model reads so many."""
+MAX_BLOCKS = 10_000
+"""Of one message, system prompt or tool's result."""
 
 
 class TextBlock(Body):
@@ -16,6 +22,9 @@ class TextBlock(Body):
     """`text`; others are refused."""
     text: str | None = None
     """The text."""
+
+
+TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast(), Field(max_length=MAX_BLOCKS)])
 
 
 class ContentBlock(Body):
@@ -35,10 +44,13 @@ class ContentBlock(Body):
     """With what."""
     tool_use_id: str | None = None
     """Of a tool's result: which use it answers."""
-    content: str | list[TextBlock] | None = None
+    content: str | TextBlocks | None = None
     """Of a tool's result: what it gave."""
     is_error: bool | None = None
     """Whether the tool failed; the model is told so."""
+
+
+ContentBlocks = TypeAliasType("ContentBlocks", Annotated[list[ContentBlock], FailFast(), Field(max_length=MAX_BLOCKS)])
 
 
 class InputMessage(Body):
@@ -46,7 +58,7 @@ class InputMessage(Body):
 
     role: str
     """`user`, `assistant` or `system`."""
-    content: str | list[ContentBlock]
+    content: str | ContentBlocks
     """The text, or its parts."""
 
 
@@ -61,6 +73,9 @@ class ClientTool(Body):
     """What it does, for the model."""
     input_schema: dict[str, Any] | None = None
     """JSON schema of its input."""
+
+
+ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast()])
 
 
 class ToolChoice(Body):
@@ -95,11 +110,11 @@ class CountTokensBody(Body):
 
     model: str | None = None
     """Name of the model; anything is served by the one model there is."""
-    messages: list[InputMessage]
+    messages: Annotated[list[InputMessage], FailFast(), Field(max_length=MAX_MESSAGES)]
     """The conversation so far. The answer continues a last message of the assistant's."""
-    system: str | list[TextBlock] | None = None
+    system: str | TextBlocks | None = None
     """A system message before it."""
-    tools: list[ClientTool] | None = None
+    tools: ClientTools | None = None
     """What the model may use."""
     tool_choice: ToolChoice | None = None
     """Whether it must, and which."""
@@ -107,6 +122,8 @@ class CountTokensBody(Body):
     """Whether the model thinks before it answers."""
     output_config: OutputConfig | None = None
     """What the answer must look like."""
+    thread: Any = None
+    """Refused: nothing is stored. Anthropic's client then sends whole conversations."""
 
 
 class MessagesBody(CountTokensBody):
@@ -114,7 +131,7 @@ class MessagesBody(CountTokensBody):
 
     max_tokens: UInt32
     """Tokens to generate."""
-    stop_sequences: list[str] | None = None
+    stop_sequences: Texts | None = None
     """Texts that end an answer; they are cut off."""
     temperature: Float32 | None = None
     """0 takes the most probable token; default: 1."""
@@ -124,5 +141,5 @@ class MessagesBody(CountTokensBody):
     """Keep the k most probable tokens."""
     stream: bool | None = None
     """Answer as server-sent events."""
-    metadata: dict[str, Any] | None = None
+    metadata: AnyMetadata | None = None
     """Accepted; not used."""

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import orjson
 from aiohttp import web
-from pydantic import Field
+from pydantic import FailFast, Field
+from typing_extensions import TypeAliasType
 
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
@@ -20,29 +21,15 @@ from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.record import RECORD
 from text_generation_router.api.http.schema import Body, UInt64
 from text_generation_router.api.tgi.generate import GenerateRoutes
-from text_generation_router.errors import InvalidRequest, Unhealthy
+from text_generation_router.errors import InvalidRequest, LengthMismatch, NotUtf8, Unhealthy
 
 MAX_INPUTS = 1024
+"""Texts of one request, in however many inputs they come."""
 
 Byte = Annotated[int, Field(ge=0, le=255)]
+Bytes = TypeAliasType("Bytes", Annotated[list[Byte], FailFast()])
+Strings = TypeAliasType("Strings", Annotated[list[str], FailFast(), Field(max_length=MAX_INPUTS)])
 Json = dict[str, object]
-
-
-class NotUtf8(InvalidRequest):
-    """An input is no text."""
-
-    error_type = "utf8"
-    prefix = ""
-
-
-class LengthMismatch(InvalidRequest):
-    """There are not as many outputs as inputs."""
-
-    error_type = "length mismatch"
-    prefix = ""
-
-    def __init__(self, message: str = "Inputs and outputs length mismatch") -> None:
-        super().__init__(message)
 
 
 class InferInput(Body):
@@ -50,11 +37,11 @@ class InferInput(Body):
 
     name: str
     """Its name."""
-    shape: list[UInt64]
+    shape: Annotated[list[UInt64], FailFast()]
     """Accepted: the data says it already."""
     datatype: str
     """`BYTES`."""
-    data: list[Byte] | Annotated[list[str], Field(max_length=MAX_INPUTS)]
+    data: Bytes | Strings
     """UTF-8 bytes as numbers, or strings."""
 
     @property
@@ -77,15 +64,20 @@ class InferRequestedOutput(Body):
     """Its name."""
 
 
+RequestedOutputs = TypeAliasType(
+    "RequestedOutputs", Annotated[list[InferRequestedOutput], FailFast(), Field(max_length=MAX_INPUTS)]
+)
+
+
 class InferBody(Body):
     """Body of an inference request."""
 
     id: str | None = None
     """Comes back with the answer; absent, the request's id does."""
     parameters: GenerateParameters = GenerateParameters(do_sample=True)
-    inputs: Annotated[list[InferInput], Field(min_length=1, max_length=MAX_INPUTS)]
+    inputs: Annotated[list[InferInput], FailFast(), Field(min_length=1, max_length=MAX_INPUTS)]
     """The prompts."""
-    outputs: Annotated[list[InferRequestedOutput], Field(max_length=MAX_INPUTS)] | None = None
+    outputs: RequestedOutputs | None = None
     """Names of the outputs, one an input; absent, they are named after the inputs."""
 
 
@@ -125,6 +117,9 @@ class KServeRoutes:
         if len(names) != len(body.inputs):
             raise LengthMismatch
         prompts = [one.texts for one in body.inputs]
+        count = sum(len(texts) for texts in prompts)
+        if count > MAX_INPUTS:  # before any of them counts as a generation
+            raise InvalidRequest(f"`inputs` must have at most {MAX_INPUTS} texts in all. Given: {count}")
         answers = iter(
             await self._generate_all(request, [text for texts in prompts for text in texts], body.parameters)
         )
@@ -138,12 +133,12 @@ class KServeRoutes:
         self, request: web.Request, prompts: Sequence[str], parameters: GenerateParameters
     ) -> list[str]:
         records = self._serving.start(request, len(prompts))
-        with self._serving.permits.take(len(prompts)):
-            pass  # there is room for all of them
         bodies = [GenerateBody(inputs=prompt, parameters=parameters) for prompt in prompts]
-        replies = await all_of(
-            [self._generate.reply(body, record) for body, record in zip(bodies, records, strict=True)]
-        )
+        # All or nothing: the places of all are taken at once, and kept until the last of them has its text.
+        with self._serving.permits.take(len(prompts) * self._generate.places(parameters)):
+            replies = await all_of(
+                [self._generate.seated_reply(body, record) for body, record in zip(bodies, records, strict=True)]
+            )
         return [reply["generated_text"] for reply in replies]
 
 

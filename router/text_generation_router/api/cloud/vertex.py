@@ -10,7 +10,7 @@ from typing import Annotated
 
 import orjson
 from aiohttp import web
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, FailFast, Field, Tag
 
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
@@ -22,19 +22,9 @@ from text_generation_router.api.http.schema import Body
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import NoInstances
 
 MAX_INSTANCES = 1024
-
-
-class NoInstances(InvalidRequest):
-    """There is nothing to predict."""
-
-    error_type = "Input validation error"
-    prefix = ""
-
-    def __init__(self, message: str = "Input validation error") -> None:
-        super().__init__(message)
 
 
 class VertexParameters(GenerateParameters):
@@ -71,7 +61,7 @@ Instance = Annotated[
 class VertexBody(Body):
     """Body of /vertex."""
 
-    instances: Annotated[list[Instance], Field(max_length=MAX_INSTANCES)]
+    instances: Annotated[list[Instance], FailFast(), Field(max_length=MAX_INSTANCES)]
     """What to predict: prompts, conversations, or some of each."""
 
 
@@ -89,20 +79,24 @@ class VertexRoutes:
         if not instances:
             raise NoInstances
         records = self._serving.start(request, len(instances))
-        with self._serving.permits.take(len(instances)):
-            pass  # there is room for all of them
-        texts = await all_of(
-            [self._text(instance, record) for instance, record in zip(instances, records, strict=True)]
-        )
+        # All or nothing: the places of all are taken at once, and kept until the last of them has its text.
+        with self._serving.permits.take(sum(self._places(instance) for instance in instances)):
+            texts = await all_of(
+                [self._text(instance, record) for instance, record in zip(instances, records, strict=True)]
+            )
         return web.json_response(VertexAnswer(predictions=texts).model_dump(), dumps=_dumps)
+
+    def _places(self, instance: TextInstance | ChatBody) -> int:
+        if isinstance(instance, TextInstance):
+            return self._generate.places(instance.parameters or VertexParameters())
+        return 1
 
     async def _text(self, instance: TextInstance | ChatBody, record: GenerationRecord) -> str:
         if isinstance(instance, TextInstance):
             body = GenerateBody(inputs=instance.inputs, parameters=instance.parameters or VertexParameters())
-            text: str = (await self._generate.reply(body, record))["generated_text"]
+            text: str = (await self._generate.seated_reply(body, record))["generated_text"]
             return text
-        with self._serving.permits.take(1):
-            return await self._chat.text(instance, [record])
+        return await self._chat.text(instance, [record])
 
 
 def _dumps(value: object) -> str:

@@ -42,7 +42,10 @@ class Permits:
 
     @contextmanager
     def take(self, count: int) -> Iterator[None]:
-        """Hold `count` places for as long as the block lasts. Raises Overloaded."""
+        """Hold `count` places for as long as the block lasts. Raises Overloaded, InvalidRequest where there never are
+        so many."""
+        if count > self.limit:
+            raise InvalidRequest(f"at most {self.limit} generations may be asked for at once. Given: {count}")
         if self.in_use + count > self.limit:
             raise Overloaded
         self.in_use += count
@@ -72,9 +75,12 @@ class Admission:
         return self._grammars is not None
 
     async def admit(
-        self, inputs: str | Sequence[TokenId], parameters: GenerateParameters, extras: Extras = TGI
+        self, inputs: str | Sequence[TokenId], parameters: GenerateParameters, extras: Extras = TGI, count: int = 1
     ) -> Request:
-        """The request a body asks for; `inputs` may be tokens already. Raises InvalidRequest, Overloaded."""
+        """The request a body asks for; `inputs` may be tokens already. `count` generations are to be made of it.
+
+        Raises InvalidRequest, Overloaded.
+        """
         check_parameters(inputs, parameters, self._limits)
         check_extras(extras, self._limits)
         prompt = await self._prompt(inputs, parameters, extras)
@@ -83,9 +89,11 @@ class Admission:
             raise InvalidRequest(
                 f"`min_tokens` must be <= `max_tokens`. Given: {extras.min_new_tokens} and {max_new_tokens}"
             )
-        self._metrics.requests.input_length.observe(len(prompt))
+        for _ in range(count):
+            self._metrics.requests.input_length.observe(len(prompt))
         grammar = await self._grammar(parameters, extras)
-        self._metrics.requests.max_new_tokens.observe(max_new_tokens)
+        for _ in range(count):
+            self._metrics.requests.max_new_tokens.observe(max_new_tokens)
         return Request(
             id=self._next_id(),
             prompt=tuple(prompt),

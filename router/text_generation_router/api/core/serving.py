@@ -15,6 +15,7 @@ from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
+from text_generation_router.errors import Draining
 from text_generation_router.generation import Generations, Sink
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request
@@ -33,9 +34,12 @@ class Serving:
     settings: Settings
 
     def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
-        """`count` generations were asked for; they count from here on."""
+        """`count` generations were asked for; they count from here on. Raises Draining."""
         record = request[RECORD]
-        return [record.start(self.metrics) for _ in range(count)]
+        records = [record.start(self.metrics) for _ in range(count)]
+        if self.generations.draining:
+            raise Draining
+        return records
 
     def several(self, request: Request, count: int) -> list[Request]:
         """`request`, and as many more with seeds of their own as make `count`."""
@@ -45,10 +49,7 @@ class Serving:
     def run(
         self, requests: Sequence[Request], records: Sequence[GenerationRecord], sinks: Sequence[Sink]
     ) -> Iterator[None]:
-        """Queue requests, each with its record and its sink. Leaving the block frees all that they hold.
-
-        Raises Draining.
-        """
+        """Queue requests, each with its record and its sink. Leaving the block frees all that they hold."""
         with ExitStack() as running:
             for request, record, sink in zip(requests, records, sinks, strict=True):
                 record.request = request

@@ -28,9 +28,9 @@ from text_generation_router.chat.events import (
 )
 from text_generation_router.chat.parsers import ReasoningParser, create_parser, starts_in_reasoning
 from text_generation_router.chat.template import TemplateRenderer
-from text_generation_router.errors import InvalidRequest, ServingError, ToolError
+from text_generation_router.errors import ServingError, ToolError
 from text_generation_router.generation import Ending, Piece
-from text_generation_router.grammar.tools import auto_tools, forced_tools
+from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
 from text_generation_router.request import FinishReason, Grammar, GrammarKind, LogprobJson, Request, TokenId, TopToken
 
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
@@ -150,6 +150,8 @@ class AnswerForm:
     reasoning: bool = False
     starts_inside: bool = False
     """The prompt opened the reasoning already."""
+    one_call: bool = False
+    """Tell the first tool call only."""
 
     @property
     def is_plain(self) -> bool:
@@ -159,9 +161,32 @@ class AnswerForm:
     def parser(self) -> OutputParser:
         """A parser for one answer."""
         inner = create_parser(self.calls or "plain", tool_names=self.tool_names)
+        if self.one_call:
+            inner = FirstCall(inner)
         if not self.reasoning:
             return inner
         return ReasoningParser(inner, starts_inside=self.starts_inside)
+
+
+class FirstCall:
+    """Passes on one tool call of `inner`, for clients that can do with no more."""
+
+    def __init__(self, inner: OutputParser) -> None:
+        self._inner = inner
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return self._inner.markers
+
+    def feed(self, text: str) -> Sequence[Event]:
+        return _without_further_calls(self._inner.feed(text))
+
+    def finish(self) -> Sequence[Event]:
+        return _without_further_calls(self._inner.finish())
+
+
+def _without_further_calls(events: Sequence[Event]) -> Sequence[Event]:
+    return [event for event in events if not isinstance(event, ToolCallStart | ToolCallArguments) or event.index == 0]
 
 
 class Turns:
@@ -183,8 +208,6 @@ class Turns:
         self, conversation: Conversation, parameters: GenerateParameters, extras: Extras, count: int = 1
     ) -> Turn:
         """A turn with `count` answers. The caller holds their permits. Raises ServingError."""
-        if not conversation.messages:
-            raise InvalidRequest("`messages` cannot be empty")
         tools = _usable_tools(conversation)
         prompt = await self._renderer.render(replace(conversation, tools=tools))
         choice = conversation.tool_choice
@@ -201,11 +224,12 @@ class Turns:
             # A forced form leaves no room to think.
             reasoning=self._reasoning and (grammar is None or grammar.kind is GrammarKind.LARK),
             starts_inside=starts_in_reasoning(prompt),
+            one_call=not conversation.parallel_tool_calls,
         )
         extras = replace(
             extras, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
-        first = await self._serving.admission.admit(prompt, parameters, extras)
+        first = await self._serving.admission.admit(prompt, parameters, extras, count)
         return Turn(self._serving.several(first, count), prompt, form)
 
     def _visible_special(self, parser: OutputParser) -> frozenset[TokenId]:
@@ -225,12 +249,13 @@ def finish_of(ending: Ending, *, calls: bool) -> Finish:
 
 
 def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
-    """The tools the model may call in this turn. Raises ToolError."""
+    """The tools the model may call in this turn. Raises ToolError, InvalidRequest."""
     tools, choice = conversation.tools, conversation.tool_choice
-    if tools and conversation.grammar is not None:
-        raise ToolError("Grammar and tools are mutually exclusive")
     if choice.mode is ToolMode.NONE:
         return ()
+    check_number(tools)
+    if tools and conversation.grammar is not None:
+        raise ToolError("Grammar and tools are mutually exclusive")
     if choice.mode is ToolMode.NAMED:
         named = [tool for tool in tools if tool.name == choice.name]
         if not named:

@@ -17,6 +17,9 @@ from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import TokenId
 
+LEG_TOKENS = 1024
+"""As many new tokens rule 15 judges; see `new_tokens`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -93,18 +96,18 @@ def _rules(inputs: str | Sequence[TokenId], p: GenerateParameters, limits: Limit
 def new_tokens(input_tokens: int, parameters: GenerateParameters, limits: Limits) -> int:
     """Rules 15 and 16, then how many tokens to generate. Raises InvalidRequest.
 
-    TGI generates in legs of 1024 tokens and judges only the first one, so that `max_new_tokens` of 1500 may bring 2048,
-    and 100000 is accepted and then cut short. Here a request is one generation: rule 15 judges all of it.
+    TGI generates in legs of 1024 tokens and judges only the first one: `max_new_tokens` of 100000 is accepted where 1024
+    fit, and the text may be as long as fits. So here, but in one generation that is never longer than was asked for.
     """
     check_total(input_tokens, parameters, limits, given=str(input_tokens))
     if input_tokens > limits.max_input_tokens:
         raise InvalidRequest(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_tokens}")
-    return _wanted(input_tokens, parameters, limits)
+    return min(_wanted(input_tokens, parameters, limits), limits.max_total_tokens - input_tokens)
 
 
 def check_total(input_tokens: int, parameters: GenerateParameters, limits: Limits, *, given: str) -> None:
     """Rule 15; `given` is how the message calls the prompt's length. Raises InvalidRequest."""
-    wanted = _wanted(input_tokens, parameters, limits)
+    wanted = min(_wanted(input_tokens, parameters, limits), LEG_TOKENS)
     if input_tokens + wanted > limits.max_total_tokens:
         raise InvalidRequest(
             f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "

@@ -83,7 +83,11 @@ def _too_large() -> BodyRejected:
 
 
 def _first_reason(error: ValidationError) -> str:
-    """The first error; of a field that may be several things, what the one that fits best lacks: the deepest error."""
+    """The first error; of a field that may be several things, what the one that fits best lacks: the deepest error.
+
+    There are no more of them than a body has fields, because every list of a body ends at its first wrong entry
+    (`schema.py`): pydantic cannot be asked for some of its errors only.
+    """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     field = errors[0]["loc"][:1]
     first = max((one for one in errors if one["loc"][:1] == field), key=lambda one: len(one["loc"]))

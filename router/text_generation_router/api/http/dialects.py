@@ -4,7 +4,7 @@ The status hangs on the cause alone, never on the route (`errors.py` has them). 
 
     TGI        {"error": text, "error_type": word}                      what its web framework refuses: plain text
     OpenAI     {"error": {"message", "type", "param", "code"}}          in a stream, [DONE] follows
-    Anthropic  {"type": "error", "error": {"type", "message"}}          in a stream, as event: error
+    Anthropic  {"type": "error", "error": {"type", "message"}}          in a stream, as event: error; some have details
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ def dialect_of_path(path: str) -> Dialect:
 
 def error_object(dialect: Dialect, error: ServingError) -> bytes:
     """The failure as JSON."""
-    words = _TABLE.get(type(error), _DEFAULT_WORDS)
+    words = next((_TABLE[kind] for kind in type(error).__mro__ if kind in _TABLE), _DEFAULT_WORDS)
     if dialect is Dialect.TGI:
         return orjson.dumps({"error": str(error), "error_type": error.error_type})
-    return _foreign_object(dialect, words, str(error), error.status)
+    return _foreign_object(dialect, words, str(error), error.status, error.details)
 
 
 def error_response(dialect: Dialect, error: ServingError) -> web.Response:
@@ -146,9 +146,12 @@ def anthropic_error_event(error: ServingError) -> bytes:
     return b"event: error\ndata: %b\n\n" % error_object(Dialect.ANTHROPIC, error)
 
 
-def _foreign_object(dialect: Dialect, words: Words, text: str, status: int) -> bytes:
+def _foreign_object(
+    dialect: Dialect, words: Words, text: str, status: int, details: dict[str, object] | None = None
+) -> bytes:
     if dialect is Dialect.ANTHROPIC:
-        return orjson.dumps({"type": "error", "error": {"type": words.anthropic_type, "message": text}})
+        more = {} if details is None else {"details": details}
+        return orjson.dumps({"type": "error", "error": {"type": words.anthropic_type, "message": text, **more}})
     return orjson.dumps(
         {
             "error": {

@@ -72,10 +72,10 @@ def _failed(request: web.Request, error: Exception) -> web.Response:
         return response
     # A bug: logged whole, told in one word.
     log.error("request handler failed", route=request.path, exc_info=error)
-    if request.writer.output_size > 0:
-        raise ConnectionAbortedError("failed after the first byte") from error
     incomplete = IncompleteGeneration()
     request[RECORD].failed(incomplete)
+    if request.writer.output_size > 0:
+        raise ConnectionAbortedError("failed after the first byte") from error
     return error_response(dialect, incomplete)
 
 
@@ -98,6 +98,7 @@ _REQUEST_HEADERS = ",".join(
 _RESPONSE_HEADERS = ",".join(
     (
         "x-request-id",
+        "request-id",  # Anthropic's name of it
         "retry-after",
         "www-authenticate",
         "x-compute-type",
@@ -136,7 +137,7 @@ class Cors:
                 asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
                 return web.Response(
                     headers={
-                        hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET,POST",
+                        hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET,POST,DELETE",
                         hdrs.ACCESS_CONTROL_ALLOW_HEADERS: asked or _REQUEST_HEADERS,
                         hdrs.ACCESS_CONTROL_MAX_AGE: _REMEMBERED_S,
                         hdrs.VARY: hdrs.ACCESS_CONTROL_REQUEST_HEADERS,

@@ -99,12 +99,14 @@ RECORD = web.RequestKey("record", Record)
 def finish(record: Record, request: web.Request, status: int, metrics: Metrics) -> None:
     """Count and log a request that is over."""
     now = time.monotonic()
+    # The failure of one answer ends the others of its stream.
+    first_failure = next((one.error_type for one in record.generations if one.error_type), None)
     for generation in record.generations:
         error_type = record.error_type or generation.error_type
         if error_type is None and generation.ending is not None:
             metrics.requests.succeeded(generation.spent(now), generation.ending.reason)
         else:
-            metrics.requests.failed(error_type or IncompleteGeneration.error_type)
+            metrics.requests.failed(error_type or first_failure or IncompleteGeneration.error_type)
     write = log.info if request.method == "POST" else log.debug
     write("request finished", route=request.path, status=status, **_fields(record, now))
 

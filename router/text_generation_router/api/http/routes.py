@@ -17,6 +17,7 @@ from text_generation_router.errors import (
     InvalidRequest,
     Overloaded,
     ServingError,
+    Unhealthy,
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -27,6 +28,7 @@ GENERATING: tuple[type[ServingError], ...] = (
     Overloaded,
     IncompleteGeneration,
     Draining,
+    Unhealthy,
 )
 """How a generation can fail."""
 

@@ -65,7 +65,10 @@ class EventStream:
         self._error_event = error_event
 
     def send(self, event: bytes) -> None:
-        """Write one whole event, blank line included, or hold it until the connection takes it."""
+        """Write one whole event, blank line included, or hold it until the connection takes it. Dropped once the stream
+        was closed or failed: of several answers in one stream, one may fail while others go on."""
+        if self._ended:
+            return
         if self._flowing and not self._protocol.writing_paused:
             self._write(event)
         else:

@@ -18,13 +18,12 @@ from text_generation_router.api.openai.chat_chunks import ChatStream, Shown
 from text_generation_router.api.openai.chat_logprobs import content_logprobs
 from text_generation_router.api.openai.chat_messages import to_conversation
 from text_generation_router.api.openai.ids import named, new_call_id
-from text_generation_router.api.openai.parameters import chat_parameters, extras
+from text_generation_router.api.openai.parameters import asked_grammar, chat_parameters, extras
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, StreamOptions
 from text_generation_router.api.openai.usage import usage
+from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
-from text_generation_router.api.tgi.service import tokens_json
-from text_generation_router.grammar.forms import response_format
-from text_generation_router.request import Grammar
+from text_generation_router.api.tgi.tokens import answer_tokens, tokenizer_errors
 
 Json = dict[str, Any]
 
@@ -53,8 +52,8 @@ class ChatRoutes:
             headers = (
                 cost_headers(settings, len(turn.prompt)) | timing_headers(records) | compute_time_header(records[0])
             )
-            reply = self._whole(body, turn, collectors)
-            return web.Response(body=orjson.dumps(reply), content_type="application/json", headers=headers)
+            reply = await self._whole(body, turn, collectors)
+            return web.Response(body=reply, content_type="application/json", headers=headers)
 
     async def text(self, body: ChatBody, records: Sequence[GenerationRecord]) -> str:
         """The text of one answer, for routes that want nothing else."""
@@ -65,13 +64,13 @@ class ChatRoutes:
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /chat_tokenize: the templated text of a conversation, and its tokens."""
         text = await self._turns.prompt(to_conversation(await parse_body(request, ChatTokenizeBody), None))
-        encoding = await self._serving.tokenizer.encode(text, add_special_tokens=False)
-        tokens = b"".join(tokens_json(text, encoding))
-        body = b'{"tokenize_response":%b,"templated_text":%b}' % (tokens, orjson.dumps(text))
-        return web.Response(body=body, content_type="application/json")
+        with tokenizer_errors():
+            encoding = await self._serving.tokenizer.encode(text, add_special_tokens=False)
+        after = b',"templated_text":%b}' % orjson.dumps(text)
+        return await answer_tokens(request, text, encoding, before=b'{"tokenize_response":', after=after)
 
     async def _prepare(self, body: ChatBody, count: int) -> Turn:
-        conversation = to_conversation(body, _grammar(body))
+        conversation = to_conversation(body, asked_grammar(body))
         return await self._turns.prepare(conversation, chat_parameters(body), extras(body), count)
 
     async def _streamed(
@@ -89,21 +88,14 @@ class ChatRoutes:
         with serving.run(turn.requests, records, chat.sinks(records)):
             return await stream.run()
 
-    def _whole(self, body: ChatBody, turn: Turn, collectors: Sequence[Collector]) -> Json:
-        head = named("chatcmpl-", body.model, self._serving.settings)
+    async def _whole(self, body: ChatBody, turn: Turn, collectors: Sequence[Collector]) -> bytes:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
-        return {
-            "id": head.id,
-            "object": "chat.completion",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.fingerprint,
-            "choices": [
-                self._choice(index, body, turn.answer(collector.ended.result()), collector)
-                for index, collector in enumerate(collectors)
-            ],
-            "usage": usage(turn.prompt_tokens, generated),
-        }
+        choices = (
+            self._choice(index, body, turn.answer(collector.ended.result()), collector)
+            for index, collector in enumerate(collectors)
+        )
+        head = named("chatcmpl-", body.model, self._serving.settings)
+        return await whole_answer(head, "chat.completion", choices, usage(turn.prompt_tokens, generated))
 
     def _choice(self, index: int, body: ChatBody, answer: Answer, collector: Collector) -> Json:
         message: Json = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
@@ -120,7 +112,3 @@ class ChatRoutes:
             "logprobs": content_logprobs(collector.pieces, self._serving.tokenizer) if body.logprobs else None,
             "finish_reason": answer.finish.value,
         }
-
-
-def _grammar(body: ChatBody) -> Grammar | None:
-    return None if body.response_format is None else response_format(body.response_format)

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.api.core.turns import AnswerEnd, Reader, Turn, finish_of
+from text_generation_router.api.core.turns import AnswerEnd, Finish, Reader, Turn, finish_of
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.http.sse import EventStream
@@ -18,7 +18,7 @@ from text_generation_router.api.openai.ids import Named, new_call_id
 from text_generation_router.api.openai.usage import usage_json
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import Piece, Sink
+from text_generation_router.generation import Ending, Piece, Sink
 from text_generation_router.request import LogprobJson, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -98,8 +98,11 @@ class ChoiceChunks:
         self._plain = not (chat.shown.logprobs or chat.shown.running_usage)
         self._count = 0
         self._ids: list[str] = []
-        self._first = (
-            self._head + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
+        self._unscored: list[Piece] = []
+        """Tokens whose log-probabilities are to be told with the next chunk: a parser may hold their text back."""
+        self._first = b'%b{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":%b}\n\n' % (
+            self._head,
+            self._usage(),
         )
         """Goes out with the first chunk that has something to say."""
 
@@ -117,37 +120,40 @@ class ChoiceChunks:
             self._first = b""
             return
         delta: Json = {"content": piece.delta}
-        if ending is None:
-            if piece.delta or self._chat.shown.logprobs:
-                self._send(self._opening() + self._chunk(delta, piece))
-            return
-        self._finish(self._opening() + self._chunk(delta, piece, finish_of(ending, calls=False).value), piece)
+        self._hold_logprobs(piece)
+        if ending is not None:
+            self._end(delta, finish_of(ending, calls=False), ending)
+        elif piece.delta or self._unscored:
+            self._send(self._opening() + self._chunk(delta))
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         raise AssertionError("chats do not ask for them")
 
     def on_events(self, events: Sequence[Event], piece: Piece) -> None:
         self._count += 1
+        self._hold_logprobs(piece)
         if events:
-            chunks = [self._chunk(self._delta(event), piece if event is events[0] else None) for event in events]
-            self._send(self._opening() + b"".join(chunks))
+            self._send(self._opening() + b"".join(self._chunk(self._delta(event)) for event in events))
 
     def on_end(self, end: AnswerEnd) -> None:
-        self._record.ending = end.ending
-        self._last(self._opening() + self._chunk({}, None, end.finish.value), end.ending.generated_tokens)
+        self._end({}, end.finish, end.ending)
 
     def on_failure(self, error: ServingError) -> None:
         self._record.failed(error)
         self._chat.stream.fail(error)
 
-    def _finish(self, chunk: bytes, piece: Piece) -> None:
-        assert piece.ending is not None
-        self._record.ending = piece.ending
-        self._last(chunk, piece.ending.generated_tokens)
-
-    def _last(self, chunk: bytes, generated: int) -> None:
-        self._send(chunk + self._chat.ended(generated))
+    def _end(self, delta: Json, finish: Finish, ending: Ending) -> None:
+        self._record.ending = ending
+        chunk = self._opening() + self._chunk(delta, finish.value)
+        self._send(chunk + self._chat.ended(ending.generated_tokens))
         self._chat.close()
+
+    def _hold_logprobs(self, piece: Piece) -> None:
+        if self._chat.shown.logprobs:
+            self._unscored.append(piece)
+
+    def _usage(self) -> bytes:
+        return self._chat.usage(self._count) if self._chat.shown.running_usage else b"null"
 
     def _opening(self) -> bytes:
         first, self._first = self._first, b""
@@ -167,13 +173,12 @@ class ChoiceChunks:
                 }
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
 
-    def _chunk(self, delta: Json, piece: Piece | None, finish: str | None = None) -> bytes:
-        shown = self._chat.shown
-        logprobs = content_logprobs([piece], self._chat.tokenizer) if shown.logprobs and piece is not None else None
+    def _chunk(self, delta: Json, finish: str | None = None) -> bytes:
+        unscored, self._unscored = self._unscored, []
         return b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
             self._head,
             orjson.dumps(delta),
-            orjson.dumps(logprobs),
+            orjson.dumps(content_logprobs(unscored, self._chat.tokenizer) if unscored else None),
             orjson.dumps(finish),
-            self._chat.usage(self._count) if shown.running_usage else b"null",
+            self._usage(),
         )

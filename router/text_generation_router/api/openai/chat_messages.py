@@ -86,6 +86,10 @@ def _tool(tool: ToolDefinition) -> Tool:
             raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {error.msg}") from None
         if not isinstance(parameters, dict):
             raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object")
+    try:
+        orjson.dumps(parameters)
+    except orjson.JSONEncodeError as error:  # templates and grammars write it down again
+        raise InvalidRequest(f"the parameters of tool {function.name!r} are nested too deep") from error
     return Tool(function.name, function.description, parameters or {}, strict=bool(function.strict))
 
 

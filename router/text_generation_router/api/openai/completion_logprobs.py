@@ -54,6 +54,14 @@ class LogprobColumns:
         # OpenAI lists the chosen token in any case.
         self._top.append({**alternatives, text: number(logprob)} if text not in alternatives else alternatives)
 
+    def copy(self) -> LogprobColumns:
+        """The same columns, to go on with apart."""
+        twin = LogprobColumns(self._tokenizer, tops=self._tops)
+        twin._offset = self._offset
+        twin._tokens, twin._logprobs = list(self._tokens), list(self._logprobs)
+        twin._top, twin._offsets = list(self._top), list(self._offsets)
+        return twin
+
     def take(self) -> Json:
         """What was added since the last call."""
         columns: Json = {

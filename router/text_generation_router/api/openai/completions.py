@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from text_generation_router.api.core.collector import Collector
@@ -16,12 +16,12 @@ from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.openai.completion_chunks import CompletionStream
 from text_generation_router.api.openai.completion_logprobs import LogprobColumns
 from text_generation_router.api.openai.ids import named
-from text_generation_router.api.openai.parameters import completion_parameters, extras
+from text_generation_router.api.openai.parameters import asked_grammar, completion_parameters, extras
 from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBody
 from text_generation_router.api.openai.usage import usage
+from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.api.tgi.headers import cost_headers, timing_headers
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
-from text_generation_router.grammar.forms import response_format
 from text_generation_router.request import FinishReason, Request, TokenId
 
 Json = dict[str, Any]
@@ -65,10 +65,8 @@ class CompletionRoutes:
                 with self._serving.run(requests, records, chunks.sinks(requests, records)):
                     return await stream.run()
             collectors = await self._serving.collect(requests, records)
-            reply = self._whole(body, admitted, collectors)
-            return web.Response(
-                body=orjson.dumps(reply), content_type="application/json", headers=headers | timing_headers(records)
-            )
+            reply = await self._whole(body, admitted, collectors)
+            return web.Response(body=reply, content_type="application/json", headers=headers | timing_headers(records))
 
     @property
     def _limit(self) -> int:
@@ -92,44 +90,50 @@ class CompletionRoutes:
             extras(body),
             add_special_tokens=body.add_special_tokens is not False,
             prompt_top_n=(body.logprobs or 0) if body.echo else 0,
-            grammar=None if body.response_format is None else response_format(body.response_format),
+            grammar=asked_grammar(body),
         )
-        first = await serving.admission.admit(prompt, completion_parameters(body), wanted)
+        first = await serving.admission.admit(prompt, completion_parameters(body), wanted, body.n or 1)
         text = prompt if isinstance(prompt, str) else await serving.tokenizer.decode(prompt)
-        return Prompt(text, serving.several(first, body.n or 1))
+        requests = serving.several(first, body.n or 1)
+        if not body.stream:
+            requests[1:] = [replace(one, prompt_logprobs=False, prompt_top_n=0) for one in requests[1:]]
+        return Prompt(text, requests)
 
-    def _whole(self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]) -> Json:
-        head = named("cmpl-", body.model, self._serving.settings)
-        texts = [prompt.text for prompt in prompts for _ in prompt.requests]
+    async def _whole(self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]) -> bytes:
         hidden = body.max_tokens == 0
         generated = 0 if hidden else sum(collector.ended.result().generated_tokens for collector in collectors)
-        return {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.fingerprint,
-            "choices": [
-                self._choice(index, body, text, collector)
-                for index, (text, collector) in enumerate(zip(texts, collectors, strict=True))
-            ],
-            "usage": usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated),
-        }
+        counts = usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated)
+        head = named("cmpl-", body.model, self._serving.settings)
+        return await whole_answer(head, "text_completion", self._choices(body, prompts, collectors), counts)
 
-    def _choice(self, index: int, body: CompletionBody, prompt: str, collector: Collector) -> Json:
+    def _choices(
+        self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]
+    ) -> Iterator[Json]:
+        left = iter(enumerate(collectors))
+        for prompt in prompts:
+            scored: LogprobColumns | None = None
+            for index, collector in islice(left, len(prompt.requests)):
+                if body.logprobs is not None and scored is None:
+                    # Only the first of a prompt's answers brings its log-probabilities: they are the same for all.
+                    scored = LogprobColumns(self._serving.tokenizer, tops=body.logprobs)
+                    if body.echo:
+                        scored.add_prompt(collector.request.prompt, collector.prompt_logprobs, collector.prompt_tops)
+                yield self._choice(index, body, prompt, collector, scored)
+
+    def _choice(
+        self, index: int, body: CompletionBody, prompt: Prompt, collector: Collector, scored: LogprobColumns | None
+    ) -> Json:
         ending = collector.ended.result()
         text = "" if body.max_tokens == 0 else ending.text
         logprobs: Json | None = None
-        if body.logprobs is not None:
-            columns = LogprobColumns(self._serving.tokenizer, tops=body.logprobs)
-            if body.echo:
-                columns.add_prompt(collector.request.prompt, collector.prompt_logprobs, collector.prompt_tops)
+        if scored is not None:
+            columns = scored.copy()
             if body.max_tokens != 0:
                 columns.add(collector.pieces)
             logprobs = columns.take()
         return {
             "index": index,
-            "text": prompt + text if body.echo else text,
+            "text": prompt.text + text if body.echo else text,
             "logprobs": logprobs,
             "finish_reason": "length" if ending.reason is FinishReason.LENGTH else "stop",
         }

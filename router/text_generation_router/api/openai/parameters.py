@@ -6,7 +6,8 @@ from text_generation_router.api.core.extras import Extras
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody, OpenAIBody
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.request import TokenId
+from text_generation_router.grammar.forms import guided, response_format
+from text_generation_router.request import Grammar, TokenId
 
 
 def chat_parameters(body: ChatBody) -> GenerateParameters:
@@ -40,6 +41,20 @@ def extras(body: OpenAIBody) -> Extras:
     )
 
 
+def asked_grammar(body: OpenAIBody) -> Grammar | None:
+    """What the answer must look like; `response_format` wins over vLLM's fields. Raises InvalidRequest."""
+    if body.response_format is not None:
+        return response_format(body.response_format)
+    return guided(
+        {
+            "guided_json": body.guided_json,
+            "guided_regex": body.guided_regex,
+            "guided_choice": body.guided_choice,
+            "structured_outputs": body.structured_outputs,
+        }
+    )
+
+
 def _parameters(
     body: OpenAIBody, *, max_new_tokens: int | None, top_n_tokens: int | None, prompt_logprobs: bool = False
 ) -> GenerateParameters:
@@ -64,7 +79,9 @@ def _parameters(
 def _logit_bias(body: OpenAIBody) -> tuple[tuple[TokenId, float], ...]:
     if not isinstance(body.logit_bias, dict):
         return ()
-    try:
-        return tuple((int(token_id), bias) for token_id, bias in body.logit_bias.items())
-    except ValueError:
-        raise InvalidRequest("`logit_bias` keys must be token ids") from None
+    biases: dict[TokenId, float] = {}
+    for token_id, bias in body.logit_bias.items():
+        if not (token_id.isascii() and token_id.isdecimal()):
+            raise InvalidRequest("`logit_bias` keys must be token ids")
+        biases[int(token_id)] = bias
+    return tuple(biases.items())

@@ -20,6 +20,7 @@ from text_generation_router.api.core.turns import AnswerEnd, Finish
 from text_generation_router.api.openai.blocks import Kind, Script
 from text_generation_router.api.openai.ids import Named, new_call_id, now
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
+from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
 
 Json = dict[str, Any]
@@ -41,6 +42,7 @@ class ResponseScript(Script):
         """Raises InvalidRequest for what cannot be repeated in the answer."""
         super().__init__()
         self._response = _new_response(body, named)
+        self._places = callable_tools(body.tools or ()).places
         self._prompt_tokens = prompt_tokens
         self._sequence = 0
         self._item: Json = {}
@@ -63,13 +65,16 @@ class ResponseScript(Script):
         elif kind is Kind.REASONING:
             item |= {"type": "reasoning", "status": "in_progress", "summary": [], "content": []}
         else:
+            namespace, own = self._places.get(name, (None, name))
             item |= {
                 "type": "function_call",
                 "status": "in_progress",
                 "call_id": new_call_id(),
-                "name": name,
+                "name": own,
                 "arguments": "",
             }
+            if namespace is not None:
+                item["namespace"] = namespace
         self._item = item
         delta = {"type": _DELTAS[kind], **self._place(kind)} | ({"logprobs": []} if kind is Kind.TEXT else {})
         self._delta_head = b'event: %b\ndata: %b,"sequence_number":' % (
@@ -183,7 +188,7 @@ def _new_response(body: ResponsesBody, named: Named) -> Json:
             "text", {"format": (body.text.format if body.text is not None else None) or {"type": "text"}}
         ),
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": _repeated("tools", [tool.model_dump() for tool in body.tools or ()]),
+        "tools": _repeated("tools", [as_sent(tool) for tool in body.tools or ()]),
         "top_logprobs": 0,
         "top_p": _number(body.top_p),
         "truncation": body.truncation or "disabled",

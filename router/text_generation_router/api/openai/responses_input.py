@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from text_generation_router.api.openai.one_answer import Asked
-from text_generation_router.api.openai.responses_schemas import FunctionTool, InputItem, NamedFunction, ResponsesBody
+from text_generation_router.api.openai.responses_schemas import InputItem, ResponsesBody
+from text_generation_router.api.openai.responses_tools import CallableTools, callable_tools
 from text_generation_router.api.openai.schemas import (
     ChatBody,
     ContentPart,
     FunctionCall,
-    FunctionDefinition,
-    FunctionName,
     Message,
-    NamedToolChoice,
     ToolCall,
-    ToolDefinition,
 )
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import response_format
@@ -28,11 +25,15 @@ def to_asked(body: ResponsesBody) -> Asked:
     """What a body asks for. Raises InvalidRequest for what cannot be done, by name."""
     _refuse_what_needs_a_store(body)
     _refuse_logprobs(body)
+    tools = callable_tools(body.tools or ())
     messages = [Message(role="system", content=body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
     else:
-        messages += _messages(body.input)
+        collected = _Messages(messages, tools)
+        for item in body.input:
+            collected.add(item)
+        collected.close()
     if not messages:
         raise InvalidRequest("`input` cannot be empty")
     # Built from values that were validated already.
@@ -41,8 +42,8 @@ def to_asked(body: ResponsesBody) -> Asked:
         temperature=body.temperature,
         top_p=body.top_p,
         max_tokens=body.max_output_tokens,
-        tools=[_tool(tool) for tool in body.tools or ()],
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=tools.definitions,
+        tool_choice=tools.choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         continue_final_message=False,  # an answer is always an item of its own
@@ -69,60 +70,73 @@ def _refuse_logprobs(body: ResponsesBody) -> None:
         raise InvalidRequest("`top_logprobs` is not supported: ask /v1/chat/completions for `logprobs`")
 
 
-def _messages(items: Sequence[InputItem]) -> list[Message]:
-    messages: list[Message] = []
-    names: dict[str, str] = {}
-    reasoning = ""
-    calls_go_on = False
-    """The last message is the assistant's and takes further calls."""
-    for item in items:
+class _Messages:
+    """Collects items. An assistant's message is open until another item than one of its calls comes."""
+
+    def __init__(self, messages: list[Message], tools: CallableTools) -> None:
+        """The items go after `messages`."""
+        self._messages = messages
+        self._tools = tools
+        self._names: dict[str, str] = {}
+        """Functions by the ids of their calls so far."""
+        self._thoughts: list[str] = []
+        self._open: Message | None = None
+        self._calls: list[ToolCall] = []
+        """The open message's."""
+
+    def add(self, item: InputItem) -> None:
+        """The next item. Raises InvalidRequest."""
         match item.type or "message":
             case "reasoning":
-                reasoning += _reasoning(item)
-                continue
+                self._thoughts.append(_reasoning(item))
+                return
             case "message":
-                message = _message(item, reasoning)
-                messages.append(message)
-                calls_go_on = message.role == "assistant"
+                self._message(item)
             case "function_call":
-                call = _call(item)
-                names[str(call.id)] = call.function.name
-                if calls_go_on:
-                    messages[-1] = _with_call(messages[-1], call)
-                else:
-                    messages.append(Message(role="assistant", tool_calls=[call], reasoning_content=reasoning or None))
-                calls_go_on = True
+                self._call(item)
             case "function_call_output":
-                if item.call_id is None:
-                    raise InvalidRequest("an input item of type `function_call_output` has no `call_id`")
-                messages.append(
-                    Message(
-                        role="tool", content=item.output or "", tool_call_id=item.call_id, name=names.get(item.call_id)
-                    )
-                )
-                calls_go_on = False
+                self._output(item)
             case other:
                 raise InvalidRequest(f"input items of type {other[:32]!r} are not supported")
-        reasoning = ""
-    return messages
+        self._thoughts.clear()
 
+    def close(self) -> None:
+        """No more calls for the open message."""
+        if self._open is None:
+            return
+        calls = {"tool_calls": self._calls} if self._calls else {}
+        self._messages.append(self._open.model_copy(update=calls))
+        self._open, self._calls = None, []
 
-def _message(item: InputItem, reasoning: str) -> Message:
-    if item.role not in ROLES:
-        known = ", ".join(f"`{role}`" for role in ROLES)
-        raise InvalidRequest(f"the role of an input message must be one of {known}. Given: {str(item.role)[:32]!r}")
-    thought = reasoning if reasoning and item.role == "assistant" else None
-    return Message(role=item.role, content=item.content, reasoning_content=thought)
+    def _message(self, item: InputItem) -> None:
+        if item.role not in ROLES:
+            known = ", ".join(f"`{role}`" for role in ROLES)
+            raise InvalidRequest(f"the role of an input message must be one of {known}. Given: {str(item.role)[:32]!r}")
+        self.close()
+        if item.role == "assistant":
+            self._open = Message(role=item.role, content=item.content, reasoning_content=self._thought())
+        else:
+            self._messages.append(Message(role=item.role, content=item.content))
 
+    def _call(self, item: InputItem) -> None:
+        if item.call_id is None or item.name is None:
+            raise InvalidRequest("an input item of type `function_call` needs `call_id` and `name`")
+        name = self._tools.name_of(item.namespace, item.name)
+        self._names[item.call_id] = name
+        if self._open is None:
+            self._open = Message(role="assistant", reasoning_content=self._thought())
+        function = FunctionCall(name=name, arguments=item.arguments)
+        self._calls.append(ToolCall(id=item.call_id, type="function", function=function))
 
-def _call(item: InputItem) -> ToolCall:
-    if item.call_id is None or item.name is None:
-        raise InvalidRequest("an input item of type `function_call` needs `call_id` and `name`")
-    return ToolCall(id=item.call_id, type="function", function=FunctionCall(name=item.name, arguments=item.arguments))
+    def _output(self, item: InputItem) -> None:
+        if item.call_id is None:
+            raise InvalidRequest("an input item of type `function_call_output` has no `call_id`")
+        self.close()
+        name = self._names.get(item.call_id)
+        self._messages.append(Message(role="tool", content=item.output or "", tool_call_id=item.call_id, name=name))
 
-
-def _with_call(message: Message, call: ToolCall) -> Message:
-    return message.model_copy(update={"tool_calls": [*(message.tool_calls or ()), call]})
+    def _thought(self) -> str | None:
+        return "".join(self._thoughts) or None
 
 
 def _reasoning(item: InputItem) -> str:
@@ -130,24 +144,3 @@ def _reasoning(item: InputItem) -> str:
         return item.content
     parts: Sequence[ContentPart] = item.content or item.summary or ()
     return "".join(part.text or "" for part in parts)
-
-
-def _tool(tool: FunctionTool) -> ToolDefinition:
-    if tool.type != "function":
-        raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported")
-    if tool.name is None:
-        raise InvalidRequest("a tool of type `function` has no `name`")
-    function = FunctionDefinition(
-        name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
-    )
-    return ToolDefinition(type="function", function=function)
-
-
-def _tool_choice(choice: str | NamedFunction | None) -> str | NamedToolChoice | None:
-    if not isinstance(choice, NamedFunction):
-        return choice
-    if choice.type != "function":
-        raise InvalidRequest(f"a tool choice of type {choice.type[:32]!r} is not supported")
-    if choice.name is None:
-        raise InvalidRequest("a tool choice of type `function` has no `name`")
-    return NamedToolChoice(type="function", function=FunctionName(name=choice.name))

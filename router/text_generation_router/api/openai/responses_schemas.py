@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, FailFast, Field
+from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.schema import Body, Float32, UInt32
+from text_generation_router.api.http.schema import Body, Float32, TextMetadata, Texts, UInt32
 from text_generation_router.api.openai.schemas import ContentPart
+
+MAX_ITEMS = 10_000
+"""Items of an input. None needs a field, so that half a million would be a good body; no model reads so many."""
+MAX_PARTS = 10_000
+"""Parts of one item."""
+
+ItemParts = TypeAliasType("ItemParts", Annotated[list[ContentPart], FailFast(), Field(max_length=MAX_PARTS)])
 
 
 class InputItem(Body):
@@ -22,25 +30,32 @@ class InputItem(Body):
     """Ignored: nothing is stored."""
     role: str | None = None
     """Of a message: `user`, `assistant`, `system` or `developer`."""
-    content: str | list[ContentPart] | None = None
+    content: str | ItemParts | None = None
     """The text of a message or of a reasoning."""
     call_id: str | None = None
     """Which call is made or answered."""
     name: str | None = None
     """The function that is called."""
+    namespace: str | None = None
+    """The namespace it was given in."""
     arguments: str | None = None
     """Of a call: a JSON object as text."""
-    output: str | list[ContentPart] | None = None
+    output: str | ItemParts | None = None
     """What a call gave."""
-    summary: list[ContentPart] | None = None
+    summary: ItemParts | None = None
     """Of a reasoning; counts where it has no content."""
+
+
+InputItems = TypeAliasType("InputItems", Annotated[list[InputItem], FailFast(), Field(max_length=MAX_ITEMS)])
 
 
 class FunctionTool(Body):
     """A function the model may call."""
 
+    model_config = ConfigDict(extra="allow")  # repeated in the answer
+
     type: str
-    """`function`; others are refused."""
+    """`function`; tools that OpenAI would run are left out, other types refused."""
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Its name."""
     description: str | None = None
@@ -49,6 +64,19 @@ class FunctionTool(Body):
     """JSON schema of its arguments."""
     strict: bool | None = None
     """Accepted: forced calls always follow the schema."""
+
+
+FunctionTools = TypeAliasType("FunctionTools", Annotated[list[FunctionTool], FailFast()])
+
+
+class AnyTool(FunctionTool):
+    """A function the model may call, or with the type `namespace` several that belong together."""
+
+    tools: FunctionTools | None = None
+    """Of a namespace: its functions."""
+
+
+AnyTools = TypeAliasType("AnyTools", Annotated[list[AnyTool], FailFast()])
 
 
 class NamedFunction(Body):
@@ -83,7 +111,7 @@ class ResponsesBody(Body):
 
     model: str | None = None
     """Name of the model; anything is served by the one model there is."""
-    input: str | list[InputItem]
+    input: str | InputItems
     """The conversation so far; a text is the user's."""
     instructions: str | None = None
     """A system message before it."""
@@ -95,7 +123,7 @@ class ResponsesBody(Body):
     """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
     stream: bool | None = None
     """Answer as server-sent events."""
-    tools: list[FunctionTool] | None = None
+    tools: AnyTools | None = None
     """What the model may call."""
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
     """Whether it must, and which."""
@@ -105,13 +133,13 @@ class ResponsesBody(Body):
     """What the text must look like."""
     reasoning: ReasoningOptions | None = None
     """How the model thinks."""
-    metadata: dict[str, str] | None = None
+    metadata: TextMetadata | None = None
     """Repeated in the answer."""
     truncation: Literal["auto", "disabled"] | None = None
     """Accepted: a conversation that is too long is refused in any case."""
     store: bool | None = None
     """Accepted: nothing is stored, and the answer says so."""
-    include: list[str] | None = None
+    include: Texts | None = None
     """Accepted where it is about what is not here anyhow; log-probabilities are refused."""
     top_logprobs: UInt32 | None = None
     """Refused unless it is 0."""

@@ -12,7 +12,17 @@ from pydantic import BeforeValidator, FailFast, Field
 from typing_extensions import TypeAliasType
 
 from text_generation_router.api.core.extras import MAX_LOGIT_BIAS
-from text_generation_router.api.http.schema import Body, Float32, Int32, UInt32, UInt64
+from text_generation_router.api.http.schema import (
+    Body,
+    Float32,
+    Int32,
+    Texts,
+    TokenIdLists,
+    TokenIds,
+    UInt32,
+    UInt64,
+    at_most,
+)
 
 MAX_CHOICES = 128
 """OpenAI's own limit of `n`."""
@@ -20,20 +30,7 @@ MAX_CHOICES = 128
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
-def _few(biases: Any) -> Any:  # noqa: ANN401 - whatever the body has
-    """Counted before each of them is looked at."""
-    if isinstance(biases, dict) and len(biases) > MAX_LOGIT_BIAS:
-        raise ValueError(f"at most {MAX_LOGIT_BIAS} tokens")
-    return biases
-
-
-# Lists stop at their first wrong entry: a body of half a million of them is refused as fast as one. As aliases, because
-# pydantic's marker cannot stand in a union.
-Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
-TokenIds = TypeAliasType("TokenIds", Annotated[list[UInt32], FailFast()])
-TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
-
-Biases = TypeAliasType("Biases", Annotated[dict[str, float], BeforeValidator(_few)])
+Biases = TypeAliasType("Biases", Annotated[dict[str, float], BeforeValidator(at_most(MAX_LOGIT_BIAS, "tokens"))])
 BiasList = TypeAliasType("BiasList", Annotated[list[float], FailFast()])
 LogitBias = Biases | BiasList
 """OpenAI's: token id, written as text, to bias. TGI's clients send a list, which TGI ignores."""
@@ -85,6 +82,16 @@ class OpenAIBody(Body):
     """No end before so many tokens."""
     stop_token_ids: TokenIds | None = None
     """Tokens that end an answer."""
+    response_format: dict[str, Any] | None = None
+    """What the answer must look like."""
+    guided_json: dict[str, Any] | str | None = None
+    """vLLM's: a JSON schema for the answer."""
+    guided_regex: str | None = None
+    """vLLM's: an expression for the answer."""
+    guided_choice: Texts | None = None
+    """vLLM's: the answer is one of these."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: one of `json`, `regex`, `choice`."""
     user: str | None = None
     """Accepted; not used."""
 
@@ -205,8 +212,6 @@ class ChatBody(OpenAIBody):
     """TGI's: what the model is told of the tools."""
     parallel_tool_calls: bool | None = None
     """Whether several calls may be made at once."""
-    response_format: dict[str, Any] | None = None
-    """What the answer must look like."""
     continue_final_message: bool | None = None
     """Go on with the last message; default: if it is the assistant's."""
     add_generation_prompt: bool | None = None
@@ -234,8 +239,6 @@ class CompletionBody(OpenAIBody):
     """Must be 1 or equal `n`."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own, such as the first one; default: true."""
-    response_format: dict[str, Any] | None = None
-    """What the text must look like."""
 
 
 class ChatTokenizeBody(ChatBody):

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody
+from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody, GenerateParameters
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.validation import check_streamed, check_whole
 from text_generation_router.api.http.bodies import parse_body
@@ -58,13 +58,21 @@ class GenerateRoutes:
 
     async def reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
         """The whole reply to a body, `best_of` sequences and all. Raises ServingError."""
+        with self._serving.permits.take(self.places(body.parameters)):
+            return await self.seated_reply(body, record)
+
+    def places(self, parameters: GenerateParameters) -> int:
+        """How many generations a whole reply takes at once: one for each sequence tried. Raises InvalidRequest."""
+        check_whole(parameters, self._serving.settings.limits)
+        return parameters.best_of or 1
+
+    async def seated_reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
+        """The same for a caller that holds the reply's places (`places`) already: this takes none."""
         serving = self._serving
-        check_whole(body.parameters, serving.settings.limits)
-        count = max(body.parameters.best_of or 1, 1)
-        with serving.permits.take(count):
-            first = await serving.admission.admit(body.inputs, body.parameters)
-            # One generation was asked for, however many sequences are tried for it.
-            collectors = await serving.collect(serving.several(first, count), [record] * count)
+        count = self.places(body.parameters)
+        first = await serving.admission.admit(body.inputs, body.parameters)
+        # One generation was asked for, however many sequences are tried for it.
+        collectors = await serving.collect(serving.several(first, count), [record] * count)
         best = max(collectors, key=lambda collector: collector.mean_logprob)
         record.request, record.ending, record.times = best.request, best.ended.result(), best.times
         others = [collector for collector in collectors if collector is not best]

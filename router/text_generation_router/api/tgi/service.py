@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import orjson
@@ -15,12 +13,13 @@ from text_generation_router.api.core.extras import check_token_ids
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.http.bodies import parse_body, parse_json
 from text_generation_router.api.tgi.service_schemas import DetokenizeBody, PromptBody, tokenize_body
-from text_generation_router.errors import InvalidRequest, NotFound, ServingError, Unhealthy
+from text_generation_router.api.tgi.tokens import answer_tokens, tokenizer_errors
+from text_generation_router.errors import NotFound, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
-from text_generation_router.text.tokenizer import Encoding, Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer
 
-CHUNK_TOKENS = 4096
-"""Tokens written down at a time: a few milliseconds."""
+MODEL_ALIAS = "tgi"
+"""What TGI's clients call whatever model is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +83,9 @@ class ServiceRoutes:
         if isinstance(body, PromptBody):
             return await self._token_ids(body)
         text = body.inputs
-        with _tokenizer_errors():
+        with tokenizer_errors():
             encoding = await self._tokenizer.encode(text, add_special_tokens=True)
-        chunks = tokens_json(text, encoding)
-        if len(encoding.ids) <= CHUNK_TOKENS:
-            return web.Response(body=b"".join(chunks), content_type="application/json")
-        # Half a million tokens are tens of megabytes of JSON: written as they are made, they are never held whole.
-        response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: "application/json"})
-        await response.prepare(request)
-        for chunk in chunks:
-            await response.write(chunk)
-            await asyncio.sleep(0)
-        await response.write_eof()
-        return response
+        return await answer_tokens(request, text, encoding)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize: the text of tokens, special ones included.
@@ -105,7 +94,7 @@ class ServiceRoutes:
         """
         ids = (await parse_body(request, DetokenizeBody)).ids
         check_token_ids("ids", ids, self._limits)
-        with _tokenizer_errors():
+        with tokenizer_errors():
             text = await self._tokenizer.decode(ids)
         return _json({"text": text, "prompt": text})
 
@@ -127,63 +116,21 @@ class ServiceRoutes:
         return _json({"object": "list", "data": [self._model.as_listed]})
 
     async def one_model(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models/{model}: a model, if it is served."""
+        """GET /v1/models/{model}: a model, if it is served; `tgi` is the one that is."""
         model_id = request.match_info["model"]
-        if model_id != self._model.model_id:
+        if model_id not in (self._model.model_id, MODEL_ALIAS):
             raise NotFound(f"The model `{model_id}` does not exist")
         return _json(self._model.as_listed)
 
     async def _token_ids(self, body: PromptBody) -> web.Response:
         """As vLLM answers."""
-        with _tokenizer_errors():
+        with tokenizer_errors():
             ids = await self._tokenizer.encode_ids(body.prompt, add_special_tokens=body.add_special_tokens)
         return _json({"count": len(ids), "max_model_len": self._limits.max_total_tokens, "tokens": ids})
 
 
-def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
-    """The answer of /tokenize, in pieces of CHUNK_TOKENS tokens.
-
-    The tokenizer counts characters, TGI counts bytes. A token that is part of a character stands for all of it.
-    """
-    at_character = at_byte = 0
-    before = b"["
-    for first in range(0, len(encoding.ids), CHUNK_TOKENS):
-        tokens: list[dict[str, object]] = []
-        chunk = slice(first, first + CHUNK_TOKENS)
-        for token_id, (start, stop) in zip(encoding.ids[chunk], encoding.offsets[chunk], strict=True):
-            if start == stop:  # added by the tokenizer
-                tokens.append({"id": token_id, "text": "", "start": 0, "stop": 0})
-                continue
-            # Offsets all but always rise, so walking from the last one keeps this linear.
-            if start >= at_character:
-                at_byte += _bytes(text[at_character:start])
-            else:
-                at_byte -= _bytes(text[start:at_character])
-            at_character = start
-            piece = text[start:stop]
-            tokens.append({"id": token_id, "text": piece, "start": at_byte, "stop": at_byte + _bytes(piece)})
-        yield before + orjson.dumps(tokens)[1:-1]
-        before = b","
-    yield b"[]" if not encoding.ids else b"]"
-
-
-@contextmanager
-def _tokenizer_errors() -> Iterator[None]:
-    """What a tokenizer says of a text is the client's to know."""
-    try:
-        yield
-    except ServingError:
-        raise
-    except Exception as error:
-        raise InvalidRequest(f"tokenizer error {error}") from error
-
-
 def _json(value: object) -> web.Response:
     return web.Response(body=orjson.dumps(value), content_type="application/json")
-
-
-def _bytes(text: str) -> int:
-    return len(text.encode())
 
 
 def _info(info: ModelInfo, permits: Permits, settings: Settings) -> dict[str, object]:

@@ -12,14 +12,13 @@ from text_generation_router.chat.parsers.json_calls import JsonCallsParser
 from text_generation_router.chat.parsers.llama3_json import TAG, Llama3JsonParser
 from text_generation_router.chat.parsers.mistral import CALLS, MistralParser
 from text_generation_router.chat.parsers.plain import PlainParser
-from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, ReasoningParser
+from text_generation_router.chat.parsers.reasoning import THINK, ReasoningParser
 
 __all__ = [
     "PARSERS",
     "ReasoningParser",
     "create_parser",
     "detect_format",
-    "detect_reasoning",
     "starts_in_reasoning",
 ]
 
@@ -34,7 +33,6 @@ PARSERS: Final[dict[str, Callable[[Collection[str]], OutputParser]]] = {
     "mistral": MistralParser,
     "json": JsonAnswerParser,
     "json_calls": JsonCallsParser,
-    "tgi": JsonCallsParser,  # both forms are read either way
     "plain": _plain,
 }
 
@@ -60,11 +58,6 @@ def detect_format(template: str, special_tokens: Collection[str]) -> str:
         if marker in template or (marker in special_tokens and "tools" in template):
             return name
     return "json"
-
-
-def detect_reasoning(template: str) -> bool:
-    """Whether a chat template knows of reasoning: a hint that the model thinks before it answers."""
-    return THINK in template or END_THINK in template
 
 
 def starts_in_reasoning(prompt: str, start: str = THINK) -> bool:

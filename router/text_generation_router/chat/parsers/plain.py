@@ -8,7 +8,7 @@ from text_generation_router.chat.events import Event, TextDelta
 
 
 class PlainParser:
-    """Passes text on. Every chat stream without tools runs through it, so it does nothing else."""
+    """Passes text on: alone for an answer read whole, or inside the parser of reasoning. Plain streams need no parser."""
 
     __slots__ = ()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
+from text_generation_router.chat.conversation import Conversation, Json, Tool
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.chat.template_input import DEFAULT_TOOL_PROMPT, plain_message, template_input
 from text_generation_router.errors import InvalidRequest, TemplateError
@@ -69,14 +69,6 @@ def test_a_tool_prompt_of_ones_own(prompt: str, said: str) -> None:
     assert given["messages"][0]["content"] == f"Hello\n---\n[{NOW_FOR_TGI}]\n{said}"
 
 
-def test_tools_as_text_on_demand() -> None:
-    templates = ChatTemplates({"default": "x", "tool_use": "y"}, {}, frozenset({"default", "tool_use"}))
-    request = template_input(Conversation([HELLO], [NOW]), templates, tools_in_template=False)
-    assert request.template == "default"
-    assert request.variables["tools"] is None
-    assert NOW_FOR_TGI in request.variables["messages"][0]["content"]
-
-
 def test_a_message_without_text_and_one_to_be_continued_are_left_alone() -> None:
     after_call = variables(Conversation([HELLO, CALL], [NOW]))["messages"]
     assert after_call[0]["content"].startswith("Hello\n---\n")
@@ -84,18 +76,6 @@ def test_a_message_without_text_and_one_to_be_continued_are_left_alone() -> None
     continued = variables(Conversation([HELLO, HI], [NOW]))["messages"]
     assert continued[0]["content"].startswith("Hello\n---\n")
     assert continued[1] == HI
-
-
-def test_which_tools_are_offered() -> None:
-    def names(choice: ToolChoice) -> list[str] | None:
-        tools = variables(Conversation([HELLO], [ADD, NOW], choice), WITH_TOOLS)["tools"]
-        return None if tools is None else [tool["function"]["name"] for tool in tools]
-
-    assert names(ToolChoice(ToolMode.AUTO)) == ["add", "now"]
-    assert names(ToolChoice(ToolMode.REQUIRED)) == ["add", "now"]
-    assert names(ToolChoice(ToolMode.NAMED, "now")) == ["now"]
-    assert names(ToolChoice(ToolMode.NONE)) is None
-    assert variables(Conversation([HELLO], [ADD], ToolChoice(ToolMode.NONE)))["messages"] == [HELLO]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +110,6 @@ def test_a_message_as_transformers_passes_it() -> None:
 @pytest.mark.parametrize(
     ("conversation", "message"),
     [
-        (Conversation([]), "Template error: there are no messages"),
         (Conversation([CALL], continue_final_message=True), "has no content that could be continued"),
         (Conversation([{"role": "user", "content": [{"type": "image_url"}]}]), "a message has a part that is no text"),
         (Conversation([{"role": "user", "content": "\ud800"}]), "cannot be passed to the template"),
@@ -140,6 +119,11 @@ def test_a_message_as_transformers_passes_it() -> None:
 def test_what_cannot_be_a_prompt(conversation: Conversation, message: str) -> None:
     with pytest.raises(TemplateError, match=message):
         variables(conversation)
+
+
+def test_a_conversation_has_messages() -> None:
+    with pytest.raises(InvalidRequest, match=r"^Input validation error: `messages` cannot be empty$"):
+        variables(Conversation([]))
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message"])

@@ -106,7 +106,7 @@ def outcome(render: Callable[[], str]) -> str:
 def test_a_new_turn(name: str, messages: list[Json], tools: tuple[Tool, ...]) -> None:
     text = (HERE / "templates" / f"{name}.jinja").read_text()
     templates = of(text)
-    tools = tools if templates.uses_tools(tools_given=True) else ()
+    tools = tools if templates.choose(tools_given=True) in templates.using_tools else ()
     for prompt, kwargs in [
         (True, {}),
         (False, {"enable_thinking": False, "date_string": "1 May", "tools_in_user_message": False}),

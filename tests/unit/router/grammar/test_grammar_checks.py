@@ -165,6 +165,12 @@ def test_objects_are_closed_but_not_where_schemas_are_merged() -> None:
     )
 
 
+def test_what_names_properties_is_an_object() -> None:
+    assert judge({"properties": {"o": {"properties": {}}}})["type"] == "object"
+    assert judge({"properties": {"o": {"properties": {}}}})["properties"]["o"]["type"] == "object"
+    assert "type" not in judge({"properties": {}, "anyOf": [{"type": "object"}]})
+
+
 def test_keywords_that_constrain_nothing_are_dropped() -> None:
     assert judge({"uniqueItems": False, "minContains": 2, "then": {}, "propertyNames": {"type": "string"}}) == {}
     assert judge({"uniqueItems": True, "maxItems": 1}) == {"maxItems": 1}

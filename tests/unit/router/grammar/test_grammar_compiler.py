@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_router.errors import InvalidRequest, Overloaded
-from text_generation_router.grammar.compiler import GrammarCompiler, NoGrammars, grammar_sandbox
+from text_generation_router.errors import InvalidRequest, Overloaded, Unhealthy
+from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.grammar.forms import read_schema, regex_grammar, schema_grammar
 from text_generation_router.request import Grammar, GrammarKind
 from text_generation_router.sandbox.pool import Sandbox, Setup
@@ -39,12 +39,12 @@ async def test_good_grammars_pass_and_bad_ones_keep_being_refused_in_tgis_words(
         )
 
 
-async def test_a_verdict_is_remembered(sandbox: Sandbox) -> None:
+async def test_a_verdict_is_remembered_and_without_a_sandbox_there_is_none(sandbox: Sandbox) -> None:
     compiler = GrammarCompiler(sandbox)
     await compiler.prove(GOOD)
     await sandbox.close()
     await compiler.prove(GOOD)
-    with pytest.raises(InvalidRequest, match="it cannot be judged now"):
+    with pytest.raises(Unhealthy, match="grammars cannot be compiled now"):
         await compiler.prove(regex_grammar("other"))
 
 
@@ -105,8 +105,3 @@ async def _all(compiler: GrammarCompiler, grammars: list[Grammar]) -> list[Excep
     async with asyncio.TaskGroup() as tasks:
         asked = [tasks.create_task(error_of(grammar)) for grammar in grammars]
     return [task.result() for task in asked]
-
-
-async def test_where_grammars_are_off_none_is_supported() -> None:
-    with pytest.raises(InvalidRequest, match=r"^Input validation error: grammar is not supported$"):
-        await NoGrammars().prove(GOOD)

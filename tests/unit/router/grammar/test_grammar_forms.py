@@ -15,7 +15,8 @@ Json = dict[str, Any]
 
 SCHEMA: Json = {"properties": {"a": {"type": "string", "description": "é"}}, "required": ["a"]}
 AS_GRAMMAR = Grammar(
-    GrammarKind.JSON_SCHEMA, '{"properties":{"a":{"type":"string"}},"required":["a"],"additionalProperties":false}'
+    GrammarKind.JSON_SCHEMA,
+    '{"properties":{"a":{"type":"string"}},"required":["a"],"type":"object","additionalProperties":false}',
 )
 PREFIX = "Input validation error: "
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from text_generation_router.chat.conversation import Tool
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import choice_grammar, read_schema, regex_grammar, schema_grammar
 from text_generation_router.grammar.job import compile_job, compiled, prove
-from text_generation_router.grammar.options import JSON_OPTIONS
-from text_generation_router.grammar.tools import auto_tools, forced_tools
+from text_generation_router.grammar.options import JSON_OPTIONS, LIMITS
+from text_generation_router.grammar.tools import MAX_TOOLS, auto_tools, forced_tools
 from text_generation_router.request import Grammar, GrammarKind
 from text_generation_shard.grammar import JSON_OPTIONS as SHARD_OPTIONS
+from text_generation_shard.grammar import LIMITS as SHARD_LIMITS
 
 Json = dict[str, Any]
 
@@ -39,9 +41,9 @@ def tokenizer(demo_model: Path) -> LLTokenizer:
     return LLTokenizer(str(demo_model / "tokenizer.json"))
 
 
-def test_the_shard_compiles_with_the_same_options() -> None:
-    """All but `coerce_one_of`: what reaches the shard was proven without."""
-    assert {**JSON_OPTIONS, "coerce_one_of": True} == {**SHARD_OPTIONS, "coerce_one_of": True}
+def test_the_shard_compiles_with_the_same_options_and_limits() -> None:
+    assert {**JSON_OPTIONS} == {**SHARD_OPTIONS}
+    assert {**LIMITS} == {**SHARD_LIMITS}
 
 
 def allows(grammar: Grammar, text: str, tokenizer: LLTokenizer) -> bool:
@@ -115,11 +117,11 @@ def test_a_named_tool_must_be_called_with_what_its_schema_says(tokenizer: LLToke
 
 
 def test_one_of_the_tools_must_be_called(tokenizer: LLTokenizer) -> None:
-    grammar = forced_tools([WEATHER, CLOCK], arguments_key="parameters")
+    grammar = forced_tools([WEATHER, CLOCK])
     prove(grammar, tokenizer)
-    assert allows(grammar, CALL.replace("arguments", "parameters"), tokenizer)
-    assert allows(grammar, '{"name": "get_time", "parameters": {}}', tokenizer)
-    assert not allows(grammar, '{"name": "get_time", "parameters": {"city": "Paris"}}', tokenizer)
+    assert allows(grammar, CALL, tokenizer)
+    assert allows(grammar, '{"name": "get_time", "arguments": {}}', tokenizer)
+    assert not allows(grammar, '{"name": "get_time", "arguments": {"city": "Paris"}}', tokenizer)
 
 
 def test_arguments_are_an_object_also_where_the_schema_forgets_to_say_so(tokenizer: LLTokenizer) -> None:
@@ -128,6 +130,24 @@ def test_arguments_are_an_object_also_where_the_schema_forgets_to_say_so(tokeniz
     assert not allows(grammar, '{"name": "f", "arguments": 1}', tokenizer)
     with pytest.raises(InvalidRequest, match="the parameters of tool f must be an object"):
         forced_tools([Tool("f", None, {"type": "string"})])
+
+
+def test_there_is_a_limit_to_tools() -> None:
+    many = [Tool(f"f{number}") for number in range(MAX_TOOLS + 1)]
+    forced_tools(many[:-1])
+    for make in (forced_tools, lambda tools: auto_tools(tools, "<", ">")):
+        with pytest.raises(InvalidRequest, match=r": at most 128 tools are supported\. Given: 129$"):
+            make(many)
+
+
+def test_tools_too_large_together_are_refused_before_any_of_them_is_read() -> None:
+    """Each of them is small enough; to read all of them takes seconds."""
+    parameters: Json = {"properties": {f"p{number}": {"type": "string", "title": "x"} for number in range(1999)}}
+    tools = [Tool(f"f{number}", None, parameters) for number in range(MAX_TOOLS)]
+    start = time.thread_time()
+    with pytest.raises(InvalidRequest, match="the schema has more than 8000 values"):
+        forced_tools(tools)
+    assert time.thread_time() - start < 0.05
 
 
 def test_a_recursive_tool_is_refused(tokenizer: LLTokenizer) -> None:
@@ -156,3 +176,9 @@ def test_the_job_answers_with_nothing_or_with_tgis_words(demo_model: Path) -> No
 def test_the_job_needs_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         compile_job({"tokenizer": str(tmp_path / "tokenizer.json")})
+
+
+def test_a_grammar_that_fails_at_its_first_token_is_refused(tokenizer: LLTokenizer) -> None:
+    """Its first mask is fine; the objects it allows are too many to keep track of once one begins."""
+    wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(600)}}
+    assert "cannot compile regex from schema" in refusal(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wide)), tokenizer)

@@ -158,6 +158,30 @@ async def test_a_worker_that_dies_is_replaced() -> None:
         assert int(await sandbox.call(b"pid")) != before
 
 
+async def test_a_job_whose_worker_was_killed_is_done_by_another(tmp_path: Path) -> None:
+    pipe = a_pipe(tmp_path)
+    async with a_sandbox() as sandbox, asyncio.TaskGroup() as tasks:
+        [before] = sandbox.pids
+        job = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+        await until(lambda: psutil.Process(before).status() == psutil.STATUS_SLEEPING and not sandbox.waiting)
+        os.kill(before, signal.SIGKILL)
+        await until_gone(before)
+        await asyncio.to_thread(pipe.write_text, "done all the same")
+        assert await job == b"done all the same"
+
+
+async def test_who_waits_too_long_for_a_worker_is_told_so(tmp_path: Path) -> None:
+    pipe = a_pipe(tmp_path)
+    async with a_sandbox() as sandbox, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+        await asyncio.sleep(0)  # it takes the only worker
+        with pytest.raises(Overloaded):
+            await sandbox.call(b"pid")
+        assert sandbox.waiting == 0
+        await asyncio.to_thread(pipe.write_text, "done")
+        assert await running == b"done"
+
+
 async def test_an_idle_worker_that_dies_is_replaced() -> None:
     async with a_sandbox() as sandbox:
         [before] = sandbox.pids

@@ -9,7 +9,7 @@ import pytest
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.request import Grammar, GrammarKind, Request, RequestId, Sampling
 from text_generation_router.scheduling.steps import Admission, Orders
-from text_generation_router.shards.convert import grammar_kinds_from_pb, orders_to_pb, prompt_tops_from_pb
+from text_generation_router.shards.convert import orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
 from text_generation_shard import engine
 
@@ -87,8 +87,3 @@ def test_prompt_top_tokens_are_read_from_their_columns() -> None:
     )
     assert prompt_tops_from_pb(scored) == [[], [(5, b"-0.5"), (6, b"-1.5")], [(7, b"-2.5")]]
     assert prompt_tops_from_pb(pb.PromptLogprobs(logprobs=[0.0])) == []
-
-
-def test_the_router_knows_which_grammars_a_shard_serves() -> None:
-    assert grammar_kinds_from_pb(pb.InfoResponse()) == frozenset()
-    assert grammar_kinds_from_pb(pb.InfoResponse(grammar_kinds=[pb.GRAMMAR_KIND_REGEX, 99])) == {GrammarKind.REGEX}  # type: ignore[list-item]

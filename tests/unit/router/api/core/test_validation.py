@@ -145,3 +145,21 @@ def test_a_request_is_sampled_if_a_parameter_differs_from_neutral(parameters: di
 def test_a_given_seed_is_kept_and_a_missing_one_is_drawn() -> None:
     assert to_sampling(GenerateParameters(seed=0), TGI, random_seed=7).seed == 0
     assert to_sampling(GenerateParameters(), TGI, random_seed=7).seed == 7
+
+
+ROOMY = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=2000, max_total_tokens=2048)
+
+
+@pytest.mark.parametrize(
+    ("input_tokens", "asked", "granted"),
+    [(5, 100_000, 2043), (1024, 100_000, 1024), (5, 1500, 1500), (1000, 1040, 1040)],
+)
+def test_rule_15_judges_1024_new_tokens_and_the_text_may_be_as_long_as_fits(
+    input_tokens: int, asked: int, granted: int
+) -> None:
+    assert new_tokens(input_tokens, GenerateParameters(max_new_tokens=asked), ROOMY) == granted
+
+
+def test_rule_15_names_what_it_judged() -> None:
+    with pytest.raises(InvalidRequest, match="Given: 1025 `inputs` tokens and 1024 `max_new_tokens`"):
+        new_tokens(1025, GenerateParameters(max_new_tokens=100_000), ROOMY)

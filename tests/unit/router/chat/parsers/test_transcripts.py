@@ -245,7 +245,6 @@ TRANSCRIPTS = [
         ("llama3_json", "", LLAMA),
         ("mistral", "", MISTRAL),
         ("json_calls", "", JSON_CALLS),
-        ("tgi", "", JSON_CALLS),
         ("json", "", JSON_ANSWER),
         ("plain", "", PLAIN),
         ("hermes", "told", THINKS),

@@ -1,0 +1,147 @@
+"""The tools of a Responses body: which of them the model may call here, under which names.
+
+    function      called under its own name
+    namespace     its functions, each under its own name where no other has it, else `<namespace>__<name>`
+    hosted        what OpenAI's servers or its own models' formats are needed for: left out, nobody is there to run it
+
+A call is told by the function's own name and its namespace, whatever the model knows it by.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from text_generation_router.api.openai.responses_schemas import AnyTool, FunctionTool, NamedFunction
+from text_generation_router.api.openai.schemas import FunctionDefinition, FunctionName, NamedToolChoice, ToolDefinition
+from text_generation_router.errors import InvalidRequest
+
+HOSTED = frozenset(
+    (
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use",
+        "computer_use_preview",
+        "custom",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "programmatic_tool_calling",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    )
+)
+"""Types of tools that are left out. Others that are not known are refused: they may be slips of the pen."""
+
+Place = tuple[str | None, str]
+"""A function's namespace, if it has one, and its own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTools:
+    """What the model may call."""
+
+    definitions: Sequence[ToolDefinition]
+    """The functions, by the names the model calls them."""
+    names: Mapping[Place, str]
+    """The model's name of each function that has a namespace."""
+    places: Mapping[str, Place]
+    """The same the other way round."""
+    left_out: Sequence[str]
+    """Types of the tools that the model is not told of."""
+
+    def name_of(self, namespace: str | None, name: str) -> str:
+        """What the model knows a function by, also one that an earlier request had."""
+        if namespace is None:
+            return name
+        return self.names.get((namespace, name)) or _qualified(namespace, name)
+
+    def choice(self, choice: str | NamedFunction | None) -> str | NamedToolChoice | None:
+        """Whether it must call, and which. Raises InvalidRequest where it cannot."""
+        if isinstance(choice, NamedFunction):
+            if choice.type != "function":
+                raise InvalidRequest(f"a tool choice of type {choice.type[:32]!r} is not supported")
+            if choice.name is None:
+                raise InvalidRequest("a tool choice of type `function` has no `name`")
+            return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
+        if choice == "required" and self.left_out and not self.definitions:
+            raise InvalidRequest(
+                f"`tool_choice` is `required`, but tools of type {self.left_out[0]!r} are not supported"
+            )
+        return choice
+
+
+def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
+    """What of a body's tools can be called. Raises InvalidRequest for the others, by name."""
+    functions: list[tuple[str | None, FunctionTool]] = []
+    left_out: list[str] = []
+    for namespace, tool in _flat(tools):
+        if tool.type == "function":
+            functions.append((namespace, tool))
+        elif tool.type in HOSTED:
+            left_out.append(tool.type)
+        else:
+            raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported")
+    holders = Counter(tool.name for _, tool in functions)
+    names: dict[Place, str] = {}
+    taken = {tool.name for namespace, tool in functions if namespace is None}
+    definitions: list[ToolDefinition] = []
+    for namespace, tool in functions:
+        name = tool.name
+        if name is None:
+            raise InvalidRequest("a tool of type `function` has no `name`")
+        own = name
+        if namespace is not None:
+            if holders[own] > 1:
+                name = _qualified(namespace, own)
+            if name in taken:
+                raise InvalidRequest(f"several tools would have the name {name[:64]!r}")
+            taken.add(name)
+            names[namespace, own] = name
+        definitions.append(_definition(name, tool))
+    return CallableTools(definitions, names, {name: place for place, name in names.items()}, left_out)
+
+
+def as_sent(tool: FunctionTool) -> dict[str, Any]:
+    """A tool as the client wrote it, for the answer; a function has all of OpenAI's fields there."""
+    # By hand: pydantic does not write down what is deep.
+    sent = {name: value for name, value in tool if name in tool.model_fields_set}
+    if isinstance(tool, AnyTool):
+        if tool.type == "function":
+            sent = {"type": "", "name": None, "description": None, "parameters": None, "strict": None} | sent
+        if tool.tools is not None:
+            sent["tools"] = [as_sent(inner) for inner in tool.tools]
+    return sent
+
+
+def _flat(tools: Sequence[AnyTool]) -> Iterator[tuple[str | None, FunctionTool]]:
+    for tool in tools:
+        if tool.type != "namespace":
+            yield None, tool
+            continue
+        if tool.name is None:
+            raise InvalidRequest("a tool of type `namespace` has no `name`")
+        for inner in tool.tools or ():
+            if inner.type == "namespace":
+                raise InvalidRequest("a tool of type `namespace` cannot hold another")
+            yield tool.name, inner
+
+
+def _definition(name: str, tool: FunctionTool) -> ToolDefinition:
+    # Built from values that were validated already; a qualified name may be longer than a client's.
+    function = FunctionDefinition.model_construct(
+        name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+    )
+    return ToolDefinition.model_construct(type="function", function=function)
+
+
+def _qualified(namespace: str, name: str) -> str:
+    return f"{namespace}__{name}"

@@ -1,0 +1,170 @@
+"""Which tools of a Responses body the model may call, and how a call of a namespace's function is told."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import orjson
+import pytest
+from answer_events import RESPONSES, check_types, read_events
+from openai.types.responses import FunctionTool, NamespaceTool, Response, Tool
+from pydantic import ValidationError
+
+from text_generation_router.api.core.turns import AnswerEnd, Finish
+from text_generation_router.api.openai.ids import Named
+from text_generation_router.api.openai.responses_events import ResponseScript
+from text_generation_router.api.openai.responses_input import to_asked
+from text_generation_router.api.openai.responses_schemas import MAX_ITEMS, MAX_PARTS, ResponsesBody
+from text_generation_router.api.openai.responses_tools import HOSTED
+from text_generation_router.chat.events import TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.errors import InvalidRequest
+from text_generation_router.generation import Ending
+from text_generation_router.request import FinishReason
+
+Json = dict[str, Any]
+
+NAMED = Named("resp_1", 1_700_000_000, "some-model", "native")
+
+
+def function(name: str, **more: object) -> Json:
+    return {"type": "function", "name": name, "strict": False, "parameters": {"type": "object"}, **more}
+
+
+def namespace(name: str, *tools: Json) -> Json:
+    return {"type": "namespace", "name": name, "description": "Some tools.", "tools": list(tools)}
+
+
+CODING = [
+    function("exec_command", description="Runs a command."),
+    namespace("multi_agent_v1", function("close_agent"), function("send_input", output_schema={"a": [1]})),
+    {"type": "web_search", "external_web_access": False},
+]
+"""What a coding agent sends."""
+
+
+def body(**fields: object) -> ResponsesBody:
+    return ResponsesBody.model_validate({"input": "Hi", **fields})
+
+
+def names(*tools: Json) -> list[str]:
+    return [tool.name for tool in to_asked(body(tools=list(tools))).conversation.tools]
+
+
+def test_a_namespaces_functions_are_called_by_their_own_names_where_no_other_has_them() -> None:
+    assert names(*CODING) == ["exec_command", "close_agent", "send_input"]
+    tools = (function("f"), namespace("a", function("f"), function("g"), function("h")), namespace("b", function("g")))
+    assert names(*tools) == ["f", "a__f", "a__g", "h", "b__g"]
+
+
+def test_names_may_be_as_long_as_they_are() -> None:
+    long = "n" * 256
+    assert names(namespace(long, function(long)), namespace("b", function(long))) == [f"{long}__{long}", f"b__{long}"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([namespace("a", function("f"), function("f"))], "several tools would have the name 'a__f'"),
+        (
+            [function("a__f"), namespace("a", function("f")), namespace("b", function("f"))],
+            "several tools would have the name 'a__f'",
+        ),
+        ([{"type": "namespace", "tools": []}], "a tool of type `namespace` has no `name`"),
+        ([namespace("a", {"type": "function"})], "a tool of type `function` has no `name`"),
+        ([namespace("a", namespace("b"))], "cannot hold another"),
+        ([namespace("a", {"type": "funktion", "name": "f"})], "tools of type 'funktion' are not supported"),
+    ],
+)
+def test_what_cannot_be_told_apart_or_is_not_known_is_refused(tools: list[Json], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        to_asked(body(tools=tools))
+
+
+def test_every_tool_of_openais_that_is_none_of_functions_is_left_out() -> None:
+    kinds = {
+        kind
+        for member in get_args(get_args(Tool)[0])
+        if member not in (FunctionTool, NamespaceTool)
+        for kind in get_args(member.model_fields["type"].annotation)
+    }
+    assert len(kinds) > 10
+    assert kinds <= HOSTED
+    for choice in ("auto", "none", None):
+        asked = to_asked(body(tools=[{"type": kind} for kind in sorted(kinds)], tool_choice=choice))
+        assert not asked.conversation.tools
+
+
+def test_what_is_left_out_cannot_be_required() -> None:
+    search = {"type": "web_search"}
+    with pytest.raises(InvalidRequest, match="tools of type 'web_search' are not supported"):
+        to_asked(body(tools=[search], tool_choice="required"))
+    with pytest.raises(InvalidRequest, match="a tool choice of type 'web_search' is not supported"):
+        to_asked(body(tools=[search, function("f")], tool_choice=search))
+    assert to_asked(body(tools=[search, function("f")], tool_choice="required")).chat.tool_choice == "required"
+
+
+def test_a_call_goes_back_under_the_name_it_was_made_by() -> None:
+    tools = [function("f"), namespace("a", function("f"), function("g"))]
+    calls = [(None, "f"), ("a", "f"), ("a", "g"), ("gone", "g")]
+    items: list[Json] = []
+    for index, (space, name) in enumerate(calls):
+        items.append({"type": "function_call", "call_id": f"c{index}", "name": name, "arguments": "{}"})
+        items[-1] |= {} if space is None else {"namespace": space}
+    items.append({"type": "function_call_output", "call_id": "c1", "output": "done"})
+    said, result = to_asked(body(input=items, tools=tools)).conversation.messages
+    assert [call["function"]["name"] for call in said["tool_calls"]] == ["f", "a__f", "g", "gone__g"]
+    assert result["name"] == "a__f"
+
+
+def told(tools: list[Json], called: str) -> tuple[list[Json], Json]:
+    """The events of a stream that calls a function by the model's name of it, and the whole reply."""
+    writer = ResponseScript(body(tools=tools), NAMED, prompt_tokens=7)
+    events = [TextDelta("Hm."), ToolCallStart(0, called), ToolCallArguments(0, "{}")]
+    end = AnswerEnd(Finish.TOOL_CALLS, Ending(FinishReason.EOS_TOKEN, "whatever", 5))
+    read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))
+    check_types(read, RESPONSES)
+    whole = orjson.loads(orjson.dumps(writer.whole()))
+    Response.model_validate(whole)
+    return read, whole
+
+
+@pytest.mark.parametrize(
+    ("called", "name", "space"),
+    [("send_input", "send_input", "multi_agent_v1"), ("exec_command", "exec_command", None), ("a__f", "f", "a")],
+)
+def test_a_call_is_told_by_its_functions_name_and_namespace(called: str, name: str, space: str | None) -> None:
+    read, whole = told([*CODING, namespace("a", function("f")), namespace("b", function("f"))], called)
+    items = [event["item"] for event in read if event["type"].startswith("response.output_item.")]
+    calls = [item for item in [*items, *whole["output"]] if item["type"] == "function_call"]
+    assert len(calls) == 3
+    for call in calls:
+        assert (call["name"], call.get("namespace")) == (name, space)
+        assert ("namespace" in call) == (space is not None)
+    [done] = [event for event in read if event["type"] == "response.function_call_arguments.done"]
+    assert done["name"] == name
+
+
+def test_tools_are_repeated_as_they_were_sent() -> None:
+    tools = [*CODING, {"type": "mcp", "server_label": "x", "server_url": "https://example.org", "headers": None}]
+    _, whole = told(tools, "exec_command")
+    assert whole["tools"] == tools
+
+
+def test_thousands_of_calls_are_one_message() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    [said] = to_asked(body(input=[call] * MAX_ITEMS)).conversation.messages
+    assert len(said["tool_calls"]) == MAX_ITEMS
+
+
+def test_an_input_has_limits() -> None:
+    part = {"type": "input_text", "text": "x"}
+    message = {"role": "user", "content": [part] * MAX_PARTS}
+    to_asked(body(input=[message]))
+    for too_many in (
+        [{"role": "user"}] * (MAX_ITEMS + 1),
+        [{"role": "user", "content": [part] * (MAX_PARTS + 1)}],
+        [{"type": "function_call_output", "call_id": "c", "output": [part] * (MAX_PARTS + 1)}],
+        [{"type": "reasoning", "summary": [part] * (MAX_PARTS + 1)}],
+    ):
+        with pytest.raises(ValidationError, match="at most 10000 items"):
+            body(input=too_many)

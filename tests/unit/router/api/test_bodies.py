@@ -1,0 +1,143 @@
+"""No body stops the server: whatever list it has, the first wrong entry is the last one looked at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, get_args, get_origin
+
+import orjson
+import pytest
+from pydantic import BaseModel, BeforeValidator, FailFast, ValidationError
+from typing_extensions import TypeAliasType
+
+from text_generation_router.api.anthropic.messages import MessagesRoutes
+from text_generation_router.api.cloud.kserve import KServeRoutes
+from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
+from text_generation_router.api.cloud.vertex import VertexRoutes
+from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.http.bodies import BodyRejected, validate
+from text_generation_router.api.http.schema import Body
+from text_generation_router.api.openai.chat import ChatRoutes
+from text_generation_router.api.openai.completions import CompletionRoutes
+from text_generation_router.api.openai.responses import ResponsesRoutes
+from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
+from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.api.tgi.service import ServiceRoutes
+
+LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
+LARGE = 1_800_000
+"""Bytes of a body that is let in."""
+IN_LIST = ""
+"""Step of a path: an entry of the list."""
+
+Path = tuple[tuple[type[BaseModel], str], ...]
+"""From a body to a container in it: the model and the field, at each step."""
+
+
+def bodies() -> list[type[Body]]:
+    """What the routes of the table take. Their handlers are only looked at, so nothing is behind them."""
+    service, generate = ServiceRoutes.__new__(ServiceRoutes), GenerateRoutes.__new__(GenerateRoutes)
+    chat, completions = ChatRoutes.__new__(ChatRoutes), CompletionRoutes.__new__(CompletionRoutes)
+    table = [
+        *service_routes(service),
+        *tgi_routes(generate, chat, service),
+        *openai_routes(chat, completions, ResponsesRoutes.__new__(ResponsesRoutes), service),
+        *anthropic_routes(MessagesRoutes.__new__(MessagesRoutes)),
+        *cloud_routes(
+            SageMakerRoutes.__new__(SageMakerRoutes),
+            VertexRoutes.__new__(VertexRoutes),
+            KServeRoutes.__new__(KServeRoutes),
+            service,
+            Settings(LIMITS),
+        ),
+    ]
+    taken = [route.body for route in table if route.body is not None]
+    return list(dict.fromkeys(model for body in taken for model in (get_args(body) or (body,))))
+
+
+def containers(annotation: Any, path: Path = (), marks: tuple[Any, ...] = ()) -> Iterator[tuple[Path, Any, bool]]:  # noqa: ANN401
+    """The lists and the dicts of checked values in an annotation: where, what, and whether they are bounded."""
+    if isinstance(annotation, TypeAliasType):
+        yield from containers(annotation.__value__, path, marks)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield from containers(field.annotation, (*path, (annotation, name)), tuple(field.metadata))
+    elif get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        yield from containers(inner, path, (*marks, *more))
+    elif annotation in (list, set, tuple) or get_origin(annotation) in (list, set, tuple, frozenset):
+        yield path, list, any(isinstance(mark, FailFast) for mark in marks)
+        for entry in get_args(annotation):
+            yield from containers(entry, (*path, (BaseModel, IN_LIST)))
+    elif get_origin(annotation) is dict:
+        if get_args(annotation)[1] is not Any:
+            yield path, dict, any(isinstance(mark, BeforeValidator) for mark in marks)
+    else:
+        for one in get_args(annotation):
+            yield from containers(one, path)
+
+
+def body_with(path: Path, value: object) -> object:
+    """A body that is right but for `value` at its place, as far as a discriminator needs it."""
+    for model, name in reversed(path):
+        if name == IN_LIST:
+            value = [value]
+        else:
+            others = {key: _some(field.annotation) for key, field in model.model_fields.items() if field.is_required()}
+            value = others | {name: value}
+    return value
+
+
+def _some(annotation: Any) -> object:  # noqa: ANN401
+    return "a" if annotation is str else 1 if annotation is int else []
+
+
+def _leads_through(steps: Sequence[int | str], names: Sequence[str]) -> bool:
+    left = iter(steps)
+    return all(name in left for name in names)
+
+
+PLACES = [(model, *place) for model in bodies() for place in containers(model)]
+NAMES = [
+    f"{model.__name__}-{'.'.join(name or '0' for _, name in path)}-{kind.__name__}" for model, path, kind, _ in PLACES
+]
+
+
+def test_all_bodies_are_looked_at() -> None:
+    assert {"CompletionBody-prompt-list", "MessagesBody-messages.0.content.0.content-list"} <= {*NAMES}
+    assert {"InferBody-inputs.0.data-list", "ResponsesBody-metadata-dict", "InputsBody-parameters.stop-list"} <= {
+        *NAMES
+    }
+
+
+@pytest.mark.parametrize("bounded", [bounded for *_, bounded in PLACES], ids=NAMES)
+def test_every_container_stops_at_its_first_wrong_entry(bounded: bool) -> None:
+    assert bounded
+
+
+@pytest.mark.parametrize("entry", [None, {}], ids=repr)
+@pytest.mark.parametrize(("model", "path", "kind"), [place[:3] for place in PLACES], ids=NAMES)
+def test_a_large_wrong_body_is_refused_at_once(model: type[Body], path: Path, kind: type, entry: object) -> None:
+    count = LARGE // (len(orjson.dumps(entry)) + 1)
+    wrong: object = [entry] * count if kind is list else dict.fromkeys(map(str, range(count)), entry)
+    body = body_with(path, wrong)
+    with pytest.raises(ValidationError) as refused:  # for what is wrong here, not for something on the way
+        model.model_validate(body)
+    names = [name for _, name in path if name != IN_LIST]
+    assert any(_leads_through(error["loc"], names) for error in refused.value.errors())
+    start = time.perf_counter()
+    with pytest.raises(BodyRejected):
+        validate(body, model)
+    assert time.perf_counter() - start < 0.25
+
+
+def test_metadata_is_counted_before_it_is_checked() -> None:
+    [openai] = [model for model in bodies() if model.__name__ == "ResponsesBody"]
+    [anthropic] = [model for model in bodies() if model.__name__ == "MessagesBody"]
+    few = {str(number): "a" for number in range(16)}
+    for model, body in ((openai, {"input": "a"}), (anthropic, {"messages": [], "max_tokens": 1})):
+        validate(body | {"metadata": few}, model)
+        with pytest.raises(BodyRejected, match=r"metadata.*at most 16 keys"):
+            validate(body | {"metadata": few | {"one more": "a"}}, model)
