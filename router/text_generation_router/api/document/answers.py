@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Answer(BaseModel):
@@ -43,6 +43,8 @@ class AnthropicError(Answer):
 
     type: str
     message: str
+    details: dict[str, Any] = Field(default={})
+    """What the client may do about it."""
 
 
 class AnthropicErrorAnswer(Answer):

@@ -24,6 +24,8 @@ from text_generation_router.api.http.schema import (
     at_most,
 )
 
+MAX_MESSAGES = MAX_PARTS = 10_000
+"""Messages of a conversation; parts, or tool calls, of a message. More are no conversation, but an attack."""
 MAX_CHOICES = 128
 """OpenAI's own limit of `n`."""
 
@@ -148,7 +150,7 @@ class ContentPart(Body):
     """The text."""
 
 
-ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast()])
+ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFast(), Field(max_length=MAX_PARTS)])
 
 
 class FunctionCall(Body):
@@ -171,7 +173,7 @@ class ToolCall(Body):
     """The call."""
 
 
-ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast()])
+ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast(), Field(max_length=MAX_PARTS)])
 
 
 class Message(Body):
@@ -194,7 +196,7 @@ class Message(Body):
 class ChatBody(OpenAIBody):
     """Body of /v1/chat/completions and /chat_tokenize."""
 
-    messages: Annotated[list[Message], FailFast()]
+    messages: Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)]
     """The conversation so far."""
     max_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt."""
