@@ -47,7 +47,7 @@ def test_a_server_that_is_full(openai_client: OpenAI, server: Server) -> None:
 
 
 def test_more_answers_than_places(openai_client: OpenAI) -> None:
-    with pytest.raises(openai.RateLimitError):
+    with pytest.raises(openai.UnprocessableEntityError, match="at most 8 generations"):
         openai_client.chat.completions.create(**HI, n=MAX_CONCURRENT + 1)
 
 
