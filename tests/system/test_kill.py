@@ -40,7 +40,8 @@ async def test_a_killed_process_takes_all_others_with_it(victim: str, _time: int
         assert {stream.end for stream in streams.streams} <= {"error", "closed"}
         assert max(stream.ended_at for stream in streams.streams) - killed < ALL_ENDED
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, killed + ALL_ENDED - loop.time())
-        assert alive == []
+        # A zombie has ended, and waits for the system's first process to take notice.
+        assert [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
         assert await asyncio.to_thread(stack.wait) == EXIT_CODES[victim]
         assert stack.left_behind() == []
         if victim != "launcher":

@@ -127,10 +127,10 @@ def test_a_large_wrong_body_is_refused_at_once(model: type[Body], path: Path, ki
         model.model_validate(body)
     names = [name for _, name in path if name != IN_LIST]
     assert any(_leads_through(error["loc"], names) for error in refused.value.errors())
-    start = time.perf_counter()
+    start = time.thread_time()  # of the processor: others may want it too
     with pytest.raises(BodyRejected):
         validate(body, model)
-    assert time.perf_counter() - start < 0.25
+    assert time.thread_time() - start < 0.25
 
 
 def test_metadata_is_counted_before_it_is_checked() -> None:
