@@ -14,15 +14,14 @@ def document_rules(components: Mapping[str, Json], limits: Limits) -> None:
     """Add to each schema that has them the rules of its properties."""
     parameters = _parameters(limits)
     openai = _openai()
-    tokens = {"maximum": limits.max_total_tokens - 1}
     for name, rules in {
         "GenerateParameters": parameters,
         "VertexParameters": parameters,
         "GenerateBody": _INPUTS,
         "CompatGenerateBody": _INPUTS,
         "TextInstance": _INPUTS,
-        "ChatBody": {**openai, "messages": {"minItems": 1}, "max_completion_tokens": tokens},
-        "CompletionBody": {**openai, "max_tokens": tokens},
+        "ChatBody": {**openai, "messages": {"minItems": 1}},
+        "CompletionBody": openai,
     }.items():
         properties = components.get(name, {}).get("properties", {})
         for key, rule in rules.items():
@@ -44,7 +43,7 @@ def _parameters(limits: Limits) -> Json:
         "top_p": share,
         "typical_p": share,
         "top_k": {"minimum": 1},
-        "max_new_tokens": {"minimum": 1, "maximum": limits.max_total_tokens - 1},
+        "max_new_tokens": {"minimum": 1},
         "stop": {"maxItems": limits.max_stop_sequences},
         "top_n_tokens": {"maximum": limits.max_top_n_tokens},
         "truncate": {"minimum": 1, "maximum": limits.max_input_tokens},
