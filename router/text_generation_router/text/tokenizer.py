@@ -6,15 +6,16 @@ Of the library's calls `encode_batch` releases the GIL and `encode` does not: a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import tokenizers
 
-from text_generation_router.errors import Overloaded
+from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
 from text_generation_router.request import TokenId
 from text_generation_router.text.detokenizer import Detokenizer, DetokenizerFactory
 
@@ -35,6 +36,17 @@ T = TypeVar("T")
 
 class TokenizerError(Exception):
     """There is no tokenizer to load, or it is broken: one clear line for the operator."""
+
+
+@contextmanager
+def tokenizer_errors() -> Iterator[None]:
+    """What a tokenizer says of a text is the client's to know. Raises InvalidRequest in place of its own."""
+    try:
+        yield
+    except ServingError:
+        raise
+    except Exception as error:
+        raise InvalidRequest(f"tokenizer error {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

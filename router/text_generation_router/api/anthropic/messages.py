@@ -15,7 +15,7 @@ from text_generation_router.api.core.turns import Turn, Turns
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.openai.ids import named
 from text_generation_router.api.openai.one_answer import answer
-from text_generation_router.errors import InvalidRequest, ServingError
+from text_generation_router.text.tokenizer import tokenizer_errors
 
 
 class MessagesRoutes:
@@ -40,10 +40,6 @@ class MessagesRoutes:
         """POST /v1/messages/count_tokens: how many tokens the prompt of a conversation has."""
         body = await parse_body(request, CountTokensBody)
         prompt = await self._turns.prompt(to_asked(body).conversation)
-        try:
+        with tokenizer_errors():
             ids = await self._serving.tokenizer.encode_ids(prompt, add_special_tokens=False)
-        except ServingError:
-            raise
-        except Exception as error:
-            raise InvalidRequest(f"tokenizer error {error}") from error
         return web.Response(body=orjson.dumps({"input_tokens": len(ids)}), content_type="application/json")

@@ -17,12 +17,12 @@ from text_generation_router.api.core.validation import (
     check_total,
     new_tokens,
 )
-from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
+from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Grammar, Request, RequestId, TokenId
-from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
 
 COUNTED_EXACTLY = 1 << 16
 """A text of up to so many characters is always tokenized whole before it may be refused for its length."""
@@ -163,9 +163,5 @@ class Admission:
             size *= 2
 
     async def _encode(self, text: str, extras: Extras) -> list[TokenId]:
-        try:
+        with tokenizer_errors():
             return await self._tokenizer.encode_ids(text, add_special_tokens=extras.add_special_tokens)
-        except ServingError:
-            raise
-        except Exception as error:
-            raise InvalidRequest(f"tokenizer error {error}") from error

@@ -122,11 +122,17 @@ class Turn:
     def prompt_tokens(self) -> int:
         return len(self.requests[0].prompt)
 
+    def read(self, ending: Ending) -> tuple[Sequence[Event], AnswerEnd]:
+        """A finished text as events."""
+        parser = self.form.parser()
+        events = [*(parser.feed(ending.text) if ending.text else ()), *parser.finish()]
+        calls = any(isinstance(event, ToolCallStart) for event in events)
+        return events, AnswerEnd(finish_of(ending, calls=calls), ending)
+
     def answer(self, ending: Ending) -> Answer:
         """What a finished text says."""
-        parser = self.form.parser()
-        events = [*parser.feed(ending.text), *parser.finish()] if ending.text else parser.finish()
-        answer = Answer(finish_of(ending, calls=any(isinstance(one, ToolCallStart) for one in events)), ending)
+        events, end = self.read(ending)
+        answer = Answer(end.finish, ending)
         for event in events:
             match event:
                 case TextDelta(text):

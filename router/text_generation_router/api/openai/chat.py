@@ -23,7 +23,8 @@ from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody
 from text_generation_router.api.openai.usage import usage
 from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
-from text_generation_router.api.tgi.tokens import answer_tokens, tokenizer_errors
+from text_generation_router.api.tgi.tokens import answer_tokens
+from text_generation_router.text.tokenizer import tokenizer_errors
 
 Json = dict[str, Any]
 

@@ -44,15 +44,7 @@ class ChatStream:
         self.shown = shown
         self.tokenizer = tokenizer
         self._turn = turn
-        self._head = orjson.dumps(
-            {
-                "id": named.id,
-                "object": "chat.completion.chunk",
-                "created": named.created,
-                "model": named.model,
-                "system_fingerprint": named.fingerprint,
-            }
-        )[:-1]
+        self._head = named.head("chat.completion.chunk")
         self._open = len(turn.requests)
         self._generated = 0
 

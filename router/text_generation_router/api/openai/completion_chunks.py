@@ -35,15 +35,7 @@ class CompletionStream:
         self._usage = bool(options.include_usage)
         self.running_usage = bool(options.continuous_usage_stats)
         self.hidden = body.max_tokens == 0
-        self._head = orjson.dumps(
-            {
-                "id": named.id,
-                "object": "text_completion",
-                "created": named.created,
-                "model": named.model,
-                "system_fingerprint": named.fingerprint,
-            }
-        )[:-1]
+        self._head = named.head("text_completion")
         self._prompts = prompts
         self._prompt_tokens = 0
         self._generated = 0

@@ -6,7 +6,10 @@ import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+import orjson
+
 from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.tgi.service import MODEL_ALIAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +22,15 @@ class Named:
     model: str
     fingerprint: str
 
+    def head(self, kind: str) -> bytes:
+        """The beginning of an answer or a chunk of this `kind`, as JSON that is still open."""
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return orjson.dumps(head | {"system_fingerprint": self.fingerprint})[:-1]
+
 
 def named(prefix: str, model: str | None, settings: Settings) -> Named:
     """A new name; as in TGI the model is what the client called it, if that is not `tgi`."""
-    served = settings.model_id if model in (None, "", "tgi") else str(model)
+    served = settings.model_id if model in (None, "", MODEL_ALIAS) else str(model)
     return Named(f"{prefix}{secrets.token_hex(12)}", now(), served, settings.fingerprint)
 
 

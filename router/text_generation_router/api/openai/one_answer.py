@@ -18,7 +18,7 @@ from text_generation_router.api.openai.parameters import chat_parameters, extras
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.chat.events import Event, ToolCallStart
+from text_generation_router.chat.events import Event
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Ending, Piece, Sink
 from text_generation_router.request import Grammar, LogprobJson, TopToken
@@ -65,10 +65,9 @@ async def answer(
 
 def read_whole(script: Script, turn: Turn, ending: Ending) -> None:
     """Have the script tell a finished text."""
-    parser = turn.form.parser()
-    events = [*(parser.feed(ending.text) if ending.text else ()), *parser.finish()]
+    events, end = turn.read(ending)
     script.events(events)
-    script.end(AnswerEnd(finish_of(ending, calls=any(isinstance(one, ToolCallStart) for one in events)), ending))
+    script.end(end)
 
 
 def script_sink(stream: EventStream, script: Script, turn: Turn, record: GenerationRecord) -> Sink:

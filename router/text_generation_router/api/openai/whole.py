@@ -15,17 +15,8 @@ Json = dict[str, Any]
 
 async def whole_answer(named: Named, kind: str, choices: Iterable[Json], usage: Json) -> bytes:
     """The answer as JSON; each of `choices` is made when its turn comes, and forgotten once it is written."""
-    head = orjson.dumps(
-        {
-            "id": named.id,
-            "object": kind,
-            "created": named.created,
-            "model": named.model,
-            "system_fingerprint": named.fingerprint,
-        }
-    )
     written = []
     for choice in choices:
         written.append(orjson.dumps(choice))
         await asyncio.sleep(0)
-    return b'%b,"choices":[%b],"usage":%b}' % (head[:-1], b",".join(written), orjson.dumps(usage))
+    return b'%b,"choices":[%b],"usage":%b}' % (named.head(kind), b",".join(written), orjson.dumps(usage))

@@ -13,10 +13,10 @@ from text_generation_router.api.core.extras import check_token_ids
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.http.bodies import parse_body, parse_json
 from text_generation_router.api.tgi.service_schemas import DetokenizeBody, PromptBody, tokenize_body
-from text_generation_router.api.tgi.tokens import answer_tokens, tokenizer_errors
+from text_generation_router.api.tgi.tokens import answer_tokens
 from text_generation_router.errors import NotFound, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
-from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
 
 MODEL_ALIAS = "tgi"
 """What TGI's clients call whatever model is served."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import orjson
 from aiohttp import hdrs, web
 
-from text_generation_router.errors import InvalidRequest, ServingError
 from text_generation_router.text.tokenizer import Encoding
 
 CHUNK_TOKENS = 4096
@@ -62,17 +60,6 @@ def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
         yield before + orjson.dumps(tokens)[1:-1]
         before = b","
     yield b"[]" if not encoding.ids else b"]"
-
-
-@contextmanager
-def tokenizer_errors() -> Iterator[None]:
-    """What a tokenizer says of a text is the client's to know. Raises InvalidRequest in place of its own."""
-    try:
-        yield
-    except ServingError:
-        raise
-    except Exception as error:
-        raise InvalidRequest(f"tokenizer error {error}") from error
 
 
 def _bytes(text: str) -> int:
