@@ -116,7 +116,7 @@ async def test_a_hostile_grammar_is_refused_in_words_and_soon(stack: Stack, name
     ) as response:
         told = await response.json()
         assert response.status == 422, told
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 6
     assert told["error"]["message"].startswith("Input validation error: ")
     assert len(told["error"]["message"]) < 1000
     assert stack.permits.in_use == 0
@@ -153,7 +153,7 @@ async def test_another_stream_does_not_wait_for_hostile_grammars(demo_model: Pat
             tasks.create_task(attack())
             under_attack = tasks.create_task(gaps(stack, 200))
         # The client shares the machine and the process with the server: what it sees is an upper bound.
-        assert under_attack.result()[int(0.99 * 199)] < 2 * quiet[int(0.99 * 99)] + 0.02
+        assert under_attack.result()[int(0.99 * 199)] < 2 * quiet[int(0.99 * 99)] + 0.04
 
 
 async def test_many_hostile_grammars_at_once_are_all_refused_soon(stack: Stack) -> None:
@@ -166,7 +166,7 @@ async def test_many_hostile_grammars_at_once_are_all_refused_soon(stack: Stack) 
         started = time.monotonic()
         async with stack.client.post("/v1/chat/completions", json=body) as response:
             await response.read()
-        assert time.monotonic() - started < 5  # the client makes and sends these bodies one after another
+        assert time.monotonic() - started < 12  # the client makes and sends these bodies one after another
         return response.status
 
     async with asyncio.TaskGroup() as tasks:

@@ -193,21 +193,21 @@ def test_a_hostile_answer_takes_linear_time(kind: str, unit: str) -> None:
     answer = BEFORE[kind] + hostile
     for pieces in (list(answer), [answer]):
         parser = make(kind)
-        began = time.perf_counter()
+        began = time.thread_time()
         for piece in pieces:
             parser.feed(piece)
         parser.finish()
-        assert time.perf_counter() - began < 4
+        assert time.thread_time() - began < 4
 
 
 @pytest.mark.parametrize("unit", ["<tool_call", '{"', "<think><think>"])
 def test_a_million_characters_one_by_one_take_seconds(unit: str) -> None:
     parser = make("hermes+told")
-    began = time.perf_counter()
+    began = time.thread_time()
     for char in unit * (MILLION // len(unit)):
         parser.feed(char)
     parser.finish()
-    assert time.perf_counter() - began < 10
+    assert time.thread_time() - began < 10
 
 
 def test_text_and_arguments_come_while_they_are_written() -> None:

@@ -95,10 +95,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("schema", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
 def test_what_cannot_be_enforced_is_refused_by_name_and_at_once(schema: object, reason: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(InvalidRequest) as refusal:
         judge(schema)
-    assert time.perf_counter() - start < PROMPTLY_S
+    assert time.thread_time() - start < PROMPTLY_S
     assert str(refusal.value).startswith("Input validation error: cannot compile regex from schema: ")
     assert reason in str(refusal.value)
 

