@@ -58,7 +58,10 @@ class ExitCode(IntEnum):
     BUG = 70
     """A broken invariant; the log has a traceback."""
     DEPENDENCY_LOST = 75
-    """A process this one needs went away while serving. The launcher: a shard or the router died. Worth a restart."""
+    """A process this one needs went away while serving. The launcher: the router died, or the last shard where none is
+    to be restarted. Worth a restart."""
+    HOPELESS = 76
+    """The launcher: the shards died again and again, and none serves. Worth a look: a restart would end the same way."""
 
 
 class ProcessConfig(BaseSettings):

@@ -20,7 +20,7 @@ def main() -> None:
     config = parse_config(ShardConfig)
     path = socket_path(config.address)
     follow_parent(config.lifeline_fd, last_will=None if path is None else lambda: remove_socket(path))
-    configure_logging(config, f"shard-{config.rank}")
+    configure_logging(config, f"shard-{config.replica}")
     # Only now what takes its time to import: the lifeline is being watched.
     from text_generation_shard.serve import CannotServe, serve
 

@@ -24,6 +24,8 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     """Which engine runs the model."""
     address: str = "unix:///tmp/text-generation-server-0"
     """Where to listen: unix:///path (mode 0600) or host:port."""
+    replica: NonNegativeInt = 0
+    """Which copy of the model it serves; names it in the log."""
     rank: NonNegativeInt = 0
     """Place of this shard in its tensor-parallel group."""
     world_size: PositiveInt = 1
@@ -50,6 +52,12 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     """Echo engine: time of a step."""
     echo_prefill_us: Annotated[float, Field(ge=0)] = 0.0
     """Echo engine: time added to a step by each prompt token in it, in microseconds."""
+    echo_decode_us: Annotated[float, Field(ge=0)] = 0.0
+    """Echo engine: time added to a step by each sequence that decodes in it, in microseconds."""
+    echo_self_scheduling: bool = False
+    """Echo engine: schedule for itself, as TensorRT-LLM does: whole prompts, its own queue and KV blocks."""
+    echo_tokens_per_report: PositiveInt = 1
+    """Echo engine that schedules for itself: tokens of a sequence that are reported together."""
     echo_blocks: PositiveInt = 65536
     """Echo engine: KV blocks it says it has, unless the KV pool's size is given."""
     echo_max_sequence_length: PositiveInt = 32768

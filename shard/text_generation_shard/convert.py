@@ -123,7 +123,7 @@ def report_to_pb(report: Report) -> pb.StepReport:
         token_counts=result.token_counts,
         token_ids=result.token_ids,
         logprobs=result.logprobs,
-        step_ns=report.step_ns if result.slots or result.prefilled else 0,
+        step_ns=report.step_ns,
         forward_ns=result.forward_ns,
         running=report.running,
         used_blocks=report.used_blocks,

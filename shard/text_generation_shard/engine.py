@@ -209,6 +209,11 @@ class StepResult:
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
     forward_ns: int = 0
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether a client has nothing to learn from it: an engine that schedules for itself may save tokens up."""
+        return not (self.slots or self.prefilled or self.finished or self.failed)
+
 
 class Engine(Protocol):
     """Runs steps. Every method is called from one thread; none is called again after `close`."""
@@ -245,7 +250,7 @@ class Engine(Protocol):
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks those sequences hold."""
+        """KV blocks those sequences hold; one that several share counts once."""
         ...
 
     def reset(self) -> None:

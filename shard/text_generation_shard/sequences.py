@@ -12,6 +12,7 @@ A sequence whose whole prompt is computed always has exactly one token to comput
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ from text_generation_shard.engine import (
     Stopping,
 )
 from text_generation_shard.grammar import GrammarError, Matcher
+from text_generation_shard.kv_ledger import KVLedger
 
 
 @dataclass(slots=True, eq=False)
@@ -98,19 +100,23 @@ class SequenceTable:
 
     info: EngineInfo
     num_blocks: int = 0
+    ledger: KVLedger | None = None
+    """Checks whose each block is and what it holds; None: whoever orders is believed."""
     _sequences: dict[int, Sequence] = field(default_factory=dict)
     _chunked: list[Sequence] = field(default_factory=list)
     """Sequences with a chunk ordered for the next step."""
     _building: list[Sequence] = field(default_factory=list)
     """Sequences whose grammar is being built."""
+    _holders: dict[int, int] = field(default_factory=dict)
+    """How many sequences hold a KV block; no entry for none."""
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks held."""
-        return sum(len(sequence.blocks) for sequence in self._sequences.values())
+        """KV blocks held; one that several share counts once."""
+        return len(self._holders)
 
     def clear(self) -> None:
         """Drop every sequence."""
@@ -118,6 +124,8 @@ class SequenceTable:
             self._remove(slot)
         self._chunked.clear()
         self._building.clear()
+        if self.ledger is not None:
+            self.ledger.clear()
 
     def apply(self, orders: Orders) -> list[Failure]:
         """Make the changes ordered; the sequences that cannot be as ordered are dropped and returned."""
@@ -137,10 +145,13 @@ class SequenceTable:
         for slot, blocks in orders.grants:
             # A grant may cross a finish on the wire; then nobody needs it.
             if sequence := self._sequences.get(slot):
-                if problem := self._blocks_problem(blocks):
+                if problem := self._grant_problem(blocks):
                     failed.append(self._drop(sequence, FailureCode.INVALID, problem))
                 else:
                     sequence.blocks.extend(blocks)
+                    self._hold(blocks)
+                    if self.ledger is not None:
+                        self.ledger.grant(sequence, blocks)
         for slot, tokens in orders.prefill:
             if sequence := self._sequences.get(slot):
                 if problem := self._chunk_problem(sequence, tokens):
@@ -195,7 +206,7 @@ class SequenceTable:
             result.logprobs.append(token.logprob)
             if reason := _finish_reason(sequence, token):
                 result.finished.append((sequence.slot, reason))
-                del self._sequences[sequence.slot]
+                self._remove(sequence.slot)
             elif sequence.matcher is not None:
                 sequence.matcher.accept(token.token_id)
         return result
@@ -208,6 +219,13 @@ class SequenceTable:
         sequence = self._sequences[admission.slot] = _admitted(admission)
         if sequence.building is not None:
             self._building.append(sequence)
+        self._hold(sequence.blocks)
+        if self.ledger is not None:
+            self.ledger.admit(sequence)
+
+    def _hold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._holders[block] = self._holders.get(block, 0) + 1
 
     def _drop(self, sequence: Sequence, code: FailureCode, message: str) -> Failure:
         self._remove(sequence.slot)
@@ -215,8 +233,17 @@ class SequenceTable:
 
     def _remove(self, slot: int) -> None:
         sequence = self._sequences.pop(slot, None)
-        if sequence is not None and sequence.building is not None:
+        if sequence is None:
+            return
+        if sequence.building is not None:
             sequence.building.cancel()
+        for block in sequence.blocks:
+            if (holders := self._holders[block] - 1) > 0:
+                self._holders[block] = holders
+            else:
+                del self._holders[block]
+        if self.ledger is not None:
+            self.ledger.end(sequence)
 
     def _take_matchers(self) -> list[Failure]:
         """Give sequences the matchers that are there by now; those whose grammar cannot be built are dropped."""
@@ -238,7 +265,14 @@ class SequenceTable:
     def _admission_problem(self, admission: Admission) -> str | None:
         if admission.slot in self._sequences:
             return f"slot {admission.slot} is taken"
-        return admission_problem(admission, self.info) or self._blocks_problem(admission.blocks)
+        return (
+            admission_problem(admission, self.info)
+            or self._blocks_problem(admission.blocks)
+            or (None if self.ledger is None else self.ledger.admission_problem(admission))
+        )
+
+    def _grant_problem(self, blocks: tuple[int, ...]) -> str | None:
+        return self._blocks_problem(blocks) or (None if self.ledger is None else self.ledger.grant_problem(blocks))
 
     def _blocks_problem(self, blocks: tuple[int, ...]) -> str | None:
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:

@@ -26,6 +26,7 @@ class Report:
     orders_applied: int
     result: StepResult
     step_ns: int
+    """Of the steps since the report before: one, none, or several whose results said nothing."""
     running: int
     used_blocks: int
 
@@ -68,7 +69,7 @@ class Session:
     def run(self) -> None:
         """Serve until `end`; then hold nothing. Raises what the engine raises beyond its contract."""
         engine = self.engine
-        steps = applied = step_ns = 0
+        steps = applied = step_ns = forward_ns = 0
         result: StepResult | None = None
         try:
             while True:
@@ -83,12 +84,15 @@ class Session:
                     applied = orders.number
                     result = result or StepResult()
                     result.failed += failures
-                if result is not None:
+                if result is not None and (orders is not None or not result.is_silent):
+                    result.forward_ns = forward_ns
                     self.emit(Report(steps, applied, result, step_ns, engine.running, engine.used_blocks))
+                    step_ns = forward_ns = 0
                 started = time.perf_counter_ns()
                 result = engine.step()
-                step_ns = time.perf_counter_ns() - started
                 if result is not None:
                     steps += 1
+                    step_ns += time.perf_counter_ns() - started
+                    forward_ns += result.forward_ns
         finally:
             engine.reset()

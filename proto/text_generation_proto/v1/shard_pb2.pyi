@@ -39,7 +39,11 @@ class _SchedulingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     SCHEDULING_STEP: _Scheduling.ValueType  # 1
     """The router: it owns the KV blocks, sends every prefill chunk and every grant."""
     SCHEDULING_SELF: _Scheduling.ValueType  # 2
-    """The engine batches in flight by itself: whole prompts at admission, no chunks, no blocks, no grants."""
+    """The engine batches in flight by itself: whole prompts at admission, no chunks, no blocks, no grants. A sequence that
+    is sent any of these fails with FAILURE_CODE_INVALID, as does one that the whole pool could not hold. The engine has
+    a queue and KV blocks of its own; WarmUpResponse says how many, to plan with. It may preempt a sequence and compute
+    it again: its client sees a pause. A report may tell of several steps.
+    """
 
 class Scheduling(_Scheduling, metaclass=_SchedulingEnumTypeWrapper):
     """Who decides what runs in a step."""
@@ -48,7 +52,11 @@ SCHEDULING_UNSPECIFIED: Scheduling.ValueType  # 0
 SCHEDULING_STEP: Scheduling.ValueType  # 1
 """The router: it owns the KV blocks, sends every prefill chunk and every grant."""
 SCHEDULING_SELF: Scheduling.ValueType  # 2
-"""The engine batches in flight by itself: whole prompts at admission, no chunks, no blocks, no grants."""
+"""The engine batches in flight by itself: whole prompts at admission, no chunks, no blocks, no grants. A sequence that
+is sent any of these fails with FAILURE_CODE_INVALID, as does one that the whole pool could not hold. The engine has
+a queue and KV blocks of its own; WarmUpResponse says how many, to plan with. It may preempt a sequence and compute
+it again: its client sees a pause. A report may tell of several steps.
+"""
 Global___Scheduling: typing_extensions.TypeAlias = Scheduling
 
 class _GrammarKind:
@@ -350,7 +358,9 @@ class Admission(google.protobuf.message.Message):
 
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """KV blocks, in order: token i lives in blocks[i / block_size]"""
+        """KV blocks, in order: token i lives in blocks[i / block_size]. Those before computed_tokens / block_size are only
+        read and may be shared by any number of sequences; the others, like those granted, must be nobody else's.
+        """
 
     @property
     def sampling(self) -> Global___Sampling: ...
@@ -538,8 +548,9 @@ Global___LogprobOptions: typing_extensions.TypeAlias = LogprobOptions
 
 @typing.final
 class StepReport(google.protobuf.message.Message):
-    """What one step brought. Columns: one entry a slot that got tokens; token_ids and logprobs hold the slots' tokens one
-    after another. A step may bring none, one or many tokens a slot.
+    """What one step brought; or, of an engine that schedules for itself, the steps since the report before. Columns: one
+    entry a slot that got tokens; token_ids and logprobs hold the slots' tokens one after another. A step may bring none,
+    one or many tokens a slot.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -565,13 +576,13 @@ class StepReport(google.protobuf.message.Message):
     orders_applied: builtins.int
     """number of the last Orders applied. The next step no longer touches what it released"""
     step_ns: builtins.int
-    """the whole step"""
+    """the steps since the report before, whole; 0 if there was none"""
     forward_ns: builtins.int
-    """the model's forward pass in it"""
+    """the model's forward passes in them"""
     running: builtins.int
-    """sequences held, after this step"""
+    """sequences held, queued ones included, after this step"""
     used_blocks: builtins.int
-    """KV blocks those sequences hold"""
+    """KV blocks those sequences hold; one that several share counts once"""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -586,7 +597,7 @@ class StepReport(google.protobuf.message.Message):
 
     @property
     def prefilled_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """prompt chunks computed in this step"""
+        """Prompt chunks computed in this step; after a preemption by the engine, the tokens generated before count as prompt."""
 
     @property
     def prefilled_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...

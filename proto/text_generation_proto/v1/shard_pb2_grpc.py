@@ -72,7 +72,7 @@ class ShardServicer(object):
 
     def Run(self, request_iterator, context):
         """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open.
-        When the stream ends, however it ends, the shard drops every sequence it holds.
+        When the stream ends, however it ends, the shard drops every sequence it holds, and what its KV blocks held is void.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

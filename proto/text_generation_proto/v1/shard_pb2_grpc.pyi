@@ -127,7 +127,7 @@ class ShardStub(typing.Generic[_ShardInfoType, _ShardWarmUpType, _ShardRunType])
 
     Run: _ShardRunType
     """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open.
-    When the stream ends, however it ends, the shard drops every sequence it holds.
+    When the stream ends, however it ends, the shard drops every sequence it holds, and what its KV blocks held is void.
     """
 
 ShardAsyncStub: typing_extensions.TypeAlias = ShardStub[
@@ -172,7 +172,7 @@ class ShardServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[text_generation_proto.v1.shard_pb2.StepReport], collections.abc.AsyncIterator[text_generation_proto.v1.shard_pb2.StepReport]]:
         """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open.
-        When the stream ends, however it ends, the shard drops every sequence it holds.
+        When the stream ends, however it ends, the shard drops every sequence it holds, and what its KV blocks held is void.
         """
 
 def add_ShardServicer_to_server(servicer: ShardServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -13,8 +13,9 @@ def build_engine(config: ShardConfig) -> Engine:
     name = "torch" if config.engine == "auto" else config.engine
     if name == "echo":
         from text_generation_shard.engines.echo import EchoEngine
+        from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
-        return EchoEngine.build(config)
+        return SelfSchedulingEcho.build(config) if config.echo_self_scheduling else EchoEngine.build(config)
     if find_spec("torch") is None:
         raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
     from text_generation_shard.engines.torch.engine import TorchEngine

@@ -2,8 +2,9 @@
 
 New token i of a sequence is prompt token i modulo the prompt's length, counted over everything generated since the
 request began, so that a preempted sequence goes on where it was. It keeps the contract of a real engine to the letter:
-KV blocks, grants, chunks, stopping. Given a model folder with a tokenizer.json it also keeps to grammars: it ends as soon
-as it may, closes what is open, and repeats its prompt only where that is allowed.
+KV blocks, grants, chunks, stopping. It holds its client to it as well: blocks given twice, or said to hold tokens that they
+do not, fail the sequence they were given to (`kv_ledger`). Given a model folder with a tokenizer.json it also keeps to
+grammars: it ends as soon as it may, closes what is open, and repeats its prompt only where that is allowed.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from text_generation_shard.engine import (
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, load_grammars
+from text_generation_shard.kv_ledger import KVLedger
 from text_generation_shard.masks import Mask, TokenMasks
 from text_generation_shard.sequences import ChosenToken, Row, Sequence, SequenceTable
 
@@ -44,6 +46,7 @@ class EchoEngine:
     num_blocks: int
     step_s: float
     prefill_s: float
+    decode_s: float
     fail_token: int
     fail_step_token: int
     grammars: Grammars | None = None
@@ -74,6 +77,7 @@ class EchoEngine:
             num_blocks=config.echo_blocks,
             step_s=config.echo_step_ms / 1e3,
             prefill_s=config.echo_prefill_us / 1e6,
+            decode_s=config.echo_decode_us / 1e6,
             fail_token=config.echo_fail_token,
             fail_step_token=config.echo_fail_step_token,
             grammars=grammars,
@@ -88,6 +92,7 @@ class EchoEngine:
         if limits.max_batch_total_tokens:
             self.num_blocks = limits.max_batch_total_tokens // BLOCK_SIZE
         self._table.num_blocks = self.num_blocks
+        self._table.ledger = KVLedger(self.num_blocks, BLOCK_SIZE)
         return self.num_blocks
 
     def apply(self, orders: Orders) -> list[Failure]:
@@ -101,8 +106,7 @@ class EchoEngine:
         sampling = [row.sequence for row in rows if row.samples]
         constrained = [sequence for sequence in sampling if sequence.matcher is not None]
         pending = self._masks.start(constrained) if constrained and self._masks is not None else None
-        prompt_tokens = sum(row.length for row in rows if row.sequence.is_prefilling)
-        if (pace := self.step_s + self.prefill_s * prompt_tokens) > 0:
+        if (pace := self._pace(rows)) > 0:
             # A pause from the start of the step, not after it: the pace set is the pace kept.
             time.sleep(pace)
         masks = {} if pending is None else pending.result()
@@ -134,6 +138,11 @@ class EchoEngine:
         if self._masks is not None:
             self._masks.close()
 
+    def _pace(self, rows: list[Row]) -> float:
+        """Seconds that a step over `rows` is to take."""
+        prompts = [row.length for row in rows if row.sequence.is_prefilling]
+        return self.step_s + self.prefill_s * sum(prompts) + self.decode_s * (len(rows) - len(prompts))
+
     def _choose(self, sequence: Sequence, mask: Mask | None) -> ChosenToken:
         period = sequence.prompt_length - sequence.generated_before
         token = sequence.tokens[(len(sequence.tokens) - period) % period]
@@ -158,7 +167,8 @@ class EchoEngine:
     def _score_prompt(self, row: Row) -> None:
         if (scores := row.sequence.prompt_scores) is None:
             return
-        for position in range(max(row.start, 1), min(row.start + row.length, len(scores.logprobs))):
+        # A position tells of the token after it, as a model's does: of the first one computed nothing is told.
+        for position in range(row.start + 1, min(row.start + row.length + 1, len(scores.logprobs))):
             scores.logprobs[position] = LOGPROB
             if scores.tops is not None:
                 scores.tops[position] = _neighbours(row.sequence.tokens[position], row.sequence.prompt_top_n)

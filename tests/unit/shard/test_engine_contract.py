@@ -1,4 +1,7 @@
-"""What every step engine promises, whatever computes its tokens: the contract of `engine.Engine` and shard.proto."""
+"""What every engine promises, whoever schedules and whatever computes its tokens: `engine.Engine` and shard.proto.
+
+What only step engines promise – blocks, grants, chunks – is in `test_step_contract`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 from engine_driver import Driver
+from self_driver import SelfDriver, driver_for
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
@@ -38,12 +42,13 @@ PROMPT = tuple(range(7, 47))
 SEEDED = Sampling(greedy=False, temperature=1.5, top_k=50, seed=11)
 
 
-@pytest.fixture(scope="module", params=["echo", "torch"])
+@pytest.fixture(scope="module", params=["echo", "self-scheduling echo", "torch"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
     config = ShardConfig(
-        engine=request.param,
+        engine=request.param.split()[-1],
+        echo_self_scheduling=request.param.startswith("self"),
         model_path=str(folder),
         load_format="dummy",
         device="cpu",
@@ -55,7 +60,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def driver(engine: Engine) -> Driver:
-    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
+    return driver_for(engine, WarmUpLimits(max_batch_total_tokens=2048))
 
 
 def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampling: Sampling = Sampling()) -> list[int]:  # noqa: B008 - frozen
@@ -81,20 +86,6 @@ def test_tokens_do_not_depend_on_what_shares_the_batch(driver: Driver, sampling:
     assert stream.tokens == expected
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 39])
-def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_at_once(driver: Driver, chunk: int) -> None:
-    expected = alone(driver)
-    stream = driver.admit(PROMPT, chunk=chunk)
-    driver.run()
-    assert stream.tokens == expected
-
-
-def test_every_prompt_token_is_reported_prefilled_once(driver: Driver) -> None:
-    stream = driver.admit(PROMPT, chunk=16)
-    reports = [result.prefilled for result in (driver.step(), driver.step(), driver.step(), driver.step()) if result]
-    assert reports == [[(stream.slot, 16)], [(stream.slot, 16)], [(stream.slot, 8)], []]
-
-
 @pytest.mark.parametrize("new", [1, 2, 25])
 def test_max_new_tokens_is_exact(driver: Driver, new: int) -> None:
     assert len(alone(driver, new=new)) == new
@@ -107,29 +98,6 @@ def test_tokens_bring_finite_logprobs(driver: Driver) -> None:
     assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
 
 
-def test_a_sequence_stops_at_its_grant_and_goes_on_when_room_appears(driver: Driver) -> None:
-    expected = alone(driver, new=40)
-    stream = driver.admit(PROMPT, 40, granted=48)
-    driver.run()
-    # Positions 0 to 47 are computed; the last of them chose token 48, which has no room.
-    assert len(stream.tokens) == 48 - len(PROMPT) + 1
-    assert driver.step() is None
-    driver.grant(stream, 16)
-    driver.run()
-    assert len(stream.tokens) == 64 - len(PROMPT) + 1
-    driver.grant(stream, 16)
-    driver.run()
-    assert stream.tokens == expected
-
-
-def test_a_starved_sequence_does_not_hold_up_the_others(driver: Driver) -> None:
-    starved = driver.admit(PROMPT, 40, granted=48)
-    fed = driver.admit(PROMPT, 40)
-    driver.run()
-    assert fed.finish is FinishReason.LENGTH
-    assert not starved.is_over
-
-
 def test_nothing_comes_for_a_released_slot(driver: Driver) -> None:
     gone, stays = driver.admit(PROMPT, 20), driver.admit(PROMPT, 20)
     driver.step()
@@ -139,14 +107,6 @@ def test_nothing_comes_for_a_released_slot(driver: Driver) -> None:
     assert result.slots == [stays.slot]
     assert len(gone.tokens) == 1
     assert driver.engine.running == 1
-
-
-def test_a_release_during_prefill_drops_the_chunk_ordered_with_it(driver: Driver) -> None:
-    gone = driver.admit(PROMPT, chunk=16)
-    driver.step()
-    driver.release(gone)
-    assert driver.step() is None
-    assert driver.engine.used_blocks == 0
 
 
 def test_a_slot_released_and_given_out_in_the_same_orders_serves_the_new_tenant(driver: Driver) -> None:
@@ -209,13 +169,10 @@ def admission(slot: int = 3, **changes: object) -> Admission:
         admission(slot=12),
         admission(prompt=()),
         admission(prompt=(1 << 30,)),
-        admission(computed_tokens=len(PROMPT)),
-        admission(computed_tokens=17, blocks=(40,)),
         admission(generated_tokens=len(PROMPT)),
         admission(stopping=Stopping(0)),
         admission(stopping=Stopping(217)),
         admission(top_n=21),
-        admission(blocks=(40, 41, 128)),
         admission(sampling=Sampling(temperature=0.0)),
         admission(sampling=Sampling(temperature=math.nan)),
         admission(sampling=Sampling(top_p=0.0)),
@@ -226,13 +183,10 @@ def admission(slot: int = 3, **changes: object) -> Admission:
         "slot past the last",
         "empty prompt",
         "token outside the vocabulary",
-        "nothing left to compute",
-        "computed tokens without blocks",
         "nothing but generated tokens",
         "no new tokens",
         "too long",
         "too many top tokens",
-        "block that is not",
         "temperature 0",
         "temperature NaN",
         "top_p 0",
@@ -241,6 +195,8 @@ def admission(slot: int = 3, **changes: object) -> Admission:
     ],
 )
 def test_an_invalid_admission_fails_alone(driver: Driver, bad: Admission) -> None:
+    if isinstance(driver, SelfDriver):
+        bad = replace(bad, blocks=())
     expected = alone(driver)
     neighbour = driver.admit(PROMPT)
     driver.step()
@@ -250,77 +206,6 @@ def test_an_invalid_admission_fails_alone(driver: Driver, bad: Admission) -> Non
     driver.run()
     assert neighbour.tokens == expected
     assert driver.engine.running == 0
-
-
-@pytest.mark.parametrize(
-    "orders",
-    [
-        Orders(98, prefill=((1, 1000),)),
-        Orders(98, prefill=((1, 0),)),
-        Orders(98, prefill=((1, 2), (1, 2))),
-        Orders(98, grants=((1, (4096,)),)),
-    ],
-    ids=["chunk longer than the prompt", "empty chunk", "two chunks in a step", "block that is not"],
-)
-def test_an_invalid_chunk_or_grant_fails_alone(driver: Driver, orders: Orders) -> None:
-    expected = alone(driver)
-    neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, chunk=16)
-    driver.step()
-    assert broken.slot == 1
-    failures = driver.engine.apply(orders)
-    assert [failure.slot for failure in failures] == [1]
-    driver.streams.pop(broken.slot)
-    driver.run()
-    assert neighbour.tokens == expected
-    assert broken.tokens == []
-
-
-def test_a_chunk_past_its_blocks_fails_alone(driver: Driver) -> None:
-    neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, granted=32)
-    driver.run()
-    assert neighbour.finish is FinishReason.LENGTH
-    assert broken.failure is not None
-    assert broken.failure.code is FailureCode.INVALID
-
-
-def test_prompt_logprobs_come_once_with_the_first_token(driver: Driver) -> None:
-    whole = driver.admit(PROMPT, prompt_logprobs=True)
-    chunked = driver.admit(PROMPT, prompt_logprobs=True, chunk=9)
-    first = driver.step()
-    assert first is not None
-    assert [scores.slot for scores in first.prompt_logprobs] == [whole.slot]
-    driver.run()
-    for stream in (whole, chunked):
-        (logprobs,) = stream.prompt_logprobs
-        assert len(logprobs) == len(PROMPT)
-        assert math.isnan(logprobs[0])
-        assert all(logprob <= 0 for logprob in logprobs[1:])
-    assert chunked.prompt_logprobs[0][1:] == pytest.approx(whole.prompt_logprobs[0][1:], abs=1e-5)
-
-
-def test_prompt_logprobs_leave_out_what_was_cached_and_what_was_generated(driver: Driver) -> None:
-    first = driver.admit(PROMPT, 1, prompt_logprobs=True)
-    driver.run()
-    again = driver.admit(
-        [*PROMPT, 5, 6], shared=first.blocks[:2], computed_tokens=32, generated_tokens=2, prompt_logprobs=True
-    )
-    driver.run()
-    (logprobs,) = again.prompt_logprobs
-    assert len(logprobs) == len(PROMPT)
-    assert all(math.isnan(logprob) for logprob in logprobs[:32])
-    assert logprobs[33:] == pytest.approx(first.prompt_logprobs[0][33:], abs=1e-5)
-
-
-def test_tokens_cached_by_another_sequence_need_not_be_computed_again(driver: Driver) -> None:
-    expected = alone(driver)
-    first = driver.admit(PROMPT, 30)
-    driver.step()
-    second = driver.admit(PROMPT, shared=first.blocks[:2], computed_tokens=32)
-    result = driver.step()
-    assert result is not None
-    assert result.prefilled == [(second.slot, len(PROMPT) - 32)]
-    driver.run()
-    assert second.tokens == expected
 
 
 def test_top_tokens_come_best_first_for_those_who_ask(driver: Driver) -> None:
@@ -358,12 +243,6 @@ def test_penalties_count_nothing_of_a_former_tenant(driver: Driver) -> None:
     assert alone(driver, sampling=PENALIZED) == expected
 
 
-def test_a_step_with_nothing_to_do_is_none(driver: Driver) -> None:
-    assert driver.engine.step() is None
-    driver.engine.apply(Orders(1, admit=(admission(),)))
-    assert driver.engine.step() is None
-
-
 def test_reset_drops_everything(driver: Driver) -> None:
     driver.admit(PROMPT)
     driver.admit(PROMPT, chunk=8)
@@ -373,9 +252,10 @@ def test_reset_drops_everything(driver: Driver) -> None:
     assert driver.engine.step() is None
 
 
-def test_the_echo_engine_fails_one_sequence_or_a_whole_step_as_told() -> None:
-    engine = build_engine(ShardConfig(engine="echo", echo_fail_token=5, echo_fail_step_token=6))
-    driver = Driver(engine, engine.warm_up(WarmUpLimits()))
+@pytest.mark.parametrize("self_scheduling", [False, True])
+def test_the_echo_engine_fails_one_sequence_or_a_whole_step_as_told(self_scheduling: bool) -> None:
+    config = ShardConfig(engine="echo", echo_fail_token=5, echo_fail_step_token=6, echo_self_scheduling=self_scheduling)
+    driver = driver_for(build_engine(config), WarmUpLimits())
     bad, neighbour = driver.admit([1, 5]), driver.admit([1, 2], 4)
     driver.run()
     assert bad.failure is not None

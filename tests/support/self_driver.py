@@ -1,0 +1,33 @@
+"""Drives an engine that schedules for itself: whole prompts in, tokens out, with no blocks, chunks or grants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine_driver import Driver, Stream
+
+from text_generation_shard.engine import Engine, Scheduling, StepResult, WarmUpLimits
+
+
+class SelfDriver(Driver):
+    """A Driver that holds slots alone: what a step engine would be told, this engine decides."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, num_blocks=0)
+
+    def admit(self, prompt: Sequence[int], new: int = 8, **admission: object) -> Stream:  # type: ignore[override]
+        stream = super().admit(prompt, new, **admission | {"granted": 0})  # type: ignore[arg-type]
+        stream.to_prefill = 0
+        return stream
+
+    def _record(self, result: StepResult) -> None:
+        counts = result.token_counts or [1] * len(result.slots)
+        slots = [slot for slot, count in zip(result.slots, counts, strict=True) for _ in range(count)]
+        super()._record(replace(result, slots=slots, token_counts=[]))
+
+
+def driver_for(engine: Engine, limits: WarmUpLimits) -> Driver:
+    """The driver for this kind of engine, warmed up."""
+    num_blocks = engine.warm_up(limits)
+    return SelfDriver(engine) if engine.info.scheduling is Scheduling.SELF else Driver(engine, num_blocks)

@@ -1,0 +1,295 @@
+"""The echo engine that schedules for itself: its queue, its blocks, its reports."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from byte_tokenizer import END, write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from self_driver import SelfDriver
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import (
+    Admission,
+    Engine,
+    Failure,
+    FailureCode,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Orders,
+    Scheduling,
+    StepResult,
+    Stopping,
+    WarmUpLimits,
+)
+from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.echo_self import SelfSchedulingEcho
+from text_generation_shard.grammar import Matcher
+
+PROMPT = tuple(range(7, 47))
+
+
+def driver_of(*, blocks: int = 64, batch: int = 0, prefill: int = 0, **settings: object) -> SelfDriver:
+    config = ShardConfig(engine="echo", echo_self_scheduling=True, **settings)  # type: ignore[arg-type]
+    engine = build_engine(config)
+    limits = WarmUpLimits(
+        max_batch_prefill_tokens=prefill, max_batch_size=batch, max_batch_total_tokens=blocks * engine.info.block_size
+    )
+    assert engine.warm_up(limits) == blocks
+    return SelfDriver(engine)
+
+
+def echo_of(prompt: tuple[int, ...], new: int) -> list[int]:
+    return [prompt[i % len(prompt)] for i in range(new)]
+
+
+def steps(driver: SelfDriver) -> list[StepResult]:
+    """What each step brings until nothing can advance."""
+    return list(iter(driver.step, None))  # type: ignore[arg-type]
+
+
+def refusals(engine: Engine, orders: Orders) -> list[tuple[int, str]]:
+    failures: list[Failure] = engine.apply(orders)
+    assert all(failure.code is FailureCode.INVALID for failure in failures)
+    return [(failure.slot, failure.message) for failure in failures]
+
+
+def test_info_says_who_schedules() -> None:
+    info = driver_of().engine.info
+    assert (info.engine, info.scheduling, info.block_size) == ("echo", Scheduling.SELF, 16)
+    assert build_engine(ShardConfig(engine="echo")).info.scheduling is Scheduling.STEP
+
+
+@pytest.mark.parametrize("what", [{"blocks": (1, 2, 3)}, {"blocks": (1, 2, 3), "computed_tokens": 16}])
+def test_an_admission_with_blocks_is_refused(what: dict[str, tuple[int, ...]]) -> None:
+    engine = driver_of().engine
+    admission = Admission(2, PROMPT, Stopping(4), **what)  # type: ignore[arg-type]
+    expected = [(2, "the engine schedules for itself: it takes no KV blocks")]
+    assert refusals(engine, Orders(1, admit=(admission,))) == expected
+    assert (engine.running, engine.step()) == (0, None)
+
+
+def test_grants_and_prefill_orders_fail_whom_they_name_and_nobody_else() -> None:
+    driver = driver_of()
+    granted, chunked, neighbour = driver.admit(PROMPT), driver.admit(PROMPT), driver.admit(PROMPT)
+    driver.step()
+    orders = Orders(98, grants=((granted.slot, (5,)), (77, (6,))), prefill=((chunked.slot, 4), (78, 4)))
+    assert refusals(driver.engine, orders) == [
+        (granted.slot, "the engine schedules for itself: it takes no KV blocks"),
+        (chunked.slot, "the engine schedules for itself: it takes no prefill orders"),
+    ]
+    assert driver.engine.running == 1
+    driver.run()
+    assert (neighbour.tokens, granted.tokens) == (echo_of(PROMPT, 8), [PROMPT[0]])
+
+
+@pytest.mark.parametrize(("length", "new"), [(65, 1), (40, 26)])
+def test_what_can_never_fit_the_pool_is_refused_at_once(length: int, new: int) -> None:
+    driver = driver_of(blocks=4)
+    too_long = driver.admit(range(length), new)
+    driver.step()
+    assert too_long.failure is not None
+    assert too_long.failure.code is FailureCode.INVALID
+    assert too_long.failure.message == "prompt and new tokens exceed the engine's KV pool of 64 tokens"
+    fits = driver.admit(range(40), 25)
+    driver.run()
+    assert fits.tokens == echo_of(fits.prompt, 25)
+
+
+def test_no_more_run_at_once_than_the_batch_holds_and_all_get_their_turn_in_order() -> None:
+    driver = driver_of(batch=2)
+    streams = [driver.admit(PROMPT, 6) for _ in range(5)]
+    finished: list[int] = []
+    for result in steps(driver):
+        assert len(result.slots) <= 2
+        assert driver.engine.used_blocks <= 2 * 3
+        finished += [slot for slot, _ in result.finished]
+    assert finished == [stream.slot for stream in streams]
+    assert [stream.tokens for stream in streams] == [echo_of(PROMPT, 6)] * 5
+
+
+def test_prompts_are_computed_in_order_in_chunks_of_the_budget() -> None:
+    driver = driver_of(prefill=32)
+    first, second = driver.admit(PROMPT, 1), driver.admit(range(20), 1)
+    assert [result.prefilled for result in steps(driver)] == [
+        [(first.slot, 32)],
+        [(first.slot, 8), (second.slot, 20)],
+    ]
+
+
+def test_decoding_goes_on_beside_a_prompt_in_chunks() -> None:
+    driver = driver_of(prefill=16)
+    decoding = driver.admit(PROMPT[:5], 30)
+    driver.step()
+    driver.admit(range(100), 1)
+    for _ in range(7):
+        driver.step()
+    assert len(decoding.tokens) == 8
+
+
+def test_a_dry_pool_preempts_the_newest_which_goes_on_where_it_was() -> None:
+    driver = driver_of(blocks=8)
+    old, new = driver.admit(PROMPT, 70, prompt_logprobs=True), driver.admit(PROMPT, 70, prompt_logprobs=True)
+    results = steps(driver)
+    assert max(len(result.slots) for result in results) == 2
+    assert [stream.tokens for stream in (old, new)] == [echo_of(PROMPT, 70)] * 2
+    # The newer was computed again, with what it had said, and its prompt's logprobs came once.
+    computed = {stream.slot: 0 for stream in (old, new)}
+    for result in results:
+        for slot, tokens in result.prefilled:
+            computed[slot] += tokens
+    assert computed[old.slot] == len(PROMPT)
+    assert computed[new.slot] > 2 * len(PROMPT)
+    assert [len(stream.prompt_scores) for stream in (old, new)] == [1, 1]
+    assert [slot for result in results for slot, _ in result.finished] == [old.slot, new.slot]
+
+
+def test_min_new_tokens_counts_across_a_preemption() -> None:
+    driver = driver_of(blocks=8)
+    driver.admit(PROMPT, 70)
+    ends = frozenset(PROMPT)
+    stream = driver.admit(PROMPT, 70, stopping=Stopping(70, ends, min_new_tokens=50))
+    driver.run()
+    assert (len(stream.tokens), stream.finish) == (51, FinishReason.EOS_TOKEN)
+
+
+def test_a_grammar_goes_on_where_it_was_after_a_preemption(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path)
+    schema = {"type": "object", "properties": {"a": {"enum": ["x" * 60]}}, "required": ["a"]}
+    driver = driver_of(blocks=8, model_path=str(tmp_path))
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    driver.admit(PROMPT, 70)
+    stream = driver.admit(PROMPT, stopping=Stopping(80, frozenset([END])), grammar=grammar)
+    results = steps(driver)
+    assert json.loads(tokenizer.decode(stream.tokens)) == {"a": "x" * 60}
+    assert sum(tokens for result in results for slot, tokens in result.prefilled if slot == stream.slot) > len(PROMPT)
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_release_frees_a_sequence_wherever_it_is(after: int) -> None:
+    driver = driver_of(batch=2, prefill=16)
+    decoding, prefilling, queued = driver.admit(range(9), 40), driver.admit(range(60), 4), driver.admit(PROMPT, 4)
+    for _ in range(after):
+        driver.step()
+    for stream in (decoding, prefilling, queued):
+        driver.release(stream)
+    assert driver.step() is None
+    assert (driver.engine.running, driver.engine.used_blocks) == (0, 0)
+    again = driver.admit(PROMPT, 4)
+    driver.run()
+    assert again.tokens == echo_of(PROMPT, 4)
+
+
+@pytest.mark.parametrize("how", ["release", "reset"])
+def test_a_grammar_is_built_for_nobody_who_left_the_queue(how: str) -> None:
+    driver = driver_of(batch=1)
+    driver.admit(PROMPT, 30)
+    building: Future[Matcher] = Future()
+    queued = driver.admit(PROMPT, 4, matcher=building)
+    driver.step()
+    assert not building.cancelled()
+    if how == "release":
+        driver.release(queued)
+        driver.step()
+    else:
+        driver.engine.reset()
+    assert building.cancelled()
+
+
+def test_a_taken_slot_costs_its_tenant_the_place() -> None:
+    driver = driver_of()
+    tenant = driver.admit(PROMPT)
+    driver.step()
+    orders = Orders(98, admit=(Admission(tenant.slot, PROMPT, Stopping(4)),))
+    assert refusals(driver.engine, orders) == [(tenant.slot, "slot 0 is taken")]
+    assert (driver.engine.running, driver.engine.used_blocks) == (0, 0)
+
+
+def test_tokens_are_reported_together_and_those_of_the_last_step_at_once() -> None:
+    driver = driver_of(echo_tokens_per_report=4)
+    long, short = driver.admit(PROMPT, 10, top_n=2), driver.admit(PROMPT, 3, prompt_logprobs=True)
+    results = steps(driver)
+    told = [(list(result.slots), list(result.token_counts)) for result in results if not result.is_silent]
+    assert told == [
+        ([], []),  # the prompts were computed
+        ([short.slot], [3]),
+        ([long.slot], [4]),
+        ([long.slot], [4]),
+        ([long.slot], [2]),
+    ]
+    assert len(results) == 10
+    assert (long.tokens, short.tokens) == (echo_of(PROMPT, 10), echo_of(PROMPT, 3))
+    assert [top.index for top in long.top_tokens] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert [top.token_ids[0] for top in long.top_tokens] == long.tokens
+    assert len(short.prompt_scores) == 1
+
+
+def test_a_sequence_that_fails_is_told_with_the_tokens_saved_up_for_it() -> None:
+    driver = driver_of(echo_tokens_per_report=4, echo_fail_token=9)
+    stream = driver.admit([5, 6, 9], 10)
+    driver.run()
+    assert stream.failure is not None
+    assert (stream.tokens, stream.failure.code) == ([5, 6], FailureCode.NUMERICS)
+
+
+def test_tokens_saved_up_for_a_released_sequence_never_come() -> None:
+    driver = driver_of(echo_tokens_per_report=4)
+    gone = driver.admit(PROMPT, 10)
+    driver.step()
+    driver.step()
+    driver.release(gone)
+    same_slot = driver.admit(range(100, 110), 2)
+    assert same_slot.slot == gone.slot
+    driver.run()
+    assert (gone.tokens, same_slot.tokens) == ([], [100, 101])
+
+
+def test_a_step_that_fails_fails_those_in_it_and_frees_their_blocks() -> None:
+    driver = driver_of(batch=2, echo_fail_step_token=9)
+    bad, neighbour, queued = driver.admit([1, 9], 4), driver.admit([1, 2], 4), driver.admit([3, 4], 4)
+    driver.run()
+    assert bad.failure is not None
+    assert neighbour.failure is not None
+    assert neighbour.failure.code is FailureCode.STEP
+    assert (queued.tokens, driver.engine.used_blocks) == ([3, 4, 3, 4], 0)
+
+
+@given(
+    blocks=st.integers(3, 12),
+    batch=st.integers(1, 6),
+    prefill=st.integers(1, 40),
+    together=st.integers(1, 5),
+    arrivals=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(1, 6), st.integers(0, 30)), max_size=12
+    ),
+)
+def test_whatever_runs_beside_it_a_sequence_says_what_it_says_alone(
+    blocks: int, batch: int, prefill: int, together: int, arrivals: list[tuple[int, int, int, int]]
+) -> None:
+    driver = driver_of(blocks=blocks, batch=batch, prefill=prefill, echo_tokens_per_report=together)
+    assert isinstance(driver.engine, SelfSchedulingEcho)
+    streams = []
+    for number, (length, new, pause, patience) in enumerate(arrivals):
+        if -(-(length + new - 1) // 16) > blocks:
+            continue
+        stream = driver.admit(tuple(range(number, number + length)), new)
+        streams.append(stream)
+        for _ in range(pause):
+            driver.step()
+            assert driver.engine.used_blocks <= blocks
+        if patience < 10 and driver.streams.get(stream.slot) is stream:
+            driver.release(stream)
+    driver.run()
+    for stream in streams:
+        expected = echo_of(stream.prompt, stream.stopping.max_new_tokens)
+        if stream.is_over:
+            assert (stream.failure, stream.tokens) == (None, expected)
+        else:  # released
+            assert stream.tokens == expected[: len(stream.tokens)]
+    assert (driver.engine.running, driver.engine.used_blocks) == (0, 0)

@@ -1,0 +1,178 @@
+"""Blocks that another sequence computed: the torch engine says the same with them as without, and leaves them as they are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from engine_driver import Driver, Stream
+from torch import Tensor
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import FinishReason, Sampling, WarmUpLimits
+from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.model_config import ARCHITECTURES
+
+SHAPE = {
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.4,  # far from uniform logits, so that no near tie hides a mistake or makes one up
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "full attention": LlamaConfig(**SHAPE),
+    "sliding window": MistralConfig(**SHAPE, sliding_window=19),
+    "sliding window in some layers": Qwen2Config(
+        **SHAPE, use_sliding_window=True, sliding_window=32, max_window_layers=1
+    ),
+}
+PREFIX = tuple((37 * i + 11) % 331 for i in range(64))
+TAILS = tuple(tuple((53 * i + 7 * user) % 331 for i in range(length)) for user, length in enumerate((1, 5, 16, 40)))
+SEEDED = Sampling(greedy=False, temperature=1.3, top_k=80, seed=23)
+PENALIZED = Sampling(repetition_penalty=1.8, frequency_penalty=0.7)
+"""Greedy, so that what the penalties count decides alone."""
+SAMPLINGS = [Sampling(), SEEDED, PENALIZED, replace(SEEDED, output_presence_penalty=1.5, output_frequency_penalty=0.5)]
+IDS = ["greedy", "seeded", "prompt penalized", "output penalized"]
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    torch.manual_seed(5)
+    config = CONFIGS[request.param]
+    folder = tmp_path_factory.mktemp("checkpoint")
+    getattr(transformers, ARCHITECTURES[config.model_type])(config).save_pretrained(folder)
+    # Few slots, so that each serves one sequence after another.
+    return TorchEngine.build(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=6))
+
+
+@pytest.fixture
+def driver(engine: TorchEngine) -> Driver:
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    # Whoever reads a place that nobody wrote says nonsense, or nothing.
+    engine._cache._pool.fill_(torch.nan)
+    return driver
+
+
+def blocks_of(driver: Driver, blocks: list[int]) -> Tensor:
+    """What some blocks hold, in every layer."""
+    assert isinstance(driver.engine, TorchEngine)
+    return driver.engine._cache._pool[:, blocks].clone()
+
+
+def without_reuse(driver: Driver, prompts: list[tuple[int, ...]], new: int, sampling: Sampling) -> list[list[int]]:
+    """What each prompt is answered when it is computed whole, in blocks of its own."""
+    streams = [driver.admit(prompt, new, sampling=sampling) for prompt in prompts]
+    driver.run()
+    assert all(stream.finish is FinishReason.LENGTH for stream in streams)
+    return [stream.tokens for stream in streams]
+
+
+def sharing(driver: Driver, owner: Stream, prompt: tuple[int, ...], blocks: int, **settings: object) -> Stream:
+    """A sequence whose first tokens sit in the first blocks of another."""
+    shared = owner.blocks[:blocks]
+    return driver.admit(prompt, shared=shared, computed_tokens=16 * blocks, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("owner_ends", ["goes on", "finishes first", "is released"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
+def test_sequences_with_one_prefix_share_its_blocks(driver: Driver, sampling: Sampling, owner_ends: str) -> None:
+    prompts = [PREFIX + tail for tail in TAILS]
+    owner_prompt = (*PREFIX, 3)
+    *expected, owner_says = without_reuse(driver, [*prompts, owner_prompt], 24, sampling)
+    owner = driver.admit(owner_prompt, 24, sampling=sampling)
+    for _ in range(5):
+        driver.step()
+    if owner_ends == "is released":
+        driver.release(owner)
+    elif owner_ends == "finishes first":
+        driver.run()
+    before = blocks_of(driver, owner.blocks[:4])
+    assert torch.isfinite(before).all()
+    # At different times, in different chunks, and not all of them all four blocks.
+    streams = []
+    for prompt, blocks, chunk in zip(prompts, (4, 4, 3, 1), (99, 2, 7, 16), strict=True):
+        streams.append(sharing(driver, owner, prompt, blocks, new=24, sampling=sampling, chunk=chunk))
+        driver.step()
+        driver.step()
+    driver.run()
+    assert [stream.tokens for stream in streams] == expected
+    assert owner.tokens == owner_says[: len(owner.tokens)]
+    assert torch.equal(blocks_of(driver, owner.blocks[:4]), before)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
+def test_the_next_turn_of_a_chat_reuses_what_was_generated(driver: Driver, sampling: Sampling) -> None:
+    first = driver.admit(PREFIX, 40, sampling=sampling)
+    driver.run()
+    turn = (*PREFIX, *first.tokens, *TAILS[1])
+    (expected,) = without_reuse(driver, [turn], 30, sampling)
+    # 64 + 39 tokens of the first are computed: six blocks.
+    before = blocks_of(driver, first.blocks[:6])
+    second = sharing(driver, first, turn, 6, new=30, sampling=sampling)
+    driver.run()
+    assert second.tokens == expected
+    assert torch.equal(blocks_of(driver, first.blocks[:6]), before)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
+def test_a_preempted_sequence_comes_back_to_its_own_blocks(driver: Driver, sampling: Sampling) -> None:
+    (expected,) = without_reuse(driver, [PREFIX], 60, sampling)
+    before = driver.admit(PREFIX, 60, sampling=sampling)
+    for _ in range(40):
+        driver.step()
+    after = driver.preempt(before, shared=before.blocks[:6], computed_tokens=96)
+    driver.run()
+    assert before.tokens + after.tokens == expected
+
+
+def test_a_block_cached_in_part_is_gone_on_from_and_not_cleared(driver: Driver) -> None:
+    prompt = (*PREFIX, *TAILS[1])  # 69 tokens
+    (expected,) = without_reuse(driver, [prompt], 24, Sampling())
+    owner = driver.admit(prompt, 1)
+    driver.run()
+    before = blocks_of(driver, owner.blocks[:4])
+    stream = driver.admit(prompt, 24, shared=owner.blocks[:5], computed_tokens=68)
+    driver.run()
+    assert stream.tokens == expected
+    assert torch.equal(blocks_of(driver, owner.blocks[:4]), before)
+
+
+def test_a_slot_whose_next_tenant_has_another_table_reads_its_own_blocks(driver: Driver) -> None:
+    other = tuple(reversed(PREFIX))
+    expected = without_reuse(driver, [PREFIX + TAILS[2], other + TAILS[2]], 12, Sampling())
+    owners = [driver.admit(PREFIX, 1), driver.admit(other, 1)]
+    driver.run()
+    for _ in range(3):
+        replies = []
+        for owner, prefix in zip(owners, (PREFIX, other), strict=True):
+            stream = sharing(driver, owner, prefix + TAILS[2], 4, new=12)
+            assert stream.slot == 0
+            driver.run()
+            replies.append(stream.tokens)
+        assert replies == expected
+
+
+def test_prompt_logprobs_are_those_of_what_was_computed_here(driver: Driver) -> None:
+    prompt = PREFIX + TAILS[3]
+    owner = driver.admit(prompt, 1, prompt_logprobs=True, prompt_top_n=2)
+    driver.run()
+    stream = sharing(driver, owner, prompt, 3, new=1, prompt_logprobs=True, prompt_top_n=2, chunk=9)
+    driver.run()
+    (whole,), (part,) = owner.prompt_scores, stream.prompt_scores
+    assert all(math.isnan(logprob) for logprob in part.logprobs[:49])
+    assert part.logprobs[49:] == pytest.approx(whole.logprobs[49:], abs=1e-4)
+    assert whole.tops is not None
+    assert part.tops is not None
+    assert part.tops[:49] == [((), ())] * 49
+    assert [ids for ids, _ in part.tops[49:]] == [ids for ids, _ in whole.tops[49:]]
