@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
-from pydantic import NonNegativeInt, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
 from text_generation_proto.process import ProcessConfig, exit_with_usage_error, parse_config
@@ -38,6 +38,8 @@ NOT_SERVED = frozenset(
 )
 """TGI's settings that this server does not have."""
 
+LAST_PORT = 65535
+
 
 # The two sides agree on what max_batch_size says; the router's "no limit" is None, the shard's 0: the plan translates.
 class LauncherConfig(  # type: ignore[misc]
@@ -46,15 +48,16 @@ class LauncherConfig(  # type: ignore[misc]
     cli_prog_name="text-generation-launcher",
     cli_shortcuts={"port": "p", "graceful-termination-timeout": "g", "env": "e"},
 ):
-    """Serve a model: start its shard and the router, watch them, stop them in order."""
+    """Serve a model: start its shards and the router, watch them, restart a shard that dies, stop them in order."""
 
     # What the plan decides is no setting of the launcher. A class variable takes the field out again.
     lifeline_fd: ClassVar[int] = -1  # type: ignore[misc]
     model_path: ClassVar[str]  # type: ignore[misc]
     address: ClassVar[str]  # type: ignore[misc]
+    replica: ClassVar[int]  # type: ignore[misc]
     rank: ClassVar[int]  # type: ignore[misc]
     world_size: ClassVar[int]  # type: ignore[misc]
-    shard_address: ClassVar[str]  # type: ignore[misc]
+    shard_address: ClassVar[tuple[str, ...]]  # type: ignore[misc]
 
     flag_only: ClassVar[frozenset[str]] = frozenset({"env"})
 
@@ -64,6 +67,10 @@ class LauncherConfig(  # type: ignore[misc]
     """Whether to shard the model: true takes all visible devices, false one."""
     num_shard: int | None = None
     """Shards to cut the model into; default: one. More than one is not served yet."""
+    num_replicas: PositiveInt = 1
+    """Copies of the model, each served by shards of its own; one router in front of all."""
+    max_shard_restarts: NonNegativeInt = 5
+    """Restarts in a row, without a minute of serving between, after which a shard counts as hopeless; 0: never restart."""
     trust_remote_code: bool = False
     """Accepted for TGI's sake: code that comes with a model is never run."""
     max_input_length: int | None = None
@@ -104,6 +111,11 @@ class LauncherConfig(  # type: ignore[misc]
             raise ValueError("--port (or PORT): the launcher needs a port of its own, not 0")
         if self.num_shard is not None and self.num_shard < 1:
             raise ValueError("`num_shard` cannot be < 1")
+        first, last = self.shard_tcp_port, self.shard_tcp_port + self.num_replicas - 1
+        if first and last > LAST_PORT:
+            raise ValueError(f"`shard_tcp_port`({first}) for {self.num_replicas} shards: there is no port {last}")
+        if first and first <= self.port <= last:
+            raise ValueError(f"`shard_tcp_port`({first}) for {self.num_replicas} shards: {self.port} is the router's")
         return self
 
     @property

@@ -46,6 +46,13 @@ def count_visible(environ: Mapping[str, str]) -> int | None:
     return None
 
 
+def nth_visible(environ: Mapping[str, str], n: int) -> str:
+    """How CUDA_VISIBLE_DEVICES names the n-th (from 0) of the visible devices alone."""
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    # NVIDIA_VISIBLE_DEVICES is the container runtime's: what it lets in is numbered anew, from 0.
+    return str(n) if value is None else value.split(",")[n].strip()
+
+
 def parse_listing(listing: str) -> tuple[str, ...]:
     """The names in the output of `nvidia-smi -L`; a GPU cut in MIG slices counts once."""
     return tuple(match["name"] for match in _LISTED.finditer(listing))

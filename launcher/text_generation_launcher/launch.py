@@ -17,11 +17,13 @@ import structlog
 from text_generation_launcher.child import lifeline
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import find_devices
+from text_generation_launcher.endings import ChildFailed, ChildLost, ShardsHopeless
 from text_generation_launcher.environment import describe
 from text_generation_launcher.model import ModelError, resolve_model
-from text_generation_launcher.plan import Plan, PlanError, Surroundings, count_shards, make_plan
+from text_generation_launcher.plan import Plan, PlanError, Surroundings, count_processes, make_plan
+from text_generation_launcher.restarts import RestartPolicy
 from text_generation_launcher.stop import StopSignals
-from text_generation_launcher.supervise import ChildFailed, ChildLost, Supervisor
+from text_generation_launcher.supervise import Supervisor
 from text_generation_proto.process import PRIVATE_FOLDER_PREFIX, ExitCode, SocketInUse, claim_socket, socket_path
 from text_generation_router.config import listen_host
 
@@ -36,7 +38,7 @@ class PortInUse(Exception):
 
 
 async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
-    """Serve until asked to stop or until a child is lost."""
+    """Serve until asked to stop or until there is nothing left to serve with."""
     stop = StopSignals()
     stop.listen()
     code = ExitCode.STOPPED
@@ -55,6 +57,8 @@ async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode
         code = ExitCode.FAILED
     except* ChildLost:
         code = ExitCode.DEPENDENCY_LOST
+    except* ShardsHopeless:
+        code = ExitCode.HOPELESS
     if stop.requested.is_set():
         code = ExitCode.STOPPED
     log.info("stopped", exit_code=int(code))
@@ -65,9 +69,9 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: StopS
     devices = await find_devices(environ)
     if config.env:
         log.info("environment", **describe(devices))
-    num_shard = count_shards(config, devices)  # before a download that may take an hour
-    if num_shard < devices.count:
-        log.warning("not all devices are used", devices=devices.count, used=num_shard)
+    shards = count_processes(config, devices)  # before a download that may take an hour
+    if shards < devices.count:
+        log.warning("not all devices are used", devices=devices.count, used=shards)
     if config.input_limit != config.max_input_tokens:
         log.warning("max_input_length is an old name: use max_input_tokens")
     if listen_host(config.hostname) == "0.0.0.0" != config.hostname:
@@ -76,9 +80,15 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: StopS
         log.info("starting", model_id=config.model_id, revision=config.revision, engine=config.engine)
         model_path = await resolve_model(config, environ, stop, lifeline_fd)
         with _socket_folder() as folder:
-            plan = make_plan(config, Surroundings(devices, model_path, folder, lifeline_fd, environ))
+            plan = make_plan(config, Surroundings(devices, _cpus(), model_path, folder, lifeline_fd, environ))
             _claim_addresses(plan, folder)
-            await Supervisor(plan, stop, json_output=config.json_output).run()
+            restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
+            await Supervisor(plan, stop, restarts, json_output=config.json_output).run()
+
+
+def _cpus() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _claim_addresses(plan: Plan, folder: Path) -> None:

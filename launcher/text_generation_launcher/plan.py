@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic_settings import CliApp
 
 from text_generation_launcher.config import LauncherConfig, child_settings
-from text_generation_launcher.devices import Devices
+from text_generation_launcher.devices import Devices, nth_visible
 from text_generation_proto.process import ProcessConfig
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig
@@ -41,7 +41,10 @@ class ChildSpec:
 class ShardSpec(ChildSpec):
     """A shard to start."""
 
+    replica: int
+    """Which copy of the model it serves, from 0."""
     rank: int
+    """Its place among the shards of that replica."""
     address: str
 
 
@@ -69,6 +72,8 @@ class Surroundings:
     """What the plan needs to know that is no setting."""
 
     devices: Devices
+    cpus: int
+    """Processors the launcher may use."""
     model_path: Path
     socket_folder: Path
     """Where the shards' sockets go, unless a setting says otherwise."""
@@ -78,15 +83,32 @@ class Surroundings:
 
 def make_plan(config: LauncherConfig, around: Surroundings) -> Plan:
     """The processes to start. Raises PlanError."""
-    num_shard = count_shards(config, around.devices)
-    shards = tuple(_shard(config, around, rank, num_shard) for rank in range(num_shard))
-    return Plan(
-        shards, _router(config, around, shards[0].address, num_shard), listen_host(config.hostname), config.port
-    )
+    count_processes(config, around.devices)
+    shards = tuple(_shard(config, around, replica) for replica in range(config.num_replicas))
+    return Plan(shards, _router(config, around, shards), listen_host(config.hostname), config.port)
+
+
+def count_processes(config: LauncherConfig, devices: Devices) -> int:
+    """How many shards there are in all replicas together. Raises PlanError."""
+    total = count_shards(config, devices) * config.num_replicas
+    if config.num_replicas > 1 and _on_devices(config, devices):
+        if config.device.startswith("cuda:"):
+            raise PlanError(f"`device` is {config.device}, and {config.num_replicas} replicas take a device each")
+        if total > devices.count:
+            raise PlanError(
+                f"not enough cuda devices: {config.num_replicas} replicas take one each (--num-replicas), "
+                f"and {devices.count} are visible"
+            )
+    return total
+
+
+def _on_devices(config: LauncherConfig, devices: Devices) -> bool:
+    """Whether the shards run on accelerators, as far as can be told without asking the engine."""
+    return devices.count > 0 and config.device != "cpu" and config.engine != "echo"
 
 
 def count_shards(config: LauncherConfig, devices: Devices) -> int:
-    """How many shards to start. Raises PlanError."""
+    """How many shards to cut the model into. Raises PlanError."""
     wanted = config.num_shard
     if config.sharded:
         if wanted is None and devices.count <= 1:
@@ -101,11 +123,11 @@ def count_shards(config: LauncherConfig, devices: Devices) -> int:
     return num_shard
 
 
-def compute_type(num_shard: int, devices: Devices) -> str:
-    """What the x-compute-type header says by default: `1-nvidia-h200`, `1-cpu`."""
+def compute_type(shards: int, devices: Devices) -> str:
+    """What the x-compute-type header says by default: `1-nvidia-h200`, `2-cpu`; the number is that of all shards."""
     if devices.count == 0:
-        return f"{num_shard}-cpu"
-    return f"{num_shard}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
+        return f"{shards}-cpu"
+    return f"{shards}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
 
 
 SECRETS = frozenset({"api_key"})
@@ -129,39 +151,62 @@ def child_env(environ: Mapping[str, str], child: type[ProcessConfig]) -> dict[st
     return env
 
 
-def _shard(config: LauncherConfig, around: Surroundings, rank: int, world_size: int) -> ShardSpec:
-    if config.shard_tcp_port:
-        address = f"127.0.0.1:{config.shard_tcp_port + rank}"
-    elif config.shard_uds_path:
-        address = f"unix://{Path(config.shard_uds_path).absolute()}-{rank}"
-    else:
-        address = f"unix://{around.socket_folder}/shard-{rank}"
+def _shard(config: LauncherConfig, around: Surroundings, replica: int) -> ShardSpec:
+    address = _address(config, around, replica)
     settings = child_settings(config, ShardConfig) | {
         "model_path": str(around.model_path),
         "address": address,
-        "rank": rank,
-        "world_size": world_size,
+        "rank": 0,
+        "replica": replica,
+        "world_size": 1,
         "max_batch_size": config.max_batch_size or 0,
         "lifeline_fd": around.lifeline_fd,
     }
+    env = child_env(around.environ, ShardConfig)
+    if config.num_replicas > 1:
+        if _on_devices(config, around.devices):
+            env["CUDA_VISIBLE_DEVICES"] = nth_visible(around.environ, replica)
+        else:
+            settings |= _share_of_machine(config, around)
     return ShardSpec(
-        name=f"shard-{rank}",
+        name=f"shard-{replica}",
         argv=child_argv("text_generation_shard", ShardConfig.of(**settings)),
-        env=child_env(around.environ, ShardConfig),
+        env=env,
         inherited_fds=(around.lifeline_fd,),
         stop_timeout=config.shutdown_timeout + STOP_MARGIN,
-        rank=rank,
+        replica=replica,
+        rank=0,
         address=address,
     )
 
 
-def _router(config: LauncherConfig, around: Surroundings, shard_address: str, num_shard: int) -> ChildSpec:
+def _address(config: LauncherConfig, around: Surroundings, replica: int) -> str:
+    if config.shard_tcp_port:
+        return f"127.0.0.1:{config.shard_tcp_port + replica}"
+    if config.shard_uds_path:
+        return f"unix://{Path(config.shard_uds_path).absolute()}-{replica}"
+    return f"unix://{around.socket_folder}/shard-{replica}"
+
+
+def _share_of_machine(config: LauncherConfig, around: Surroundings) -> dict[str, object]:
+    """What one of several replicas takes of the machine they share.
+
+    Processors: where each replica has a thread on all of them, they spend their time at barriers, waiting for threads
+    that wait for a processor. Memory: the fraction that was asked for is that of all replicas.
+    """
+    share: dict[str, object] = {"cpu_memory_fraction": config.cpu_memory_fraction / config.num_replicas}
+    if not config.num_threads and "OMP_NUM_THREADS" not in around.environ:
+        share["num_threads"] = max(1, around.cpus // config.num_replicas)
+    return share
+
+
+def _router(config: LauncherConfig, around: Surroundings, shards: tuple[ShardSpec, ...]) -> ChildSpec:
     settings = child_settings(config, RouterConfig) | {
         "model_path": str(around.model_path),
-        "shard_address": shard_address,
+        "shard_address": tuple(shard.address for shard in shards),
         "hostname": listen_host(config.hostname),
         "max_input_tokens": config.input_limit,
-        "compute_type": config.compute_type or compute_type(num_shard, around.devices),
+        "compute_type": config.compute_type or compute_type(len(shards), around.devices),
         "lifeline_fd": around.lifeline_fd,
         **dict.fromkeys(SECRETS, ()),
     }

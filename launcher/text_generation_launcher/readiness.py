@@ -14,6 +14,15 @@ from text_generation_proto.channel import CLIENT_OPTIONS
 OPTIONS = tuple((dict(CLIENT_OPTIONS) | {"grpc.max_reconnect_backoff_ms": 100}).items())  # a start waits for this
 HEALTH_INTERVAL = 0.05
 """Seconds between two looks at the router. There is no event for "somebody listens on that port now"."""
+BROKEN_OFF = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+"""How a watch ends whose server was killed or is stopping; which of them depends on the moment."""
 
 
 async def shard_serving(address: str) -> None:
@@ -27,8 +36,9 @@ async def shard_serving(address: str) -> None:
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                if error.code() not in BROKEN_OFF:
                     raise
+            await asyncio.sleep(HEALTH_INTERVAL)
 
 
 async def router_healthy(url: str) -> None:

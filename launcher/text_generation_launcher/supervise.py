@@ -2,61 +2,53 @@
 
     launch (launch.py)
     └─ TaskGroup          the work · the wish to stop
-       └─ TaskGroup       one task a shard
+       └─ TaskGroup       one task a shard (keeper.py)
           └─ (all shards serve)
              └─ TaskGroup the router
 
-Nesting is the order of stopping: the inner group is left first, so the router drains while its shards still serve. A
-child that ends by itself raises out of its task, and the groups cancel the rest, inner ones first.
+Nesting is the order of stopping: the inner group is left first, so the router drains while its shards still serve, and
+while one that dies meanwhile is still restarted. What ends serving raises out of its task, and the groups cancel the
+rest, inner ones first.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 
 import structlog
 
 from text_generation_launcher.child import run_to_end
-from text_generation_launcher.plan import ChildSpec, Plan, ShardSpec
-from text_generation_launcher.readiness import router_healthy, shard_serving
+from text_generation_launcher.endings import ChildFailed, ChildLost, ending
+from text_generation_launcher.keeper import ShardKeeper
+from text_generation_launcher.plan import Plan
+from text_generation_launcher.readiness import router_healthy
+from text_generation_launcher.restarts import RestartPolicy
 from text_generation_launcher.stop import StopSignals
-from text_generation_proto.process import remove_socket, socket_path
 
 log = structlog.get_logger()
 
 
-class ChildFailed(Exception):
-    """A shard or the router ended before everything was ready."""
-
-
-class ChildLost(Exception):
-    """A shard or the router ended by itself while serving."""
-
-
 class Supervisor:
-    """Runs a plan until cancelled, or until one of its processes ends."""
+    """Runs a plan until cancelled, until its router ends, or until its shards are hopeless."""
 
-    def __init__(self, plan: Plan, stop: StopSignals, *, json_output: bool) -> None:
+    def __init__(self, plan: Plan, stop: StopSignals, restarts: RestartPolicy, *, json_output: bool) -> None:
         self._plan = plan
         self._stop = stop
         self._json_output = json_output
         self.ready = asyncio.Event()
+        self._shards = ShardKeeper(plan.shards, stop, restarts, self.ready, json_output=json_output)
 
     async def run(self) -> None:
-        """Raises ChildFailed or ChildLost, in an exception group; never returns by itself."""
+        """Raises ChildFailed, ChildLost or ShardsHopeless, in an exception group; never returns by itself."""
         begin = time.monotonic()
         async with asyncio.TaskGroup() as shards:
-            for shard in self._plan.shards:
-                shards.create_task(self._run_shard(shard))
-            async with asyncio.TaskGroup() as loading:
-                for shard in self._plan.shards:
-                    loading.create_task(shard_serving(shard.address))
+            self._shards.start(shards)
+            await self._shards.serving()
             loaded = time.monotonic()
             log.info("shards serve", shards=len(self._plan.shards), seconds=round(loaded - begin, 2))
             async with asyncio.TaskGroup() as front:
-                front.create_task(self._run(self._plan.router))
+                front.create_task(self._run_router())
                 await router_healthy(self._plan.url)
                 self.ready.set()
                 now = time.monotonic()
@@ -68,23 +60,10 @@ class Supervisor:
                     router_seconds=round(now - loaded, 2),
                 )
 
-    async def _run_shard(self, shard: ShardSpec) -> None:
-        try:
-            await self._run(shard)
-        finally:
-            if path := socket_path(shard.address):  # a shard that was killed could not do this itself
-                remove_socket(path)
-
-    async def _run(self, child: ChildSpec) -> None:
-        code = await run_to_end(child, self._stop, json_output=self._json_output)
-        ending = {"exit_code": code} if code >= 0 else {"exit_code": code, "signal": signal.Signals(-code).name}
-        match child, self.ready.is_set():
-            case ShardSpec(rank=rank), False:
-                log.error("shard failed to start", rank=rank, **ending)
-            case ShardSpec(rank=rank), True:
-                log.error("shard died", rank=rank, **ending)
-            case _, False:
-                log.error("router failed to start", **ending)
-            case _, True:
-                log.error("router died", **ending)
-        raise ChildLost(child.name) if self.ready.is_set() else ChildFailed(child.name)
+    async def _run_router(self) -> None:
+        code = await run_to_end(self._plan.router, self._stop, json_output=self._json_output)
+        if not self.ready.is_set():
+            log.error("router failed to start", **ending(code))
+            raise ChildFailed(self._plan.router.name)
+        log.error("router died", **ending(code))
+        raise ChildLost(self._plan.router.name)

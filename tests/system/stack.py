@@ -70,13 +70,24 @@ class Stack:
         """All that the launcher and its children have started."""
         return psutil.Process(self.launcher.pid).children(recursive=True)
 
-    def kill(self, name: str) -> None:
-        """kill -9 the launcher, the router or the shard."""
+    def kill(self, name: str, replica: int = 0) -> None:
+        """kill -9 the launcher, the router or the shard of a replica."""
         if name == "launcher":
             self.launcher.kill()
+        elif name == "shard":
+            self.shard(replica).kill()
         else:
             (process,) = (child for child in self.children() if f"text_generation_{name}" in child.cmdline())
             process.kill()
+
+    def shard(self, replica: int) -> psutil.Process:
+        """The shard that listens on this replica's private socket."""
+        (process,) = (
+            child
+            for child in self.children()
+            if "text_generation_shard" in child.cmdline() and f"/shard-{replica}" in " ".join(child.cmdline())
+        )
+        return process
 
     def events(self, process: str) -> list[str]:
         """What one process logged."""

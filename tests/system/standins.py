@@ -76,10 +76,20 @@ def child(name: str, journal: Journal, script: str, *, stop_timeout: float = 20.
     return ChildSpec(name, _argv(journal, script), dict(os.environ), (), stop_timeout)
 
 
-def shard(journal: Journal, socket: Path, *, change: str = "") -> ShardSpec:
+def shard(journal: Journal, socket: Path, *, change: str = "", replica: int = 0) -> ShardSpec:
     """A shard that serves nothing but health; `change` is code that replaces a part of it."""
-    script = f"ADDRESS = 'unix://{socket}'\n{SHARD}\n{change}\nasyncio.run(main())"
-    return ShardSpec("shard-0", _argv(journal, script), dict(os.environ), (), 20.0, 0, f"unix://{socket}")
+    address = f"unix://{socket}"
+    script = f"ADDRESS = {address!r}\n{SHARD}\n{change}\nasyncio.run(main())"
+    return ShardSpec(
+        name=f"shard-{replica}",
+        argv=_argv(journal, script),
+        env=dict(os.environ),
+        inherited_fds=(),
+        stop_timeout=20.0,
+        replica=replica,
+        rank=0,
+        address=address,
+    )
 
 
 def router(journal: Journal, port: int, *, change: str = "") -> ChildSpec:

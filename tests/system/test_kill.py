@@ -25,7 +25,7 @@ EXIT_CODES = {"launcher": -9, "router": ExitCode.DEPENDENCY_LOST, "shard": ExitC
 @pytest.mark.parametrize("_time", range(3))
 @pytest.mark.parametrize("victim", ["launcher", "router", "shard"])
 async def test_a_killed_process_takes_all_others_with_it(victim: str, _time: int, demo_model: Path) -> None:
-    with running(demo_model, "--echo-step-ms", "10") as stack:
+    with running(demo_model, "--echo-step-ms", "10", "--max-shard-restarts", "0") as stack:
         loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)

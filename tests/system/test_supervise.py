@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -12,9 +11,11 @@ from pathlib import Path
 import pytest
 import standins
 
+from text_generation_launcher.endings import ChildFailed
 from text_generation_launcher.plan import ChildSpec, Plan, ShardSpec
+from text_generation_launcher.restarts import RestartPolicy
 from text_generation_launcher.stop import StopSignals
-from text_generation_launcher.supervise import ChildFailed, ChildLost, Supervisor
+from text_generation_launcher.supervise import Supervisor
 
 pytestmark = pytest.mark.system
 
@@ -36,7 +37,8 @@ class Stage:
         return standins.router(self._journal, self.port, change=change)
 
     def supervisor(self, shard: ShardSpec, router: ChildSpec) -> Supervisor:
-        return Supervisor(Plan((shard,), router, "127.0.0.1", self.port), StopSignals(), json_output=False)
+        plan = Plan((shard,), router, "127.0.0.1", self.port)
+        return Supervisor(plan, StopSignals(), RestartPolicy(), json_output=False)
 
     async def next_word(self) -> str:
         return await self._journal.next()
@@ -95,32 +97,3 @@ async def test_a_router_that_dies_while_starting_stops_the_shard(stage: Stage) -
         await stage.supervisor(stage.shard(), stage.router(change="def main(): sys.exit(4)")).run()
     assert error.group_contains(ChildFailed, depth=2)
     assert [await stage.next_word() for _ in range(2)] == ["shard-listens", "shard-stops"]
-
-
-async def test_a_shard_that_dies_while_serving_stops_the_router(stage: Stage) -> None:
-    dies = """
-async def serve(health, stop):
-    await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    import os
-    await asyncio.get_running_loop().run_in_executor(None, open, CUE)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    cue = stage.socket.with_name("cue")
-    os.mkfifo(cue)
-    dies = f"CUE = {str(cue)!r}\n{dies}"
-    supervisor = stage.supervisor(stage.shard(change=dies), stage.router())
-
-    async def kill_the_shard_once_ready() -> None:
-        await supervisor.ready.wait()
-        await asyncio.to_thread(cue.write_text, "")
-
-    async def play() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(kill_the_shard_once_ready())
-            await supervisor.run()
-
-    with pytest.raises(ExceptionGroup) as error:
-        await play()
-    assert [await stage.next_word() for _ in range(3)] == ["shard-listens", "router-listens", "router-stops"]
-    assert error.group_contains(ChildLost)
-    assert not stage.socket.exists()

@@ -67,7 +67,7 @@ def test_origins_come_one_a_flag_or_with_commas() -> None:
 
 
 def test_every_setting_of_the_children_is_the_launchers_or_the_plans() -> None:
-    plans = {"lifeline_fd", "model_path", "address", "rank", "world_size", "shard_address"}
+    plans = {"lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"}
     children = set(RouterConfig.model_fields) | set(ShardConfig.model_fields)
     assert children - set(LauncherConfig.model_fields) == plans
 
@@ -129,6 +129,16 @@ def test_vertex_says_which_port() -> None:
             "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 10 and 9",
         ),
         (("--num-shard", "0"), "`num_shard` cannot be < 1"),
+        (("--num-replicas", "0"), "--num-replicas (or NUM_REPLICAS)"),
+        (("--max-shard-restarts", "-1"), "--max-shard-restarts (or MAX_SHARD_RESTARTS)"),
+        (
+            ("--shard-tcp-port", "65535", "--num-replicas", "2"),
+            "`shard_tcp_port`(65535) for 2 shards: there is no port 65536",
+        ),
+        (
+            ("--shard-tcp-port", "2999", "--num-replicas", "2"),
+            "`shard_tcp_port`(2999) for 2 shards: 3000 is the router's",
+        ),
         (("--port", "0"), "--port (or PORT)"),
         (("--port", "x"), "--port (or PORT)"),
         (("--validation-workers", "0"), "--validation-workers (or VALIDATION_WORKERS)"),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from text_generation_launcher.devices import Devices, count_visible, find_devices, parse_listing
+from text_generation_launcher.devices import Devices, count_visible, find_devices, nth_visible, parse_listing
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-0a1b)
@@ -29,6 +29,18 @@ GPU 1: NVIDIA H200 (UUID: GPU-2c3d)
 )
 def test_the_environment_says_how_many_devices_are_visible(environ: dict[str, str], count: int | None) -> None:
     assert count_visible(environ) == count
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({}, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "4,2"}, ["4", "2"]),
+        ({"NVIDIA_VISIBLE_DEVICES": "4,2"}, ["0", "1"]),
+    ],
+)
+def test_a_visible_device_alone_goes_by_the_name_it_has_among_all(environ: dict[str, str], names: list[str]) -> None:
+    assert [nth_visible(environ, n) for n in range(2)] == names
 
 
 def test_a_gpu_cut_in_slices_counts_once() -> None:

@@ -15,6 +15,7 @@ from text_generation_launcher.plan import (
     Surroundings,
     child_env,
     compute_type,
+    count_processes,
     count_shards,
     make_plan,
 )
@@ -24,7 +25,10 @@ from text_generation_shard.config import ShardConfig
 
 C = TypeVar("C", bound=ProcessConfig)
 
-AROUND = Surroundings(Devices(0, None), Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"})
+AROUND = Surroundings(
+    Devices(0, None), 8, Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"}
+)
+TWO_GPUS = dataclasses.replace(AROUND, devices=Devices(2, "NVIDIA H200"))
 
 
 def config(**settings: object) -> LauncherConfig:
@@ -42,7 +46,11 @@ def parsed(child: type[C], argv: tuple[str, ...], module: str) -> C:
 
 
 def shard_of(plan: Plan) -> ShardConfig:
-    return parsed(ShardConfig, plan.shards[0].argv, "text_generation_shard")
+    return shards_of(plan)[0]
+
+
+def shards_of(plan: Plan) -> list[ShardConfig]:
+    return [parsed(ShardConfig, shard.argv, "text_generation_shard") for shard in plan.shards]
 
 
 def router_of(plan: Plan) -> RouterConfig:
@@ -93,7 +101,7 @@ def test_the_children_read_back_what_the_plan_decided() -> None:
         0,
         1,
     )
-    assert (router.model_path, router.shard_address, router.port) == ("/models/m", shard.address, 8080)
+    assert (router.model_path, router.shard_address, router.port) == ("/models/m", (shard.address,), 8080)
     for child in (shard, router):
         assert (child.model_id, child.json_output, child.log_level, child.lifeline_fd) == (
             "some/model",
@@ -179,6 +187,89 @@ def test_sockets_are_private_unless_a_path_or_a_port_is_given() -> None:
     assert plan(shard_tcp_port=5000).shards[0].address == "127.0.0.1:5000"
 
 
+def test_each_replica_is_a_shard_of_its_own_and_the_router_knows_all() -> None:
+    made = plan(num_replicas=3)
+    shards = shards_of(made)
+    assert [shard.name for shard in made.shards] == ["shard-0", "shard-1", "shard-2"]
+    assert [(shard.replica, shard.rank) for shard in made.shards] == [(0, 0), (1, 0), (2, 0)]
+    assert [(shard.rank, shard.world_size) for shard in shards] == [(0, 1)] * 3
+    assert [shard.address for shard in shards] == [f"unix:///tmp/tgi-1/shard-{replica}" for replica in range(3)]
+    assert [shard.address for shard in made.shards] == [shard.address for shard in shards]
+    assert router_of(made).shard_address == tuple(shard.address for shard in shards)
+
+
+def test_replicas_listen_side_by_side() -> None:
+    paths = [shard.address for shard in plan(num_replicas=2, shard_uds_path="/run/tgi").shards]
+    assert paths == ["unix:///run/tgi-0", "unix:///run/tgi-1"]
+    ports = plan(num_replicas=2, shard_tcp_port=5000)
+    assert [shard.address for shard in ports.shards] == ["127.0.0.1:5000", "127.0.0.1:5001"]
+    assert router_of(ports).shard_address == ("127.0.0.1:5000", "127.0.0.1:5001")
+
+
+@pytest.mark.parametrize(
+    ("environ", "devices"),
+    [
+        ({}, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "3, 5,7"}, ["3", "5"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-0a1b,MIG-2c3d"}, ["GPU-0a1b", "MIG-2c3d"]),
+        ({"NVIDIA_VISIBLE_DEVICES": "2,3"}, ["0", "1"]),
+    ],
+)
+def test_each_replica_has_a_device_of_its_own(environ: dict[str, str], devices: list[str]) -> None:
+    made = plan(dataclasses.replace(TWO_GPUS, environ=environ), num_replicas=2)
+    assert [shard.env["CUDA_VISIBLE_DEVICES"] for shard in made.shards] == devices
+    assert [shard.cpu_memory_fraction for shard in shards_of(made)] == [0.4, 0.4]
+    assert [shard.num_threads for shard in shards_of(made)] == [0, 0]
+
+
+def test_one_replica_chooses_among_all_devices() -> None:
+    assert "CUDA_VISIBLE_DEVICES" not in plan(TWO_GPUS).shards[0].env
+
+
+def test_more_replicas_than_devices_are_refused() -> None:
+    with pytest.raises(PlanError) as error:
+        plan(TWO_GPUS, num_replicas=3)
+    assert str(error.value) == "not enough cuda devices: 3 replicas take one each (--num-replicas), and 2 are visible"
+
+
+def test_a_device_by_number_is_not_for_several_replicas() -> None:
+    with pytest.raises(PlanError, match=r"^`device` is cuda:1, and 2 replicas take a device each$"):
+        plan(TWO_GPUS, num_replicas=2, device="cuda:1")
+    assert plan(TWO_GPUS, device="cuda:1").shards
+
+
+@pytest.mark.parametrize("settings", [{"device": "cpu"}, {"engine": "echo"}])
+def test_what_needs_no_device_has_as_many_replicas_as_it_likes(settings: dict[str, object]) -> None:
+    made = plan(TWO_GPUS, num_replicas=3, **settings)
+    assert len(made.shards) == 3
+    assert all("CUDA_VISIBLE_DEVICES" not in shard.env for shard in made.shards)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "replicas", "environ", "num_threads", "expected"),
+    [
+        (8, 1, {}, 0, 0),  # torch knows best
+        (8, 2, {}, 0, 4),
+        (8, 3, {}, 0, 2),
+        (2, 3, {}, 0, 1),
+        (8, 2, {}, 8, 8),  # as asked for
+        (8, 2, {"OMP_NUM_THREADS": "1"}, 0, 0),  # as asked for, in torch's own way
+    ],
+)
+def test_replicas_on_one_machine_share_its_processors(
+    cpus: int, replicas: int, environ: dict[str, str], num_threads: int, expected: int
+) -> None:
+    around = dataclasses.replace(AROUND, cpus=cpus, environ=environ)
+    made = plan(around, num_replicas=replicas, num_threads=num_threads)
+    assert [shard.num_threads for shard in shards_of(made)] == [expected] * replicas
+
+
+def test_replicas_on_one_machine_share_its_memory() -> None:
+    assert [shard.cpu_memory_fraction for shard in shards_of(plan(num_replicas=2))] == [0.2, 0.2]
+    asked = plan(num_replicas=4, cpu_memory_fraction=0.8)
+    assert [shard.cpu_memory_fraction for shard in shards_of(asked)] == [0.2] * 4
+
+
 @pytest.mark.parametrize(
     ("hostname", "host", "url"),
     [
@@ -209,6 +300,12 @@ def test_the_compute_type_names_the_device(devices: Devices, expected: str) -> N
     assert compute_type(1, devices) == expected
     assert router_of(plan(dataclasses.replace(AROUND, devices=devices))).compute_type == expected
     assert router_of(plan(compute_type="mine")).compute_type == "mine"
+
+
+def test_the_compute_type_counts_the_shards_of_all_replicas() -> None:
+    assert router_of(plan(num_replicas=3)).compute_type == "3-cpu"
+    assert router_of(plan(TWO_GPUS, num_replicas=2)).compute_type == "2-nvidia-h200"
+    assert count_processes(config(num_replicas=2), TWO_GPUS.devices) == 2
 
 
 def test_a_child_may_take_a_little_longer_to_stop_than_it_grants_itself() -> None:
