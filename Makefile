@@ -89,6 +89,14 @@ proto-check: $(STAMP) ## Check that the committed stubs are those of the .proto 
 bench-router: model ## Measure what the router costs, with the echo engine
 	$(PY) scripts/bench_router.py --model $(MODEL)
 
+.PHONY: bench-scheduling
+bench-scheduling: model ## Measure what scheduling does for clients (ARGS="chats", "long-prompt", "tenants", "overload", "kill", …)
+	PYTHONPATH=scripts $(PY) -m bench_scheduling $(ARGS)
+
+.PHONY: simulate
+simulate: $(STAMP) ## Play traces through the scheduler; tables and pictures go to .cache/simulation (ARGS="--scenario chats")
+	$(PY) -m text_generation_router.simulation --out .cache/simulation $(ARGS)
+
 .PHONY: clean
 clean: ## Remove everything that make made
 	rm -rf $(VENV) .cache dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

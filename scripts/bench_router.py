@@ -35,10 +35,9 @@ import psutil
 
 from text_generation_proto.client import ShardClient
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Outcome
+from text_generation_router.scheduling.steps import Outcome, ReplicaSpec
 
 STEP_MS = 20.0
 STREAMS = 128
@@ -240,18 +239,21 @@ async def direct_time_to_first_token(address: str, count: int) -> float:
 
 def scheduler_cost(running: int = 256, steps: int = 2000) -> tuple[float, float]:
     """Microseconds of one apply and of one decide, 256 entries decoding and growing."""
-    scheduler = Scheduler(BlockPool(1 << 17, 16), running, Policy(1 << 20, running))
+    scheduler = Scheduler(Policy(1 << 20, running))
+    scheduler.open(0, ReplicaSpec(num_slots=running, num_blocks=1 << 17, block_size=16), 0.0)
     for number in range(running):
-        scheduler.submit(Request(RequestId(number), tuple(range(100 + number % 16)), steps + 10))
-    scheduler.decide()
+        scheduler.submit(Request(RequestId(number), tuple(range(100 + number % 16)), steps + 10), 0.0)
+    scheduler.dispatch(0.0)
+    scheduler.decide(0, 0.0)
     applied = 1
     spent = [0.0, 0.0]
     for _ in range(steps):
-        outcome = Outcome(applied, list(range(running)), [], [7] * running)
+        outcome = Outcome(applied, list(range(running)), [], [7] * running, step_s=0.01)
         started = time.perf_counter()
-        scheduler.apply(outcome)
+        scheduler.apply(0, outcome, 0.0)
         between = time.perf_counter()
-        if orders := scheduler.decide():
+        scheduler.dispatch(0.0)
+        if orders := scheduler.decide(0, 0.0):
             applied = orders.number
         spent[0] += between - started
         spent[1] += time.perf_counter() - between

@@ -28,8 +28,24 @@ def _keys(value: object) -> object:
     return keys
 
 
+def _weights(value: object) -> object:
+    """name=weight, …: positive numbers. Names may have any character but commas."""
+    if isinstance(value, str):
+        if value.startswith("{"):  # as CliApp.serialize writes it
+            return json.loads(value)
+        value = _split(value)
+    if not isinstance(value, tuple | list):
+        return value
+    pairs = [str(part).rpartition("=") for part in value]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise ValueError("a weight is written as tenant=weight")
+    return {name: weight for name, _, weight in pairs}
+
+
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A flag given several times, or once with commas; in the environment, with commas."""
+Weights = Annotated[dict[str, Annotated[float, Field(gt=0, lt=1e6)]], NoDecode, BeforeValidator(_weights)]
+"""Tenants and their shares, as a flag given once with commas, or so in the environment."""
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
 """The same for secrets; a comma always separates two."""
 
@@ -53,8 +69,8 @@ class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
     """Name to report for the model; default: the folder."""
     revision: str | None = None
     """Revision of the model, for /info."""
-    shard_address: str = "unix:///tmp/text-generation-server-0"
-    """Where the shard listens: unix:///path or host:port."""
+    shard_address: CommaList = ("unix:///tmp/text-generation-server-0",)
+    """Where the replicas' shards listen: unix:///path or host:port, one a replica."""
     hostname: str = "0.0.0.0"
     """Address to listen on. A name that is no IP address means 0.0.0.0, as in TGI."""
     port: Annotated[int, Field(ge=0, le=65535)] = 3000
@@ -81,6 +97,25 @@ class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
     """Let waiting requests in only once they number this share of the running ones. 0: at the next step."""
     max_waiting_tokens: NonNegativeInt = 20
     """Decode steps after which waiting requests are let in whatever waiting_served_ratio says."""
+    target_itl_ms: NonNegativeFloat = 0.0
+    """Milliseconds between two tokens of a stream to which prompts may stretch it: they are computed in chunks that keep
+    to it. 0: in chunks of max_batch_prefill_tokens."""
+    prefix_caching: bool = True
+    """Keep what was computed of prompts and answers for prompts that begin alike."""
+    prefix_cache_per_tenant: bool = False
+    """Share nothing of that between tenants, so that nobody can tell by the time it takes what others asked."""
+    dispatch: Literal["prefix", "least-loaded", "round-robin", "random"] = "prefix"
+    """How a replica is chosen for a request: by cached prefix and load, by load alone, in turn, at random."""
+    tenant_weights: Weights = Field(default_factory=dict)
+    """Shares of tenants that have not the usual one, as tenant=weight; the usual one is 1."""
+    max_queued_tokens: PositiveInt | None = None
+    """Work that may wait, in tokens; what would make it more is refused with 429. Default: eight times the KV cache."""
+    queue_timeout: NonNegativeFloat = 0.0
+    """Longest time a request may wait in the queue, in seconds; 0: any."""
+    request_timeout: NonNegativeFloat = 0.0
+    """Longest time from a request's arrival to its end, in seconds; 0: any."""
+    max_request_moves: NonNegativeInt = 3
+    """Times in a row a running request may lose its shard, and go on elsewhere, without a new token in between."""
     max_client_batch_size: PositiveInt = 4
     """Most prompts in one request of the OpenAI dialect."""
     validation_workers: PositiveInt = 2

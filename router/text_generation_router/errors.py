@@ -13,9 +13,10 @@ there, a body that is no JSON or of the wrong shape) never gets here: api/http a
     ├── SuffixNotSupported  suffix not supported    422
     ├── Unauthorized        unauthorized            401   no key, or a wrong one
     ├── NotFound            not_found               404   a model that is not served here
-    ├── Overloaded          overloaded              429   no place in the building; retry later
+    ├── Overloaded          overloaded              429   no place in the building; retry later, Retry-After says when
     ├── Draining            overloaded              503   this router is stopping; retry elsewhere
     ├── Unhealthy           healthcheck             503   what a request needs does not work now: the shards, or a sandbox
+    ├── DeadlineExceeded    timeout                 408   its time was over, in the queue or later
     ├── GenerationFailed    generation              424   admitted, then failed: this sequence, its step or its shard
     └── IncompleteGeneration incomplete_generation  500   a stream ended without an end: a bug of ours
 
@@ -141,13 +142,15 @@ class NotFound(ServingError):
 
 
 class Overloaded(ServingError):
-    """As many requests are in the building as may be."""
+    """As many requests are in the building as may be, or as much work as may wait."""
 
     error_type = "overloaded"
     status = 429
 
-    def __init__(self, message: str = "Model is overloaded") -> None:
+    def __init__(self, message: str = "Model is overloaded", retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: the wait foreseen for a request that came now; None: nothing is known of it."""
         super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Draining(ServingError):
@@ -168,6 +171,14 @@ class Unhealthy(ServingError):
 
     def __init__(self, message: str = "unhealthy") -> None:
         super().__init__(message)
+
+
+class DeadlineExceeded(ServingError):
+    """The request's time was over before its answer was whole."""
+
+    error_type = "timeout"
+    status = 408
+    prefix = "Request timed out: "
 
 
 class GenerationFailed(ServingError):

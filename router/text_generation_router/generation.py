@@ -1,6 +1,6 @@
 """One request from token ids back to text: detokenizes, finds stop strings, tells a sink.
 
-Replica ── on_token(id, logprob) ──► Generation ── on_piece(text …) ──► Sink (an SSE stream, or a collector)
+Cluster ── on_token(id, logprob) ──► Generation ── on_piece(text …) ──► Sink (an SSE stream, or a collector)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from text_generation_router.errors import ServingError
 from text_generation_router.request import FinishReason, LogprobJson, Request, TokenId, TopToken
-from text_generation_router.shards.replica import Replica
+from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.stop import StopMatcher
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -63,6 +63,8 @@ class Times:
 
     queued: float = 0.0
     scheduled: float = 0.0
+    cached_tokens: int = 0
+    """Prompt tokens that were in the KV cache when it first left the queue."""
     on_first_token: Callable[[float], None] | None = None
     """Told of the first token as it comes, and when."""
 
@@ -84,9 +86,10 @@ class Generation:
         self._count = 0
         self.times = Times(queued=time.monotonic())
 
-    def on_scheduled(self) -> None:
-        if not self.times.scheduled:  # a preempted request is scheduled again
+    def on_scheduled(self, cached_tokens: int) -> None:
+        if not self.times.scheduled:  # one that was preempted or moved is scheduled again, and finds its own tokens
             self.times.scheduled = time.monotonic()
+            self.times.cached_tokens = cached_tokens
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         self._sink.on_prompt_logprobs(logprobs, tops)
@@ -134,18 +137,19 @@ class Generation:
 class Generations:
     """Runs requests: the one door from the API to the scheduler."""
 
-    def __init__(self, replica: Replica, tokenizer: Tokenizer) -> None:
-        self._replica = replica
+    def __init__(self, cluster: Cluster, tokenizer: Tokenizer) -> None:
+        self._cluster = cluster
         self._tokenizer = tokenizer
         self.draining = False
         """Set once the router takes nothing new; what it has taken by then still runs."""
 
     @contextmanager
     def run(self, request: Request, sink: Sink) -> Iterator[Times]:
-        """Queue `request`; its pieces go to `sink`. Leaving the block, for whatever reason, frees all it holds."""
+        """Queue `request`; its pieces go to `sink`, and so does the refusal of one that cannot be queued, before the
+        block begins. Leaving the block, for whatever reason, frees all it holds."""
         generation = Generation(request, self._tokenizer, sink)
-        self._replica.submit(request, generation)
+        self._cluster.submit(request, generation)
         try:
             yield generation.times
         finally:
-            self._replica.cancel(request.id)
+            self._cluster.cancel(request.id)

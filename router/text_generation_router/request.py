@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import NewType, Protocol
 
 from text_generation_router.errors import ServingError
 
 RequestId = NewType("RequestId", int)
+TenantId = NewType("TenantId", str)
+"""Who a request is for: an API key's digest, or the word of a header. "" where nobody is told apart."""
 TokenId = int
 
 LogprobJson = bytes
@@ -67,6 +69,31 @@ class Sampling:
     """Added to the logits of these tokens."""
 
 
+class Priority(IntEnum):
+    """How urgent a request is: the smaller the sooner. Waiting makes up for it: see `scheduling.queue`."""
+
+    SYSTEM = 0
+    INTERACTIVE = 1
+    DEFAULT = 2
+    BULK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What a request is due: whose it is, how urgent, and until when. Times in seconds of the monotonic clock."""
+
+    tenant: TenantId = TenantId("")
+    priority: Priority = Priority.DEFAULT
+    salt: str = ""
+    """Prompts share their KV blocks only with prompts of the same salt."""
+    first_token_by: float | None = None
+    """When the client hopes for its first token; it orders the queue, and ends nothing."""
+    queue_by: float | None = None
+    """When it has expired, if it is still in the queue."""
+    end_by: float | None = None
+    """When it has expired, wherever it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a client asked for, as token ids. prompt and new tokens together fit every limit."""
@@ -89,6 +116,7 @@ class Request:
     prompt_top_n: int = 0
     """With prompt_logprobs: also so many most probable tokens of each prompt position."""
     grammar: Grammar | None = None
+    service: Service = Service()
 
 
 TopToken = tuple[TokenId, LogprobJson]
@@ -113,8 +141,8 @@ class TokenListener(Protocol):
         """
         ...
 
-    def on_scheduled(self) -> None:
-        """The request left the queue; again after a preemption."""
+    def on_scheduled(self, cached_tokens: int) -> None:
+        """The request left the queue, with so many prompt tokens in the KV cache; again after a preemption or a move."""
         ...
 
     def on_failure(self, error: ServingError) -> None:

@@ -6,18 +6,16 @@ import asyncio
 import gc
 import logging
 import signal
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import grpc
 import structlog
 from aiohttp import web
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.process import ExitCode
-from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model as ApiModel
 from text_generation_router.api.assemble import assemble
@@ -30,70 +28,64 @@ from text_generation_router.chat.template import ChatTemplateError, ChatTemplate
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
+from text_generation_router.request import TenantId
 from text_generation_router.sandbox.errors import SandboxError
-from text_generation_router.scheduling.blocks import BlockPool
-from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards.replica import Replica, ShardLost
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.join import CannotJoin, Joined, WarmUpLimits, join
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
 
 VERSION = version("text-generation-trtllm")
-LOST_GRACE_S = 1.0
-"""Time for the error events of a lost shard to reach their clients."""
+LAST_WORDS_S = 0.3
+"""Time for the error events of streams that are cut short to reach their clients."""
 
 
 class CannotServe(Exception):
     """The router cannot start; one clear line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What the shard said of itself, and the KV pool it measured."""
-
-    info: pb.InfoResponse
-    pool: pb.WarmUpResponse
-
-
 async def serve(config: RouterConfig) -> ExitCode:
-    """Serve until told to stop or the shard is lost. Raises CannotServe."""
+    """Serve until told to stop. Raises CannotServe."""
     signals = StopSignals()
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path), config.validation_workers)
         templates = _load_templates(config)
     except (TokenizerError, ChatTemplateError) as error:
         raise CannotServe(str(error)) from error
-    async with ShardClient.connect(config.shard_address) as client:
-        model = await _connect(client, config, signals)
-        if model is None:
-            return ExitCode.STOPPED
-        limits = resolve_limits(config, model)
-        replica, metrics = _replica(client, config, model, limits)
-        generations = Generations(replica, tokenizer)
-        log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
-        try:
-            async with assemble(
-                _api_model(config, model, tokenizer, templates),
-                generations,
-                Permits(config.max_concurrent_requests),
-                metrics,
-                _settings(config, limits),
-            ) as (serving, turns):
-                try:
-                    app = create_app(
-                        serving,
-                        turns,
-                        healthy=lambda: replica.connected and not generations.draining,
-                        info=_model_info(config, templates),
-                    )
-                except ValueError as error:  # an AIP_* path that is none, or is taken
-                    raise CannotServe(str(error)) from error
-                return await _serve_http(config, app, replica, generations, signals)
-        except (ChatTemplateError, SandboxError) as error:
-            raise CannotServe(str(error)) from error
-        finally:
-            tokenizer.close()
+    joined = await _join_all(config, signals)
+    if joined is None:
+        return ExitCode.STOPPED
+    model = next(one for one in joined if one is not None)
+    limits = resolve_limits(config, model)
+    cluster, metrics = _cluster(config, joined, limits)
+    generations = Generations(cluster, tokenizer)
+    log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
+    try:
+        async with assemble(
+            _api_model(config, model, tokenizer, templates),
+            generations,
+            Permits(config.max_concurrent_requests, cluster.foreseen_wait),
+            metrics,
+            _settings(config, limits),
+        ) as (serving, turns):
+            try:
+                app = create_app(
+                    serving,
+                    turns,
+                    healthy=lambda: cluster.connected and not generations.draining,
+                    info=_model_info(config, templates),
+                )
+            except ValueError as error:  # an AIP_* path that is none, or is taken
+                raise CannotServe(str(error)) from error
+            run_cluster = partial(cluster.run, config.shard_address, joined, _warm_up_limits(config))
+            return await _serve_http(config, app, cluster, run_cluster, generations, signals)
+    except (ChatTemplateError, SandboxError) as error:
+        raise CannotServe(str(error)) from error
+    finally:
+        tokenizer.close()
 
 
 def _settings(config: RouterConfig, limits: Limits) -> Settings:
@@ -108,6 +100,9 @@ def _settings(config: RouterConfig, limits: Limits) -> Settings:
         model_id=_model_id(config),
         fingerprint=f"{VERSION}-{config.docker_label or 'native'}",
         max_client_batch_size=config.max_client_batch_size,
+        queue_timeout_s=config.queue_timeout,
+        request_timeout_s=config.request_timeout,
+        salt_per_tenant=config.prefix_cache_per_tenant,
     )
 
 
@@ -144,7 +139,7 @@ def _load_templates(config: RouterConfig) -> ChatTemplates:
     )
 
 
-def _api_model(config: RouterConfig, model: Model, tokenizer: Tokenizer, templates: ChatTemplates) -> ApiModel:
+def _api_model(config: RouterConfig, model: Joined, tokenizer: Tokenizer, templates: ChatTemplates) -> ApiModel:
     grammars = bool(model.info.grammar_kinds) and not config.disable_grammar_support
     return ApiModel(
         tokenizer,
@@ -169,42 +164,58 @@ class StopSignals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
-async def _connect(client: ShardClient, config: RouterConfig, signals: StopSignals) -> Model | None:
-    """Wait for the shard and warm it up; None if told to stop meanwhile."""
+async def _join_all(config: RouterConfig, signals: StopSignals) -> list[Joined | None] | None:
+    """Wait for the shards and warm them up, side by side; None if told to stop meanwhile.
+
+    One that does not answer is gone on without, as long as another does. Raises CannotServe.
+    """
     async with asyncio.TaskGroup() as tasks:
-        warming = tasks.create_task(_warm_up(client, config))
+        joining = tasks.create_task(_first_joins(config))
         stopping = tasks.create_task(signals.stop.wait())
-        await asyncio.wait((warming, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        if not warming.done():
-            warming.cancel()
+        if not joining.done():
+            joining.cancel()
             return None
-        return warming.result()
+        return joining.result()
 
 
-async def _warm_up(client: ShardClient, config: RouterConfig) -> Model:
+async def _first_joins(config: RouterConfig) -> list[Joined | None]:
+    failures: list[CannotJoin] = []
+    async with asyncio.TaskGroup() as tasks:
+        joins = [tasks.create_task(_first_join(address, config, failures)) for address in config.shard_address]
+    joined = [one.result() for one in joins]
+    present = [one for one in joined if one is not None]
+    if failures:
+        raise CannotServe(str(failures[0]))
+    if not present:
+        raise CannotServe(f"no shard answers at {', '.join(config.shard_address)}")
+    for number, one in enumerate(present):
+        if difference := one.differs_from(present[0]):
+            raise CannotServe(f"the shards serve different things; one of number {number}: {difference}")
+    return joined
+
+
+async def _first_join(address: str, config: RouterConfig, failures: list[CannotJoin]) -> Joined | None:
     try:
-        await client.ready(config.shard_connect_timeout)
-        info = await client.info()
-        if info.scheduling != pb.SCHEDULING_STEP:
-            raise CannotServe(f"engine {info.engine} schedules for itself, which this router does not serve yet")
-        pool = await client.warm_up(
-            max_batch_prefill_tokens=config.max_batch_prefill_tokens or 0,
-            max_batch_size=_max_batch_size(config, info),
-            max_batch_total_tokens=config.max_batch_total_tokens or 0,
-        )
-    except TimeoutError as error:
-        raise CannotServe(f"no shard answers at {config.shard_address}") from error
-    except grpc.aio.AioRpcError as error:
-        raise CannotServe(f"the shard cannot warm up: {error.details()}") from error
-    return Model(info, pool)
+        async with ShardClient.connect(address) as client:
+            return await join(client, _warm_up_limits(config), address, config.shard_connect_timeout)
+    except CannotJoin as error:
+        failures.append(error)
+    except TimeoutError:
+        log.error("no shard answers", address=address)
+    return None
 
 
-def _max_batch_size(config: RouterConfig, info: pb.InfoResponse) -> int:
-    return min(config.max_batch_size or info.max_slots, info.max_slots)
+def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:
+    return WarmUpLimits(
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens or 0,
+        max_batch_size=config.max_batch_size or 0,
+        max_batch_total_tokens=config.max_batch_total_tokens or 0,
+    )
 
 
-def resolve_limits(config: RouterConfig, model: Model) -> Limits:
+def resolve_limits(config: RouterConfig, model: Joined) -> Limits:
     """The limits of one request: the operator's, else what model and KV cache allow. Raises CannotServe."""
     capacity = model.pool.num_blocks * model.pool.block_size
     # The last new token needs no place in the KV cache, but one token more is not worth a special case.
@@ -229,28 +240,42 @@ def resolve_limits(config: RouterConfig, model: Model) -> Limits:
     )
 
 
-def _replica(client: ShardClient, config: RouterConfig, model: Model, limits: Limits) -> tuple[Replica, Metrics]:
-    info = model.info
-    scheduler = Scheduler(
-        BlockPool(model.pool.num_blocks, model.pool.block_size),
-        info.max_slots,
-        Policy(
-            max_batch_prefill_tokens=config.max_batch_prefill_tokens or info.suggested_prefill_tokens,
-            max_batch_size=_max_batch_size(config, info),
-            waiting_served_ratio=config.waiting_served_ratio,
-            max_decode_steps_between_prefills=config.max_waiting_tokens,
-        ),
+QUEUED_POOLS = 8
+"""Work that may wait by default, in fillings of the KV caches."""
+
+
+def _cluster(config: RouterConfig, joined: Sequence[Joined | None], limits: Limits) -> tuple[Cluster, Metrics]:
+    present = [one for one in joined if one is not None]
+    info = present[0].info
+    capacity = sum(one.pool.num_blocks * one.pool.block_size for one in present)
+    policy = Policy(
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens or info.suggested_prefill_tokens,
+        max_batch_size=min(config.max_batch_size or info.max_slots, info.max_slots),
+        waiting_served_ratio=config.waiting_served_ratio,
+        max_decode_steps_between_prefills=config.max_waiting_tokens,
+        target_itl_s=config.target_itl_ms / 1e3 or None,
+        prefix_caching=config.prefix_caching,
+        dispatch=Dispatch(config.dispatch),
+        tenant_weights={TenantId(name): weight for name, weight in config.tenant_weights.items()},
+        max_queued_tokens=config.max_queued_tokens or QUEUED_POOLS * capacity,
+        max_moves=config.max_request_moves,
     )
+    scheduler = Scheduler(policy, len(joined))
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
         scheduler=scheduler,
     )
-    return Replica(client, scheduler, info.eos_token_ids, metrics.steps), metrics
+    return Cluster(scheduler, metrics.steps), metrics
 
 
 async def _serve_http(
-    config: RouterConfig, app: web.Application, replica: Replica, generations: Generations, signals: StopSignals
+    config: RouterConfig,
+    app: web.Application,
+    cluster: Cluster,
+    run_cluster: Callable[[], Coroutine[None, None, None]],
+    generations: Generations,
+    signals: StopSignals,
 ) -> ExitCode:
     runner = web.AppRunner(
         app,
@@ -261,11 +286,9 @@ async def _serve_http(
         shutdown_timeout=config.graceful_termination_timeout,
     )
     await runner.setup()
-    code = ExitCode.STOPPED
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(_run(replica))
-        stopping = tasks.create_task(signals.stop.wait())
-        await replica.opened()
+        running = tasks.create_task(run_cluster())
+        await cluster.opened()
         try:
             await _listen(runner, config)
             # What lives as long as the process is no work for the garbage collector.
@@ -273,36 +296,20 @@ async def _serve_http(
             gc.freeze()
             # Tokens are freed by reference counts: looking for cycles every few hundred of them finds none.
             gc.set_threshold(50_000, 20, 50)
-            await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+            await signals.stop.wait()
         finally:
             generations.draining = True
-        if running.done():
-            log.error("shard lost", reason=running.result())
-            code = ExitCode.DEPENDENCY_LOST
-            with suppress(TimeoutError):
-                await asyncio.wait_for(runner.cleanup(), LOST_GRACE_S)
-        else:
-            log.info("draining", requests=len(replica.scheduler.requests))
-            await _drain(runner, signals)
-        stopping.cancel()
+        log.info("draining", requests=len(cluster.scheduler.requests))
+        await _drain(runner, cluster, signals)
         running.cancel()
     log.info("stopped")
-    return code
+    return ExitCode.STOPPED
 
 
 def _silent() -> logging.Logger:
     logger = logging.getLogger("aiohttp.server")
     logger.disabled = True
     return logger
-
-
-async def _run(replica: Replica) -> str:
-    """Run the replica; why it was lost."""
-    try:
-        await replica.run()
-    except ShardLost as error:
-        return str(error)
-    raise AssertionError("a replica runs until it is lost")
 
 
 async def _listen(runner: web.AppRunner, config: RouterConfig) -> None:
@@ -316,11 +323,14 @@ async def _listen(runner: web.AppRunner, config: RouterConfig) -> None:
     log.info("ready", url=f"http://{host}:{port}")
 
 
-async def _drain(runner: web.AppRunner, signals: StopSignals) -> None:
+async def _drain(runner: web.AppRunner, cluster: Cluster, signals: StopSignals) -> None:
     """Stop accepting, let what runs finish, within the runner's timeout and unless told to hurry."""
     async with asyncio.TaskGroup() as tasks:
         cleanup = tasks.create_task(runner.cleanup())
         hurry = tasks.create_task(signals.hurry.wait())
         await asyncio.wait((cleanup, hurry), return_when=asyncio.FIRST_COMPLETED)
+        if hurry.done():
+            cluster.give_up("the server was stopped")
+            await asyncio.wait([cleanup], timeout=LAST_WORDS_S)
         cleanup.cancel()
         hurry.cancel()

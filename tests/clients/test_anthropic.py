@@ -10,7 +10,7 @@ import anthropic
 import jsonschema
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
-from anthropic.types import ToolChoiceToolParam, ToolParam
+from anthropic.types import ToolChoiceToolParam, ToolParam, Usage
 from client_server import ANSWER, ANSWER_TOKENS, PLACE, PROMPT, QUESTION, Server
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
@@ -32,6 +32,11 @@ def client(server: Server) -> Iterator[Anthropic]:
         yield client
 
 
+def prompt_tokens(usage: Usage) -> int:
+    """All of the prompt: what was in the KV cache is counted apart."""
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
 def test_a_message(client: Anthropic, server: Server) -> None:
     message = client.messages.create(**GREEDY)
     assert message.id.startswith("msg_")
@@ -43,7 +48,7 @@ def test_a_message(client: Anthropic, server: Server) -> None:
     )
     (block,) = message.content
     assert (block.type, block.text) == ("text", ANSWER)
-    assert (message.usage.input_tokens, message.usage.output_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
+    assert (prompt_tokens(message.usage), message.usage.output_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
 
 
 def test_how_messages_end(client: Anthropic) -> None:
@@ -63,7 +68,7 @@ def test_a_system_prompt_and_blocks(client: Anthropic, server: Server) -> None:
         message = client.messages.create(**GREEDY | {"messages": messages}, system=way)
         assert message.content[0].type == "text"
         assert message.content[0].text == ANSWER
-        assert message.usage.input_tokens == server.count(PROMPT)
+        assert prompt_tokens(message.usage) == server.count(PROMPT)
 
 
 def test_events(client: Anthropic, server: Server) -> None:
@@ -74,7 +79,7 @@ def test_events(client: Anthropic, server: Server) -> None:
     assert set(kinds[2:-3]) == {"content_block_delta"}
     start, ending = events[0], events[-2]
     assert start.type == "message_start"
-    assert start.message.usage.input_tokens == server.count(PROMPT)
+    assert prompt_tokens(start.message.usage) == server.count(PROMPT)
     assert ending.type == "message_delta"
     assert (ending.delta.stop_reason, ending.usage.output_tokens) == ("end_turn", ANSWER_TOKENS)
 

@@ -18,6 +18,7 @@ from sse_client import chunks, post
 Json = dict[str, Any]
 
 CHAT = "/v1/chat/completions"
+NONE_CACHED: Json = {"prompt_tokens_details": {"cached_tokens": 0}}
 VERBATIM = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -104,7 +105,7 @@ async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:
                 "finish_reason": "length",
             }
         ],
-        "usage": {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10},
+        "usage": {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10, **NONE_CACHED},
     }
     assert headers["x-compute-characters"] == "17"
     assert (headers["x-prompt-tokens"], headers["x-generated-tokens"]) == ("5", "5")
@@ -249,7 +250,7 @@ async def test_each_of_n_answers_has_its_index(stack: Stack) -> None:
     body = await asking(stack, "Four words are here", n=3, stream_options={"include_usage": True})
     reply = await post(stack.client, CHAT, body)
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2]
-    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+    assert reply["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16, **NONE_CACHED}
     stream = await chunks(stack.client, CHAT, body)
     assert [joined(stream, index) for index in range(3)] == [whole(reply, index) for index in range(3)]
     assert stream[-1]["choices"] == []

@@ -15,6 +15,8 @@ Json = dict[str, Any]
 
 COMPLETIONS = "/v1/completions"
 
+NONE_CACHED: Json = {"prompt_tokens_details": {"cached_tokens": 0}}
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -52,7 +54,7 @@ async def test_a_reply_has_openais_shape(stack: Stack) -> None:
         "model": "m",
         "system_fingerprint": "native",
         "choices": [{"index": 0, "text": "Hello thereHello", "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
+        "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, **NONE_CACHED},
     }
     assert "x-compute-time" not in headers
     assert headers["x-generated-tokens"] == "3"
@@ -85,7 +87,7 @@ async def test_choices_stand_in_the_order_of_their_prompts_however_they_end(stac
     assert joined(await chunks(stack.client, COMPLETIONS, body)) == [
         (choice["text"], choice["finish_reason"]) for choice in reply["choices"]
     ]
-    assert reply["usage"] == {"prompt_tokens": 7, "completion_tokens": 18, "total_tokens": 25}
+    assert reply["usage"] == {"prompt_tokens": 7, "completion_tokens": 18, "total_tokens": 25, **NONE_CACHED}
 
 
 async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
@@ -122,7 +124,7 @@ async def test_the_last_chunk_has_the_usage_where_it_is_asked_for(stack: Stack) 
     options = {"include_usage": True, "continuous_usage_stats": True}
     stream = await chunks(stack.client, COMPLETIONS, body | {"stream_options": options})
     assert stream[-1]["choices"] == []
-    assert stream[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert stream[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9, **NONE_CACHED}
     first = [chunk["usage"] for chunk in stream[:-1] if chunk["choices"][0]["index"] == 0]
     assert [usage["completion_tokens"] for usage in first] == [1, 2, 3]
     assert all(usage["prompt_tokens"] == 2 for usage in first)

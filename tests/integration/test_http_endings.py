@@ -266,16 +266,30 @@ async def test_a_whole_reply_that_fails_midway_is_an_error(demo_model: Path) -> 
         await stack.assert_empty()
 
 
-async def test_a_lost_shard_ends_every_stream_with_an_error(demo_model: Path) -> None:
+async def test_a_stream_goes_on_where_it_was_once_its_lost_shard_is_back(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=2) as stack:
+        undisturbed = await stack.generate("one two three", max_new_tokens=200)
+        body = {"inputs": "one two three", "parameters": {"max_new_tokens": 200}}
+        async with stack.client.post("/generate_stream", json=body) as streamed:
+            first = await streamed.content.readuntil(b"\n\n")
+            stack.stop_shard()
+            events = (first + await streamed.content.read()).split(b"\n\n")[:-1]
+        whole = json.loads(events[-1].removeprefix(b"data: "))
+        assert [json.loads(event.removeprefix(b"data: "))["index"] for event in events] == list(range(1, 201))
+        assert whole["generated_text"] == undisturbed["generated_text"]
+        assert stack.scheduler.moves == 1
+        await stack.assert_empty()
+
+
+async def test_a_stream_whose_shard_is_lost_too_often_ends_with_an_error(demo_model: Path) -> None:
+    async with serve(demo_model, policy={"max_moves": 0}, echo_step_ms=2) as stack:
         async with stack.client.post("/generate_stream", json=asking_for(MANY)) as streamed:
             first = await streamed.content.readuntil(b"\n\n")
             stack.stop_shard()
             *_, last, end = (first + await streamed.content.read()).split(b"\n\n")
         assert (json.loads(last.removeprefix(b"data: "))["error_type"], end) == ("generation", b"")
-        async with stack.client.post("/generate", json=asking_for(1)) as response:
-            assert response.status == 424
-        assert stack.permits.in_use == 0
+        assert failures(stack, "generation") == 1
+        await stack.assert_empty()
 
 
 # --------------------------------------------------------------------------------------------------- silence, old clients

@@ -256,6 +256,9 @@ async def test_info_tells_the_limits(stack: Stack) -> None:
         "version",
         "sha",
         "docker_label",
+        "replicas",
+        "replicas_serving",
+        "prefix_cache",
     ]
     assert (info["model_id"], info["max_total_tokens"], info["router"]) == ("echo", 2048, "text-generation-router")
 

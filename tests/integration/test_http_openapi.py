@@ -210,3 +210,37 @@ async def test_every_body_has_a_limit_and_must_be_json(stack: Stack) -> None:
                 assert (path, response.status) == (path, status)
         async with stack.client.post(path, data=b"{}", headers={"content-type": "text/plain"}) as response:
             assert (path, response.status) == (path, 415)
+
+
+async def test_whoever_asks_for_text_learns_of_timeouts_and_of_when_to_come_again(stack: Stack) -> None:
+    document = await document_of(stack)
+    generating = ["/generate", "/generate_stream", "/", "/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    generating += ["/v1/messages", "/invocations", "/vertex", "/v2/models/{name}/versions/{version}/infer"]
+    headers = {f"#/components/parameters/{name}" for name in document["components"]["parameters"]}
+    for path in generating:
+        operation = document["paths"][path]["post"]
+        assert headers <= {one.get("$ref") for one in operation["parameters"]}
+        answers = operation["responses"]
+        assert "Retry-After" not in answers["408"]["headers"]
+        for status in ("429", "503"):
+            assert answers[status]["headers"]["Retry-After"] == {"$ref": "#/components/headers/Retry-After"}
+    assert "parameters" not in document["paths"]["/tokenize"]["post"]
+    schemas = document["components"]["schemas"]
+    for name in ("GenerateBody", "GenerateParameters", "ChatBody", "CompletionBody", "ResponsesBody", "MessagesBody"):
+        for field in ("timeout", "queue_timeout"):
+            assert schemas[name]["properties"][field]["exclusiveMinimum"] == 0
+    assert "exclusiveMinimum" not in schemas["UnjudgedParameters"]["properties"]["timeout"]
+
+
+async def test_a_header_that_is_as_described_is_taken(stack: Stack) -> None:
+    described = (await document_of(stack))["components"]["parameters"]
+    for name, one in described.items():
+        schema = one["schema"]
+        values = [str(schema[bound]) for bound in ("minimum", "maximum") if bound in schema]
+        values += schema.get("enum", [])
+        values += ["a" * schema["maxLength"]] if "maxLength" in schema else []
+        values += ["999H", "9999999S", "1n"] if name == "grpc-timeout" else []
+        assert values
+        for value in values:
+            async with stack.client.post("/generate", json=HELLO, headers={name: value}) as response:
+                assert response.status in (200, 408), (name, value)  # a nanosecond is a timeout, if a short one

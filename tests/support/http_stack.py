@@ -10,17 +10,14 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import grpc
 from aiohttp import web
+from shard_server import running, serve_engine
 
-from text_generation_proto.channel import SERVER_OPTIONS
-from text_generation_proto.client import ShardClient
-from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model, assemble
 from text_generation_router.api.core.admission import Permits
@@ -30,14 +27,13 @@ from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template import ChatTemplates
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
-from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards.replica import Replica
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.join import WarmUpLimits, join
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.echo import EchoEngine
-from text_generation_shard.servicer import EngineThread, ShardServicer
 
 LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
 
@@ -100,30 +96,32 @@ async def serve(
     tool_call_parser: str = "auto",
     reasoning: bool = False,
     grammars: bool = False,
+    policy: dict[str, Any] | None = None,
     **echo: float,
 ) -> AsyncIterator[Stack]:
-    """Serve `model`'s tokenizer; `settings` are those of the API, `echo` those of the engine; 0: its own pool.
+    """Serve `model`'s tokenizer; `settings` are those of the API, `policy` the scheduler's, `echo` those of the engine;
+    0: its own pool.
 
     With `grammars` the echo engine follows them, and workers are started that compile them.
     """
     tokenizer = load_tokenizer(model)
     engine = EchoEngine.build(ShardConfig(engine="echo", model_path=str(model) if grammars else "", **echo))
     with tempfile.TemporaryDirectory() as folder:
-        async with _shard(engine, f"unix://{folder}/shard") as (client, stop_shard):
-            pool = await client.warm_up(max_batch_total_tokens=pool_tokens)
+        address = f"unix://{folder}/shard"
+        async with serve_engine(engine, address) as (client, stop_shard):
+            warm_up = WarmUpLimits(max_batch_total_tokens=pool_tokens)
+            joined = await join(client, warm_up, address, timeout=20)
             scheduler = Scheduler(
-                BlockPool(pool.num_blocks, pool.block_size),
-                engine.info.max_slots,
-                Policy(max_batch_prefill_tokens=4096, max_batch_size=max_batch_size),
+                Policy(**{"max_batch_prefill_tokens": 4096, "max_batch_size": max_batch_size, **(policy or {})})
             )
             metrics = Metrics(
                 max_input_tokens=limits.max_input_tokens,
                 max_total_tokens=limits.max_total_tokens,
                 scheduler=scheduler,
             )
-            replica = Replica(client, scheduler, engine.info.eos_token_ids, metrics.steps)
-            permits = Permits(max_concurrent_requests)
-            generations = Generations(replica, tokenizer)
+            cluster = Cluster(scheduler, metrics.steps)
+            permits = Permits(max_concurrent_requests, cluster.foreseen_wait)
+            generations = Generations(cluster, tokenizer)
             api_model = Model(
                 tokenizer,
                 ChatTemplates.load(model, override=chat_template),
@@ -132,7 +130,7 @@ async def serve(
                 reasoning=reasoning,
             )
             async with (
-                _running(replica),
+                running(cluster, partial(cluster.run, [address], [joined], warm_up)),
                 assemble(
                     api_model,
                     generations,
@@ -151,45 +149,6 @@ async def serve(
                 aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
             ):
                 yield Stack(port, session, permits, metrics, scheduler, engine, tokenizer, generations, stop_shard)
-
-
-@asynccontextmanager
-async def _shard(engine: EchoEngine, address: str) -> AsyncIterator[tuple[ShardClient, Callable[[], None]]]:
-    thread = EngineThread()
-    servicer = ShardServicer(thread, rank=0, world_size=1)
-    servicer.serve(engine)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    shard_pb2_grpc.add_ShardServicer_to_server(servicer, server)
-    server.add_insecure_port(address)
-    await server.start()
-    try:
-        async with ShardClient.connect(address) as client:
-            yield client, servicer.end_session
-    finally:
-        servicer.end_session()
-        await server.stop(grace=1)
-        thread.close()
-
-
-@asynccontextmanager
-async def _running(replica: Replica) -> AsyncIterator[None]:
-    async def run() -> None:
-        try:
-            await replica.run()
-        except Exception:  # noqa: BLE001 - a test that stops the shard expects it; others see their requests fail
-            return
-
-    failure: BaseException | None = None
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(run())
-        try:
-            await replica.opened()
-            yield
-        except BaseException as error:  # noqa: BLE001 - raised again below: the group would wrap it in a group
-            failure = error
-        task.cancel()
-    if failure is not None:
-        raise failure
 
 
 @asynccontextmanager

@@ -9,7 +9,7 @@ Nothing is counted token by token: the work is a step's, or a request's.
 
 from __future__ import annotations
 
-from text_generation_router.metrics.pool import pool_figures
+from text_generation_router.metrics.pool import pool_figures, pool_status
 from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -27,7 +27,12 @@ class Metrics:
         """Told of every generation."""
         self.steps = StepMetrics()
         """Told of every step."""
+        self._scheduler = scheduler
         self._instruments = [*self.requests.instruments(), *self.steps.instruments(), *pool_figures(scheduler)]
+
+    def status(self) -> dict[str, object]:
+        """What /info tells of the replicas and their prefix caches."""
+        return pool_status(self._scheduler)
 
     def exposition(self) -> bytes:
         """Everything, in Prometheus' text format."""

@@ -14,15 +14,20 @@ from text_generation_router.metrics.instruments import Histogram
 from text_generation_router.request import RequestId
 
 
-class TokenGaps:
-    """Who got tokens last, and when."""
+def gap_histogram() -> Histogram:
+    """Where the gaps of all replicas are counted."""
+    return Histogram(
+        "text_generation_inter_token_seconds",
+        "Seconds between two new tokens of a request, whatever it waited for; tokens of one step have none between",
+        TOKEN_GAP_BUCKETS,
+    )
 
-    def __init__(self) -> None:
-        self.histogram = Histogram(
-            "text_generation_inter_token_seconds",
-            "Seconds between two new tokens of a request, whatever it waited for; tokens of one step have none between",
-            TOKEN_GAP_BUCKETS,
-        )
+
+class TokenGaps:
+    """Who got tokens of one replica last, and when."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        self.histogram = histogram
         self._previous: set[RequestId] = set()
         self._at = 0.0
         self._left_out: dict[RequestId, float] = {}

@@ -1,4 +1,4 @@
-"""Figures that the scheduler keeps, read when they are scraped: queue, slots, KV blocks.
+"""Figures that the scheduler keeps, read when they are scraped: queue, slots, KV blocks, replicas; over all replicas.
 
 The five under TensorRT-LLM's names are what gateways of the Kubernetes inference extension look for.
 """
@@ -10,10 +10,10 @@ from text_generation_router.scheduling.scheduler import Scheduler
 
 
 def pool_figures(scheduler: Scheduler) -> list[Instrument]:
-    """Everything worth knowing of one replica's scheduler."""
+    """Everything worth knowing of the scheduler."""
 
     def usage() -> float:
-        return scheduler.used_blocks / scheduler.num_blocks
+        return scheduler.used_blocks / max(1, scheduler.num_blocks)
 
     def capacity() -> float:
         return scheduler.num_blocks * scheduler.block_size
@@ -40,6 +40,17 @@ def pool_figures(scheduler: Scheduler) -> list[Instrument]:
             lambda: scheduler.preemptions,
             "counter",
         ),
+        *_prefix_figures(scheduler),
+        *_replica_figures(scheduler),
+        Reading(
+            "text_generation_queued_tokens", "Tokens of work in the queue, as expected", lambda: scheduler.queued_tokens
+        ),
+        Reading(
+            "text_generation_requests_expired_total",
+            "Requests whose deadline passed, in the queue or later",
+            lambda: scheduler.expirations,
+            "counter",
+        ),
         Reading(
             "text_generation_sequences_cancelled_total",
             "Sequences dropped before their own end: the client left, a stop sequence was found, another one failed",
@@ -47,3 +58,53 @@ def pool_figures(scheduler: Scheduler) -> list[Instrument]:
             "counter",
         ),
     ]
+
+
+def _prefix_figures(scheduler: Scheduler) -> list[Instrument]:
+    return [
+        Reading(
+            "text_generation_prefix_cache_queries_tokens_total",
+            "Prompt tokens of requests that left the queue",
+            lambda: scheduler.prompt_tokens,
+            "counter",
+        ),
+        Reading(
+            "text_generation_prefix_cache_hits_tokens_total",
+            "Of these, tokens that were in the KV cache already",
+            lambda: scheduler.hit_tokens,
+            "counter",
+        ),
+        Reading(
+            "text_generation_prefix_cache_blocks",
+            "KV blocks kept for prompts to come, whether in use or not",
+            lambda: scheduler.cached_blocks,
+        ),
+    ]
+
+
+def _replica_figures(scheduler: Scheduler) -> list[Instrument]:
+    return [
+        Reading("text_generation_replicas", "Replicas there should be", lambda: scheduler.replicas),
+        Reading("text_generation_replicas_serving", "Replicas that serve now", lambda: scheduler.open_replicas),
+        Reading(
+            "text_generation_request_moves_total",
+            "Times a running request lost its shard, to go on elsewhere or once that was back",
+            lambda: scheduler.moves,
+            "counter",
+        ),
+    ]
+
+
+def pool_status(scheduler: Scheduler) -> dict[str, object]:
+    """What /info tells of the replicas and their prefix caches."""
+    asked, hit = scheduler.prompt_tokens, scheduler.hit_tokens
+    return {
+        "replicas": scheduler.replicas,
+        "replicas_serving": scheduler.open_replicas,
+        "prefix_cache": {
+            "query_tokens": asked,
+            "hit_tokens": hit,
+            "hit_rate": hit / asked if asked else 0.0,
+            "cached_tokens": scheduler.cached_blocks * scheduler.block_size,
+        },
+    }

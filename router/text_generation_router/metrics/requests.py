@@ -1,7 +1,7 @@
 """The metrics of generations: what was asked for, how it ended, where its time went.
 
     started ──► succeeded (length, eos_token, stop_sequence)
-            └─► failed    (refused, error, cancelled)
+            └─► failed    (refused, error, expired, cancelled)
 
 Each generation that started ends once, so tgi_request_count = tgi_request_success + tgi_request_failure, and started =
 finished by reason, whenever nothing runs. What counts as one is said in api/http/record.py: TGI counts some routes' requests
@@ -23,6 +23,8 @@ REFUSED = "refused"
 """It never reached the queue."""
 ERROR = "error"
 """It was in the queue and could not be finished."""
+EXPIRED = "expired"
+"""Its deadline passed, in the queue or later."""
 
 FAILURES = {
     "overloaded": ("overloaded", REFUSED),
@@ -32,6 +34,7 @@ FAILURES = {
     "batch size exceeded": ("validation", REFUSED),
     "suffix not supported": ("validation", REFUSED),
     "healthcheck": ("generation", REFUSED),
+    "timeout": ("timeout", EXPIRED),
     "generation": ("generation", ERROR),
     "incomplete_generation": ("incomplete", ERROR),
     "dropped": ("dropped", CANCELLED),
@@ -39,7 +42,7 @@ FAILURES = {
 """Why a generation failed → TGI's `err`, our reason.
 
 What is on the left are the words of errors.py that a generation can end with, and `dropped`, for a client that left. Of
-TGI's words `tool` is ours."""
+TGI's words `tool` and `timeout` are ours."""
 _BUG = FAILURES["incomplete_generation"]
 
 

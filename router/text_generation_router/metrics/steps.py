@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.metrics.buckets import BATCH_SIZE_BUCKETS, DURATION_BUCKETS, SKIPPED_TOKENS_BUCKETS
-from text_generation_router.metrics.gaps import TokenGaps
+from text_generation_router.metrics.gaps import TokenGaps, gap_histogram
 from text_generation_router.metrics.instruments import Counter, Histogram, Instrument
 from text_generation_router.scheduling.steps import Deliveries, JoinReason, Orders
 from text_generation_router.shards.observer import Handled
@@ -45,14 +45,18 @@ class StepMetrics:
             "Tokens a step brought a request beyond the first",
             SKIPPED_TOKENS_BUCKETS,
         )
-        self._gaps = TokenGaps()
+        self._gap_histogram = gap_histogram()
+        self._gaps: dict[int, TokenGaps] = {}
+        """By replica."""
         self._prompt_tokens = Counter("text_generation_prompt_tokens_total", "Prompt tokens computed")
         self._new_tokens = Counter("text_generation_generated_tokens_total", "New tokens given to requests")
         self._parts = {
             method: tuple(whole.of(method) for whole in (self._duration, self._forward, self._filter, self._decode))
             for method in METHODS
         }
-        self._steps = 0
+
+    def on_session(self, replica: int) -> None:
+        self._gaps.setdefault(replica, TokenGaps(self._gap_histogram))
 
     def on_orders(self, orders: Orders, seconds: float) -> None:
         if orders.admit:
@@ -63,23 +67,22 @@ class StepMetrics:
 
     def on_report(self, handled: Handled) -> None:
         report = handled.report
-        if report.step != self._steps:  # otherwise it only says that orders were applied
-            self._steps = report.step
+        if handled.steps:  # otherwise it only says that orders were applied
             self._step(handled, PREFILL if report.prefilled_slots else DECODE)
         if tokens := handled.deliveries.tokens:
-            self._gaps.step(handled.received, {token[0] for token in tokens}, handled.alive)
+            self._gaps[handled.replica].step(handled.received, {token[0] for token in tokens}, handled.alive)
             self._tokens(handled.deliveries, one_each=not report.token_counts)
 
     def _step(self, handled: Handled, method: str) -> None:
         report = handled.report
-        self._count.add(method)
+        self._count.add(method, handled.steps)
         if report.failed and any(failure.code == pb.FAILURE_CODE_STEP for failure in report.failed):
-            self._failure.add(method)
+            self._failure.add(method, handled.steps)
             return  # nothing was measured
-        self._success.add(method)
+        self._success.add(method, handled.steps)
         duration, forward, filtering, decode = self._parts[method]
-        duration.observe(report.step_ns * 1e-9)
-        forward.observe(report.forward_ns * 1e-9)
+        duration.observe(report.step_ns * 1e-9 / handled.steps, handled.steps)
+        forward.observe(report.forward_ns * 1e-9 / handled.steps, handled.steps)
         filtering.observe(handled.apply_s)
         decode.observe(handled.deliver_s)
         if method is PREFILL:
@@ -94,7 +97,7 @@ class StepMetrics:
         for _, first, end, _ in deliveries.tokens:
             self._new_tokens.add(count=end - first)
             self._skipped.observe(end - first - 1)
-            self._gaps.histogram.observe(0.0, end - first - 1)
+            self._gap_histogram.observe(0.0, end - first - 1)
 
     def instruments(self) -> list[Instrument]:
         return [
@@ -109,7 +112,7 @@ class StepMetrics:
             self._concat_duration,
             self._next_size,
             self._skipped,
-            self._gaps.histogram,
+            self._gap_histogram,
             self._prompt_tokens,
             self._new_tokens,
         ]

@@ -1,371 +1,414 @@
-"""The Scheduler: who leaves the queue, what the next step prefills, who grows, who is preempted.
+"""The Scheduler: one queue, several replicas. Who leaves the queue and where to; what each replica is to change; who has
+expired; what a lost replica leaves behind; how long a newcomer would wait.
 
 Pure: no clock, no socket, no log, no task, no randomness. Values in, values out; the same calls give the same orders.
 
-    submit(request), cancel(id)     what clients want
-    decide() -> Orders | None       what is to change at the replica's next step boundary
-    apply(outcome) -> Deliveries    what a step brought, and who is to hear of it
+    open(replica, spec), lose(replica)    replicas that come and go
+    submit(request), cancel(id)           what clients want
+    dispatch() -> replicas                queued entries go to replicas that have room; these have something to decide
+    decide(replica) -> Orders | None      what is to change at the replica's next step boundary
+    apply(replica, outcome) -> Deliveries what a step brought, and who is to hear of it
+    expire() -> Deliveries                whose time is over
 
-One set of orders is on its way at a time. The replica free-runs meanwhile, and every sequence stops by itself at the end
-of its grant, so nothing here has to keep pace with the steps.
+An entry leaves the queue only when a replica has room for it now, so the order of the queue, its classes and its
+fairness hold until the last moment; see `queue` for that order, `dispatch` for the choice of a replica, and `batch` for
+what happens there.
 
-KV blocks. An entry is granted what its prompt needs and a little growth. When its room shrinks below LOW_ROOM it wants
-more; the wish rides on the next orders, and makes orders of its own only below URGENT_ROOM, so that a step boundary
-stays free for a newcomer's prefill. When the pool runs dry, the newest entry is preempted: released, and put back at
-the head of the queue with what it generated as part of its prompt. The oldest entry is never preempted for another's
-sake, and a request that could not finish alone is not accepted, so something always gets on.
-
-A slot and its blocks have their next owner only after a report showed that the release was applied.
+An entry whose beginning is being computed for another one is held back until it is there, rather than computing it
+twice; those behind it may go before it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import repeat
+import math
 
-from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.blocks import BlockPool
+from text_generation_router.request import Request, RequestId, TenantId
+from text_generation_router.scheduling.aside import Aside, Leader
+from text_generation_router.scheduling.batch import Batch
+from text_generation_router.scheduling.dispatch import Dispatcher
 from text_generation_router.scheduling.entry import Entry, State
+from text_generation_router.scheduling.foresight import Foresight
+from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.steps import Admission, Deliveries, Failed, Orders, Outcome
+from text_generation_router.scheduling.prefix import WORTH_WAITING_FOR
+from text_generation_router.scheduling.queue import FairQueue
+from text_generation_router.scheduling.steps import (
+    Deliveries,
+    Failed,
+    FailureKind,
+    Orders,
+    Outcome,
+    ReplicaSpec,
+)
 
-LOW_ROOM = 24
-"""Tokens of room below which an entry wants blocks."""
-URGENT_ROOM = 8
-"""Tokens of room below which it should not wait any longer."""
-FULL_ROOM = 40
-"""Tokens of room that a grant restores, if the pool has it."""
+MOST_HELD_BACK = 16
+"""Entries that one `dispatch` sets aside: it is to take microseconds, and there will be another."""
+
+
+def _end_by(entry: Entry) -> Key:
+    end_by = entry.request.service.end_by
+    return math.inf if end_by is None else end_by, entry.arrival
+
+
+MOST_MOVES = 100
+"""Replicas that a request may lose in all."""
 
 
 class Scheduler:
-    """Owns the queue, the slots and the KV blocks of one replica."""
+    """Owns the queue, and the slots and KV blocks of every replica."""
 
-    def __init__(self, blocks: BlockPool, num_slots: int, policy: Policy) -> None:
-        self._pool = blocks
+    def __init__(self, policy: Policy, replicas: int = 1) -> None:
         self._policy = policy
-        self._slots: list[Entry | None] = [None] * num_slots
-        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._queue: FairQueue[Entry] = FairQueue(policy.tenant_weights)
+        self._batches: list[Batch | None] = [None] * replicas
+        self._specs: list[ReplicaSpec | None] = [None] * replicas
+        """What each open replica can hold, or could when it was lost."""
+        self._draining: set[int] = set()
+        self._roomy: dict[int, Batch] = {}
+        """Replicas that may be given something, but for those in `_changed`, which are to be looked at again."""
+        self._changed: set[int] = set()
         self._entries: dict[RequestId, Entry] = {}
-        self._waiting: OrderedDict[RequestId, Entry] = OrderedDict()
-        self._running: dict[RequestId, Entry] = {}
-        self._prefilling: dict[RequestId, Entry] = {}
-        """Running entries whose prompt is not wholly ordered yet, in order of admission."""
-        self._hungry: dict[RequestId, Entry] = {}
-        """Running entries that want blocks."""
-        self._urgent = False
-        self._to_release: list[Entry] = []
-        self._releasing: list[Entry] = []
+        self._aside = Aside(self._queue)
+        self._dispatcher = Dispatcher(policy.dispatch, replicas)
+        self._foresight = Foresight(replicas)
+        self._ends: LazyHeap[Entry] = LazyHeap(_end_by)
+        """Entries that expire wherever they are."""
         self._arrivals = 0
-        self._number = 0
-        self._applied = 0
-        self._steps_since_admission = 0
         self._preemptions = 0
-        self._cancellations = 0
+        """Of replicas that were lost since."""
+        self.cancellations = 0
+        """Entries dropped before their own end, ever: nobody waited any more, or a stop string was found."""
+        self.expirations = 0
+        """Entries whose deadline passed, ever."""
+        self.moves = 0
+        """Times an entry lost its replica while it ran, ever."""
+        self.prompt_tokens = 0
+        """Tokens of the prompts that left the queue, ever; of requests that come back, not again."""
+        self.hit_tokens = 0
+        """Of those, how many were cached."""
+
+    # --------------------------------------------------------------------------------------------------------- replicas
+
+    def open(self, replica: int, spec: ReplicaSpec, now: float) -> Deliveries:
+        """`replica` joins, with nothing in it. Waiting requests that no replica could ever hold now fail."""
+        assert self._batches[replica] is None, "a replica joins once"
+        self._batches[replica] = Batch(replica, spec, self._policy)
+        self._specs[replica] = spec
+        self._changed.add(replica)
+        self._aside.house()
+        deliveries = Deliveries()
+        for entry in list(self._queue):
+            if not self.fits(entry.length, entry.request.max_new_tokens - len(entry.generated)):
+                self._queue.remove(entry)
+                self._fail(entry, FailureKind.LOST, "the KV cache is too small for this request now", deliveries)
+        return deliveries
+
+    def lose(self, replica: int, now: float) -> Deliveries:
+        """`replica` is gone, with all it held. What ran there waits again, unless that happened too often."""
+        batch = self._batches[replica]
+        deliveries = Deliveries()
+        if batch is None:
+            return deliveries
+        self._batches[replica] = None
+        self._changed.add(replica)
+        self._preemptions += batch.preemptions
+        ran, others = batch.clear()
+        self._forget_cancelled(replica)
+        self.moves += len(ran)
+        for entry in ran:
+            entry.moves += 1
+            # Who gets on is not what kills shards; who never does may well be.
+            entry.moves_in_vain = 1 if len(entry.generated) > entry.generated_before else entry.moves_in_vain + 1
+        for entry in sorted((*ran, *others), key=lambda entry: entry.arrival):
+            if entry.moves_in_vain > self._policy.max_moves or entry.moves > MOST_MOVES:
+                self._queue.ended(entry.request.service.tenant)
+                self._fail(entry, FailureKind.LOST, "the shards that computed this request were lost", deliveries)
+            else:
+                self._requeue(entry)
+        return deliveries
+
+    def drain(self, replica: int, *, draining: bool = True) -> None:
+        """Give `replica` nothing new."""
+        (self._draining.add if draining else self._draining.discard)(replica)
+        self._changed.add(replica)
+        self._aside.house()
 
     # ------------------------------------------------------------------------------------------------ what clients want
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Whether such a request could run alone."""
-        return self._pool.blocks_for(prompt_tokens + max_new_tokens - 1) <= self._pool.num_blocks
+        """Whether such a request could run alone on some replica, be it one that is lost for now."""
+        longest = prompt_tokens + max_new_tokens - 1
+        return any(spec is not None and longest <= spec.num_blocks * spec.block_size for spec in self._specs)
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, now: float) -> None:
         """Queue `request`, which must fit."""
         assert request.id not in self._entries, "a request is submitted once"
         assert self.fits(len(request.prompt), request.max_new_tokens), "a request must be able to run alone"
         self._arrivals += 1
-        entry = Entry(request, self._arrivals)
+        entry = Entry(request, self._arrivals, now, self._foresight.lengths.expected(request.max_new_tokens))
         self._entries[request.id] = entry
-        self._waiting[request.id] = entry
+        entry.work = self._work(entry)
+        self._queue.put(entry)
+        if request.service.end_by is not None:
+            self._ends.put(entry)
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Nobody waits for this request any more. Idempotent; unknown and ended requests are no news."""
+    def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
+        """Nobody waits for this request any more, or its text is whole (`satisfied`). Idempotent; unknown and ended
+        requests are no news."""
         entry = self._entries.get(request_id)
         if entry is None or entry.state is State.CANCELLED:
             return
-        self._cancellations += 1
+        self.cancellations += 1
+        if satisfied:
+            self._foresight.lengths.ended(entry.request.max_new_tokens, len(entry.generated))
+        self._take_out(entry)
+
+    def _take_out(self, entry: Entry) -> None:
+        """`entry` ends here; its place on a replica is free once that knows."""
         if entry.state is State.WAITING:
-            del self._waiting[request_id]
-            del self._entries[request_id]
-        elif entry.state is State.RUNNING:
-            self._release(entry, State.CANCELLED)
-        else:
-            entry.state = State.CANCELLED
+            self._queue.remove(entry)
+            self._over(entry)
+            return
+        batch = self._batches[entry.replica]
+        assert batch is not None, "what ran on a lost replica waits"
+        never_sent = entry.state is State.PLACED
+        batch.drop(entry)
+        self._changed.add(batch.replica)
+        if never_sent:
+            self._queue.ended(entry.request.service.tenant)
+            self._over(entry)
 
     # ------------------------------------------------------------------------------------------------------- decisions
 
-    def decide(self) -> Orders | None:
-        """What is to change at the next step boundary; None while orders are on their way, or nothing is to change."""
-        if self._number > self._applied:
-            return None
-        grants = self._grow()
-        prefill = self._continue_prefills()
-        budget = self._policy.max_batch_prefill_tokens - sum(tokens for _, tokens in prefill)
-        running, steps = len(self._running), self._steps_since_admission
-        admit = self._admit(budget, prefill)
-        released = self._to_release
-        if not (released or grants or prefill):
-            return None
-        self._number += 1
-        for entry in released:
-            entry.released_by = self._number
-        self._releasing += released
-        self._to_release = []
-        newcomers_join = bool(admit) and running > 0
-        joined = self._policy.join_reason(running=running, steps_since_admission=steps) if newcomers_join else None
-        return Orders(
-            number=self._number,
-            release=tuple(entry.slot for entry in released),
-            admit=tuple(admit),
-            grants=tuple(grants),
-            prefill=tuple(prefill),
-            joined=joined,
-        )
-
-    @property
-    def wants_orders(self) -> bool:
-        """Whether `decide` may have something to say. False is certain, and costs nothing to find out."""
-        return bool(self._waiting or self._to_release or self._prefilling or self._urgent)
-
-    def _continue_prefills(self) -> list[tuple[int, int]]:
-        budget = self._policy.max_batch_prefill_tokens
-        chunks: list[tuple[int, int]] = []
-        for entry in list(self._prefilling.values()):
-            if budget == 0:
+    def dispatch(self, now: float) -> list[int]:
+        """Give queued entries to replicas that have room; the replicas that got some, each once."""
+        given: dict[int, None] = {}
+        self._aside.recall()
+        held_back = 0
+        while (entry := self._queue.peek()) is not None:
+            roomy = self._with_room(len(self._queue))
+            if not roomy:
                 break
-            chunk = self._order_chunk(entry, budget)
-            chunks.append((entry.slot, chunk))
-            budget -= chunk
-        return chunks
-
-    def _order_chunk(self, entry: Entry, budget: int) -> int:
-        chunk = min(entry.prefill_length - entry.ordered, budget)
-        entry.ordered += chunk
-        if entry.ordered == entry.prefill_length:
-            self._prefilling.pop(entry.request.id, None)
-        else:
-            self._prefilling[entry.request.id] = entry
-        return chunk
-
-    def _admit(self, budget: int, prefill: list[tuple[int, int]]) -> list[Admission]:
-        """Move entries from the queue to slots while budget, slots and blocks last; first come, first served."""
-        admitted: list[Admission] = []
-        if not self._waiting or not self._policy.may_admit(
-            waiting=len(self._waiting),
-            running=len(self._running),
-            steps_since_admission=self._steps_since_admission,
-        ):
-            return admitted
-        while self._waiting and budget > 0 and self._free_slots and len(self._running) < self._policy.max_batch_size:
-            entry = next(iter(self._waiting.values()))
-            needed = self._pool.blocks_for(entry.length)
-            # Whoever runs will grow: an admission that took the last blocks would be preempted at once.
-            if needed + len(self._running) > self._pool.free:
-                break
-            self._waiting.popitem(last=False)
-            admission = self._start(entry, self._growth(entry, needed))
-            chunk = self._order_chunk(entry, budget)
-            prefill.append((entry.slot, chunk))
-            budget -= chunk
-            admitted.append(admission)
-        if admitted:
-            self._steps_since_admission = 0
-        return admitted
-
-    def _growth(self, entry: Entry, needed: int) -> int:
-        """Blocks to admit with: the prompt's and room to grow into, while that leaves the others something."""
-        wanted = self._pool.blocks_for(min(entry.length + FULL_ROOM, entry.longest))
-        return wanted if wanted + len(self._running) <= self._pool.free else needed
-
-    def _start(self, entry: Entry, blocks: int) -> Admission:
-        entry.state = State.RUNNING
-        entry.slot = self._free_slots.pop()
-        self._give(entry, self._pool.take(blocks))
-        entry.prefill_length = entry.length
-        entry.ordered = 0
-        entry.released_by = 0
-        self._slots[entry.slot] = entry
-        self._running[entry.request.id] = entry
-        self._look_at_room(entry)
-        return Admission(entry.slot, entry.request, tuple(entry.generated), tuple(entry.blocks))
-
-    def _give(self, entry: Entry, blocks: tuple[int, ...]) -> None:
-        entry.blocks += blocks
-        entry.capacity = len(entry.blocks) * self._pool.block_size
-
-    def _look_at_room(self, entry: Entry) -> None:
-        room = entry.capacity - entry.length
-        if room < LOW_ROOM and entry.capacity < entry.longest:
-            self._hungry[entry.request.id] = entry
-            self._urgent = self._urgent or room < URGENT_ROOM
-
-    def _grow(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Grant blocks to whoever wants them, oldest first; preempt the newest if somebody cannot go on without."""
-        if not self._urgent:
-            return []
-        grants: list[tuple[int, tuple[int, ...]]] = []
-        for entry in sorted(self._hungry.values(), key=lambda entry: entry.arrival):
-            if entry.state is not State.RUNNING:
+            ranked = self._dispatcher.rank(entry, roomy)
+            if (leader := self._worth_waiting_for(entry, ranked[0])) is not None:
+                self._aside.wait_for(leader)
+                held_back += 1
+                if held_back == MOST_HELD_BACK:
+                    break
                 continue
-            if blocks := self._pool.take(self._affordable_growth(entry)):
-                self._give(entry, blocks)
-                grants.append((entry.slot, blocks))
-                del self._hungry[entry.request.id]
-            elif self._is_stalled(entry) and not self._blocks_are_coming():
-                self._release(max(self._running.values(), key=lambda entry: entry.arrival), State.PREEMPTED)
-        self._urgent = any(entry.capacity - entry.length < URGENT_ROOM for entry in self._hungry.values())
-        return grants
+            batch = next((batch for batch in ranked if batch.place(entry)), None)
+            if batch is None:
+                if self._may_hold(entry):
+                    break
+                self._aside.wait_for_a_home()
+                continue
+            self._queue.pop()
+            self._placed(entry, batch)
+            given[batch.replica] = None
+        return list(given)
 
-    def _affordable_growth(self, entry: Entry) -> int:
-        """Blocks to grant now: back to FULL_ROOM while the pool is rich, just the next one while it is not."""
-        most = self._pool.blocks_for(min(entry.length + FULL_ROOM, entry.longest)) - len(entry.blocks)
-        if self._pool.free >= most + len(self._running):
-            return most
-        return min(1, most, self._pool.free)
+    def decide(self, replica: int, now: float) -> Orders | None:
+        """What is to change at the next step boundary; None while orders are on their way, or nothing is to change."""
+        batch = self._batches[replica]
+        if batch is None:
+            return None
+        self._changed.add(replica)
+        return batch.decide()
 
-    def _is_stalled(self, entry: Entry) -> bool:
-        return entry.length > entry.capacity
+    def wants_orders(self, replica: int) -> bool:
+        """Whether `decide` may have something to say. False is certain, and costs nothing to find out."""
+        batch = self._batches[replica]
+        return batch is not None and batch.wants_orders
 
-    def _blocks_are_coming(self) -> bool:
-        """Releases under way that will fill the pool without another preemption."""
-        return any(entry.blocks for entry in (*self._to_release, *self._releasing))
+    def _with_room(self, waiting: int) -> dict[int, Batch]:
+        """The replicas that may be given one of `waiting` entries, if they have the blocks for it."""
+        # With a ratio to keep, the length of the queue counts, too.
+        changed = range(len(self._batches)) if self._policy.waiting_served_ratio else self._changed
+        for replica in changed:
+            batch = self._batches[replica]
+            if batch is not None and replica not in self._draining and batch.may_place(waiting):
+                self._roomy[replica] = batch
+            else:
+                self._roomy.pop(replica, None)
+        self._changed.clear()
+        return self._roomy
 
-    def _release(self, entry: Entry, state: State) -> None:
-        if state is State.PREEMPTED:
-            self._preemptions += 1
-        entry.state = state
-        self._leave(entry)
-        self._to_release.append(entry)
+    def _may_hold(self, entry: Entry) -> bool:
+        """Whether some replica could be given `entry`, if it had room. The others need not stand still for one that none
+        could."""
+        return any(batch.can_hold(entry) for batch in self._open() if batch.replica not in self._draining)
 
-    def _leave(self, entry: Entry) -> None:
-        """`entry` runs no more; it may still hold its slot and blocks."""
-        self._running.pop(entry.request.id, None)
-        self._prefilling.pop(entry.request.id, None)
-        self._hungry.pop(entry.request.id, None)
+    def _worth_waiting_for(self, entry: Entry, batch: Batch) -> Leader | None:
+        """Who computes at `batch` what `entry` would otherwise compute once more; None if that is not much."""
+        if not self._policy.prefix_caching or entry.request.prompt_logprobs or self._policy.publish_prompts_only:
+            return None
+        soon, leader = batch.being_computed(entry)
+        if leader is None or soon - batch.cache.cached_tokens(entry) < WORTH_WAITING_FOR:
+            return None
+        return Leader(leader, batch.replica, soon)
+
+    def _placed(self, entry: Entry, batch: Batch) -> None:
+        self._dispatcher.chosen(entry, batch)
+        self._changed.add(batch.replica)
+        tenant = entry.request.service.tenant
+        self._queue.started(tenant)
+        if not entry.charged:
+            self.prompt_tokens += len(entry.request.prompt)
+            self.hit_tokens += entry.cached_tokens
+            entry.charged = len(entry.request.prompt) - entry.cached_tokens + entry.expected
+            self._queue.charge(tenant, entry.charged)
 
     # -------------------------------------------------------------------------------------------------------- outcomes
 
-    def apply(self, outcome: Outcome) -> Deliveries:
+    def apply(self, replica: int, outcome: Outcome, now: float) -> Deliveries:
         """Record what a step brought."""
         deliveries = Deliveries()
-        self._record_tokens(outcome, deliveries)
-        for slot, (kind, message) in outcome.failed.items():
-            if entry := self._slots[slot]:
-                if entry.state is not State.CANCELLED:
-                    deliveries.failed.append(Failed(entry.request.id, kind, message))
-                self._end(entry)
-        for slot in outcome.finished:
-            assert self._slots[slot] is None, "a sequence finishes with a token"
-        self._acknowledge(outcome.orders_applied)
-        if outcome.slots:
-            self._steps_since_admission += 1
+        batch = self._batches[replica]
+        assert batch is not None, "a lost replica makes no steps"
+        applied = batch.apply(outcome, deliveries)
+        if outcome.step_s:
+            queued = len(self._queue) > 0
+            self._foresight.served(replica, now, applied.served, outcome.step_s, queued=queued)
+        for entry in applied.finished:
+            self._foresight.lengths.ended(entry.request.max_new_tokens, len(entry.generated))
+        for entry in (*applied.finished, *applied.dropped):
+            self._queue.ended(entry.request.service.tenant)
+            self._over(entry)
+        for entry in applied.returning:
+            self._requeue(entry)
+        self._changed.add(replica)
         return deliveries
 
-    def _record_tokens(self, outcome: Outcome, deliveries: Deliveries) -> None:
-        # Runs once a token: plain locals, no properties.
-        slots, finished, token_ids = self._slots, outcome.finished, outcome.token_ids
-        deliver = deliveries.tokens.append
-        first = 0
-        for slot, count in zip(outcome.slots, outcome.token_counts or repeat(1), strict=False):
-            end = first + count
-            entry = slots[slot]
-            if entry is not None:
-                reason = finished.get(slot)
-                if entry.state is not State.CANCELLED:
-                    entry.generated += token_ids[first:end]
-                    entry.length += count
-                    deliver((entry.request.id, first, end, reason))
-                    if entry.capacity - entry.length < LOW_ROOM and entry.state is State.RUNNING:
-                        self._look_at_room(entry)
-                if reason is not None:
-                    self._end(entry)
-            first = end
+    def expire(self, now: float) -> Deliveries:
+        """End the requests whose time is over."""
+        deliveries = Deliveries()
+        for entry in self._queue.expire(now):
+            self._fail(entry, FailureKind.EXPIRED, "its time in the queue was over", deliveries)
+        while (late := self._ends.first()) is not None and _end_by(late)[0] <= now:
+            self._ends.discard(late)
+            if late.state is not State.CANCELLED:
+                message = f"its time was over after {len(late.generated)} new tokens"
+                deliveries.failed.append(Failed(late.request.id, FailureKind.EXPIRED, message))
+                self._take_out(late)
+        self.expirations += len(deliveries.failed)
+        return deliveries
 
-    def _acknowledge(self, orders_applied: int) -> None:
-        """Orders up to this number were applied: what they released has no owner any more."""
-        assert orders_applied <= self._number, "orders were applied that were never sent"
-        self._applied = orders_applied
-        if not self._releasing:
-            return
-        under_way = []
-        for entry in self._releasing:
-            if entry.slot < 0:
-                continue  # it ended by itself before its release arrived
-            if entry.released_by > orders_applied:
-                under_way.append(entry)
-                continue
-            preempted = entry.state is State.PREEMPTED
-            self._end(entry)
-            if preempted:
-                entry.state = State.WAITING
-                self._entries[entry.request.id] = entry
-                self._waiting[entry.request.id] = entry
-                self._waiting.move_to_end(entry.request.id, last=False)
-        self._releasing = under_way
+    @property
+    def next_expiry(self) -> float | None:
+        """When `expire` may have something to do next."""
+        entry = self._ends.first()
+        ends = (None if entry is None else _end_by(entry)[0], self._queue.next_expiry)
+        return min((end for end in ends if end is not None), default=None)
 
-    def _end(self, entry: Entry) -> None:
-        """`entry` holds nothing any more and is forgotten."""
-        self._leave(entry)
-        self._entries.pop(entry.request.id, None)
-        self._pool.give_back(entry.blocks)
-        entry.blocks = []
-        entry.capacity = 0
-        self._slots[entry.slot] = None
-        self._free_slots.append(entry.slot)
-        entry.slot = -1
-        if entry in self._to_release:
-            self._to_release.remove(entry)
+    def _requeue(self, entry: Entry) -> None:
+        """`entry` left its replica and waits again, before all others."""
+        entry.work = self._work(entry)
+        self._queue.put_back(entry)
+        self._queue.ended(entry.request.service.tenant)
+
+    def _over(self, entry: Entry) -> None:
+        """`entry` has ended and is forgotten; its tenant pays for what it took, not for what was expected."""
+        del self._entries[entry.request.id]
+        self._aside.forget(entry)
+        self._ends.discard(entry)
+        if entry.charged:
+            self._queue.charge(entry.request.service.tenant, len(entry.generated) - entry.expected)
+
+    def _fail(self, entry: Entry, kind: FailureKind, message: str, deliveries: Deliveries) -> None:
+        """`entry`, which is in no queue and on no replica, ends with an error."""
+        deliveries.failed.append(Failed(entry.request.id, kind, message))
+        self._over(entry)
+
+    def _forget_cancelled(self, replica: int) -> None:
+        for entry in [one for one in self._entries.values() if one.state is State.CANCELLED and one.replica == replica]:
+            self._queue.ended(entry.request.service.tenant)
+            self._over(entry)
+
+    # ------------------------------------------------------------------------------------------------------ foreseeing
+
+    def _work(self, entry: Entry) -> int:
+        """Tokens that `entry` will probably cost: prompt tokens that are cached nowhere, and new tokens."""
+        cached = self._dispatcher.cached_tokens(entry, self._batches)
+        return max(1, entry.length - cached + entry.expected - len(entry.generated))
+
+    def foreseen_wait(self, tenant: TenantId, now: float) -> float | None:
+        """Seconds that a request of `tenant` which came now would wait; None: nothing is known yet."""
+        full = not self._with_room(1)
+        return self._foresight.wait(self._queue, tenant, self._open(), now, full=full)
+
+    def is_overfull(self, request: Request) -> bool:
+        """Whether `request` is one too many: more work would wait than may."""
+        return self._foresight.is_overfull(self._queue, self._policy.max_queued_tokens, request)
 
     # --------------------------------------------------------------------------------------------------------- figures
 
-    def owner(self, slot: int) -> RequestId | None:
+    def _open(self) -> list[Batch]:
+        return [batch for batch in self._batches if batch is not None]
+
+    def owner(self, replica: int, slot: int) -> RequestId | None:
         """Whose slot this is; None for nobody's, and for those whose client is gone."""
-        entry = self._slots[slot]
-        return entry.request.id if entry is not None and entry.state is not State.CANCELLED else None
+        batch = self._batches[replica]
+        return None if batch is None else batch.owner(slot)
+
+    @property
+    def open_replicas(self) -> int:
+        """Replicas there are now."""
+        return len(self._open())
+
+    @property
+    def replicas(self) -> int:
+        """Replicas there may be."""
+        return len(self._batches)
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiting)
+        return len(self._queue)
+
+    @property
+    def queued_tokens(self) -> int:
+        """The work in the queue."""
+        return self._queue.work()
 
     @property
     def running(self) -> int:
-        """Requests that run, and those whose release is under way."""
-        return len(self._slots) - len(self._free_slots)
+        """Requests that run, those about to and those whose release is under way."""
+        return sum(batch.held for batch in self._open())
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks with an owner."""
-        return self._pool.used
+        """KV blocks that requests hold."""
+        return sum(batch.cache.in_use for batch in self._open())
+
+    @property
+    def cached_blocks(self) -> int:
+        """KV blocks in the prefix trees, whether somebody uses them or not."""
+        return sum(batch.cache.tree.cached_blocks for batch in self._open())
 
     @property
     def used_tokens(self) -> int:
-        """The same in tokens."""
-        return self._pool.used * self._pool.block_size
+        """Tokens that the KV blocks hold which requests hold."""
+        return sum(batch.cache.in_use * batch.spec.block_size for batch in self._open())
 
     @property
     def promised_tokens(self) -> int:
         """Tokens that the requests with a slot may come to have: prompts and all new tokens asked for."""
-        return sum(entry.longest + 1 for entry in self._slots if entry is not None)
+        return sum(batch.promised_tokens for batch in self._open())
 
     @property
     def num_blocks(self) -> int:
         """KV blocks there are."""
-        return self._pool.num_blocks
+        return sum(batch.spec.num_blocks for batch in self._open())
 
     @property
     def block_size(self) -> int:
         """Tokens a KV block holds."""
-        return self._pool.block_size
+        return next((spec.block_size for spec in self._specs if spec is not None), 0)
 
     @property
     def preemptions(self) -> int:
         """Entries taken back to the queue, ever."""
-        return self._preemptions
-
-    @property
-    def cancellations(self) -> int:
-        """Entries dropped before their own end, ever: nobody waited any more, or a stop string was found."""
-        return self._cancellations
+        return self._preemptions + sum(batch.preemptions for batch in self._open())
 
     @property
     def requests(self) -> tuple[RequestId, ...]:

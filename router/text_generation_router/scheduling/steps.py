@@ -15,6 +15,10 @@ class FailureKind(Enum):
     INVALID = "invalid"
     NUMERICS = "numerics"
     STEP = "step"
+    EXPIRED = "expired"
+    """Its deadline passed."""
+    LOST = "lost"
+    """Its replica was lost, once too often."""
 
 
 class JoinReason(Enum):
@@ -37,6 +41,19 @@ class Admission:
     generated: tuple[TokenId, ...]
     """Tokens it generated before it was preempted; they follow the prompt."""
     blocks: tuple[int, ...]
+    cached_tokens: int = 0
+    """Leading tokens whose KV sits in `blocks` already."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """What a replica can hold, as it says when it joins."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    self_scheduling: bool = False
+    """Its engine batches by itself: it gets whole prompts, and neither chunks nor blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +81,12 @@ class Outcome:
     token_ids: Sequence[TokenId] = ()
     finished: dict[int, FinishReason] = field(default_factory=dict)
     failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)
+    prefilled: Sequence[tuple[int, int]] = ()
+    """(slot, prompt tokens computed)."""
+    step_s: float = 0.0
+    """Seconds the step took; 0: no step was made."""
+    steps: int = 1
+    """Steps it stands for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int]) -> pb.A
         prompt=request.prompt + admission.generated,
         generated_tokens=len(admission.generated),
         blocks=admission.blocks,
+        computed_tokens=admission.cached_tokens,
         sampling=_sampling_to_pb(request.sampling),
         stopping=pb.Stopping(
             max_new_tokens=request.max_new_tokens - len(admission.generated),
@@ -99,8 +100,8 @@ def _sampling_to_pb(sampling: Sampling) -> pb.Sampling:
     return message
 
 
-def outcome_from_pb(report: pb.StepReport) -> Outcome:
-    """What the scheduler needs of a report."""
+def outcome_from_pb(report: pb.StepReport, steps: int) -> Outcome:
+    """What the scheduler needs of a report of so many steps; 0: it only says that orders were applied."""
     return Outcome(
         orders_applied=report.orders_applied,
         slots=list(report.slots),
@@ -111,6 +112,9 @@ def outcome_from_pb(report: pb.StepReport) -> Outcome:
             failure.slot: (_FAILURE_KINDS.get(failure.code, FailureKind.STEP), failure.message)
             for failure in report.failed
         },
+        prefilled=list(zip(report.prefilled_slots, report.prefilled_tokens, strict=True)),
+        step_s=report.step_ns / 1e9 if steps else 0.0,
+        steps=max(1, steps),
     )
 
 

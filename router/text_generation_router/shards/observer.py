@@ -1,4 +1,4 @@
-"""Who is told of the orders a replica was sent and of the steps it made, to count them."""
+"""Who is told of the orders replicas were sent and of the steps they made, to count them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from text_generation_router.scheduling.steps import Deliveries, Orders
 class Handled(NamedTuple):
     """A report, and what the router did with it."""
 
+    replica: int
     report: pb.StepReport
+    steps: int
+    """Steps it tells of; none if it only says that orders were applied."""
     deliveries: Deliveries
     received: float
     """When it came, in seconds of the monotonic clock."""
@@ -26,7 +29,11 @@ class Handled(NamedTuple):
 
 
 class StepObserver(Protocol):
-    """Called on the event loop, once a set of orders and once a report; must neither block nor raise."""
+    """Called on the event loop, once a session, a set of orders or a report; must neither block nor raise."""
+
+    def on_session(self, replica: int) -> None:
+        """A replica joined."""
+        ...
 
     def on_orders(self, orders: Orders, seconds: float) -> None:
         """`orders` took so long to decide on, and are on their way."""

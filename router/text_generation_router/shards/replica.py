@@ -1,105 +1,84 @@
-"""One replica: the only task that touches its scheduler. Decide, send; receive, apply, deliver.
+"""One replica's session: the only task that asks the scheduler what it is to do. Decide, send; receive, apply, deliver.
 
-submit, cancel ──► Scheduler ──decide──► Orders ──► shard
-listeners ◄──deliver── Scheduler ◄──apply── StepReport ◄──┘
+    scheduler ──decide──► Orders ──► shard
+    listeners ◄──deliver── scheduler ◄──apply── StepReport ◄──┘
+
+A session lasts as long as the shard's stream. When that breaks the replica is lost to the scheduler, which gives what ran
+there to others, or to the same replica's next session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import grpc
-import structlog
 
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.errors import GenerationFailed
-from text_generation_router.request import Request, RequestId, TokenListener, TopToken
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Deliveries, FailureKind
-from text_generation_router.shards.convert import (
-    logprobs_to_json,
-    orders_to_pb,
-    outcome_from_pb,
-    prompt_tops_from_pb,
-    top_tokens_from_pb,
-)
+from text_generation_router.scheduling.steps import Deliveries
+from text_generation_router.shards.convert import orders_to_pb, outcome_from_pb
+from text_generation_router.shards.join import Joined
+from text_generation_router.shards.listeners import Listeners
 from text_generation_router.shards.observer import Handled, StepObserver
 from text_generation_router.shards.pace import Pace
-
-log = structlog.get_logger()
 
 
 class ShardLost(Exception):
     """The shard's stream ended: the process died, hung up, or cannot be reached."""
 
 
-class Replica:
-    """A shard, its scheduler, and who listens to which request."""
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all replicas work with."""
 
-    def __init__(
-        self,
-        client: ShardClient,
-        scheduler: Scheduler,
-        eos_token_ids: Sequence[int],
-        observer: StepObserver,
-    ) -> None:
-        self._client = client
-        self._scheduler = scheduler
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._observer = observer
-        self._listeners: dict[RequestId, TokenListener] = {}
-        self._pace = Pace()
+    scheduler: Scheduler
+    listeners: Listeners
+    observer: StepObserver
+    dispatch: Callable[[], None]
+    """Gives queued requests to replicas that have room, and wakes these."""
+    opened: Callable[[], None]
+    """Told of each session that begins."""
+
+
+class Replica:
+    """A replica's place, through all its sessions."""
+
+    def __init__(self, number: int, shared: Shared) -> None:
+        self._number = number
+        self._shared = shared
         self._changed = asyncio.Event()
         """Something happened that may call for orders."""
         self._boundary = asyncio.Event()
         """A report came."""
-        self._opened = asyncio.Event()
-        self._lost = False
+        self._pace = Pace()
+        self._steps = 0
+        """Steps of the session so far."""
+        self._eos_token_ids: tuple[int, ...] = ()
 
-    # ------------------------------------------------------------------------------------------------- for the router
-
-    def submit(self, request: Request, listener: TokenListener) -> None:
-        """Queue `request`; `listener` hears of it until its end or `cancel`."""
-        if not self.connected:
-            listener.on_failure(GenerationFailed("the shard is lost"))
-            return
-        self._listeners[request.id] = listener
-        self._scheduler.submit(request)
+    def wake(self) -> None:
+        """There may be something to order."""
         self._changed.set()
 
-    def cancel(self, request_id: RequestId) -> None:
-        """Nobody waits for this request any more; idempotent, also after its end."""
-        if self._listeners.pop(request_id, None) is not None:
-            self._scheduler.cancel(request_id)
-            self._changed.set()
-
-    async def opened(self) -> None:
-        """Return once requests can be submitted, or can no longer be."""
-        await self._opened.wait()
-
-    @property
-    def connected(self) -> bool:
-        """Whether the shard's stream is open."""
-        return self._opened.is_set() and not self._lost
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """For figures only."""
-        return self._scheduler
-
-    # ------------------------------------------------------------------------------------------------------- the loops
-
-    async def run(self) -> None:
-        """Serve until cancelled. Raises ShardLost when the shard is gone; every request has then heard of it."""
-        call = self._client.run()
-        end = "the server was stopped"
+    async def serve(self, client: ShardClient, joined: Joined) -> None:
+        """One session, until cancelled. Raises ShardLost when the shard is gone."""
+        shared = self._shared
+        self._pace = Pace()
+        self._steps = 0
+        self._eos_token_ids = tuple(joined.info.eos_token_ids)
+        call = client.run()
+        opened = False
         try:
             await call.initial_metadata()  # the shard opened the session, or refused
-            self._opened.set()
+            shared.observer.on_session(self._number)
+            shared.listeners.failures(shared.scheduler.open(self._number, joined.spec, time.monotonic()).failed)
+            opened = True
+            shared.opened()
+            shared.dispatch()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send(call))
                 tasks.create_task(self._receive(call))
@@ -107,17 +86,15 @@ class Replica:
             reasons = _shard_loss(error)
             if not reasons:
                 raise
-            end = "the shard was lost"
             raise ShardLost(reasons[0]) from error
         finally:
-            self._lost = True
-            self._opened.set()
             call.cancel()
-            listeners, self._listeners = self._listeners, {}
-            for listener in listeners.values():
-                listener.on_failure(GenerationFailed(end))
+            if opened:
+                shared.listeners.failures(shared.scheduler.lose(self._number, time.monotonic()).failed)
+                shared.dispatch()
 
     async def _send(self, call: RunCall) -> None:
+        shared = self._shared
         while True:
             await self._changed.wait()
             if (hold := self._pace.hold(time.monotonic())) > 0:
@@ -127,15 +104,16 @@ class Replica:
                         await self._boundary.wait()
             self._changed.clear()
             deciding = time.monotonic()
-            if orders := self._scheduler.decide():
-                self._observer.on_orders(orders, time.monotonic() - deciding)
+            if orders := shared.scheduler.decide(self._number, deciding):
+                shared.observer.on_orders(orders, time.monotonic() - deciding)
                 for admission in orders.admit:
-                    if listener := self._listeners.get(admission.request.id):
-                        listener.on_scheduled()
+                    shared.listeners.scheduled(admission)
                 try:
                     await call.write(orders_to_pb(orders, self._eos_token_ids))
                 except asyncio.InvalidStateError as error:  # gRPC's word for a stream that has ended
                     raise ShardLost("the shard's stream ended") from error
+                # What was placed has been ordered: there may be room for more.
+                shared.dispatch()
 
     async def _receive(self, call: RunCall) -> None:
         while True:
@@ -146,63 +124,28 @@ class Replica:
 
     def _handle(self, report: pb.StepReport) -> None:
         now = time.monotonic()
-        stepped = bool(report.slots or report.prefilled_slots)
-        self._pace.report(now, report.step_ns / 1e9, stepping=stepped and report.running > 0)
+        shared = self._shared
+        scheduler, listeners = shared.scheduler, shared.listeners
+        steps = report.step - self._steps
+        self._steps = report.step
+        computed = bool(report.slots or report.prefilled_slots)
+        self._pace.report(now, report.step_ns / 1e9, stepping=computed and report.running > 0)
         for scored in report.prompt_logprobs:
-            self._deliver_prompt(scored)
-        outcome = outcome_from_pb(report)
+            listeners.prompt(scheduler.owner(self._number, scored.slot), scored)
+        outcome = outcome_from_pb(report, steps)
         parsed = time.monotonic()
-        deliveries = self._scheduler.apply(outcome)
+        deliveries: Deliveries = scheduler.apply(self._number, outcome, now)
         applied = time.monotonic()
-        self._deliver(deliveries, outcome.token_ids, report)
+        listeners.tokens(deliveries, outcome.token_ids, report)
+        listeners.failures(deliveries.failed)
         delivered = time.monotonic()
-        self._observer.on_report(
-            Handled(report, deliveries, now, applied - parsed, delivered - applied, self._listeners)
+        shared.observer.on_report(
+            Handled(self._number, report, steps, deliveries, now, applied - parsed, delivered - applied, listeners)
         )
+        shared.dispatch()
         self._boundary.set()
-        if self._scheduler.wants_orders:
+        if scheduler.wants_orders(self._number):
             self._changed.set()
-
-    def _deliver_prompt(self, scored: pb.PromptLogprobs) -> None:
-        owner = self._scheduler.owner(scored.slot)
-        if owner is None or (listener := self._listeners.get(owner)) is None:
-            return
-        try:
-            listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs), prompt_tops_from_pb(scored))
-        except Exception as error:  # noqa: BLE001 - a listener's bug costs its own request, not the replica
-            self._listener_failed(owner, listener, error)
-
-    def _listener_failed(self, request_id: RequestId, listener: TokenListener, error: Exception) -> None:
-        log.error("listener failed", request_id=request_id, exc_info=error)
-        self.cancel(request_id)
-        listener.on_failure(GenerationFailed("internal error"))
-
-    def _deliver(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
-        logprobs = logprobs_to_json(report.logprobs)
-        tops = top_tokens_from_pb(report) if report.top_tokens else {}
-        nothing: list[TopToken] = []
-        listeners = self._listeners
-        for request_id, first, end, reason in deliveries.tokens:
-            listener = listeners.get(request_id)
-            if listener is None:
-                continue
-            try:
-                for at in range(first, end):
-                    last = reason if at == end - 1 else None
-                    goes_on = listener.on_token(token_ids[at], logprobs[at], tops.get(at, nothing), last)
-                    if last is not None:
-                        del listeners[request_id]
-                    elif not goes_on:
-                        self.cancel(request_id)
-                        break
-            except Exception as error:  # noqa: BLE001 - a listener's bug costs its own request, not the replica
-                self._listener_failed(request_id, listener, error)
-        for failed in deliveries.failed:
-            if listener := listeners.pop(failed.request_id, None):
-                log.warning(
-                    "request failed", request_id=failed.request_id, kind=failed.kind.value, reason=failed.message
-                )
-                listener.on_failure(GenerationFailed(_client_message(failed.kind, failed.message)))
 
 
 def _shard_loss(error: BaseException) -> list[str]:
@@ -212,10 +155,3 @@ def _shard_loss(error: BaseException) -> list[str]:
     if isinstance(error, grpc.aio.AioRpcError):
         return [error.details() or str(error.code())]
     return [str(error)] if isinstance(error, ShardLost) else []
-
-
-def _client_message(kind: FailureKind, message: str) -> str:
-    """What a client is told: the engine's own words only where they are about the client's request."""
-    if kind is FailureKind.STEP:
-        return "the step that computed this request failed"
-    return message

@@ -14,7 +14,8 @@ await run({
     const message = await client.messages.create(greedy);
     assert.deepEqual(message.content.map((block) => [block.type, block.text]), [["text", answer]]);
     assert.equal(message.stop_reason, "end_turn");
-    assert.deepEqual([message.usage.input_tokens, message.usage.output_tokens], [promptTokens, 8]);
+    const { input_tokens, cache_read_input_tokens, output_tokens } = message.usage;
+    assert.deepEqual([input_tokens + (cache_read_input_tokens ?? 0), output_tokens], [promptTokens, 8]);
   },
 
   async "a streamed message"() {

@@ -15,7 +15,9 @@ await run({
     const reply = await client.chat.completions.create(greedy);
     assert.equal(reply.choices[0].message.content, answer);
     assert.equal(reply.choices[0].finish_reason, "stop");
-    assert.deepEqual(reply.usage, {
+    const { prompt_tokens_details, ...usage } = reply.usage;
+    assert.ok(prompt_tokens_details.cached_tokens < promptTokens);
+    assert.deepEqual(usage, {
       prompt_tokens: promptTokens,
       completion_tokens: 8,
       total_tokens: promptTokens + 8,

@@ -15,6 +15,10 @@ class MessageUsage(Answer):
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     input_tokens: int
+    """Tokens of the prompt that no cache was used for."""
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    """Tokens of the prompt that were found in the KV cache. The three of them are the whole prompt."""
     output_tokens: int
 
 

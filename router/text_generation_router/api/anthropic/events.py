@@ -16,7 +16,7 @@ import orjson
 
 from text_generation_router.api.core.turns import AnswerEnd, Finish
 from text_generation_router.api.http.dialects import anthropic_error_event
-from text_generation_router.api.openai.blocks import Kind, Script
+from text_generation_router.api.openai.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.openai.ids import Named
 from text_generation_router.errors import ServingError
 
@@ -32,7 +32,7 @@ _DELTAS = {
 class MessageScript(Script):
     """Writes a message down."""
 
-    def __init__(self, named: Named, prompt_tokens: int) -> None:
+    def __init__(self, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:
         super().__init__()
         self._message: Json = {
             "id": named.id,
@@ -42,9 +42,9 @@ class MessageScript(Script):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage(prompt_tokens, 0),
         }
         self._prompt_tokens = prompt_tokens
+        self._cached_tokens = cached_tokens
         self._block: Json = {}
         """The open block, as it began."""
         self._delta_head = b""
@@ -54,6 +54,7 @@ class MessageScript(Script):
         return self._message
 
     def begin(self) -> bytes:
+        self._message["usage"] = self._usage(0)
         return _event("message_start", message=self._message)
 
     def block_began(self, kind: Kind, name: str) -> bytes:
@@ -86,12 +87,15 @@ class MessageScript(Script):
     def ended(self, end: AnswerEnd) -> bytes:
         reason = stop_reason(end)
         stop = {"stop_reason": reason, "stop_sequence": end.ending.stop if reason == "stop_sequence" else None}
-        counts = usage(self._prompt_tokens, end.ending.generated_tokens)
+        counts = self._usage(end.ending.generated_tokens)
         self._message |= {"content": self.blocks, **stop, "usage": counts}
         return _event("message_delta", delta=stop, usage=counts) + _event("message_stop")
 
     def failure(self, error: ServingError) -> bytes:
         return anthropic_error_event(error)
+
+    def _usage(self, generated_tokens: int) -> Json:
+        return usage(self._prompt_tokens, generated_tokens, self._cached_tokens())
 
 
 def stop_reason(end: AnswerEnd) -> str:
@@ -115,12 +119,15 @@ def whole_input(arguments: str) -> Json | orjson.Fragment:
     return orjson.Fragment(arguments) if isinstance(value, dict) else {}
 
 
-def usage(prompt_tokens: int, generated_tokens: int) -> Json:
-    """The counts; no prompt is cached for a client."""
+def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Json:
+    """The counts. A prompt is the sum of its three: Anthropic's `input_tokens` are those that no cache was used for.
+
+    None is ever said to have been written to the cache, which costs the client nothing here.
+    """
     return {
-        "input_tokens": prompt_tokens,
+        "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": cached_tokens,
         "output_tokens": generated_tokens,
     }
 

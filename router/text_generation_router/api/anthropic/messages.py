@@ -13,6 +13,7 @@ from text_generation_router.api.anthropic.schemas import CountTokensBody, Messag
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.turns import Turn, Turns
 from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.openai.blocks import CachedTokens
 from text_generation_router.api.openai.ids import named
 from text_generation_router.api.openai.one_answer import answer
 from text_generation_router.text.tokenizer import tokenizer_errors
@@ -29,12 +30,12 @@ class MessagesRoutes:
         """POST /v1/messages: an answer to a conversation, whole or in events."""
         body = await parse_body(request, MessagesBody)
 
-        def script(turn: Turn) -> MessageScript:
-            return MessageScript(named("msg_", body.model, self._serving.settings), turn.prompt_tokens)
+        def script(turn: Turn, cached_tokens: CachedTokens) -> MessageScript:
+            head = named("msg_", body.model, self._serving.settings)
+            return MessageScript(head, turn.prompt_tokens, cached_tokens)
 
-        return await answer(
-            request, self._serving, self._turns, partial(to_asked, body), script, stream=bool(body.stream)
-        )
+        asked = partial(to_asked, body)
+        return await answer(request, self._serving, self._turns, asked, script, fields=body, stream=bool(body.stream))
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens: how many tokens the prompt of a conversation has."""

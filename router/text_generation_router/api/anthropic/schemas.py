@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
+from text_generation_router.api.core.service_fields import TieredFields
 from text_generation_router.api.http.schema import AnyMetadata, Body, Float32, Int32, Texts, UInt32
 
 MAX_MESSAGES = 10_000
@@ -126,7 +127,7 @@ class CountTokensBody(Body):
     """Refused: nothing is stored. Anthropic's client then sends whole conversations."""
 
 
-class MessagesBody(CountTokensBody):
+class MessagesBody(CountTokensBody, TieredFields):
     """Body of /v1/messages."""
 
     max_tokens: UInt32

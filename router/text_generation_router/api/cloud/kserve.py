@@ -16,6 +16,7 @@ from typing_extensions import TypeAliasType
 
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
+from text_generation_router.api.core.service_fields import ServiceFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.record import RECORD
@@ -69,7 +70,7 @@ RequestedOutputs = TypeAliasType(
 )
 
 
-class InferBody(Body):
+class InferBody(ServiceFields):
     """Body of an inference request."""
 
     id: str | None = None
@@ -120,24 +121,21 @@ class KServeRoutes:
         count = sum(len(texts) for texts in prompts)
         if count > MAX_INPUTS:  # before any of them counts as a generation
             raise InvalidRequest(f"`inputs` must have at most {MAX_INPUTS} texts in all. Given: {count}")
-        answers = iter(
-            await self._generate_all(request, [text for texts in prompts for text in texts], body.parameters)
-        )
+        answers = iter(await self._generate_all(request, [text for texts in prompts for text in texts], body))
         outputs = [
             _output(name, one, [next(answers) for _ in texts])
             for name, one, texts in zip(names, body.inputs, prompts, strict=True)
         ]
         return _json({"id": body.id or request[RECORD].http_request_id, "outputs": outputs})
 
-    async def _generate_all(
-        self, request: web.Request, prompts: Sequence[str], parameters: GenerateParameters
-    ) -> list[str]:
+    async def _generate_all(self, request: web.Request, prompts: Sequence[str], body: InferBody) -> list[str]:
         records = self._serving.start(request, len(prompts))
-        bodies = [GenerateBody(inputs=prompt, parameters=parameters) for prompt in prompts]
+        ones = [GenerateBody(inputs=prompt, parameters=body.parameters) for prompt in prompts]
+        places = len(prompts) * self._generate.places(body.parameters)
         # All or nothing: the places of all are taken at once, and kept until the last of them has its text.
-        with self._serving.permits.take(len(prompts) * self._generate.places(parameters)):
+        with self._serving.seats(records, places):
             replies = await all_of(
-                [self._generate.seated_reply(body, record) for body, record in zip(bodies, records, strict=True)]
+                [self._generate.seated_reply(one, record, body) for one, record in zip(ones, records, strict=True)]
             )
         return [reply["generated_text"] for reply in replies]
 

@@ -14,11 +14,11 @@ from pydantic import Discriminator, FailFast, Field, Tag
 
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
+from text_generation_router.api.core.service_fields import ServiceFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.document.answers import VertexAnswer
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.record import GenerationRecord
-from text_generation_router.api.http.schema import Body
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
@@ -34,7 +34,7 @@ class VertexParameters(GenerateParameters):
     """Sample instead of taking the most probable token."""
 
 
-class TextInstance(Body):
+class TextInstance(ServiceFields):
     """A prompt."""
 
     inputs: str
@@ -58,7 +58,7 @@ Instance = Annotated[
 ]
 
 
-class VertexBody(Body):
+class VertexBody(ServiceFields):
     """Body of /vertex."""
 
     instances: Annotated[list[Instance], FailFast(), Field(max_length=MAX_INSTANCES)]
@@ -75,14 +75,15 @@ class VertexRoutes:
 
     async def predict(self, request: web.Request) -> web.StreamResponse:
         """POST /vertex: a text for each instance, in their order, or none at all."""
-        instances = (await parse_body(request, VertexBody)).instances
+        body = await parse_body(request, VertexBody)
+        instances = body.instances
         if not instances:
             raise NoInstances
         records = self._serving.start(request, len(instances))
         # All or nothing: the places of all are taken at once, and kept until the last of them has its text.
-        with self._serving.permits.take(sum(self._places(instance) for instance in instances)):
+        with self._serving.seats(records, sum(self._places(instance) for instance in instances)):
             texts = await all_of(
-                [self._text(instance, record) for instance, record in zip(instances, records, strict=True)]
+                [self._text(instance, record, body) for instance, record in zip(instances, records, strict=True)]
             )
         return web.json_response(VertexAnswer(predictions=texts).model_dump(), dumps=_dumps)
 
@@ -91,12 +92,13 @@ class VertexRoutes:
             return self._generate.places(instance.parameters or VertexParameters())
         return 1
 
-    async def _text(self, instance: TextInstance | ChatBody, record: GenerationRecord) -> str:
+    async def _text(self, instance: TextInstance | ChatBody, record: GenerationRecord, around: VertexBody) -> str:
         if isinstance(instance, TextInstance):
-            body = GenerateBody(inputs=instance.inputs, parameters=instance.parameters or VertexParameters())
-            text: str = (await self._generate.seated_reply(body, record))["generated_text"]
+            parameters = instance.parameters or VertexParameters()
+            body = GenerateBody(inputs=instance.inputs, parameters=parameters, **instance.service_fields)
+            text: str = (await self._generate.seated_reply(body, record, around))["generated_text"]
             return text
-        return await self._chat.text(instance, [record])
+        return await self._chat.text(instance, record, around)
 
 
 def _dumps(value: object) -> str:

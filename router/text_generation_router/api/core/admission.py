@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Grammar, Request, RequestId, TokenId
+from text_generation_router.request import Grammar, Request, RequestId, Service, TenantId, TokenId
 from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
 
 COUNTED_EXACTLY = 1 << 16
@@ -33,26 +33,53 @@ BOUNDARY_TOKENS = 64
 """A cut text may end in tokens that the whole text has not: so many at its end prove nothing."""
 
 
-class Permits:
-    """The places in the building: `limit` generations at once, and nobody waits at the door."""
+RetryAfter = Callable[[TenantId], float | None]
+"""The wait foreseen for a tenant's next request, in seconds; None: nothing is known of it."""
 
-    def __init__(self, limit: int) -> None:
+
+def _unknown(tenant: TenantId) -> float | None:
+    return None
+
+
+class Permits:
+    """The places in the building: `limit` generations at once, and nobody waits at the door.
+
+    A tenant within its share, which is as many places as each would have if the `limit` were dealt evenly among those
+    who hold some, is let in although others fill the building. So whoever comes late finds a place, and there are never
+    more than twice `limit` generations.
+    """
+
+    def __init__(self, limit: int, retry_after: RetryAfter = _unknown) -> None:
+        """`retry_after` is asked for what a refusal says."""
         self.limit = limit
         self.in_use = 0
+        self._held: dict[TenantId, int] = {}
+        """By tenants that hold at least one."""
+        self._retry_after = retry_after
 
     @contextmanager
-    def take(self, count: int) -> Iterator[None]:
+    def take(self, count: int, tenant: TenantId = TenantId("")) -> Iterator[None]:  # noqa: B008 - a text
         """Hold `count` places for as long as the block lasts. Raises Overloaded, InvalidRequest where there never are
         so many."""
         if count > self.limit:
             raise InvalidRequest(f"at most {self.limit} generations may be asked for at once. Given: {count}")
-        if self.in_use + count > self.limit:
-            raise Overloaded
+        if self.in_use + count > self.limit and not self._owed(count, tenant):
+            raise Overloaded(retry_after_s=self._retry_after(tenant))
         self.in_use += count
+        self._held[tenant] = self._held.get(tenant, 0) + count
         try:
             yield
         finally:
             self.in_use -= count
+            self._held[tenant] -= count
+            if not self._held[tenant]:
+                del self._held[tenant]
+
+    def _owed(self, count: int, tenant: TenantId) -> bool:
+        """Whether `count` places more are within the tenant's share, and the building can be stretched to hold them."""
+        tenants = len(self._held.keys() | {tenant})
+        share = self.limit // tenants
+        return self._held.get(tenant, 0) + count <= share and self.in_use + count <= 2 * self.limit
 
 
 class Admission:
@@ -75,7 +102,12 @@ class Admission:
         return self._grammars is not None
 
     async def admit(
-        self, inputs: str | Sequence[TokenId], parameters: GenerateParameters, extras: Extras = TGI, count: int = 1
+        self,
+        inputs: str | Sequence[TokenId],
+        parameters: GenerateParameters,
+        extras: Extras = TGI,
+        count: int = 1,
+        service: Service = Service(),  # noqa: B008 - frozen
     ) -> Request:
         """The request a body asks for; `inputs` may be tokens already. `count` generations are to be made of it.
 
@@ -109,6 +141,7 @@ class Admission:
             prompt_logprobs=parameters.decoder_input_details,
             prompt_top_n=extras.prompt_top_n,
             grammar=grammar,
+            service=service,
         )
 
     def another(self, request: Request, number: int) -> Request:

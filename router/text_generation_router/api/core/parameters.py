@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from text_generation_router.api.http.schema import Body, Float32, Int32, UInt32, UInt64
+from text_generation_router.api.core.service_fields import ServiceFields
+from text_generation_router.api.http.schema import Float32, Int32, UInt32, UInt64
 
 
-class GenerateParameters(Body):
+class GenerateParameters(ServiceFields):
     """How to generate. Ranges are validation.py's; here are types and defaults only."""
 
     best_of: UInt64 | None = None
@@ -55,7 +56,7 @@ class GenerateParameters(Body):
     """Adapter to use; one that is not loaded means the base model, as in TGI."""
 
 
-class GenerateBody(Body):
+class GenerateBody(ServiceFields):
     """Body of /generate, /generate_stream and /tokenize."""
 
     inputs: str

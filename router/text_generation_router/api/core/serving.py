@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from text_generation_router.api.core.admission import Admission, Permits
 from text_generation_router.api.core.collector import Collector
+from text_generation_router.api.core.service import service_of
+from text_generation_router.api.core.service_fields import ServiceFields
 from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.http.caller import read_caller
 from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import Draining
 from text_generation_router.generation import Generations, Sink
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Request
+from text_generation_router.request import Request, Service
 from text_generation_router.text.tokenizer import Tokenizer
 
 
@@ -34,12 +37,24 @@ class Serving:
     settings: Settings
 
     def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
-        """`count` generations were asked for; they count from here on. Raises Draining."""
+        """`count` generations were asked for; they count from here on. Raises Draining, InvalidRequest for headers that
+        make no sense."""
         record = request[RECORD]
         records = [record.start(self.metrics) for _ in range(count)]
         if self.generations.draining:
             raise Draining
+        caller = read_caller(request.headers, record.started, self.settings.api_keys)
+        for generation in records:
+            generation.caller = caller
         return records
+
+    def seats(self, records: Sequence[GenerationRecord], count: int) -> AbstractContextManager[None]:
+        """Hold `count` places for the caller of these generations. Raises Overloaded, InvalidRequest."""
+        return self.permits.take(count, records[0].caller.tenant)
+
+    def service(self, record: GenerationRecord, *asked: ServiceFields | None) -> Service:
+        """What a generation is due, by its caller's headers and by what its body asked for. Raises InvalidRequest."""
+        return service_of(record.caller, self.settings, *asked)
 
     def several(self, request: Request, count: int) -> list[Request]:
         """`request`, and as many more with seeds of their own as make `count`."""

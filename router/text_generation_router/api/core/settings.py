@@ -31,6 +31,12 @@ class Settings:
     """Silence on a stream after which a comment is sent."""
     stall_s: float = 60.0
     """A stream's client that reads nothing for so long is hung up on."""
+    queue_timeout_s: float = 0.0
+    """Longest wait in the queue, whatever a request asks for; 0: any."""
+    request_timeout_s: float = 0.0
+    """Longest time from a request's arrival to its end, whatever it asks for; 0: any."""
+    salt_per_tenant: bool = False
+    """Whether tenants share nothing of what was computed of their prompts."""
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     """Who may call; none given means anyone."""
     vertex_predict_routes: tuple[str, ...] = ()

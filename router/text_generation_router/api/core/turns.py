@@ -31,7 +31,16 @@ from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import ServingError, ToolError
 from text_generation_router.generation import Ending, Piece
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
-from text_generation_router.request import FinishReason, Grammar, GrammarKind, LogprobJson, Request, TokenId, TopToken
+from text_generation_router.request import (
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    LogprobJson,
+    Request,
+    Service,
+    TokenId,
+    TopToken,
+)
 
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
@@ -211,7 +220,12 @@ class Turns:
         return await self._renderer.render(replace(conversation, tools=tools))
 
     async def prepare(
-        self, conversation: Conversation, parameters: GenerateParameters, extras: Extras, count: int = 1
+        self,
+        conversation: Conversation,
+        parameters: GenerateParameters,
+        extras: Extras,
+        service: Service,
+        count: int = 1,
     ) -> Turn:
         """A turn with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
@@ -235,7 +249,7 @@ class Turns:
         extras = replace(
             extras, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
-        first = await self._serving.admission.admit(prompt, parameters, extras, count)
+        first = await self._serving.admission.admit(prompt, parameters, extras, count, service)
         return Turn(self._serving.several(first, count), prompt, form)
 
     def _visible_special(self, parser: OutputParser) -> frozenset[TokenId]:

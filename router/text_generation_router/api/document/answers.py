@@ -97,6 +97,8 @@ class Details(Answer):
     tokens: list[Token]
     best_of_sequences: list[BestOfSequence] = []
     top_tokens: list[list[Token]] = []
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found in the KV cache; absent where none was."""
 
 
 class GenerateAnswer(Answer):
@@ -113,6 +115,8 @@ class StreamDetails(Answer):
     generated_tokens: int
     seed: int | None
     input_length: int
+    cached_tokens: int = 0
+    """Tokens of the prompt that were found in the KV cache; absent where none was."""
 
 
 class StreamEvent(Answer):
@@ -166,6 +170,15 @@ class TokenizerInfo(Answer):
     model_max_length: int
 
 
+class PrefixCacheAnswer(Answer):
+    """Prompt tokens asked for and found in the KV cache, since the server started, and those kept now."""
+
+    query_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    cached_tokens: int
+
+
 class InfoAnswer(Answer):
     """What is served, and within which limits."""
 
@@ -185,6 +198,9 @@ class InfoAnswer(Answer):
     version: str
     sha: str | None
     docker_label: str | None
+    replicas: int
+    replicas_serving: int
+    prefix_cache: PrefixCacheAnswer
 
 
 class ModelAnswer(Answer):

@@ -12,10 +12,11 @@ from pydantic.json_schema import JsonSchemaMode
 
 from text_generation_router.api.core.validation import Limits
 from text_generation_router.api.document.answers import AnthropicErrorAnswer, ErrorAnswer, OpenAIErrorAnswer
+from text_generation_router.api.document.parameters import CALLER_HEADERS
 from text_generation_router.api.document.rules import document_rules
-from text_generation_router.api.http.dialects import Dialect, error_object
+from text_generation_router.api.http.dialects import LONGEST_RETRY_S, Dialect, error_object, retry_after
 from text_generation_router.api.http.routes import JSON, Route
-from text_generation_router.errors import ServingError, Unauthorized
+from text_generation_router.errors import DeadlineExceeded, ServingError, Unauthorized
 
 Json = dict[str, Any]
 
@@ -41,6 +42,14 @@ _SECURITY: Json = {
 _HEADERS: Json = {
     "x-request-id": {"description": "The request's own, or a new one.", "schema": {"type": "string", "maxLength": 128}}
 }
+_RETRY_AFTER = "Retry-After"
+_OWN_HEADERS: Json = {
+    _RETRY_AFTER: {
+        "description": "Seconds after which to try again.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": int(LONGEST_RETRY_S)},
+    }
+}
+"""Of some answers only."""
 _VARIABLE = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 _NAME = r"\1"
 _NO_WORD = re.compile(r"\W+")
@@ -67,7 +76,7 @@ def document(table: Iterable[Route], version: str, *, keys: bool, limits: Limits
         },
         "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes if route.tag)],
         "paths": paths,
-        "components": {"schemas": components, "headers": _HEADERS},
+        "components": {"schemas": components, "headers": _HEADERS | _OWN_HEADERS, "parameters": CALLER_HEADERS},
     }
     if keys:
         result["components"]["securitySchemes"] = _SECURITY
@@ -109,16 +118,23 @@ def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:
     }
     if route.tag:
         operation["tags"] = [route.tag]
-    if names := _VARIABLE.findall(route.path):
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
+    if parameters := _parameters(route):
+        operation["parameters"] = parameters
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas.takes(route.body)}}}
     if not needs_key:
         operation["security"] = []
     return operation
+
+
+def _parameters(route: Route) -> list[Json]:
+    """What it reads beside its body: the variables of its path, and the headers of those that ask for text."""
+    variables: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in _VARIABLE.findall(route.path)
+    ]
+    headers = CALLER_HEADERS if DeadlineExceeded in route.raises else ()
+    return [*variables, *({"$ref": f"#/components/parameters/{name}"} for name in headers)]
 
 
 def _summary(route: Route) -> str:
@@ -171,9 +187,12 @@ def _add_error(responses: dict[int, Json], dialect: Dialect, error: type[Serving
         known["description"] += " " + text
     if error is Unauthorized and dialect is Dialect.TGI:
         return  # TGI's has no body
+    example = _example(error)
+    if retry_after(example) is not None:
+        response["headers"][_RETRY_AFTER] = {"$ref": f"#/components/headers/{_RETRY_AFTER}"}
     examples = _add_schema(response, schema).setdefault("examples", {})
     name = error.error_type if error.error_type not in examples else f"{error.error_type} ({dialect.value})"
-    examples[name] = {"value": orjson.loads(error_object(dialect, _example(error)))}
+    examples[name] = {"value": orjson.loads(error_object(dialect, example))}
 
 
 def _add_schema(response: Json, schema: Json) -> Json:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.http.caller import MAX_TIMEOUT_S
 
 Json = dict[str, Any]
 
@@ -27,8 +28,15 @@ def document_rules(components: Mapping[str, Json], limits: Limits) -> None:
         for key, rule in rules.items():
             if key in properties:
                 properties[key] |= rule
+    for name in components.keys() - _UNJUDGED:
+        properties = components[name].get("properties", {})
+        for key in _TIMEOUTS & properties.keys():
+            properties[key] |= {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S}
 
 
+_TIMEOUTS = {"queue_timeout", "timeout"}
+_UNJUDGED = {"InputsBody", "UnjudgedParameters", "ChatTokenizeBody"}
+"""Of what only counts tokens: types are all that is looked at."""
 _INPUTS: Json = {"inputs": {"minLength": 1}}
 
 

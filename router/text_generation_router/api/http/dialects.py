@@ -9,15 +9,17 @@ The status hangs on the cause alone, never on the route (`errors.py` has them). 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 import orjson
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from text_generation_router.errors import (
     BatchTooLarge,
+    DeadlineExceeded,
     Draining,
     GenerationFailed,
     IncompleteGeneration,
@@ -32,6 +34,8 @@ from text_generation_router.errors import (
     Unhealthy,
 )
 
+SHOULD_RETRY = "x-should-retry"
+"""OpenAI's and Anthropic's clients heed it, and would otherwise ask again twice for an answer that nobody waits for."""
 DONE = b"data: [DONE]\n\n"
 """How OpenAI's streams end, whatever came before."""
 
@@ -56,6 +60,7 @@ _TABLE: dict[type[ServingError], Words] = {
     Overloaded: Words("rate_limit_error", "overloaded", "rate_limit_error"),
     Draining: Words("server_error", "overloaded", "overloaded_error"),
     Unhealthy: Words("server_error", "healthcheck", "overloaded_error"),
+    DeadlineExceeded: Words("timeout", "timeout", "timeout_error"),
     GenerationFailed: Words("server_error", "generation", "api_error"),
     IncompleteGeneration: Words("server_error", "incomplete_generation", "api_error"),
 }
@@ -69,6 +74,10 @@ _REFUSED_BODY = {
 }
 """What the web framework refuses before a handler of ours runs, by status."""
 
+RETRY_UNHEALTHY_S = 5
+"""About as long as a shard takes to be started again."""
+LONGEST_RETRY_S = 3600.0
+"""No forecast is good for longer."""
 _DEFAULT_WORDS = Words("server_error", None, "api_error")
 
 
@@ -109,9 +118,29 @@ def error_object(dialect: Dialect, error: ServingError) -> bytes:
     return _foreign_object(dialect, words, str(error), error.status, error.details)
 
 
+def retry_after(error: ServingError) -> int | None:
+    """Seconds after which to try again; None where it is no use, or nothing is known of it.
+
+    Without a forecast: one second where places come free all the time, or where another router answers; a few where a
+    shard must come back.
+    """
+    if isinstance(error, Overloaded):
+        seconds = error.retry_after_s
+        return 1 if seconds is None else max(1, math.ceil(min(LONGEST_RETRY_S, seconds)))
+    if isinstance(error, Draining):
+        return 1
+    return RETRY_UNHEALTHY_S if isinstance(error, Unhealthy) else None
+
+
 def error_response(dialect: Dialect, error: ServingError) -> web.Response:
     """The failure under its status."""
-    headers = {"www-authenticate": "Bearer"} if isinstance(error, Unauthorized) else None
+    headers: dict[str, str] = {}
+    if isinstance(error, Unauthorized):
+        headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+    if (seconds := retry_after(error)) is not None:
+        headers[hdrs.RETRY_AFTER] = str(seconds)
+    if isinstance(error, DeadlineExceeded):
+        headers[SHOULD_RETRY] = "false"
     if isinstance(error, Unauthorized) and dialect is Dialect.TGI:
         return web.Response(status=error.status, headers=headers)  # TGI's has no body
     return web.Response(

@@ -11,6 +11,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from text_generation_router.api.http import correlation
 from text_generation_router.api.http.bodies import BodyRejected
+from text_generation_router.api.http.caller import HEADERS
 from text_generation_router.api.http.dialects import dialect_of, error_response, refusal
 from text_generation_router.api.http.record import CLIENT_LEFT, RECORD, Record, finish
 from text_generation_router.errors import IncompleteGeneration, ServingError
@@ -87,6 +88,7 @@ _REQUEST_HEADERS = ",".join(
         "x-request-id",
         "traceparent",
         "tracestate",
+        *HEADERS,
         "anthropic-version",
         "anthropic-beta",
         "anthropic-dangerous-direct-browser-access",
@@ -111,6 +113,7 @@ _RESPONSE_HEADERS = ",".join(
         "x-time-per-token",
         "x-prompt-tokens",
         "x-generated-tokens",
+        "x-cached-tokens",
     )
 )
 _REMEMBERED_S = "7200"

@@ -9,11 +9,13 @@ neither.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import structlog
 from aiohttp import web
 
+from text_generation_router.api.http.caller import Caller
 from text_generation_router.errors import IncompleteGeneration, ServingError
 from text_generation_router.generation import Ending, Times
 from text_generation_router.metrics import Metrics, RequestMetrics, Spent
@@ -32,10 +34,14 @@ class GenerationRecord:
     arrived: float
     """When its HTTP request came."""
     metrics: RequestMetrics
+    caller: Caller = field(default_factory=Caller)
+    """What the headers say."""
     request: Request | None = None
     ending: Ending | None = None
     times: Times = field(default_factory=Times)
     """Of the sequence that was answered, or of the first that ran."""
+    sequences: list[Times] = field(default_factory=list)
+    """Of every sequence that ran for it."""
     first_token: float = 0.0
     """When the first token came, of whichever sequence; 0 until it did."""
     error_type: str | None = None
@@ -45,7 +51,13 @@ class GenerationRecord:
         """A sequence was queued for it."""
         if not self.times.queued:
             self.times = times
+        self.sequences.append(times)
         times.on_first_token = self._on_first_token
+
+    @property
+    def cached_tokens(self) -> int:
+        """The tokens of its prompt that were not computed for it."""
+        return cached_tokens((self,))
 
     def failed(self, error: ServingError) -> None:
         """The client was told of `error`."""
@@ -93,6 +105,12 @@ class Record:
         self.error_type = error.error_type
 
 
+def cached_tokens(answers: Iterable[GenerationRecord]) -> int:
+    """The tokens of one prompt that were not computed for its answers: as many as the answer found that found fewest."""
+    sequences = (times for one in answers for times in one.sequences)
+    return min((times.cached_tokens for times in sequences if times.scheduled), default=0)
+
+
 RECORD = web.RequestKey("record", Record)
 
 
@@ -129,6 +147,7 @@ def _fields(record: Record, now: float) -> dict[str, object]:
         }
     if queued := [one.times.scheduled - one.times.queued for one in generations if one.times.scheduled]:
         fields["queue_s"] = round(max(queued), 6)
+        fields["cached_tokens"] = sum(one.cached_tokens for one in generations)
     if first_tokens := [one.first_token for one in generations if one.first_token]:
         fields["first_token_s"] = round(min(first_tokens) - record.started, 6)
     error_type = record.error_type or next((one.error_type for one in generations if one.error_type), None)

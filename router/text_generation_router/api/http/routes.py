@@ -11,6 +11,7 @@ from aiohttp import hdrs, web
 from text_generation_router.api.http.bodies import expect_continue
 from text_generation_router.api.http.dialects import ROUTE_DIALECTS, Dialect, dialect_of_path
 from text_generation_router.errors import (
+    DeadlineExceeded,
     Draining,
     GenerationFailed,
     IncompleteGeneration,
@@ -29,6 +30,7 @@ GENERATING: tuple[type[ServingError], ...] = (
     IncompleteGeneration,
     Draining,
     Unhealthy,
+    DeadlineExceeded,
 )
 """How a generation can fail."""
 

@@ -9,12 +9,20 @@ from pydantic import ConfigDict, Field
 from text_generation_router.api.document.answers import Answer
 
 
+class PromptTokensDetails(Answer):
+    """What the prompt's tokens are."""
+
+    cached_tokens: int
+    """Found in the KV cache, so that they were not computed."""
+
+
 class Usage(Answer):
     """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TokenLogprob(Answer):

@@ -8,7 +8,7 @@ One script tells both, so that a stream cannot say anything else than a whole re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -25,6 +25,10 @@ class Kind(Enum):
     TEXT = "text"
     REASONING = "reasoning"
     CALL = "call"
+
+
+CachedTokens = Callable[[], int]
+"""How many of the prompt's tokens were found in the KV cache; known once the first token comes, 0 before."""
 
 
 class Script(ABC):

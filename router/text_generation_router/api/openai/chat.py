@@ -9,11 +9,12 @@ import orjson
 from aiohttp import web
 
 from text_generation_router.api.core.collector import Collector
+from text_generation_router.api.core.service_fields import ServiceFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.turns import Answer, Turn, Turns
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import openai_error_event
-from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.openai.chat_chunks import ChatStream, Shown
 from text_generation_router.api.openai.chat_logprobs import content_logprobs
 from text_generation_router.api.openai.chat_messages import to_conversation
@@ -24,6 +25,7 @@ from text_generation_router.api.openai.usage import usage
 from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
 from text_generation_router.api.tgi.tokens import answer_tokens
+from text_generation_router.request import Service
 from text_generation_router.text.tokenizer import tokenizer_errors
 
 Json = dict[str, Any]
@@ -44,8 +46,8 @@ class ChatRoutes:
         """The same for a body that came another way."""
         count = body.n or 1
         records = self._serving.start(request, count)
-        with self._serving.permits.take(count):
-            turn = await self._prepare(body, count)
+        with self._serving.seats(records, count):
+            turn = await self._prepare(body, self._serving.service(records[0], body), count)
             if body.stream:
                 return await self._streamed(request, body, turn, records)
             collectors = await self._serving.collect(turn.requests, records)
@@ -53,13 +55,13 @@ class ChatRoutes:
             headers = (
                 cost_headers(settings, len(turn.prompt)) | timing_headers(records) | compute_time_header(records[0])
             )
-            reply = await self._whole(body, turn, collectors)
+            reply = await self._whole(body, turn, collectors, cached_tokens(records))
             return web.Response(body=reply, content_type="application/json", headers=headers)
 
-    async def text(self, body: ChatBody, records: Sequence[GenerationRecord]) -> str:
-        """The text of one answer, for routes that want nothing else."""
-        turn = await self._prepare(body, 1)
-        [collector] = await self._serving.collect(turn.requests, records)
+    async def text(self, body: ChatBody, record: GenerationRecord, around: ServiceFields) -> str:
+        """The text of one answer, for routes that want nothing else; `around` is the body of several."""
+        turn = await self._prepare(body, self._serving.service(record, body, around), 1)
+        [collector] = await self._serving.collect(turn.requests, [record])
         return collector.ended.result().text
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
@@ -70,9 +72,9 @@ class ChatRoutes:
         after = b',"templated_text":%b}' % orjson.dumps(text)
         return await answer_tokens(request, text, encoding, before=b'{"tokenize_response":', after=after)
 
-    async def _prepare(self, body: ChatBody, count: int) -> Turn:
+    async def _prepare(self, body: ChatBody, service: Service, count: int) -> Turn:
         conversation = to_conversation(body, asked_grammar(body))
-        return await self._turns.prepare(conversation, chat_parameters(body), extras(body), count)
+        return await self._turns.prepare(conversation, chat_parameters(body), extras(body), service, count)
 
     async def _streamed(
         self, request: web.Request, body: ChatBody, turn: Turn, records: Sequence[GenerationRecord]
@@ -85,18 +87,19 @@ class ChatRoutes:
             usage=bool(options.include_usage),
             running_usage=bool(options.continuous_usage_stats),
         )
-        chat = ChatStream(stream, named("chatcmpl-", body.model, serving.settings), turn, serving.tokenizer, shown)
-        with serving.run(turn.requests, records, chat.sinks(records)):
+        head = named("chatcmpl-", body.model, serving.settings)
+        chat = ChatStream(stream, head, turn, records, serving.tokenizer, shown)
+        with serving.run(turn.requests, records, chat.sinks()):
             return await stream.run()
 
-    async def _whole(self, body: ChatBody, turn: Turn, collectors: Sequence[Collector]) -> bytes:
+    async def _whole(self, body: ChatBody, turn: Turn, collectors: Sequence[Collector], cached: int) -> bytes:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
         choices = (
             self._choice(index, body, turn.answer(collector.ended.result()), collector)
             for index, collector in enumerate(collectors)
         )
         head = named("chatcmpl-", body.model, self._serving.settings)
-        return await whole_answer(head, "chat.completion", choices, usage(turn.prompt_tokens, generated))
+        return await whole_answer(head, "chat.completion", choices, usage(turn.prompt_tokens, generated, cached))
 
     def _choice(self, index: int, body: ChatBody, answer: Answer, collector: Collector) -> Json:
         message: Json = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}

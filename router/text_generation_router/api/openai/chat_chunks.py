@@ -11,7 +11,7 @@ import orjson
 
 from text_generation_router.api.core.turns import AnswerEnd, Finish, Reader, Turn, finish_of
 from text_generation_router.api.http.dialects import DONE
-from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.chat_logprobs import content_logprobs
 from text_generation_router.api.openai.ids import Named, new_call_id
@@ -39,18 +39,27 @@ class Shown:
 class ChatStream:
     """The chunks of one request, for all its choices."""
 
-    def __init__(self, stream: EventStream, named: Named, turn: Turn, tokenizer: Tokenizer, shown: Shown) -> None:
+    def __init__(
+        self,
+        stream: EventStream,
+        named: Named,
+        turn: Turn,
+        records: Sequence[GenerationRecord],
+        tokenizer: Tokenizer,
+        shown: Shown,
+    ) -> None:
         self.stream = stream
         self.shown = shown
         self.tokenizer = tokenizer
         self._turn = turn
+        self._records = records
         self._head = named.head("chat.completion.chunk")
         self._open = len(turn.requests)
         self._generated = 0
 
-    def sinks(self, records: Sequence[GenerationRecord]) -> list[Sink]:
+    def sinks(self) -> list[Sink]:
         """One for each choice."""
-        choices = [ChoiceChunks(self, index, record) for index, record in enumerate(records)]
+        choices = [ChoiceChunks(self, index, record) for index, record in enumerate(self._records)]
         if self._turn.form.is_plain:
             return list(choices)
         return [Reader(self._turn.form.parser(), choice) for choice in choices]
@@ -61,7 +70,7 @@ class ChatStream:
 
     def usage(self, generated: int) -> bytes:
         """The counts as JSON."""
-        return usage_json(self._turn.prompt_tokens, generated)
+        return usage_json(self._turn.prompt_tokens, generated, cached_tokens(self._records))
 
     def ended(self, generated: int) -> bytes:
         """A choice ended; what is left to say once all have."""
@@ -92,11 +101,12 @@ class ChoiceChunks:
         self._ids: list[str] = []
         self._unscored: list[Piece] = []
         """Tokens whose log-probabilities are to be told with the next chunk: a parser may hold their text back."""
-        self._first = b'%b{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":%b}\n\n' % (
-            self._head,
-            self._usage(),
+        self._first = (
+            b'%b{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":' % self._head
         )
-        """Goes out with the first chunk that has something to say."""
+        """Goes out with the first chunk that has something to say; its usage has no token of the answer yet."""
+        if self._plain:
+            self._first += b"null}\n\n"
 
     def on_piece(self, piece: Piece) -> None:
         # The hot path of chat: formatted by hand, and only the text is escaped.
@@ -144,12 +154,14 @@ class ChoiceChunks:
         if self._chat.shown.logprobs:
             self._unscored.append(piece)
 
-    def _usage(self) -> bytes:
-        return self._chat.usage(self._count) if self._chat.shown.running_usage else b"null"
+    def _usage(self, count: int) -> bytes:
+        return self._chat.usage(count) if self._chat.shown.running_usage else b"null"
 
     def _opening(self) -> bytes:
         first, self._first = self._first, b""
-        return first
+        if not first or self._plain:
+            return first
+        return b"%b%b}\n\n" % (first, self._usage(0))
 
     def _delta(self, event: Event) -> Json:
         match event:
@@ -172,5 +184,5 @@ class ChoiceChunks:
             orjson.dumps(delta),
             orjson.dumps(content_logprobs(unscored, self._chat.tokenizer) if unscored else None),
             orjson.dumps(finish),
-            self._usage(),
+            self._usage(self._count),
         )

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from text_generation_router.api.http.dialects import DONE
-from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.completion_logprobs import LogprobColumns
 from text_generation_router.api.openai.ids import Named
@@ -38,6 +38,8 @@ class CompletionStream:
         self._head = named.head("text_completion")
         self._prompts = prompts
         self._prompt_tokens = 0
+        self._records: list[Sequence[GenerationRecord]] = []
+        """By prompt."""
         self._generated = 0
         self._open = 0
 
@@ -46,6 +48,7 @@ class CompletionStream:
         self._open = len(requests)
         answers = len(requests) // len(self._prompts)
         self._prompt_tokens = sum(len(request.prompt) for request in requests[::answers])
+        self._records = by_prompt(records, len(self._prompts))
         return [
             ChoiceChunks(self, index, request, record, self._prompts[index // answers])
             for index, (request, record) in enumerate(zip(requests, records, strict=True))
@@ -63,13 +66,19 @@ class CompletionStream:
             return b""
         if not self._usage:
             return DONE
-        usage = usage_json(self._prompt_tokens, self._generated)
+        usage = usage_json(self._prompt_tokens, self._generated, sum(map(cached_tokens, self._records)))
         return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, usage, DONE)
 
     def close(self) -> None:
         """Close the stream if no choice is left."""
         if not self._open:
             self.stream.close()
+
+
+def by_prompt(records: Sequence[GenerationRecord], prompts: int) -> list[Sequence[GenerationRecord]]:
+    """The generations of each of so many prompts: the same number for each, one prompt's beside each other."""
+    answers = len(records) // prompts
+    return [records[first : first + answers] for first in range(0, len(records), answers)]
 
 
 class ChoiceChunks:
@@ -124,7 +133,8 @@ class ChoiceChunks:
                 finish = "length" if ending.reason is FinishReason.LENGTH else "stop"
             usage = b"null"
             if self._chunks.running_usage:
-                usage = usage_json(len(self._request.prompt), 0 if hidden else self._count)
+                generated = 0 if hidden else self._count
+                usage = usage_json(len(self._request.prompt), generated, self._record.cached_tokens)
             chunk = b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
                 self._head,
                 orjson.dumps(text),

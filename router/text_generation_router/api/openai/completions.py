@@ -13,7 +13,8 @@ from text_generation_router.api.core.collector import Collector
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import openai_error_event
-from text_generation_router.api.openai.completion_chunks import CompletionStream
+from text_generation_router.api.http.record import cached_tokens
+from text_generation_router.api.openai.completion_chunks import CompletionStream, by_prompt
 from text_generation_router.api.openai.completion_logprobs import LogprobColumns
 from text_generation_router.api.openai.ids import named
 from text_generation_router.api.openai.parameters import asked_grammar, completion_parameters, extras
@@ -22,7 +23,7 @@ from text_generation_router.api.openai.usage import usage
 from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.api.tgi.headers import cost_headers, timing_headers
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
-from text_generation_router.request import FinishReason, Request, TokenId
+from text_generation_router.request import FinishReason, Request, Service, TokenId
 
 Json = dict[str, Any]
 
@@ -52,8 +53,9 @@ class CompletionRoutes:
         prompts = _prompts(body)
         records = self._serving.start(request, min(len(prompts), self._limit) * (body.n or 1))
         self._check(body, prompts)
-        with self._serving.permits.take(len(records)):
-            admitted = [await self._admit(body, prompt) for prompt in prompts]
+        with self._serving.seats(records, len(records)):
+            service = self._serving.service(records[0], body)
+            admitted = [await self._admit(body, prompt, service) for prompt in prompts]
             requests = [one for prompt in admitted for one in prompt.requests]
             headers = cost_headers(self._serving.settings, sum(len(prompt.text) for prompt in admitted))
             if body.stream:
@@ -65,7 +67,8 @@ class CompletionRoutes:
                 with self._serving.run(requests, records, chunks.sinks(requests, records)):
                     return await stream.run()
             collectors = await self._serving.collect(requests, records)
-            reply = await self._whole(body, admitted, collectors)
+            cached = sum(map(cached_tokens, by_prompt(records, len(prompts))))
+            reply = await self._whole(body, admitted, collectors, cached)
             return web.Response(body=reply, content_type="application/json", headers=headers | timing_headers(records))
 
     @property
@@ -84,7 +87,7 @@ class CompletionRoutes:
             raise InvalidRequest("`best_of` must be 1 or equal to `n`")
         assert len(prompts) * (body.n or 1) <= self._limit * MAX_CHOICES
 
-    async def _admit(self, body: CompletionBody, prompt: str | list[TokenId]) -> Prompt:
+    async def _admit(self, body: CompletionBody, prompt: str | list[TokenId], service: Service) -> Prompt:
         serving = self._serving
         wanted = replace(
             extras(body),
@@ -92,17 +95,19 @@ class CompletionRoutes:
             prompt_top_n=(body.logprobs or 0) if body.echo else 0,
             grammar=asked_grammar(body),
         )
-        first = await serving.admission.admit(prompt, completion_parameters(body), wanted, body.n or 1)
+        first = await serving.admission.admit(prompt, completion_parameters(body), wanted, body.n or 1, service)
         text = prompt if isinstance(prompt, str) else await serving.tokenizer.decode(prompt)
         requests = serving.several(first, body.n or 1)
         if not body.stream:
             requests[1:] = [replace(one, prompt_logprobs=False, prompt_top_n=0) for one in requests[1:]]
         return Prompt(text, requests)
 
-    async def _whole(self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]) -> bytes:
+    async def _whole(
+        self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector], cached: int
+    ) -> bytes:
         hidden = body.max_tokens == 0
         generated = 0 if hidden else sum(collector.ended.result().generated_tokens for collector in collectors)
-        counts = usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated)
+        counts = usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated, cached)
         head = named("cmpl-", body.model, self._serving.settings)
         return await whole_answer(head, "text_completion", self._choices(body, prompts, collectors), counts)
 

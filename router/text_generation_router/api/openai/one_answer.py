@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import orjson
 from aiohttp import web
 
+from text_generation_router.api.core.service_fields import ServiceFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.turns import AnswerEnd, Reader, Turn, Turns, finish_of
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.api.openai.blocks import Script
+from text_generation_router.api.openai.blocks import CachedTokens, Script
 from text_generation_router.api.openai.chat_messages import to_conversation
 from text_generation_router.api.openai.parameters import chat_parameters, extras
 from text_generation_router.api.openai.schemas import ChatBody
@@ -42,16 +43,18 @@ async def answer(
     serving: Serving,
     turns: Turns,
     ask: Callable[[], Asked],
-    script_of: Callable[[Turn], Script],
+    script_of: Callable[[Turn, CachedTokens], Script],
     *,
+    fields: ServiceFields,
     stream: bool,
 ) -> web.StreamResponse:
     """Answer what `ask` says. Raises ServingError, whichever of the steps it comes from."""
     records = serving.start(request)
-    with serving.permits.take(1):
+    with serving.seats(records, 1):
         asked = ask()
-        turn = await turns.prepare(asked.conversation, chat_parameters(asked.chat), extras(asked.chat))
-        script = script_of(turn)
+        service = serving.service(records[0], fields)
+        turn = await turns.prepare(asked.conversation, chat_parameters(asked.chat), extras(asked.chat), service)
+        script = script_of(turn, lambda: records[0].cached_tokens)
         headers = cost_headers(serving.settings, len(turn.prompt))
         if stream:
             events = serving.stream(request, headers, script.failed)

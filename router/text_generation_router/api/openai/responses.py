@@ -9,6 +9,7 @@ from aiohttp import web
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.turns import Turn, Turns
 from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.openai.blocks import CachedTokens
 from text_generation_router.api.openai.ids import named
 from text_generation_router.api.openai.one_answer import answer
 from text_generation_router.api.openai.responses_events import ResponseScript
@@ -28,12 +29,12 @@ class ResponsesRoutes:
         """POST /v1/responses: an answer to a conversation, whole or in events."""
         body = await parse_body(request, ResponsesBody)
 
-        def script(turn: Turn) -> ResponseScript:
-            return ResponseScript(body, named("resp_", body.model, self._serving.settings), turn.prompt_tokens)
+        def script(turn: Turn, cached_tokens: CachedTokens) -> ResponseScript:
+            head = named("resp_", body.model, self._serving.settings)
+            return ResponseScript(body, head, turn.prompt_tokens, cached_tokens)
 
-        return await answer(
-            request, self._serving, self._turns, partial(to_asked, body), script, stream=bool(body.stream)
-        )
+        asked = partial(to_asked, body)
+        return await answer(request, self._serving, self._turns, asked, script, fields=body, stream=bool(body.stream))
 
     async def stored(self, request: web.Request) -> web.StreamResponse:
         """GET, DELETE /v1/responses/{id}: there is none."""

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from text_generation_router.api.core.turns import AnswerEnd, Finish
-from text_generation_router.api.openai.blocks import Kind, Script
+from text_generation_router.api.openai.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.openai.ids import Named, new_call_id, now
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
@@ -38,10 +38,11 @@ _DELTAS = {
 class ResponseScript(Script):
     """Writes a response down."""
 
-    def __init__(self, body: ResponsesBody, named: Named, prompt_tokens: int) -> None:
+    def __init__(self, body: ResponsesBody, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:
         """Raises InvalidRequest for what cannot be repeated in the answer."""
         super().__init__()
         self._response = _new_response(body, named)
+        self._cached_tokens = cached_tokens
         self._places = callable_tools(body.tools or ()).places
         self._prompt_tokens = prompt_tokens
         self._sequence = 0
@@ -120,7 +121,7 @@ class ResponseScript(Script):
         self._response |= {
             "status": status,
             "output": self.blocks,
-            "usage": usage(self._prompt_tokens, end.ending.generated_tokens),
+            "usage": usage(self._prompt_tokens, end.ending.generated_tokens, self._cached_tokens()),
         }
         return self._say(f"response.{status}", response=self._response)
 
@@ -143,11 +144,11 @@ class ResponseScript(Script):
         return b"event: %b\ndata: %b\n\n" % (name.encode(), event)
 
 
-def usage(prompt_tokens: int, generated_tokens: int) -> Json:
+def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Json:
     """The counts; what is not counted apart is 0."""
     return {
         "input_tokens": prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
         "output_tokens": generated_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": prompt_tokens + generated_tokens,
@@ -181,7 +182,7 @@ def _new_response(body: ResponsesBody, named: Named) -> Json:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
-        "service_tier": "default",
+        "service_tier": body.service_tier if body.service_tier in ("priority", "flex") else "default",
         "store": False,
         "temperature": _number(body.temperature),
         "text": _repeated(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
+from text_generation_router.api.core.service_fields import TieredFields
 from text_generation_router.api.http.schema import Body, Float32, TextMetadata, Texts, UInt32
 from text_generation_router.api.openai.schemas import ContentPart
 
@@ -106,7 +107,7 @@ class ReasoningOptions(Body):
     """Accepted: the reasoning itself is told."""
 
 
-class ResponsesBody(Body):
+class ResponsesBody(TieredFields):
     """Body of /v1/responses."""
 
     model: str | None = None

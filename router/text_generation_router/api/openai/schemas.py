@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, FailFast, Field
 from typing_extensions import TypeAliasType
 
 from text_generation_router.api.core.extras import MAX_LOGIT_BIAS
+from text_generation_router.api.core.service_fields import TieredFields
 from text_generation_router.api.http.schema import (
     Body,
     Float32,
@@ -47,7 +48,7 @@ class StreamOptions(Body):
     """The counts so far on every chunk."""
 
 
-class OpenAIBody(Body):
+class OpenAIBody(TieredFields):
     """What chat and completions have in common."""
 
     model: str | None = None

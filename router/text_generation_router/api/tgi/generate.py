@@ -8,6 +8,7 @@ import orjson
 from aiohttp import web
 
 from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody, GenerateParameters
+from text_generation_router.api.core.service_fields import ServiceFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.validation import check_streamed, check_whole
 from text_generation_router.api.http.bodies import parse_body
@@ -58,7 +59,7 @@ class GenerateRoutes:
 
     async def reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
         """The whole reply to a body, `best_of` sequences and all. Raises ServingError."""
-        with self._serving.permits.take(self.places(body.parameters)):
+        with self._serving.seats([record], self.places(body.parameters)):
             return await self.seated_reply(body, record)
 
     def places(self, parameters: GenerateParameters) -> int:
@@ -66,24 +67,31 @@ class GenerateRoutes:
         check_whole(parameters, self._serving.settings.limits)
         return parameters.best_of or 1
 
-    async def seated_reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
-        """The same for a caller that holds the reply's places (`places`) already: this takes none."""
+    async def seated_reply(
+        self, body: GenerateBody, record: GenerationRecord, around: ServiceFields | None = None
+    ) -> Json:
+        """The same for a caller that holds the reply's places (`places`) already: this takes none.
+
+        `around`: the body of several replies that this is one of.
+        """
         serving = self._serving
         count = self.places(body.parameters)
-        first = await serving.admission.admit(body.inputs, body.parameters)
+        service = serving.service(record, body.parameters, body, around)
+        first = await serving.admission.admit(body.inputs, body.parameters, service=service)
         # One generation was asked for, however many sequences are tried for it.
         collectors = await serving.collect(serving.several(first, count), [record] * count)
         best = max(collectors, key=lambda collector: collector.mean_logprob)
         record.request, record.ending, record.times = best.request, best.ended.result(), best.times
         others = [collector for collector in collectors if collector is not best]
-        return whole_reply(body, best, others, serving.tokenizer)
+        return whole_reply(body, best, others, serving.tokenizer, record.cached_tokens)
 
     async def _streamed(self, request: web.Request, body: GenerateBody) -> web.StreamResponse:
         serving = self._serving
         [record] = serving.start(request)
         check_streamed(body.parameters)
-        with serving.permits.take(1):
-            admitted = await serving.admission.admit(body.inputs, body.parameters)
+        with serving.seats([record], 1):
+            service = serving.service(record, body.parameters, body)
+            admitted = await serving.admission.admit(body.inputs, body.parameters, service=service)
             stream = serving.stream(request, cost_headers(serving.settings, len(body.inputs)), tgi_error_event)
             events = TokenEvents(stream, body, serving.tokenizer, record)
             with serving.run([admitted], [record], [events]):

@@ -1,4 +1,5 @@
-"""TGI's response headers: what a request cost. Times in whole milliseconds, but x-compute-time in seconds."""
+"""TGI's response headers, and one of ours, x-cached-tokens: what a request cost. Times in whole milliseconds, but
+x-compute-time in seconds."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
         "x-time-per-token": _milliseconds(sum(one.per_token_s for one in spent)),
         "x-prompt-tokens": str(sum(len(prompt) for prompt in prompts)),
         "x-generated-tokens": str(sum(one.generated_tokens for one in spent)),
+        "x-cached-tokens": str(sum(generation.cached_tokens for generation in generations)),
     }
 
 

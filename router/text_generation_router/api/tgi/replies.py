@@ -63,15 +63,18 @@ class TokenEvents:
     def _details(self, ending: Ending) -> Json:
         request = self._generation.request
         assert request is not None
-        return {
+        details: Json = {
             "finish_reason": ending.reason.value,
             "generated_tokens": ending.generated_tokens,
             "seed": reported_seed(request),
             "input_length": len(request.prompt),
         }
+        return details | _cached(self._generation.cached_tokens)
 
 
-def whole_reply(body: GenerateBody, best: Collector, others: Sequence[Collector], tokenizer: Tokenizer) -> Json:
+def whole_reply(
+    body: GenerateBody, best: Collector, others: Sequence[Collector], tokenizer: Tokenizer, cached_tokens: int
+) -> Json:
     """The answer of /generate."""
     reply: Json = {"generated_text": generated_text(best.ended.result(), body)}
     if body.parameters.details or body.parameters.decoder_input_details:
@@ -84,8 +87,13 @@ def whole_reply(body: GenerateBody, best: Collector, others: Sequence[Collector]
             ]
         if top_tokens is not None:
             details["top_tokens"] = top_tokens
-        reply["details"] = details
+        reply["details"] = details | _cached(cached_tokens)
     return reply
+
+
+def _cached(tokens: int) -> Json:
+    """TGI has no such field, so it is there only where it says something."""
+    return {"cached_tokens": tokens} if tokens else {}
 
 
 def generated_text(ending: Ending, body: GenerateBody) -> str:

@@ -61,7 +61,7 @@ class ServiceRoutes:
         self._healthy = healthy
         self._limits = settings.limits
         self._model = info
-        self._info = orjson.dumps(_info(info, permits, settings))
+        self._info = _info(info, permits, settings)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """GET /health, /ping and /: whether tokens can be produced."""
@@ -70,8 +70,8 @@ class ServiceRoutes:
         return web.Response()
 
     async def info(self, request: web.Request) -> web.StreamResponse:
-        """GET /info: what is served, and within which limits."""
-        return web.Response(body=self._info, content_type="application/json")
+        """GET /info: what is served, and within which limits; how many replicas serve, and what they know by heart."""
+        return _json(self._info | self._metrics.status())
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """GET /metrics."""

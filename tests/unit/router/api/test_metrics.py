@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.metrics import Metrics, Spent
 from text_generation_router.request import FinishReason
-from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.scheduling.steps import Deliveries
@@ -55,6 +54,14 @@ GATEWAYS = {
 }
 
 OURS = {
+    "text_generation_prefix_cache_queries_tokens": "counter",
+    "text_generation_prefix_cache_hits_tokens": "counter",
+    "text_generation_prefix_cache_blocks": "gauge",
+    "text_generation_queued_tokens": "gauge",
+    "text_generation_requests_expired": "counter",
+    "text_generation_replicas": "gauge",
+    "text_generation_replicas_serving": "gauge",
+    "text_generation_request_moves": "counter",
     "text_generation_requests_started": "counter",  # the parser takes a counter's _total off
     "text_generation_requests_finished": "counter",
     "text_generation_requests_cancelled": "counter",
@@ -68,15 +75,26 @@ OURS = {
 }
 
 LABELS = {
-    "tgi_request_failure": {"overloaded", "validation", "incomplete", "template", "generation", "dropped", "tool"},
+    "tgi_request_failure": {
+        "overloaded",
+        "validation",
+        "incomplete",
+        "template",
+        "generation",
+        "dropped",
+        "tool",
+        "timeout",
+    },
     "tgi_batch_concat": {"backpressure", "wait_exceeded", "chunking"},
     "tgi_batch_concat_duration": {"decode"},
 }
 
 
 def some_metrics() -> Metrics:
-    scheduler = Scheduler(BlockPool(100, 16), 8, Policy(64, 8))
-    return Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
+    scheduler = Scheduler(Policy(64, 8))
+    metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
+    metrics.steps.on_session(0)
+    return metrics
 
 
 def names(metrics: Metrics) -> list[str]:
@@ -127,7 +145,7 @@ def test_events_add_no_lines() -> None:
     for error_type in ("validation", "overloaded", "dropped", 'no {label="of ours"}\n'):
         metrics.requests.failed(error_type)
     report = pb.StepReport(step=1, step_ns=1, prefilled_slots=[0], prefilled_tokens=[5])
-    metrics.steps.on_report(Handled(report, Deliveries(), 0.0, 0.0, 0.0, ()))
+    metrics.steps.on_report(Handled(0, report, 1, Deliveries(), 0.0, 0.0, 0.0, ()))
     assert names(metrics) == before
 
 

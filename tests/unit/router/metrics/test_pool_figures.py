@@ -6,23 +6,25 @@ import pytest
 
 from text_generation_router.metrics.pool import pool_figures
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import JoinReason, Orders, Outcome
+from text_generation_router.scheduling.steps import JoinReason, Orders, Outcome, ReplicaSpec
 
 
 def a_scheduler(ratio: float = 0.0, batch: int = 8) -> Scheduler:
-    return Scheduler(BlockPool(100, 16), 8, Policy(64, batch, ratio, max_decode_steps_between_prefills=3))
+    scheduler = Scheduler(Policy(64, batch, ratio, max_decode_steps_between_prefills=3), replicas=2)
+    scheduler.open(0, ReplicaSpec(num_slots=8, num_blocks=100, block_size=16), 0.0)
+    return scheduler
 
 
 def submit(scheduler: Scheduler, *numbers: int) -> None:
     for number in numbers:
-        scheduler.submit(Request(RequestId(number), (1, 2, 3, 4), max_new_tokens=10))
+        scheduler.submit(Request(RequestId(number), (1, 2, 3, 4), max_new_tokens=10), 0.0)
 
 
 def decided(scheduler: Scheduler) -> Orders:
-    orders = scheduler.decide()
+    scheduler.dispatch(0.0)
+    orders = scheduler.decide(0, 0.0)
     assert orders is not None
     return orders
 
@@ -51,6 +53,14 @@ def test_figures_are_those_of_the_scheduler() -> None:
         "trtllm_kv_cache_max_blocks": 100,
         "text_generation_kv_cache_usage_ratio": used / 100,
         "text_generation_preemptions_total": 0,
+        "text_generation_prefix_cache_queries_tokens_total": 2 * 4,
+        "text_generation_prefix_cache_hits_tokens_total": 0,
+        "text_generation_prefix_cache_blocks": 0,
+        "text_generation_queued_tokens": 4 + 5,
+        "text_generation_requests_expired_total": 0,
+        "text_generation_replicas": 2,
+        "text_generation_replicas_serving": 1,
+        "text_generation_request_moves_total": 0,
         "text_generation_sequences_cancelled_total": 0,
     }
 
@@ -78,11 +88,11 @@ def test_orders_say_why_newcomers_join(ratio: float, waiting: int, steps: int, r
     submit(scheduler, 1, 2)
     first = decided(scheduler)
     assert first.joined is None  # nobody ran
-    scheduler.apply(Outcome(first.number))
+    scheduler.apply(0, Outcome(first.number), 0.0)
     submit(scheduler, *range(3, 3 + waiting))
     for _ in range(steps):
         slots = [admission.slot for admission in first.admit]
-        scheduler.apply(Outcome(first.number, slots, [], [7] * len(slots)))
+        scheduler.apply(0, Outcome(first.number, slots, [], [7] * len(slots)), 0.0)
     assert decided(scheduler).joined is reason
 
 
@@ -90,6 +100,6 @@ def test_orders_that_let_nobody_in_have_no_reason() -> None:
     scheduler = a_scheduler()
     submit(scheduler, 1)
     first = decided(scheduler)
-    scheduler.apply(Outcome(first.number))
+    scheduler.apply(0, Outcome(first.number), 0.0)
     scheduler.cancel(RequestId(1))
     assert decided(scheduler).joined is None

@@ -14,14 +14,27 @@ def samples(metrics: StepMetrics) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-def handled(report: pb.StepReport, tokens: dict[int, int] | None = None) -> Handled:
+def some_metrics() -> StepMetrics:
+    metrics = StepMetrics()
+    metrics.on_session(0)
+    return metrics
+
+
+def handled(report: pb.StepReport, tokens: dict[int, int] | None = None, steps: int = 1) -> Handled:
     """`report`, that brought so many tokens to whom."""
     deliveries, first = Deliveries(), 0
     for number, count in (tokens or {}).items():
         deliveries.tokens.append((RequestId(number), first, first + count, None))
         first += count
     return Handled(
-        report, deliveries, received=1.0, apply_s=0.25, deliver_s=0.5, alive={RequestId(number) for number in (1, 2, 3)}
+        0,
+        report,
+        steps,
+        deliveries,
+        received=1.0,
+        apply_s=0.25,
+        deliver_s=0.5,
+        alive={RequestId(number) for number in (1, 2, 3)},
     )
 
 
@@ -31,7 +44,7 @@ def orders(admitted: int, joined: JoinReason | None) -> Orders:
 
 
 def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode() -> None:
-    metrics = StepMetrics()
+    metrics = some_metrics()
     metrics.on_report(
         handled(
             pb.StepReport(
@@ -53,14 +66,24 @@ def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode() ->
 
 
 def test_a_report_that_only_acknowledges_is_no_step() -> None:
-    metrics = StepMetrics()
-    for _ in range(3):
-        metrics.on_report(handled(pb.StepReport(step=1, step_ns=1)))
+    metrics = some_metrics()
+    metrics.on_report(handled(pb.StepReport(step=1, step_ns=1)))
+    for _ in range(2):
+        metrics.on_report(handled(pb.StepReport(step=1, step_ns=1), steps=0))
     assert samples(metrics)['tgi_batch_inference_count{method="decode"}'] == 1
 
 
+def test_a_report_of_several_steps_counts_as_so_many_of_one_length() -> None:
+    metrics = some_metrics()
+    metrics.on_report(handled(pb.StepReport(step=4, step_ns=8_000_000_000, forward_ns=4_000_000_000), steps=4))
+    values = samples(metrics)
+    assert values['tgi_batch_inference_count{method="decode"}'] == 4
+    assert values['tgi_batch_inference_duration_count{method="decode"}'] == 4
+    assert values['tgi_batch_inference_duration_sum{method="decode"}'] == 8.0
+
+
 def test_a_step_that_failed_is_a_failure_and_a_sequence_that_failed_is_not() -> None:
-    metrics = StepMetrics()
+    metrics = some_metrics()
     numerics = pb.Failure(slot=0, code=pb.FAILURE_CODE_NUMERICS)
     whole = pb.Failure(slot=0, code=pb.FAILURE_CODE_STEP)
     metrics.on_report(handled(pb.StepReport(step=1, step_ns=1, failed=[numerics])))
@@ -73,7 +96,7 @@ def test_a_step_that_failed_is_a_failure_and_a_sequence_that_failed_is_not() -> 
 
 
 def test_tokens_beyond_a_requests_first_are_skipped_steps() -> None:
-    metrics = StepMetrics()
+    metrics = some_metrics()
     metrics.on_report(handled(pb.StepReport(step=1, step_ns=1), {1: 1, 2: 1}))
     metrics.on_report(handled(pb.StepReport(step=2, step_ns=1, token_counts=[1, 4]), {1: 1, 3: 4}))
     values = samples(metrics)
@@ -85,7 +108,7 @@ def test_tokens_beyond_a_requests_first_are_skipped_steps() -> None:
 
 
 def test_newcomers_join_for_a_reason_or_run_alone() -> None:
-    metrics = StepMetrics()
+    metrics = some_metrics()
     metrics.on_orders(orders(0, None), 9.0)
     metrics.on_orders(orders(3, None), 9.0)
     for reason in JoinReason:

@@ -2,228 +2,296 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
+from block_audit import audit_idle
+from scheduler_rig import Rig, a_policy, words
 
-from text_generation_router.request import FinishReason, Request, RequestId
-from text_generation_router.scheduling.blocks import BlockPool
-from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import FailureKind, Orders, Outcome
-
-BLOCK = 16
+from text_generation_router.request import Request, RequestId, Service, TenantId
+from text_generation_router.scheduling.steps import FailureKind, Orders
 
 
-def a_scheduler(blocks: int = 100, slots: int = 8, budget: int = 64, batch: int = 8, ratio: float = 0.0) -> Scheduler:
-    return Scheduler(BlockPool(blocks, BLOCK), slots, Policy(budget, batch, ratio, 3))
-
-
-def a_request(number: int, prompt: int = 4, new: int = 10) -> Request:
-    return Request(RequestId(number), tuple(range(prompt)), new)
-
-
-def decided(scheduler: Scheduler) -> Orders:
-    orders = scheduler.decide()
-    assert orders is not None
-    return orders
-
-
-def acknowledge(scheduler: Scheduler, orders: Orders) -> None:
-    scheduler.apply(Outcome(orders.number))
-
-
-def step(scheduler: Scheduler, slots: Sequence[int], applied: int, finished: Sequence[int] = ()) -> None:
-    scheduler.apply(Outcome(applied, slots, [], [7] * len(slots), dict.fromkeys(finished, FinishReason.LENGTH)))
-
-
-def test_waiting_requests_enter_in_order_of_arrival() -> None:
-    scheduler = a_scheduler()
-    for number in range(3):
-        scheduler.submit(a_request(number))
-    assert [admission.request.id for admission in decided(scheduler).admit] == [0, 1, 2]
-
-
-def test_one_set_of_orders_is_on_its_way_at_a_time() -> None:
-    scheduler = a_scheduler()
-    scheduler.submit(a_request(0))
-    orders = decided(scheduler)
-    scheduler.submit(a_request(1))
-    assert scheduler.decide() is None
-    acknowledge(scheduler, orders)
-    assert [admission.request.id for admission in decided(scheduler).admit] == [1]
-
-
-def test_a_long_prompt_is_cut_in_chunks_that_fill_the_budget() -> None:
-    scheduler = a_scheduler(budget=64)
-    scheduler.submit(a_request(0, prompt=150))
-    chunks = []
-    for _ in range(3):
-        orders = decided(scheduler)
-        chunks += orders.prefill
-        acknowledge(scheduler, orders)
-    assert chunks == [(chunks[0][0], 64), (chunks[0][0], 64), (chunks[0][0], 22)]
-    assert scheduler.decide() is None
-
-
-def test_what_a_last_chunk_leaves_of_the_budget_goes_to_the_next_prompt() -> None:
-    scheduler = a_scheduler(budget=64)
-    scheduler.submit(a_request(0, prompt=100))
-    scheduler.submit(a_request(1, prompt=100))
-    acknowledge(scheduler, decided(scheduler))
-    assert [tokens for _, tokens in decided(scheduler).prefill] == [36, 28]
-
-
-def test_no_more_run_than_the_batch_size_allows() -> None:
-    scheduler = a_scheduler(batch=2)
-    for number in range(3):
-        scheduler.submit(a_request(number))
-    orders = decided(scheduler)
-    assert len(orders.admit) == 2
-    step(scheduler, [admission.slot for admission in orders.admit], orders.number, [orders.admit[0].slot])
-    assert [admission.request.id for admission in decided(scheduler).admit] == [2]
-
-
-def test_a_prompt_that_finds_no_blocks_waits_and_holds_back_those_behind_it() -> None:
-    scheduler = a_scheduler(blocks=10)
-    scheduler.submit(a_request(0, prompt=64, new=60))
-    acknowledge(scheduler, decided(scheduler))
-    scheduler.submit(a_request(1, prompt=150, new=5))
-    scheduler.submit(a_request(2, prompt=1, new=1))
-    assert scheduler.decide() is None
-    assert scheduler.waiting == 2
-
-
-def test_the_ratio_holds_newcomers_back_until_the_steps_allowed_have_passed() -> None:
-    scheduler = a_scheduler(ratio=1.0)
-    for number in range(4):
-        scheduler.submit(a_request(number, new=100))
-    orders = decided(scheduler)
-    slots = [admission.slot for admission in orders.admit]
-    step(scheduler, slots, orders.number)
-    scheduler.submit(a_request(9))
-    assert scheduler.decide() is None
-    for _ in range(2):
-        step(scheduler, slots, orders.number)
-    assert [admission.request.id for admission in decided(scheduler).admit] == [9]
-
-
-def test_a_cancelled_entry_is_released_in_the_next_orders_and_its_blocks_after_they_were_applied() -> None:
-    scheduler = a_scheduler()
-    scheduler.submit(a_request(0))
-    admitted = decided(scheduler)
-    acknowledge(scheduler, admitted)
-    scheduler.cancel(RequestId(0))
-    release = decided(scheduler)
-    assert release.release == (admitted.admit[0].slot,)
-    assert scheduler.used_blocks > 0
-    acknowledge(scheduler, release)
-    assert (scheduler.running, scheduler.used_blocks) == (0, 0)
-
-
-def test_tokens_that_come_after_a_cancel_are_nobodys() -> None:
-    scheduler = a_scheduler()
-    scheduler.submit(a_request(0))
-    orders = decided(scheduler)
-    acknowledge(scheduler, orders)
-    scheduler.cancel(RequestId(0))
-    slot = orders.admit[0].slot
-    assert scheduler.owner(slot) is None
-    assert scheduler.apply(Outcome(orders.number, [slot], [], [7])).tokens == []
-
-
-def test_a_waiting_request_that_is_cancelled_leaves_nothing() -> None:
-    scheduler = a_scheduler()
-    scheduler.submit(a_request(0))
-    scheduler.cancel(RequestId(0))
-    scheduler.cancel(RequestId(0))
-    assert scheduler.decide() is None
-    assert scheduler.requests == ()
-
-
-def test_a_grown_entry_is_granted_blocks_before_it_runs_out() -> None:
-    scheduler = a_scheduler()
-    scheduler.submit(a_request(0, prompt=16, new=200))
-    orders = decided(scheduler)
-    slot, room = orders.admit[0].slot, len(orders.admit[0].blocks) * BLOCK - 16
-    granted_after = None
-    for count in range(1, room + 1):
-        step(scheduler, [slot], orders.number)
-        if growth := scheduler.decide():
-            granted_after = count
-            assert growth.grants[0][0] == slot
-            break
-    assert granted_after is not None
-    assert granted_after < room
-
-
-def test_when_the_pool_runs_dry_the_newest_is_preempted_and_comes_back_first_with_what_it_generated() -> None:
-    scheduler = a_scheduler(blocks=8)
-    for number in range(2):
-        scheduler.submit(a_request(number, prompt=30, new=60))
-    orders = decided(scheduler)
-    slots = {admission.slot: admission.request.id for admission in orders.admit}
-    assert len(slots) == 2
-    for _ in range(60):
-        step(scheduler, list(slots), orders.number)
-        if (new := scheduler.decide()) is not None:
-            orders = new
-            if orders.release:
-                break
-    assert [slots[slot] for slot in orders.release] == [1]
-    assert scheduler.preemptions == 1
-    acknowledge(scheduler, orders)
-    assert scheduler.waiting == 1
-    scheduler.cancel(RequestId(0))
-    scheduler.submit(a_request(5))
-    acknowledge(scheduler, decided(scheduler))
-    back = decided(scheduler)
-    assert [admission.request.id for admission in back.admit] == [1, 5]
-    assert set(back.admit[0].generated) == {7}
-
-
-def test_a_failed_sequence_ends_alone() -> None:
-    scheduler = a_scheduler()
-    for number in range(2):
-        scheduler.submit(a_request(number))
-    orders = decided(scheduler)
-    first, second = (admission.slot for admission in orders.admit)
-    outcome = Outcome(orders.number, [second], [], [7], {}, {first: (FailureKind.NUMERICS, "NaN")})
-    deliveries = scheduler.apply(outcome)
-    assert [failed.request_id for failed in deliveries.failed] == [0]
-    assert [token[0] for token in deliveries.tokens] == [1]
-    assert scheduler.running == 1
-
-
-def test_a_step_may_bring_several_tokens_a_slot() -> None:
-    scheduler = a_scheduler()
-    for number in range(2):
-        scheduler.submit(a_request(number))
-    orders = decided(scheduler)
-    slots = [admission.slot for admission in orders.admit]
-    deliveries = scheduler.apply(
-        Outcome(orders.number, slots, [3, 1], [1, 2, 3, 4], {slots[0]: FinishReason.EOS_TOKEN})
-    )
-    assert deliveries.tokens == [(0, 0, 3, FinishReason.EOS_TOKEN), (1, 3, 4, None)]
-
-
-def test_a_request_that_could_never_run_alone_does_not_fit() -> None:
-    scheduler = a_scheduler(blocks=4)
-    assert scheduler.fits(60, 5)
-    assert not scheduler.fits(60, 6)
-    with pytest.raises(AssertionError):
-        scheduler.submit(a_request(0, prompt=60, new=6))
+def a_request(prompt: int, new: int, tenant: str = "") -> Request:
+    return Request(RequestId(999), words(999, prompt), new, service=Service(TenantId(tenant)))
 
 
 def test_the_same_calls_give_the_same_orders() -> None:
-    def play() -> list[Orders | None]:
-        scheduler = a_scheduler(blocks=12, budget=20)
-        orders = []
-        for number in range(6):
-            scheduler.submit(a_request(number, prompt=10 + number))
-            orders.append(scheduler.decide())
-            if orders[-1] is not None:
-                acknowledge(scheduler, orders[-1])
-        return orders
+    def play() -> list[tuple[int, Orders]]:
+        rig = Rig(a_policy(max_batch_prefill_tokens=20), blocks=12, replicas=2)
+        for number in range(12):
+            rig.submit(words(number % 3, 10 + number), new=20, tenant=str(number % 2))
+            rig.turn()
+        rig.lose(0)
+        rig.until_idle()
+        return rig.orders
 
     assert play() == play()
+
+
+# ---------------------------------------------------------------------------------------------------------- endings
+
+
+def test_a_request_that_could_never_run_alone_does_not_fit() -> None:
+    rig = Rig(a_policy(), blocks=4)
+    assert rig.scheduler.fits(60, 5)
+    assert not rig.scheduler.fits(60, 6)
+    with pytest.raises(AssertionError):
+        rig.submit(60, new=6)
+
+
+def test_a_waiting_request_that_is_cancelled_leaves_nothing() -> None:
+    rig = Rig(a_policy())
+    rig.submit(end_by=5.0, queue_by=4.0)
+    rig.scheduler.cancel(RequestId(0))
+    rig.scheduler.cancel(RequestId(0))
+    assert rig.turn() == []
+    assert rig.scheduler.cancellations == 1
+    audit_idle(rig.scheduler)
+
+
+def test_one_that_was_placed_and_is_cancelled_is_never_sent() -> None:
+    rig = Rig(a_policy())
+    rig.submit()
+    assert rig.scheduler.dispatch(0.0) == [0]
+    rig.scheduler.cancel(RequestId(0))
+    assert rig.scheduler.decide(0, 0.0) is None
+    audit_idle(rig.scheduler)
+
+
+# -------------------------------------------------------------------------------------------------- replicas that go
+
+
+def test_what_ran_on_a_lost_replica_goes_on_elsewhere_with_what_it_generated() -> None:
+    rig = Rig(a_policy(), replicas=2)
+    rig.submit(30, new=40)
+    rig.turns(12)
+    home, had = rig.home(0), rig.tokens[0]
+    assert had > 5
+    rig.lose(home)
+    rig.until_idle()
+    assert rig.home(0) == 1 - home
+    assert len(rig.admission(0).generated) == had
+    assert rig.tokens[0] == 40
+    assert rig.scheduler.moves == 1
+    audit_idle(rig.scheduler)
+
+
+def test_what_was_lost_goes_before_all_that_wait_in_order_of_arrival() -> None:
+    rig = Rig(a_policy(max_batch_size=3))
+    for _ in range(5):
+        rig.submit(new=50)
+    rig.turns(3)
+    rig.lose(0)
+    assert rig.scheduler.waiting == 5
+    assert rig.turn() == []
+    rig.open(0)
+    rig.turn()
+    assert rig.admitted()[3:] == [0, 1, 2]
+
+
+def test_a_request_that_gets_nowhere_on_one_replica_after_another_fails() -> None:
+    rig = Rig(a_policy(max_moves=2))
+    rig.submit(prompt=300)
+    rig.turns(2)
+    for _ in range(2):
+        rig.lose(0)
+        rig.open(0)
+        rig.turns(2)
+    assert rig.failed == {}
+    rig.lose(0)
+    assert rig.failed == {0: FailureKind.LOST}
+    audit_idle(rig.scheduler)
+
+
+def test_a_request_that_gets_on_between_its_moves_may_move_often() -> None:
+    rig = Rig(a_policy(max_moves=1))
+    rig.submit(new=100)
+    for _ in range(10):
+        rig.turns(2)
+        rig.lose(0)
+        rig.open(0)
+    rig.until_idle()
+    assert (rig.finished, rig.tokens[0], rig.scheduler.moves) == ([0], 100, 10)
+
+
+def test_one_that_was_not_sent_yet_has_not_moved() -> None:
+    rig = Rig(a_policy(max_moves=0))
+    rig.submit(new=3)
+    rig.scheduler.dispatch(0.0)
+    rig.lose(0)
+    rig.open(0)
+    rig.until_idle()
+    assert rig.finished == [0]
+    assert rig.scheduler.moves == 0
+
+
+def test_who_was_cancelled_on_a_lost_replica_is_gone() -> None:
+    rig = Rig(a_policy())
+    rig.submit(new=50)
+    rig.turns(2)
+    rig.scheduler.cancel(RequestId(0))
+    rig.lose(0)
+    audit_idle(rig.scheduler)
+
+
+def test_what_no_replica_can_hold_after_one_came_back_smaller_fails() -> None:
+    rig = Rig(a_policy(), blocks=20)
+    rig.submit(200, new=50)
+    rig.submit(20, new=5)
+    rig.turns(2)
+    rig.lose(0)
+    rig.open(0, blocks=10)
+    assert rig.failed == {0: FailureKind.LOST}
+    rig.until_idle()
+    assert rig.finished == [1]
+    audit_idle(rig.scheduler)
+
+
+# --------------------------------------------------------------------------------------------------------- deadlines
+
+
+def test_the_queue_timeout_counts_in_the_queue_alone() -> None:
+    rig = Rig(a_policy(max_batch_size=1))
+    runs = rig.submit(new=30, queue_by=0.1)
+    waits = rig.submit(new=30, queue_by=0.1)
+    rig.turn()
+    assert rig.scheduler.next_expiry == 0.1
+    rig.now = 0.1
+    rig.expire()
+    assert rig.failed == {waits: FailureKind.EXPIRED}
+    assert rig.scheduler.expirations == 1
+    rig.until_idle()
+    assert rig.finished == [runs]
+
+
+def test_the_total_timeout_counts_everywhere_and_gets_no_more_prefill() -> None:
+    rig = Rig(a_policy())
+    rig.submit(640, new=30, end_by=0.05)
+    rig.turn()
+    rig.now = 0.06
+    rig.expire()
+    assert rig.failed == {0: FailureKind.EXPIRED}
+    orders = rig.turn()
+    assert [(one.prefill, one.release) for one in orders] == [((), (rig.admission(0).slot,))]
+    audit_idle(rig.scheduler)
+
+
+def test_a_lost_request_expires_by_its_total_timeout_only() -> None:
+    rig = Rig(a_policy())
+    rig.submit(new=30, queue_by=0.5, end_by=2.0)
+    rig.turn()
+    rig.lose(0)
+    rig.now = 1.0
+    rig.expire()
+    assert rig.failed == {}
+    rig.now = 2.0
+    rig.expire()
+    assert rig.failed == {0: FailureKind.EXPIRED}
+
+
+def test_deadlines_of_those_that_ended_are_forgotten() -> None:
+    rig = Rig(a_policy())
+    for _ in range(200):
+        rig.submit(new=1, end_by=1e6)
+        rig.until_idle()
+    assert rig.scheduler.next_expiry is None
+    assert rig.scheduler._ends.stored < 10
+
+
+def test_a_deadline_at_zero_is_one() -> None:
+    rig = Rig(a_policy())
+    rig.now = -1.0
+    rig.submit(queue_by=0.0)
+    assert rig.scheduler.next_expiry == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------- overload
+
+
+def test_more_work_than_may_wait_is_refused() -> None:
+    rig = Rig(a_policy(max_queued_tokens=500, max_batch_size=1))
+    rig.submit(100, new=100)
+    rig.turn()
+    assert not rig.scheduler.is_overfull(a_request(10_000, 1)), "nothing waits: any one may"
+    rig.submit(200, new=100)
+    assert not rig.scheduler.is_overfull(a_request(100, 100))
+    rig.submit(150, new=100)
+    assert rig.scheduler.is_overfull(a_request(100, 100))
+
+
+def test_a_tenant_below_its_share_is_not_refused_for_others_work() -> None:
+    rig = Rig(a_policy(max_queued_tokens=500, max_batch_size=1))
+    rig.submit(100, new=100, tenant="flood")
+    rig.turn()
+    while not rig.scheduler.is_overfull(a_request(50, 20, "flood")):
+        rig.submit(50, new=20, tenant="flood")
+    assert not rig.scheduler.is_overfull(a_request(50, 20, "quiet"))
+    while not rig.scheduler.is_overfull(a_request(50, 20, "quiet")):
+        rig.submit(50, new=20, tenant="quiet")
+    assert rig.scheduler.queued_tokens <= 1000
+
+
+def test_the_wait_is_foreseen_from_the_work_queued_and_the_pace_measured() -> None:
+    rig = Rig(a_policy(max_batch_size=4))
+    assert rig.scheduler.foreseen_wait(TenantId(""), 0.0) == 0.0, "there is room"
+    for _ in range(40):
+        rig.submit(20, new=20)
+    rig.until_idle()
+    for _ in range(200):
+        rig.submit(20, new=20)
+    rig.turns(200)
+    foreseen = rig.scheduler.foreseen_wait(TenantId(""), rig.now)
+    assert foreseen is not None
+    last, began = rig.submit(20, new=20), rig.now
+    while last not in rig.admitted():
+        rig.turn()
+    assert foreseen == pytest.approx(rig.now - began, rel=0.15)
+
+
+def test_a_quiet_tenant_waits_less_than_one_that_floods() -> None:
+    rig = Rig(a_policy(max_batch_size=4))
+    for _ in range(100):
+        rig.submit(20, new=20, tenant="flood")
+    rig.turns(100)
+    flood = rig.scheduler.foreseen_wait(TenantId("flood"), rig.now)
+    quiet = rig.scheduler.foreseen_wait(TenantId("quiet"), rig.now)
+    assert flood is not None
+    assert quiet is not None
+    assert quiet < flood / 4
+
+
+# ---------------------------------------------------------------------------------------------------------- fairness
+
+
+def test_a_tenant_that_floods_does_not_hold_another_up() -> None:
+    rig = Rig(a_policy(max_batch_size=2))
+    for _ in range(50):
+        rig.submit(20, new=20, tenant="flood")
+    rig.turns(5)
+    quiet = rig.submit(20, new=20, tenant="quiet")
+    rig.turns(60)
+    assert quiet in rig.finished
+    rig.until_idle()
+    audit_idle(rig.scheduler)
+
+
+def test_with_one_tenant_it_is_first_come_first_served() -> None:
+    rig = Rig(a_policy(max_batch_size=3))
+    for number in range(20):
+        rig.submit(5 + 7 * number % 31, new=1 + 5 * number % 17)
+    seen: list[int] = []
+    while rig.scheduler.requests:
+        # Of those that enter in one step the one with the shortest prompt is named first.
+        seen += sorted(admission.request.id for orders in rig.turn() for admission in orders.admit)
+    assert seen == list(range(20))
+
+
+def test_a_tenant_pays_for_what_it_took_not_for_what_was_expected() -> None:
+    rig = Rig(a_policy())
+    rig.submit(20, new=1000, tenant="a")
+    rig.turns(4)
+    rig.scheduler.cancel(RequestId(0), satisfied=True)
+    taken = rig.tokens[0]
+    rig.until_idle()
+    account = rig.scheduler._queue._tenants.find(TenantId("a"))
+    assert account is not None
+    assert account.counter == pytest.approx(20 + taken, abs=1)

@@ -13,7 +13,7 @@ from text_generation_router.api.anthropic.events import MessageScript, whole_inp
 from text_generation_router.api.core.turns import AnswerEnd, Finish
 from text_generation_router.api.openai.ids import Named
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from text_generation_router.errors import GenerationFailed
+from text_generation_router.errors import DeadlineExceeded, GenerationFailed
 from text_generation_router.generation import Ending
 from text_generation_router.request import FinishReason
 
@@ -21,9 +21,13 @@ NAMED = Named("msg_1", 1_700_000_000, "some-model", "native")
 STOPPED = AnswerEnd(Finish.STOP, Ending(FinishReason.EOS_TOKEN, "whatever", 5))
 
 
+def none_cached() -> int:
+    return 0
+
+
 def told(events: list[Event], end: AnswerEnd = STOPPED) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a stream, checked, and the whole message."""
-    writer = MessageScript(NAMED, prompt_tokens=7)
+    writer = MessageScript(NAMED, 7, none_cached)
     read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))
     check_types(read, MESSAGES)
     whole = orjson.loads(orjson.dumps(writer.whole()))
@@ -52,6 +56,22 @@ def test_a_text_is_told_in_anthropics_order() -> None:
     assert (whole["id"], whole["model"], whole["stop_reason"]) == ("msg_1", "some-model", "end_turn")
     assert read[-2]["usage"] == whole["usage"]
     assert (whole["usage"]["input_tokens"], whole["usage"]["output_tokens"]) == (7, 5)
+
+
+def test_what_was_cached_is_no_input_but_read_from_the_cache() -> None:
+    cached = iter([3, 3])
+    writer = MessageScript(NAMED, 7, lambda: next(cached))
+    read = read_events(writer.text("Hello") + writer.end(STOPPED))
+    counts = {"input_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3}
+    assert read[0]["message"]["usage"] == {**counts, "output_tokens": 0}
+    assert read[-2]["usage"] == writer.whole()["usage"] == {**counts, "output_tokens": 5}
+
+
+def test_a_failure_after_silence_alone_has_a_beginning_and_an_error() -> None:
+    writer = MessageScript(NAMED, 7, none_cached)
+    start, error = read_events(writer.failed(DeadlineExceeded("too late")))
+    assert start["message"]["usage"]["input_tokens"] == 7
+    assert error["error"] == {"type": "timeout_error", "message": "Request timed out: too late"}
 
 
 def test_thoughts_texts_and_uses_are_blocks_of_their_own() -> None:
@@ -123,7 +143,7 @@ def test_an_input_may_be_deep() -> None:
 
 
 def test_a_failure_is_an_error_event() -> None:
-    writer = MessageScript(NAMED, prompt_tokens=7)
+    writer = MessageScript(NAMED, 7, none_cached)
     read = read_events(writer.text("Hel") + writer.failed(GenerationFailed("no memory")))
     assert [event["type"] for event in read] == [
         "message_start",

@@ -11,7 +11,6 @@ from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.validation import Limits
 from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.metrics import Metrics
-from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.text.tokenizer import Tokenizer
@@ -20,7 +19,7 @@ LIMITS = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_inp
 
 
 def an_admission(demo_model: Path) -> Admission:
-    scheduler = Scheduler(BlockPool(1, 16), 1, Policy(1, 1))
+    scheduler = Scheduler(Policy(1, 1))
     metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
     return Admission(Tokenizer.load(demo_model, workers=1), LIMITS, metrics)
 

@@ -57,3 +57,29 @@ def test_keys_are_not_kept() -> None:
     assert not any("second" in str(vars(KEYS)[name]) for name in vars(KEYS))
     assert bool(KEYS)
     assert not ApiKeys()
+
+
+@pytest.mark.parametrize("header", ["Bearer sk-First", "bearer sk-First"])
+def test_a_holder_is_told_by_the_key_wherever_it_stands(header: str) -> None:
+    holder = KEYS.holder({"Authorization": header})
+    assert holder == KEYS.holder({"x-api-key": "sk-First"}) == ApiKeys(["sk-First"]).holder({"x-api-key": "sk-First"})
+    assert holder != KEYS.holder({"x-api-key": "second"})
+
+
+def test_a_holders_name_gives_no_key_away() -> None:
+    name = KEYS.holder({"x-api-key": "second"})
+    assert name is not None
+    assert len(name) == 16
+    assert "second" not in name
+    # What the server judges keys by is not told either.
+    assert not any(name in digest.hex() for digest in vars(KEYS)["_digests"])
+
+
+def test_a_stranger_holds_nothing() -> None:
+    assert KEYS.holder({}) is None
+    assert KEYS.holder({"x-api-key": "third"}) is None
+
+
+@pytest.mark.parametrize(("keys", "several"), [([], False), (["a"], False), (["a", "a"], False), (["a", "b"], True)])
+def test_one_key_tells_nobody_apart(keys: list[str], several: bool) -> None:
+    assert ApiKeys(keys).several is several

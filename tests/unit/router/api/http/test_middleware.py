@@ -11,7 +11,6 @@ from structlog.testing import capture_logs
 
 from text_generation_router.api.http.middleware import answering
 from text_generation_router.metrics import Metrics
-from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 
@@ -29,7 +28,7 @@ async def broken_midway(request: web.Request) -> web.StreamResponse:
 
 @pytest.fixture
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=Scheduler(BlockPool(1, 16), 1, Policy(1, 1)))
+    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=Scheduler(Policy(1, 1)))
     app = web.Application(middlewares=[answering(metrics)])
     app.router.add_get("/broken", broken)
     app.router.add_get("/midway", broken_midway)

@@ -7,19 +7,18 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from structlog.testing import capture_logs
 
-from text_generation_router.api.http.record import GenerationRecord, Record, finish
-from text_generation_router.errors import GenerationFailed, InvalidRequest
+from text_generation_router.api.http.record import GenerationRecord, Record, cached_tokens, finish
+from text_generation_router.errors import DeadlineExceeded, GenerationFailed, InvalidRequest
 from text_generation_router.generation import Ending, Times
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import FinishReason, Request, RequestId
-from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 
 
 @pytest.fixture
 def metrics() -> Metrics:
-    scheduler = Scheduler(BlockPool(1, 16), 1, Policy(1, 1))
+    scheduler = Scheduler(Policy(1, 1))
     return Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
 
 
@@ -42,7 +41,7 @@ def a_post() -> web.Request:
 def started(record: Record, metrics: Metrics, number: int) -> GenerationRecord:
     generation = record.start(metrics)
     generation.request = Request(RequestId(number), (1, 2, 3), 10)
-    generation.follow(Times(queued=record.started + 1, scheduled=record.started + 1 + number))
+    generation.follow(Times(record.started + 1, record.started + 1 + number, cached_tokens=number))
     return generation
 
 
@@ -72,6 +71,7 @@ def test_each_generation_counts_and_the_log_has_one_line(metrics: Metrics) -> No
         "new_tokens": 15,
         "finish_reason": "length,eos_token",
         "queue_s": 3.0,
+        "cached_tokens": 6,
     }
 
 
@@ -89,6 +89,35 @@ def test_a_generation_may_fail_alone(metrics: Metrics) -> None:
         'text_generation_requests_finished_total{reason="error"}': 1,
     }
     assert logs[0]["error_type"] == "generation"
+
+
+def test_a_generation_whose_time_was_over_is_neither_an_error_nor_cancelled(metrics: Metrics) -> None:
+    record = Record()
+    started(record, metrics, 1).failed(DeadlineExceeded("too late"))
+    finish(record, a_post(), 200, metrics)
+    assert nonzero(metrics) == {
+        "tgi_request_count": 1,
+        'tgi_request_failure{err="timeout"}': 1,
+        'text_generation_requests_finished_total{reason="expired"}': 1,
+    }
+
+
+def test_of_several_sequences_the_one_that_found_fewest_cached_tokens_counts(metrics: Metrics) -> None:
+    generation = Record().start(metrics)
+    assert generation.cached_tokens == 0
+    for times in (Times(1.0, 2.0, 16), Times(1.0, 2.0, 4), Times(1.0)):  # the last one is still in the queue
+        generation.follow(times)
+    assert generation.cached_tokens == 4
+
+
+def test_answers_to_one_prompt_count_what_the_first_to_run_found(metrics: Metrics) -> None:
+    record = Record()
+    answers = [record.start(metrics) for _ in range(3)]
+    assert cached_tokens(answers) == 0
+    for answer, found in zip(answers, (32, 0, 32), strict=True):
+        answer.follow(Times(1.0, 2.0, found))
+    assert cached_tokens(answers) == 0
+    assert cached_tokens(answers[::2]) == 32
 
 
 def test_a_request_that_fails_as_a_whole_fails_all_its_generations(metrics: Metrics) -> None:

@@ -32,7 +32,7 @@ EVERYTHING: list[Event] = [
 
 
 def script(**body: object) -> ResponseScript:
-    return ResponseScript(ResponsesBody.model_validate({"input": "Hi", **body}), NAMED, prompt_tokens=7)
+    return ResponseScript(ResponsesBody.model_validate({"input": "Hi", **body}), NAMED, 7, lambda: 3)
 
 
 def ending(finish: Finish) -> AnswerEnd:
@@ -75,6 +75,7 @@ def test_a_text_is_told_in_openais_order() -> None:
     assert {event["item_id"] for event in read if "item_id" in event} == {item["id"]}
     assert item["status"] == whole["status"] == "completed"
     assert whole["usage"]["input_tokens"] == 7
+    assert whole["usage"]["input_tokens_details"]["cached_tokens"] == 3
     assert whole["usage"]["output_tokens"] == 5
     assert whole["usage"]["total_tokens"] == 12
 

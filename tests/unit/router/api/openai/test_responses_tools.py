@@ -118,7 +118,7 @@ def test_a_call_goes_back_under_the_name_it_was_made_by() -> None:
 
 def told(tools: list[Json], called: str) -> tuple[list[Json], Json]:
     """The events of a stream that calls a function by the model's name of it, and the whole reply."""
-    writer = ResponseScript(body(tools=tools), NAMED, prompt_tokens=7)
+    writer = ResponseScript(body(tools=tools), NAMED, 7, lambda: 0)
     events = [TextDelta("Hm."), ToolCallStart(0, called), ToolCallArguments(0, "{}")]
     end = AnswerEnd(Finish.TOOL_CALLS, Ending(FinishReason.EOS_TOKEN, "whatever", 5))
     read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))

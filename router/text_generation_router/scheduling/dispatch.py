@@ -1,0 +1,147 @@
+"""Dispatch: which replica a request should go to. It goes to the best one that has room for it now.
+
+    score = tokens of its prompt that are cached there, or being computed  -  tokens of work that are before it there
+
+Both sides are work: what a hit saves, and what a busy replica costs. So a request follows its prefix until the queue
+there outweighs the hit; the next one then goes elsewhere and leaves its prefix there, too. One that hits nothing goes to
+the least loaded replica. With equal scores it goes to the replica that was chosen longest ago.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+
+from text_generation_router.scheduling.batch import Batch
+from text_generation_router.scheduling.entry import TOKEN_BYTES, Entry
+from text_generation_router.scheduling.policy import Dispatch
+
+LOOKED_AT_ALL = 8
+"""So many replicas are each asked for their cached prefix; of more, only those are that likely have one."""
+HINTS = 1 << 16
+"""Prefixes whose last replicas are remembered."""
+REPLICAS_A_HINT = 4
+SAMPLE = 8
+"""Of more replicas, only so many are compared for their load: the best of eight is hardly busier than the best."""
+
+
+class Dispatcher:
+    """Ranks replicas for entries."""
+
+    def __init__(self, how: Dispatch, replicas: int) -> None:
+        self._rank: Callable[[Entry, Mapping[int, Batch]], list[Batch]] = {
+            Dispatch.PREFIX: self._by_prefix,
+            Dispatch.LEAST_LOADED: self._by_load,
+            Dispatch.ROUND_ROBIN: self._in_turn,
+            Dispatch.RANDOM: self._at_random,
+        }[how]
+        self._hints = PrefixHints() if how is Dispatch.PREFIX and replicas > LOOKED_AT_ALL else None
+        self._chosen_at = [0] * replicas
+        self._choices = 0
+
+    def rank(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
+        """`batches`, by replica, the best for `entry` first; of many, the few best."""
+        return self._rank(entry, batches) if len(batches) > 1 else list(batches.values())
+
+    def cached_tokens(self, entry: Entry, batches: Sequence[Batch | None]) -> int:
+        """The longest prefix of `entry` that one of `batches` has, as far as that is quickly known.
+
+        batches[i] is replica i; None: it is lost.
+        """
+        replicas = range(len(batches)) if self._hints is None else self._hints.replicas(entry)[:1]
+        asked = (batches[replica] for replica in replicas)
+        return max((batch.cache.cached_tokens(entry) for batch in asked if batch is not None), default=0)
+
+    def chosen(self, entry: Entry, batch: Batch) -> None:
+        """`entry` goes to `batch`."""
+        self._choices += 1
+        self._chosen_at[batch.replica] = self._choices
+        if self._hints is not None:
+            self._hints.remember(entry, batch.replica)
+
+    def _by_prefix(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
+        near = batches if self._hints is None else self._near(entry, batches, self._hints.replicas(entry))
+        scores = {
+            replica: max(batch.cache.cached_tokens(entry), batch.being_computed(entry)[0]) - batch.work
+            for replica, batch in near.items()
+        }
+        return sorted(near.values(), key=lambda batch: (-scores[batch.replica], self._chosen_at[batch.replica]))
+
+    def _near(self, entry: Entry, batches: Mapping[int, Batch], hinted: Sequence[int]) -> dict[int, Batch]:
+        """Those that likely have a prefix of `entry`, and two that have little to do: one may lack the blocks."""
+        near = {replica: batches[replica] for replica in hinted if replica in batches}
+        for batch in sorted(self._some(entry, batches), key=self._load)[:2]:
+            near[batch.replica] = batch
+        return near
+
+    def _some(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
+        """A few of many, others for each entry."""
+        replicas = len(self._chosen_at)
+        first, stride = _scrambled(entry.arrival, replicas), max(1, replicas // SAMPLE)
+        looked_at = ((first + number * stride) % replicas for number in range(SAMPLE))
+        return [batches[replica] for replica in looked_at if replica in batches] or list(batches.values())
+
+    def _by_load(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
+        return sorted(batches.values(), key=self._load)
+
+    def _in_turn(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
+        return sorted(batches.values(), key=lambda batch: self._chosen_at[batch.replica])
+
+    def _at_random(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
+        several = list(batches.values())
+        first = _scrambled(entry.arrival, len(several))
+        return [*several[first:], *several[:first]]
+
+    def _load(self, batch: Batch) -> tuple[int, int]:
+        return batch.work, self._chosen_at[batch.replica]
+
+
+class PrefixHints:
+    """Which replicas were given prompts that begin alike: a guess, to be checked there.
+
+    A prompt is remembered under its beginnings of 64, 128, 256 … tokens, so that what is looked up is the longest of
+    these that it shares with an earlier one.
+    """
+
+    def __init__(self) -> None:
+        self._replicas: OrderedDict[bytes, list[int]] = OrderedDict()
+
+    def remember(self, entry: Entry, replica: int) -> None:
+        """`entry` goes to `replica`."""
+        for beginning in _beginnings(entry):
+            known = self._replicas.setdefault(beginning, [])
+            if replica in known:
+                known.remove(replica)
+            known.append(replica)
+            del known[:-REPLICAS_A_HINT]
+            self._replicas.move_to_end(beginning)
+        while len(self._replicas) > HINTS:
+            self._replicas.popitem(last=False)
+
+    def replicas(self, entry: Entry) -> list[int]:
+        """Replicas worth asking, the likeliest first."""
+        worth: dict[int, None] = {}
+        for beginning in _beginnings(entry):  # longest first
+            worth.update(dict.fromkeys(reversed(self._replicas.get(beginning, ()))))
+            if len(worth) >= REPLICAS_A_HINT:
+                break
+        return list(worth)
+
+
+def _scrambled(number: int, below: int) -> int:
+    """A number in [0, below): random enough, and the same every time (Fibonacci hashing)."""
+    return number * 0x9E3779B97F4A7C15 % (1 << 64) * below >> 64
+
+
+def _beginnings(entry: Entry) -> Sequence[bytes]:
+    """Digests of its prompt's first 64, 128, 256 … tokens, the longest first; made once."""
+    if entry.beginnings is None:
+        digests = []
+        digest, start, end = blake2b(entry.salt.encode(), digest_size=16), 0, 64 * TOKEN_BYTES
+        while end <= len(entry.prompt_key):
+            digest.update(entry.prompt_key[start:end])
+            digests.append(digest.copy().digest())
+            start, end = end, 2 * end
+        entry.beginnings = digests[::-1]
+    return entry.beginnings

@@ -1,0 +1,169 @@
+"""A client of /v1/completions and /generate_stream that notes when what came."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+TENANT_HEADER = "x-llm-d-inference-fairness-id"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request, as its client saw it. Times are of time.monotonic()."""
+
+    prompt_tokens: int
+    sent: float
+    status: int = 0
+    times: list[float] = field(default_factory=list)
+    """When each token came."""
+    tokens: list[str] = field(default_factory=list)
+    """Text of each token."""
+    ids: list[int] = field(default_factory=list)
+    """Of /generate_stream only."""
+    text: str = ""
+    generated: int = 0
+    cached: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+    ended: float = 0.0
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first token."""
+        return self.times[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens."""
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+
+
+def client() -> aiohttp.ClientSession:
+    """A session without a limit of its own."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+
+
+async def complete(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    tenant: str | None = None,
+    served: Callable[[int], None] | None = None,
+) -> Answer:
+    """Stream one completion of token ids, greedily and to its full length; `served` hears of tokens as they come."""
+    body = {
+        "model": "m",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": 0,  # so that there is a chunk for every token, be it half a character
+    }
+    answer = Answer(len(prompt), time.monotonic())
+    headers = {TENANT_HEADER: tenant} if tenant else {}
+    async with session.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
+        await _head(reply, answer)
+        async for event in _events(reply):
+            if "error" in event:
+                answer.error = json.dumps(event)
+            elif event["choices"]:
+                answer.times.append(time.monotonic())
+                answer.tokens += event["choices"][0]["logprobs"]["tokens"]
+                answer.text += event["choices"][0]["text"]
+                if served is not None:
+                    served(len(prompt) if len(answer.times) == 1 else 0)
+                    served(1)
+            elif usage := event.get("usage"):
+                answer.generated = usage["completion_tokens"]
+                answer.cached = usage["prompt_tokens_details"]["cached_tokens"]
+    answer.ended = time.monotonic()
+    if answer.status == 200 and not answer.error and answer.generated != max_tokens:
+        answer.error = f"{answer.generated} tokens instead of {max_tokens}"
+    return answer
+
+
+async def complete_whole(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], max_tokens: int) -> Answer:
+    """One completion at once; its headers say where the time went."""
+    body = {"model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = Answer(len(prompt), time.monotonic())
+    async with session.post(f"{url}/v1/completions", json=body) as reply:
+        await _head(reply, answer)
+        answer.ended = time.monotonic()
+        if answer.status == 200:
+            answer.generated = (await reply.json())["usage"]["completion_tokens"]
+            answer.ended = time.monotonic()
+    return answer
+
+
+async def generate(
+    session: aiohttp.ClientSession,
+    url: str,
+    text: str,
+    parameters: dict[str, Any],
+    token: Callable[[float], None] | None = None,
+) -> Answer:
+    """Stream one text from /generate_stream, whose events name their tokens' ids; `token` hears when each came."""
+    answer = Answer(0, time.monotonic())
+    async with session.post(f"{url}/generate_stream", json={"inputs": text, "parameters": parameters}) as reply:
+        await _head(reply, answer)
+        async for event in _events(reply):
+            if "error" in event:
+                answer.error = json.dumps(event)
+                continue
+            answer.times.append(time.monotonic())
+            answer.ids.append(event["token"]["id"])
+            if token is not None:
+                token(answer.times[-1])
+            if event.get("generated_text") is not None:
+                answer.text = event["generated_text"]
+                answer.generated = len(answer.ids)
+    answer.ended = time.monotonic()
+    if not answer.error and not answer.generated:
+        answer.error = f"the stream ended after {len(answer.ids)} tokens"
+    return answer
+
+
+async def _head(reply: aiohttp.ClientResponse, answer: Answer) -> None:
+    answer.status = reply.status
+    answer.headers = {name.lower(): value for name, value in reply.headers.items()}
+    if reply.status != 200:
+        answer.error = await reply.text()
+
+
+async def _events(reply: aiohttp.ClientResponse) -> Any:  # noqa: ANN401 - JSON
+    if reply.status != 200:
+        return
+    async for line in reply.content:
+        if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
+            yield json.loads(line[5:])
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The metrics without labels, by name."""
+    async with session.get(f"{url}/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    pairs = (line.split() for line in lines if line and line[0] != "#" and "{" not in line)
+    return {name: float(value) for name, value, *_ in pairs}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of them do not exceed (nearest rank); nan of none."""
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def verdict(*, holds: bool) -> str:
+    """The last column of a bar."""
+    return "ok" if holds else "MISSED"

@@ -1,0 +1,169 @@
+"""What was found in the KV cache is told in every dialect's own way, and only to those who may share it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import text_generation.types
+from anthropic.types import Usage as AnthropicUsage
+from every_dialect import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, VERBATIM, Asking, stream_data
+from http_stack import Stack, serve, until
+from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
+from openai.types import CompletionUsage
+from openai.types.responses import ResponseUsage
+from sse_client import chunks, post
+from structlog.testing import capture_logs
+
+from text_generation_router.api.http.auth import ApiKeys
+
+Json = dict[str, Any]
+TEXT = " the" * 200
+"""Of 200 tokens: whole blocks of them, and a rest."""
+PROMPT = 200
+
+
+@pytest.fixture
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, chat_template=VERBATIM) as stack:
+        yield stack
+
+
+async def cached(stack: Stack, headers: dict[str, str] | None = None, **fields: object) -> int:
+    """The cached tokens of one more request with the same text, and nothing running after it."""
+    body = GENERATE.body(TEXT, 1) | fields
+    async with stack.client.post("/generate", json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+        told = int(response.headers["x-cached-tokens"])
+        assert (await response.json())["details"].get("cached_tokens", 0) == told
+    await until(lambda: stack.scheduler.running == 0)
+    return told
+
+
+async def test_whole_blocks_are_found_again_and_the_last_token_is_computed_in_any_case(stack: Stack) -> None:
+    assert await cached(stack) == 0
+    found = await cached(stack)
+    block = stack.scheduler.block_size
+    assert found % block == 0
+    assert PROMPT - block <= found < PROMPT
+
+
+async def test_where_nothing_is_found_tgis_details_are_tgis(stack: Stack) -> None:
+    reply = await stack.generate(TEXT, max_new_tokens=2, details=True)
+    assert list(reply["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
+
+
+async def test_tgis_clients_read_details_that_have_one_field_more(stack: Stack) -> None:
+    await cached(stack)
+    found = await cached(stack)
+    reply = await post(stack.client, "/generate", GENERATE.body(TEXT, 2))
+    assert reply["details"]["cached_tokens"] == found > 0
+    assert text_generation.types.Response(**reply).details.generated_tokens == 2
+    assert TextGenerationOutput.parse_obj_as_instance(reply).details.generated_tokens == 2
+    async with stack.client.post("/generate_stream", json=GENERATE.body(TEXT, 2)) as response:
+        last = stream_data(await response.read())[-1]
+    assert last["details"]["cached_tokens"] == found
+    assert text_generation.types.StreamResponse(**last).details.generated_tokens == 2
+    assert TextGenerationStreamOutput.parse_obj_as_instance(last).details.generated_tokens == 2
+
+
+async def test_of_best_of_the_sequence_counts_that_found_fewest(stack: Stack) -> None:
+    parameters = {"max_new_tokens": 2, "details": True, "best_of": 3, "do_sample": True}
+    async with stack.client.post("/generate", json={"inputs": TEXT, "parameters": parameters}) as response:
+        assert response.headers["x-cached-tokens"] == "0"
+        assert "cached_tokens" not in (await response.json())["details"]
+
+
+@pytest.mark.parametrize("asking", [CHAT, COMPLETIONS], ids=["chat", "completions"])
+async def test_openais_usage_has_them(stack: Stack, asking: Asking) -> None:
+    fresh = (await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"]
+    assert fresh["prompt_tokens_details"] == {"cached_tokens": 0}
+    await until(lambda: stack.scheduler.running == 0)
+    again = CompletionUsage.model_validate((await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"])
+    assert again.prompt_tokens_details is not None
+    assert 0 < (again.prompt_tokens_details.cached_tokens or 0) < again.prompt_tokens == PROMPT
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    stream = await chunks(stack.client, asking.path, asking.body(TEXT, 3) | {"stream_options": options})
+    told = [chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in stream]
+    assert set(told) == {again.prompt_tokens_details.cached_tokens}
+
+
+async def test_a_prompt_of_several_answers_counts_once(stack: Stack) -> None:
+    body = {**COMPLETIONS.body(TEXT, 2), "prompt": [TEXT, " of" * PROMPT], "n": 3}
+    fresh = (await post(stack.client, COMPLETIONS.path, body))["usage"]
+    await until(lambda: stack.scheduler.running == 0)
+    again = (await post(stack.client, COMPLETIONS.path, body))["usage"]
+    assert fresh["prompt_tokens_details"] == {"cached_tokens": 0}
+    found = again["prompt_tokens_details"]["cached_tokens"]
+    assert found == 2 * await cached(stack)
+    stream = await chunks(stack.client, COMPLETIONS.path, body | {"stream_options": {"include_usage": True}})
+    assert stream[-1]["usage"] == again
+
+
+async def test_responses_have_them(stack: Stack) -> None:
+    await post(stack.client, RESPONSES.path, RESPONSES.body(TEXT, 3))
+    await until(lambda: stack.scheduler.running == 0)
+    reply = await post(stack.client, RESPONSES.path, RESPONSES.body(TEXT, 3))
+    usage = ResponseUsage.model_validate(reply["usage"])
+    assert 0 < usage.input_tokens_details.cached_tokens < usage.input_tokens == PROMPT
+    async with stack.client.post(RESPONSES.path, json=RESPONSES.streamed(TEXT, 3)) as response:
+        assert stream_data(await response.read())[-1]["response"]["usage"] == reply["usage"]
+
+
+async def test_anthropics_three_counts_are_the_prompt(stack: Stack) -> None:
+    await post(stack.client, MESSAGES.path, MESSAGES.body(TEXT, 3))
+    await until(lambda: stack.scheduler.running == 0)
+    reply = await post(stack.client, MESSAGES.path, MESSAGES.body(TEXT, 3))
+    usage = AnthropicUsage.model_validate(reply["usage"])
+    assert usage.cache_read_input_tokens
+    assert usage.input_tokens > 0
+    assert usage.input_tokens + usage.cache_read_input_tokens + (usage.cache_creation_input_tokens or 0) == PROMPT
+    async with stack.client.post(MESSAGES.path, json=MESSAGES.streamed(TEXT, 3)) as response:
+        events = stream_data(await response.read())
+    assert events[0]["message"]["usage"] == reply["usage"] | {"output_tokens": 0}
+    assert events[-2]["usage"] == reply["usage"]
+
+
+async def test_what_a_request_finds_when_it_comes_back_does_not_count(demo_model: Path) -> None:
+    async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
+
+        async def one(inputs: str) -> str:
+            body = {"inputs": inputs, "parameters": {"max_new_tokens": 150}}
+            async with stack.client.post("/generate", json=body) as response:
+                assert response.status == 200
+                return response.headers["x-cached-tokens"]
+
+        async with asyncio.TaskGroup() as tasks:
+            requests = [tasks.create_task(one(f"{first} two three four five")) for first in ("one", "another")]
+        assert stack.scheduler.preemptions > 0
+        assert [request.result() for request in requests] == ["0", "0"]
+
+
+async def test_the_log_has_them(stack: Stack) -> None:
+    await cached(stack)
+    with capture_logs() as logs:
+        found = await cached(stack)
+    [line] = [one for one in logs if one["event"] == "request finished"]
+    assert line["cached_tokens"] == found > 0
+
+
+# ------------------------------------------------------------------------------------------------------- who shares what
+
+
+async def test_another_salt_is_another_prompt(stack: Stack) -> None:
+    assert await cached(stack, cache_salt="a") == 0
+    assert await cached(stack, cache_salt="b") == 0
+    assert await cached(stack) == 0
+    assert await cached(stack, parameters={"max_new_tokens": 1, "details": True, "cache_salt": "a"}) > 0
+
+
+async def test_tenants_share_unless_they_are_kept_apart(demo_model: Path) -> None:
+    for apart in (False, True):
+        settings = {"api_keys": ApiKeys(["one", "two"]), "salt_per_tenant": apart}
+        async with serve(demo_model, settings=settings) as stack:
+            assert await cached(stack, {"x-api-key": "one"}) == 0
+            assert (await cached(stack, {"x-api-key": "two"}) == 0) == apart
+            assert await cached(stack, {"x-api-key": "one"}) > 0

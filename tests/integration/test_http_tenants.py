@@ -1,0 +1,145 @@
+"""Who is refused, with which words and until when: places, the queue's bound, a server that stops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from every_dialect import GENERATE, STREAMED, VERBATIM, WHOLE, Asking, name
+from http_stack import Stack, serve, until
+
+from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.request import TenantId
+
+MANY = 1500
+BUSY = {"overloaded", "rate_limit_error"}
+EVERYWHERE = [(one, one.body) for one in WHOLE] + [(one, one.streamed) for one in STREAMED]
+IDS = [name(one) for one in WHOLE] + [f"{name(one)}-stream" for one in STREAMED]
+by_route = pytest.mark.parametrize(("asking", "body"), EVERYWHERE, ids=IDS)
+BodyOf = Callable[[str, int], dict[str, Any]]
+
+
+@asynccontextmanager
+async def endless(stack: Stack, count: int, headers: dict[str, str]) -> AsyncIterator[None]:
+    """While this lasts, `count` requests with these headers run."""
+    async with AsyncExitStack() as running:
+        before = stack.permits.in_use
+        for _ in range(count):
+            body = GENERATE.body("one two three four", MANY)
+            response = await running.enter_async_context(
+                stack.client.post("/generate_stream", json=body, headers=headers)
+            )
+            assert response.status == 200
+        assert stack.permits.in_use == before + count
+        yield
+
+
+async def status_of(stack: Stack, headers: dict[str, str]) -> int:
+    async with stack.client.post("/generate", json=GENERATE.body("Hello", 1), headers=headers) as response:
+        return response.status
+
+
+@by_route
+async def test_a_full_building_says_when_to_come_again(demo_model: Path, asking: Asking, body: BodyOf) -> None:
+    async with serve(demo_model, chat_template=VERBATIM, max_concurrent_requests=1) as stack:
+        with stack.permits.take(1):
+            async with stack.client.post(asking.path, json=body("Hello", 1)) as response:
+                assert (response.status, response.content_type) == (429, "application/json")
+                assert response.headers["retry-after"] == "1"
+                assert asking.error_word(await response.json()) in BUSY
+        await stack.assert_empty()
+
+
+@by_route
+async def test_a_queue_that_is_full_refuses_before_an_answer_begins(
+    demo_model: Path, asking: Asking, body: BodyOf
+) -> None:
+    policy = {"max_queued_tokens": 1}
+    async with (
+        serve(demo_model, chat_template=VERBATIM, max_batch_size=1, policy=policy, echo_step_ms=5) as stack,
+        asyncio.TaskGroup() as tasks,
+    ):
+        async with endless(stack, 1, {}):
+            waiting = tasks.create_task(stack.generate("one two three", max_new_tokens=5))
+            await until(lambda: stack.scheduler.waiting == 1)
+            async with stack.client.post(asking.path, json=body("one two three", 5)) as response:
+                assert (response.status, response.content_type) == (429, "application/json")
+                assert int(response.headers["retry-after"]) >= 1
+                assert asking.error_word(await response.json()) in BUSY
+            assert stack.permits.in_use == 2
+        await waiting
+        await stack.assert_empty()
+
+
+@by_route
+async def test_a_server_that_stops_says_so(demo_model: Path, asking: Asking, body: BodyOf) -> None:
+    async with serve(demo_model, chat_template=VERBATIM) as stack:
+        stack.generations.draining = True
+        async with stack.client.post(asking.path, json=body("Hello", 1)) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"] == "1"
+        stack.generations.draining = False
+        await stack.assert_empty()
+
+
+async def test_a_server_that_is_not_healthy_says_when_to_ask_again(demo_model: Path) -> None:
+    async with serve(demo_model, healthy=lambda: False) as stack, stack.client.get("/health") as response:
+        assert (response.status, response.headers["retry-after"]) == (503, "5")
+
+
+async def test_a_browsers_page_may_read_when_to_come_again(demo_model: Path) -> None:
+    asked = {"json": {"inputs": "a"}, "headers": {"origin": "http://a"}}
+    async with serve(demo_model) as stack, stack.client.post("/generate", **asked) as response:
+        exposed = response.headers["access-control-expose-headers"].split(",")
+    assert {"retry-after", "x-cached-tokens"} <= set(exposed)
+
+
+# --------------------------------------------------------------------------------------------------------------- tenants
+
+
+@pytest.mark.parametrize(
+    ("keys", "flood", "other"),
+    [
+        ((), {"x-llm-d-inference-fairness-id": "flood"}, {"x-gateway-inference-fairness-id": "other"}),
+        ((), {"x-llm-d-inference-fairness-id": "flood"}, {}),
+        (("one", "two"), {"x-api-key": "one"}, {"authorization": "Bearer two"}),
+    ],
+)
+async def test_a_tenant_that_fills_the_building_only_shuts_itself_out(
+    demo_model: Path, keys: tuple[str, ...], flood: dict[str, str], other: dict[str, str]
+) -> None:
+    async with serve(
+        demo_model, max_concurrent_requests=2, settings={"api_keys": ApiKeys(keys)}, echo_step_ms=5
+    ) as stack:
+        async with endless(stack, 2, flood):
+            assert await status_of(stack, flood) == 429
+            assert await status_of(stack, other) == 200
+            async with endless(stack, 1, other):
+                assert await status_of(stack, other) == 429
+        await until(lambda: stack.permits.in_use == 0)
+
+
+async def test_with_several_keys_a_header_makes_nobody_else_of_a_caller(demo_model: Path) -> None:
+    settings = {"api_keys": ApiKeys(["one", "two"])}
+    async with serve(demo_model, max_concurrent_requests=1, settings=settings, echo_step_ms=5) as stack:
+        async with endless(stack, 1, {"x-api-key": "one"}):
+            pretending = {"x-api-key": "one", "x-llm-d-inference-fairness-id": "somebody else"}
+            assert await status_of(stack, pretending) == 429
+        await until(lambda: stack.permits.in_use == 0)
+
+
+async def test_a_refusal_costs_next_to_nothing(demo_model: Path) -> None:
+    long = {"inputs": "word " * 100_000}
+    async with serve(demo_model, max_concurrent_requests=1) as stack:
+        with stack.permits.take(1, TenantId("")):
+            started = time.thread_time()
+            for _ in range(10):
+                async with stack.client.post("/generate", json=long) as response:
+                    assert response.status == 429
+            spent = (time.thread_time() - started) / 10
+    assert spent < 0.05  # client and server, with the body's half a megabyte read and parsed; tokenizing takes more

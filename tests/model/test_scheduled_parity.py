@@ -1,0 +1,180 @@
+"""In float32 the tokens of a request do not hang on how it was scheduled: alone, from the prefix cache, in chunks, after a
+preemption, or on another replica than the one it began on. Greedy and seeded, through the scheduler and real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_server import running, serve_engine
+
+from text_generation_router.errors import ServingError
+from text_generation_router.metrics.steps import StepMetrics
+from text_generation_router.request import FinishReason, LogprobJson, Request, RequestId, Sampling, TopToken
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.join import WarmUpLimits, join
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.torch.engine import TorchEngine
+
+pytestmark = pytest.mark.model
+
+NEW_TOKENS = 24
+SHARED = 15
+"""Place in the test prompts of the one that all requests begin with: 65 tokens."""
+
+
+class Collector:
+    """A listener that keeps the tokens, and says when there are enough for what a test does in between."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.cached_tokens = 0
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.half = asyncio.Event()
+
+    def on_token(
+        self, token_id: int, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
+    ) -> bool:
+        self.tokens.append(token_id)
+        if len(self.tokens) == NEW_TOKENS // 2:
+            self.half.set()
+        if reason is not None:
+            self.over.set_result(None)
+        return True
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
+
+    def on_scheduled(self, cached_tokens: int) -> None:
+        self.cached_tokens = cached_tokens
+
+    def on_failure(self, error: ServingError) -> None:
+        self.over.set_exception(error)
+
+
+@pytest.fixture(scope="module")
+def engines(demo_model: Path) -> list[TorchEngine]:
+    config = ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=16)
+    return [TorchEngine.build(config) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
+    """Six that begin alike, every other one sampled."""
+    shared = prompts[SHARED] * 2
+    return [
+        Request(
+            RequestId(number),
+            (*shared, *prompts[number + 3]),
+            NEW_TOKENS,
+            Sampling() if number % 2 else Sampling(greedy=False, temperature=0.9, top_p=0.95, seed=number),
+            ignore_eos=True,
+        )
+        for number in range(6)
+    ]
+
+
+async def tokens_of(
+    requests: Sequence[Request],
+    engines: Sequence[TorchEngine],
+    folder: Path,
+    *,
+    one_by_one: bool = False,
+    lose: bool = False,
+    pool_tokens: int = 8192,
+    policy: dict[str, Any] | None = None,
+) -> tuple[list[list[int]], Scheduler]:
+    """What each request generates; `lose`: the first replica is lost when the first request has half its tokens."""
+    scheduler = Scheduler(
+        Policy(**{"max_batch_prefill_tokens": 512, "max_batch_size": 16, **(policy or {})}), replicas=len(engines)
+    )
+    cluster = Cluster(scheduler, StepMetrics())
+    limits = WarmUpLimits(max_batch_total_tokens=pool_tokens, max_batch_prefill_tokens=512, max_batch_size=16)
+    addresses = [f"unix://{folder}/shard-{number}" for number in range(len(engines))]
+    stops: list[Callable[[], None]] = []
+    async with AsyncExitStack() as stack:
+        joined = []
+        for engine, address in zip(engines, addresses, strict=True):
+            client, stop = await stack.enter_async_context(serve_engine(engine, address))
+            joined.append(await join(client, limits, address, timeout=60))
+            stops.append(stop)
+        await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
+        collectors = [Collector() for _ in requests]
+        for request, collector in zip(requests, collectors, strict=True):
+            cluster.submit(request, collector)
+            if one_by_one:
+                await collector.over
+        if lose:
+            await collectors[0].half.wait()
+            stops[0]()
+        for collector in collectors:
+            await collector.over
+    return [collector.tokens for collector in collectors], scheduler
+
+
+@pytest.fixture(scope="module")
+def alone(
+    requests: list[Request], engines: list[TorchEngine], tmp_path_factory: pytest.TempPathFactory
+) -> list[list[int]]:
+    """One after another, each computed from its first token to its last."""
+    folder = tmp_path_factory.mktemp("alone")
+    tokens, scheduler = asyncio.run(
+        tokens_of(requests, engines[:1], folder, one_by_one=True, policy={"prefix_caching": False})
+    )
+    assert scheduler.hit_tokens == 0
+    return tokens
+
+
+async def test_together_from_the_prefix_cache(
+    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+) -> None:
+    tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path)
+    assert tokens == alone
+    assert scheduler.hit_tokens == 5 * 128  # the first one computed what the others begin with
+
+
+async def test_in_chunks(
+    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+) -> None:
+    tokens, _ = await tokens_of(requests, engines[:1], tmp_path, policy={"max_batch_prefill_tokens": 17})
+    assert tokens == alone
+
+
+async def test_after_preemptions(
+    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+) -> None:
+    tokens, scheduler = await tokens_of(
+        requests, engines[:1], tmp_path, pool_tokens=480, policy={"prefix_caching": False, "growth_tokens": 1}
+    )
+    assert scheduler.preemptions > 0
+    assert tokens == alone
+
+
+async def test_after_preemptions_into_the_prefix_cache(
+    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+) -> None:
+    tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, pool_tokens=368, policy={"growth_tokens": 1})
+    assert scheduler.preemptions > 0
+    assert tokens == alone
+
+
+async def test_on_another_replica_than_they_began_on(
+    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+) -> None:
+    tokens, scheduler = await tokens_of(requests, engines, tmp_path, lose=True)
+    assert scheduler.moves > 0
+    assert tokens == alone
+
+
+async def test_on_the_same_replica_once_it_is_back(
+    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+) -> None:
+    tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, lose=True)
+    assert scheduler.moves > 0
+    assert tokens == alone

@@ -1,0 +1,246 @@
+"""The queue against a naive model of its rules, which looks at everything each time: the same entries in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from text_generation_router.request import Priority, Request, RequestId, Service, TenantId
+from text_generation_router.scheduling.queue import AGEING_S, LEAD, FairQueue
+from text_generation_router.scheduling.tenants import LAG
+
+TENANTS = [TenantId(name) for name in ("a", "b", "c", "d")]
+times = st.one_of(st.none(), st.integers(0, 60).map(float))
+
+
+@dataclass(eq=False)
+class Waiter:
+    request: Request
+    arrived: float
+    arrival: int
+    work: int
+    sent_back: bool = False
+    aside: bool = False
+
+    @property
+    def service(self) -> Service:
+        return self.request.service
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Among those of its tenant."""
+        by_class = self.arrived + AGEING_S * self.service.priority
+        hope = self.service.first_token_by
+        return (by_class if hope is None else max(self.arrived, min(hope, by_class))), self.arrival
+
+    @property
+    def expires(self) -> float:
+        times = [self.service.end_by] if self.sent_back else [self.service.end_by, self.service.queue_by]
+        return min((time for time in times if time is not None), default=float("inf"))
+
+
+@dataclass
+class Naive:
+    """The rules as they are written down. It never forgets a tenant, which must not be seen from outside."""
+
+    weights: dict[TenantId, float]
+    queued: list[Waiter] = field(default_factory=list)
+    counters: dict[TenantId, float] = field(default_factory=dict)
+    running: dict[TenantId, int] = field(default_factory=lambda: dict.fromkeys(TENANTS, 0))
+    level: float = 0.0
+    virtual_time: float = 0.0
+
+    def waiting(self, tenant: TenantId | None = None) -> list[Waiter]:
+        return [w for w in self.queued if not w.sent_back and tenant in (None, w.service.tenant)]
+
+    @property
+    def least(self) -> float:
+        return min((self.counters[w.service.tenant] for w in self.waiting()), default=self.level)
+
+    @property
+    def active(self) -> list[TenantId]:
+        return [t for t in TENANTS if self.running[t] or any(w.service.tenant == t for w in self.queued)]
+
+    @property
+    def active_weight(self) -> float:
+        return sum(self.weights.get(tenant, 1.0) for tenant in self.active)
+
+    def meet(self, tenant: TenantId) -> None:
+        """The first that is heard of a tenant."""
+        self.counters.setdefault(tenant, self.least)
+
+    def put(self, waiter: Waiter) -> None:
+        tenant = waiter.service.tenant
+        self.meet(tenant)
+        if not waiter.sent_back and not self.waiting(tenant):
+            least = self.least
+            self.virtual_time = min(max(self.virtual_time, least), least + 2 * LAG)
+            self.counters[tenant] = max(self.counters[tenant], least, self.virtual_time - LAG)
+        self.queued.append(waiter)
+
+    def next(self) -> Waiter | None:
+        returning = [w for w in self.queued if w.sent_back and not w.aside]
+        if returning:
+            return min(returning, key=lambda w: w.arrival)
+        heads = [
+            min(shown, key=lambda w: w.rank)
+            for tenant in TENANTS
+            if (shown := [w for w in self.waiting(tenant) if not w.aside])
+        ]
+        return min(heads, key=self._key, default=None)
+
+    def _key(self, head: Waiter) -> tuple[float, int]:
+        return self.counters[head.service.tenant] - LEAD[head.service.priority], head.arrival
+
+    def take_out(self, waiter: Waiter) -> None:
+        waited = bool(self.waiting())
+        self.queued.remove(waiter)
+        waiter.aside = False
+        if waited and not self.waiting():
+            self.virtual_time = self.level = max(self.level, self.counters[waiter.service.tenant])
+
+    def charge(self, tenant: TenantId, tokens: int) -> None:
+        self.meet(tenant)
+        self.counters[tenant] += tokens / self.weights.get(tenant, 1.0)
+        if self.active:
+            self.virtual_time += tokens / self.active_weight
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Clients that come and go, and a server that serves as it likes."""
+
+    @initialize(weights=st.dictionaries(st.sampled_from(TENANTS), st.sampled_from([0.5, 2.0, 3.0])))
+    def start(self, weights: dict[TenantId, float]) -> None:
+        self.queue: FairQueue[Waiter] = FairQueue(weights)
+        self.model = Naive(weights)
+        self.arrivals = 0
+        self.now = 0.0
+        self.running: list[Waiter] = []
+
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        priority=st.sampled_from(Priority),
+        work=st.sampled_from([1, 500, 40_000]),
+        first_token_in=times,
+        queue_for=times,
+        end_in=times,
+    )
+    def put(
+        self,
+        tenant: TenantId,
+        priority: Priority,
+        work: int,
+        first_token_in: float | None,
+        queue_for: float | None,
+        end_in: float | None,
+    ) -> None:
+        self.arrivals += 1
+        hope, queue_by, end_by = (None if t is None else self.now + t for t in (first_token_in, queue_for, end_in))
+        service = Service(tenant, priority, "", hope, queue_by, end_by)
+        waiter = Waiter(Request(RequestId(self.arrivals), (1,), 1, service=service), self.now, self.arrivals, work)
+        self.model.put(waiter)
+        self.queue.put(waiter)
+
+    @precondition(lambda self: self.queue.peek() is not None)
+    @rule(times=st.integers(1, 4))
+    def serve(self, times: int) -> None:
+        for _ in range(times):
+            expected = self.model.next()
+            if expected is None:
+                assert self.queue.peek() is None
+                return
+            assert self.queue.pop() is expected
+            tenant = expected.service.tenant
+            self.model.take_out(expected)
+            self.model.running[tenant] += 1
+            self.queue.started(tenant)
+            self.charge(tenant, expected.work)
+            self.running.append(expected)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), fate=st.sampled_from(["end", "end too early", "send back"]))
+    def stop(self, data: st.DataObject, fate: str) -> None:
+        waiter = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        tenant = waiter.service.tenant
+        if fate == "end too early":
+            self.charge(tenant, -(waiter.work // 2))
+        if fate == "send back":
+            waiter.sent_back = True
+            self.model.put(waiter)
+            self.queue.put_back(waiter)
+        self.model.running[tenant] -= 1
+        self.queue.ended(tenant)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), tokens=st.sampled_from([-100, 1, 70_000]))
+    def correct(self, data: st.DataObject, tokens: int) -> None:
+        self.charge(data.draw(st.sampled_from(self.running)).service.tenant, tokens)
+
+    def charge(self, tenant: TenantId, tokens: int) -> None:
+        self.model.charge(tenant, tokens)
+        self.queue.charge(tenant, tokens)
+
+    @precondition(lambda self: self.queue.peek() is not None)
+    @rule()
+    def skip(self) -> None:
+        waiter = self.queue.skip()
+        assert waiter is self.model.next()
+        waiter.aside = True
+
+    @rule(data=st.data())
+    def unskip(self, data: st.DataObject) -> None:
+        aside = data.draw(st.permutations([w for w in self.model.queued if w.aside]))
+        for waiter in aside:
+            waiter.aside = False
+        self.queue.unskip(aside)
+
+    @precondition(lambda self: self.model.queued)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        waiter = data.draw(st.sampled_from(self.model.queued))
+        self.model.take_out(waiter)
+        self.queue.remove(waiter)
+
+    @rule(seconds=st.integers(0, 40))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+        expired = sorted(
+            (w for w in self.model.queued if w.expires <= self.now), key=lambda waiter: (waiter.expires, waiter.arrival)
+        )
+        for waiter in expired:
+            self.model.take_out(waiter)
+        assert self.queue.expire(self.now) == expired
+
+    @invariant()
+    def the_same_goes_next(self) -> None:
+        assert self.queue.peek() is self.model.next()
+
+    @invariant()
+    def the_figures_are_right(self) -> None:
+        queued = self.model.queued
+        assert len(self.queue) == len(queued)
+        assert list(self.queue) == queued
+        assert self.queue.work() == sum(waiter.work for waiter in queued)
+        assert self.queue.next_expiry == min((w.expires for w in queued if w.expires < float("inf")), default=None)
+        weight = self.model.active_weight
+        for tenant in TENANTS:
+            assert self.queue.work(tenant) == sum(w.work for w in queued if w.service.tenant == tenant)
+            own = self.model.weights.get(tenant, 1.0)
+            assert self.queue.share(tenant) == own / (weight if tenant in self.model.active else weight + own)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "queue"):
+            return
+        self.queue.unskip([waiter for waiter in self.model.queued if waiter.aside])
+        for waiter in self.model.queued:
+            waiter.aside = False
+        while self.queue.peek() is not None:
+            self.serve(1)
+        assert not self.model.queued
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

@@ -1,0 +1,109 @@
+"""One question in the words of every route that generates, for what all of them must do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+Json = dict[str, Any]
+
+VERBATIM = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""A chat template that writes a conversation of one message as the text alone."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a route is asked for so many tokens after a text, and what a failure looks like there."""
+
+    path: str
+    body: Callable[[str, int], Json]
+    error_word: Callable[[Json], str]
+    """Of an error's JSON: its word for the cause."""
+
+    def streamed(self, text: str, tokens: int) -> Json:
+        return {**self.body(text, tokens), "stream": True}
+
+
+def _tgi(text: str, tokens: int) -> Json:
+    return {"inputs": text, "parameters": {"max_new_tokens": tokens, "details": True}}
+
+
+def _completion(text: str, tokens: int) -> Json:
+    return {"prompt": text, "max_tokens": tokens, "ignore_eos": True}
+
+
+def _chat(text: str, tokens: int) -> Json:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": tokens}
+
+
+def _response(text: str, tokens: int) -> Json:
+    return {"input": text, "max_output_tokens": tokens}
+
+
+def _infer(text: str, tokens: int) -> Json:
+    inputs = [{"name": "a", "shape": [1], "datatype": "BYTES", "data": [text]}]
+    return {"inputs": inputs, "parameters": {"max_new_tokens": tokens}}
+
+
+def _instances(text: str, tokens: int) -> Json:
+    return {"instances": [{"inputs": text, "parameters": {"max_new_tokens": tokens}}]}
+
+
+def _tgi_word(error: Json) -> str:
+    word: str = error["error_type"]
+    return word
+
+
+def _openai_word(error: Json) -> str:
+    word: str = error["error"]["code"]
+    return word
+
+
+def _anthropic_word(error: Json) -> str:
+    word: str = error["error"]["type"]
+    return word
+
+
+GENERATE = Asking("/generate", _tgi, _tgi_word)
+CHAT = Asking("/v1/chat/completions", _chat, _openai_word)
+COMPLETIONS = Asking("/v1/completions", _completion, _openai_word)
+RESPONSES = Asking("/v1/responses", _response, _openai_word)
+MESSAGES = Asking("/v1/messages", _chat, _anthropic_word)
+
+WHOLE = (
+    GENERATE,
+    Asking("/", _tgi, _tgi_word),
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    MESSAGES,
+    Asking("/invocations", _tgi, _tgi_word),
+    Asking("/invocations", _chat, _openai_word),
+    Asking("/vertex", _instances, _tgi_word),
+    Asking("/v2/models/m/versions/1/infer", _infer, _tgi_word),
+)
+"""Every route that answers whole."""
+
+STREAMED = (
+    Asking("/generate_stream", _tgi, _tgi_word),
+    Asking("/", _tgi, _tgi_word),
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    MESSAGES,
+)
+"""Every route that streams."""
+
+
+def name(asking: Asking) -> str:
+    """For the ids of tests."""
+    return asking.path + "-" + next(iter(asking.body("", 1)))
+
+
+def stream_data(stream: bytes) -> list[Json]:
+    """The data of each event that has some."""
+    lines = (line for line in stream.split(b"\n") if line.startswith(b"data: {"))
+    return [orjson.loads(line.removeprefix(b"data: ")) for line in lines]

@@ -1,0 +1,129 @@
+"""A replica as the scheduler meets it: a wire that may lag behind or break, and a shard that drives the echo engine.
+
+The shard is `session.Session` without its thread: a boundary takes at most one set of orders, the report of a step leaves
+after the boundary behind it, and nothing is said of a step that brought nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from text_generation_router.request import FinishReason
+from text_generation_router.scheduling.steps import Admission, FailureKind, Orders, Outcome, ReplicaSpec
+from text_generation_shard import engine as shard
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines import build_engine
+
+BLOCK_SIZE = 16
+EOS = 7
+FAILING_TOKEN = 8
+FAILING_STEP_TOKEN = 9
+
+_FINISH_REASONS = {
+    shard.FinishReason.LENGTH: FinishReason.LENGTH,
+    shard.FinishReason.EOS_TOKEN: FinishReason.EOS_TOKEN,
+}
+
+
+@dataclass(frozen=True)
+class ReplicaSetup:
+    """What a replica is."""
+
+    blocks: int
+    slots: int
+    self_scheduling: bool = False
+    tokens_per_report: int = 1
+    max_batch_size: int = 8
+    max_batch_prefill_tokens: int = 64
+
+
+class ReplicaWorld:
+    """One session of a replica."""
+
+    def __init__(self, setup: ReplicaSetup) -> None:
+        self.setup = setup
+        config = ShardConfig(
+            engine="echo",
+            max_batch_size=setup.slots,
+            echo_self_scheduling=setup.self_scheduling,
+            echo_tokens_per_report=setup.tokens_per_report,
+            echo_fail_token=FAILING_TOKEN,
+            echo_fail_step_token=FAILING_STEP_TOKEN,
+        )
+        self.engine = build_engine(config)
+        limits = shard.WarmUpLimits(setup.max_batch_prefill_tokens, setup.max_batch_size, setup.blocks * BLOCK_SIZE)
+        assert self.engine.warm_up(limits) == setup.blocks
+        self.spec = ReplicaSpec(setup.slots, setup.blocks, BLOCK_SIZE, setup.self_scheduling)
+        self.sent: deque[Orders] = deque()
+        self.inbox: deque[Orders] = deque()
+        self.reports: deque[Outcome] = deque()
+        self._applied = 0
+        self._result: shard.StepResult | None = None
+        self._busy_s, self._steps = 0.0, 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is on its way, and the shard has nothing to say."""
+        return not (self.sent or self.inbox or self.reports or self._result)
+
+    def orders_arrive(self) -> None:
+        """Everything sent so far reaches the shard."""
+        self.inbox += self.sent
+        self.sent.clear()
+
+    def boundary_and_step(self) -> None:
+        """The shard takes one set of orders at most, reports, and makes one step."""
+        orders = self.inbox.popleft() if self.inbox else None
+        if orders is not None:
+            refused = self.engine.apply(_for_shard(orders))
+            assert not refused, refused
+            self._applied = orders.number
+            self._result = self._result or shard.StepResult()
+        if self._result is not None and (orders is not None or not self._result.is_silent):
+            self.reports.append(self._outcome(self._result))
+            self._busy_s, self._steps = 0.0, 0
+        self._result = self.engine.step()
+        if self._result is not None:
+            prefilled = sum(tokens for _, tokens in self._result.prefilled)
+            self._busy_s += 0.001 + 0.0001 * prefilled + 0.0001 * len(self._result.slots)
+            self._steps += 1
+
+    def _outcome(self, result: shard.StepResult) -> Outcome:
+        return Outcome(
+            orders_applied=self._applied,
+            slots=list(result.slots),
+            token_counts=list(result.token_counts),
+            token_ids=list(result.token_ids),
+            finished={slot: _FINISH_REASONS[reason] for slot, reason in result.finished},
+            failed={failure.slot: (FailureKind(failure.code.value), failure.message) for failure in result.failed},
+            prefilled=list(result.prefilled),
+            step_s=self._busy_s,
+            steps=max(1, self._steps),
+        )
+
+
+def _for_shard(orders: Orders) -> shard.Orders:
+    return shard.Orders(
+        number=orders.number,
+        release=orders.release,
+        admit=tuple(_admission(admission) for admission in orders.admit),
+        grants=orders.grants,
+        prefill=orders.prefill,
+    )
+
+
+def _admission(admission: Admission) -> shard.Admission:
+    request, generated = admission.request, admission.generated
+    return shard.Admission(
+        slot=admission.slot,
+        prompt=request.prompt + generated,
+        generated_tokens=len(generated),
+        blocks=admission.blocks,
+        computed_tokens=admission.cached_tokens,
+        stopping=shard.Stopping(
+            max_new_tokens=request.max_new_tokens - len(generated),
+            eos_token_ids=frozenset() if request.ignore_eos else frozenset((EOS,)),
+        ),
+        prompt_logprobs=request.prompt_logprobs and not generated,
+    )

@@ -1,0 +1,191 @@
+"""A scheduler and replicas that do at once, without a shard, what they are told: for tests of one rule at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from text_generation_router.request import FinishReason, Request, RequestId, Service
+from text_generation_router.scheduling.batch import Batch
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.steps import Admission, Deliveries, FailureKind, Orders, Outcome, ReplicaSpec
+
+BLOCK = 16
+TOKEN = 7
+"""Every new token."""
+
+
+def a_policy(**changes: object) -> Policy:
+    return replace(Policy(max_batch_prefill_tokens=64, max_batch_size=8), **changes)  # type: ignore[arg-type]
+
+
+def words(start: int, count: int) -> tuple[int, ...]:
+    """`count` tokens that no other start has in these places."""
+    return tuple(1000 * start + number for number in range(count))
+
+
+@dataclass
+class Sequence:
+    """What a replica knows of a slot."""
+
+    admission: Admission
+    to_prefill: int
+    room: int
+    left: int
+
+
+@dataclass
+class Rig:
+    """`replicas` open replicas of `blocks` blocks each."""
+
+    policy: Policy
+    blocks: int = 100
+    slots: int = 8
+    replicas: int = 1
+    now: float = 0.0
+    step_s: float = 0.01
+    orders: list[tuple[int, Orders]] = field(default_factory=list)
+    """(replica, orders), everything ever ordered."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """New tokens by request."""
+    failed: dict[int, FailureKind] = field(default_factory=dict)
+    finished: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.policy, self.replicas)
+        self.sequences: list[dict[int, Sequence]] = [{} for _ in range(self.replicas)]
+        self._requests = 0
+        for replica in range(self.replicas):
+            self.open(replica)
+
+    def open(self, replica: int, blocks: int | None = None) -> None:
+        self.sequences[replica] = {}
+        spec = ReplicaSpec(self.slots, self.blocks if blocks is None else blocks, BLOCK)
+        self.hear(self.scheduler.open(replica, spec, self.now))
+
+    def lose(self, replica: int) -> None:
+        self.sequences[replica] = {}
+        self.hear(self.scheduler.lose(replica, self.now))
+
+    def submit(
+        self, prompt: tuple[int, ...] | int = 4, new: int = 10, *, prompt_logprobs: bool = False, **service: object
+    ) -> int:
+        """A request for `prompt`, or for one of that many tokens like no other; its number."""
+        number = self._requests
+        self._requests += 1
+        if isinstance(prompt, int):
+            prompt = words(number + 1, prompt)
+        request = Request(
+            RequestId(number),
+            prompt,
+            new,
+            prompt_logprobs=prompt_logprobs,
+            service=Service(**service),  # type: ignore[arg-type]
+        )
+        self.scheduler.submit(request, self.now)
+        return number
+
+    def batch(self, replica: int = 0) -> Batch:
+        batch = self.scheduler._batches[replica]
+        assert batch is not None
+        return batch
+
+    def turn(self) -> list[Orders]:
+        """Dispatch, then orders and a step for each replica; what was ordered."""
+        self.scheduler.dispatch(self.now)
+        ordered = []
+        for replica in range(self.replicas):
+            if (orders := self.scheduler.decide(replica, self.now)) is not None:
+                ordered.append(orders)
+                self.orders.append((replica, orders))
+            self.step(replica, orders)
+        self.now += self.step_s
+        return ordered
+
+    def turns(self, count: int) -> list[Orders]:
+        return [orders for _ in range(count) for orders in self.turn()]
+
+    def until_idle(self, most: int = 2000) -> None:
+        """Turns until everything has ended."""
+        for _ in range(most):
+            if not self.scheduler.requests:
+                return
+            self.turn()
+        raise AssertionError("something never ends")
+
+    def step(self, replica: int, orders: Orders | None) -> None:
+        """The replica takes its orders and makes a step."""
+        if self.scheduler._batches[replica] is None:
+            return
+        here = self.sequences[replica]
+        chunks = self._take(here, orders) if orders is not None else {}
+        outcome = Outcome(self.batch(replica)._number, [], [], [], prefilled=list(chunks.items()), step_s=self.step_s)
+        slots: list[int] = []
+        for slot, sequence in list(here.items()):
+            if slot in chunks:
+                sequence.to_prefill -= chunks[slot]
+            if sequence.to_prefill or sequence.room < 0:
+                continue
+            sequence.room -= 1
+            sequence.left -= 1
+            slots.append(slot)
+            if not sequence.left:
+                outcome.finished[slot] = FinishReason.LENGTH
+                del here[slot]
+        outcome.slots, outcome.token_ids = slots, [TOKEN] * len(slots)
+        self.apply(replica, outcome)
+
+    def _take(self, here: dict[int, Sequence], orders: Orders) -> dict[int, int]:
+        for slot in orders.release:
+            here.pop(slot, None)
+        for admission in orders.admit:
+            assert admission.slot not in here
+            known = len(admission.request.prompt) + len(admission.generated)
+            here[admission.slot] = Sequence(
+                admission,
+                known - admission.cached_tokens,
+                len(admission.blocks) * BLOCK - known,
+                admission.request.max_new_tokens - len(admission.generated),
+            )
+        for slot, blocks in orders.grants:
+            if slot in here:
+                here[slot].room += len(blocks) * BLOCK
+        return dict(orders.prefill)
+
+    def apply(self, replica: int, outcome: Outcome) -> Deliveries:
+        deliveries = self.scheduler.apply(replica, outcome, self.now)
+        for request_id, first, end, reason in deliveries.tokens:
+            self.tokens[request_id] = self.tokens.get(request_id, 0) + end - first
+            if reason is not None:
+                self.finished.append(request_id)
+        self.hear(deliveries)
+        return deliveries
+
+    def hear(self, deliveries: Deliveries) -> None:
+        for failed in deliveries.failed:
+            assert failed.request_id not in self.failed
+            self.failed[failed.request_id] = failed.kind
+
+    def expire(self) -> None:
+        self.hear(self.scheduler.expire(self.now))
+
+    def admissions(self, request: int) -> list[tuple[int, Admission]]:
+        """(replica, admission) of each time the request was admitted."""
+        return [
+            (replica, admission)
+            for replica, orders in self.orders
+            for admission in orders.admit
+            if admission.request.id == request
+        ]
+
+    def admission(self, request: int) -> Admission:
+        """Its latest."""
+        return self.admissions(request)[-1][1]
+
+    def home(self, request: int) -> int:
+        """The replica it was last admitted to."""
+        return self.admissions(request)[-1][0]
+
+    def admitted(self) -> list[int]:
+        """Requests in the order in which they were admitted."""
+        return [admission.request.id for _, orders in self.orders for admission in orders.admit]

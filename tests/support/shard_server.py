@@ -1,0 +1,55 @@
+"""Shards and clusters in the test's own process, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from text_generation_proto.channel import SERVER_OPTIONS
+from text_generation_proto.client import ShardClient
+from text_generation_proto.v1 import shard_pb2_grpc
+from text_generation_router.shards.cluster import Cluster
+from text_generation_shard.engine import Engine
+from text_generation_shard.servicer import EngineThread, ShardServicer
+
+
+@asynccontextmanager
+async def serve_engine(engine: Engine, address: str) -> AsyncIterator[tuple[ShardClient, Callable[[], None]]]:
+    """Serve `engine` at `address`: a client for it, and what ends the session that is open as a crash would."""
+    thread = EngineThread()
+    servicer = ShardServicer(thread, rank=0, world_size=1)
+    servicer.serve(engine)
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    shard_pb2_grpc.add_ShardServicer_to_server(servicer, server)
+    health_servicer = health.aio.HealthServicer()
+    await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    server.add_insecure_port(address)
+    await server.start()
+    try:
+        async with ShardClient.connect(address) as client:
+            yield client, servicer.end_session
+    finally:
+        servicer.end_session()
+        await server.stop(grace=1)
+        thread.close()
+
+
+@asynccontextmanager
+async def running(cluster: Cluster, run: Callable[[], Coroutine[None, None, None]]) -> AsyncIterator[None]:
+    """Run `cluster` while the block lasts."""
+    failure: BaseException | None = None
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(run())
+        try:
+            await cluster.opened()
+            yield
+        except BaseException as error:  # noqa: BLE001 - raised again below: the group would wrap it in a group
+            failure = error
+        task.cancel()
+    if failure is not None:
+        raise failure

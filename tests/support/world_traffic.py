@@ -1,0 +1,165 @@
+"""Random policies, replicas and requests for a `World`, drawn from anything that draws like `random.Random`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup
+from scheduler_world import Ask, World
+
+from text_generation_router.request import Priority, RequestId, TenantId
+from text_generation_router.scheduling.policy import Dispatch, Policy
+
+LONGEST_PROMPT = 180
+_COMMON = tuple(10 + i % 37 for i in range(LONGEST_PROMPT))
+_BASES = (
+    _COMMON,
+    _COMMON[:100] + tuple(50 + i % 11 for i in range(80)),
+    _COMMON[:32] + tuple(70 + i % 7 for i in range(148)),
+    tuple(90 + i % 5 for i in range(LONGEST_PROMPT)),
+)
+"""Prompts that begin alike for 180, 100, 32 tokens and not at all."""
+SPECIAL = (EOS, FAILING_TOKEN, FAILING_STEP_TOKEN)
+
+
+def draw_world(draw: Random) -> World:
+    """A policy and one to three replicas."""
+    budget = draw.choice([1, 16, 64, 200, 400])
+    batch = draw.randint(1, 6)
+    policy = Policy(
+        max_batch_prefill_tokens=budget,
+        max_batch_size=batch,
+        waiting_served_ratio=draw.choice([0.0, 0.0, 0.3, 1.2]),
+        max_decode_steps_between_prefills=draw.randint(0, 5),
+        target_itl_s=draw.choice([None, None, 0.0005, 0.002, 0.01]),
+        prefix_caching=draw.choice([True, True, True, False]),
+        dispatch=draw.choice(list(Dispatch)),
+        tenant_weights={TenantId("a"): draw.choice([0.5, 1.0, 4.0])},
+        max_queued_tokens=draw.choice([None, None, 300, 2000]),
+        max_moves=draw.randint(0, 3),
+        growth_tokens=draw.choice([0, 8, 40, 100]),
+        reserve_worst_case=draw.choice([False, False, False, True]),
+        publish_prompts_only=draw.choice([False, False, False, True]),
+    )
+    replicas = [
+        ReplicaSetup(
+            blocks=draw_blocks(draw),
+            slots=draw.randint(1, 6),
+            self_scheduling=draw.choice([False, False, False, True]),
+            tokens_per_report=draw.choice([1, 3, 8]),
+            max_batch_size=batch,
+            max_batch_prefill_tokens=budget,
+        )
+        for _ in range(draw.randint(1, 3))
+    ]
+    return World(policy, replicas)
+
+
+def draw_blocks(draw: Random) -> int:
+    """The size of a pool: one that is too small most of the time."""
+    return draw.randint(6, 30)
+
+
+def draw_ask(draw: Random) -> Ask:
+    """One request."""
+    length = draw.choice([draw.randint(1, 40), draw.randint(1, LONGEST_PROMPT), draw.randint(100, LONGEST_PROMPT)])
+    tail = tuple(draw.randint(10, 12) for _ in range(draw.choice([0, 1, 1, 20])))
+    special = draw.choice([()] * 12 + [(token,) for token in SPECIAL])
+    wish = draw.choice(["none"] * 8 + ["first", "queue", "end", "all"])
+    seconds = draw.choice([0.0, 0.5, 3.0, 30.0])
+    return Ask(
+        prompt=draw.choice(_BASES)[:length] + special + tail,
+        new=draw.choice([1, 2, 17, 40, 90, 200]),
+        tenant=draw.choice(["", "a", "b"]),
+        priority=draw.choice([Priority.DEFAULT, *Priority]),
+        salt=draw.choice(["", "", "", "pepper"]),
+        first_token_in=seconds - 1.0 if wish in ("first", "all") else None,
+        queue_for=seconds if wish in ("queue", "all") else None,
+        end_in=seconds * 2 if wish in ("end", "all") else None,
+        prompt_logprobs=draw.choice([False] * 7 + [True]),
+        ignore_eos=draw.choice([True, False]),
+    )
+
+
+MOVES = ("dispatch", "decide", "arrive", "step", "step", "report", "round", "round", "round")
+
+
+def move(world: World, what: str, replica: int) -> None:
+    """One step of the race between the router, the wire and a shard, or one round in which nobody lags behind."""
+    replica %= len(world.replicas)
+    match what:
+        case "dispatch":
+            world.dispatch()
+        case "decide":
+            world.decide(replica)
+        case "arrive":
+            world.orders_arrive(replica)
+        case "step":
+            world.step(replica)
+        case "report":
+            world.reports_arrive(replica)
+        case "round":
+            for each in ("dispatch", "decide", "arrive", "step", "report"):
+                move(world, each, replica)
+
+
+def some_request(world: World, draw: Random) -> RequestId:
+    """Any request there ever was, more often one that is not over, or that a replica is about to hear of."""
+    which = draw.choice(["placed", "live", "live", "any"])
+    if which == "placed" and (placed := world.placed):
+        return draw.choice(placed)
+    if which != "any" and world.live:
+        return draw.choice(list(world.live))
+    return RequestId(draw.randint(0, len(world.told) - 1))
+
+
+def random_event(world: World, draw: Random, most_live: int = 30) -> None:
+    """One event: mostly the race goes on; at times clients, the clock or a breaking wire have a say."""
+    chance = draw.random()
+    if chance < 0.92:
+        move(world, draw.choice(MOVES), draw.randrange(len(world.replicas)))
+    elif chance < 0.96:
+        for _ in range(min(draw.choice([1, 1, 2, 5]), most_live - len(world.live))):
+            world.submit(draw_ask(draw))
+    elif chance < 0.975:
+        if world.told:
+            world.cancel(some_request(world, draw), draw.choice([True, False]))
+    elif chance < 0.988:
+        world.pass_time(draw.choice([0.0, 0.001, 0.01, 0.2]))
+    else:
+        _disturb(world, draw)
+
+
+def _disturb(world: World, draw: Random) -> None:
+    replica = draw.randrange(len(world.replicas))
+    what = draw.choice(["lose", "lose", "open", "open", "open", "open smaller", "drain", "undrain", "undrain"])
+    if what == "lose":
+        world.lose(replica)
+    elif what == "open":
+        world.open(replica)
+    elif what == "open smaller":
+        world.open(replica, draw_blocks(draw))
+    else:
+        world.drain(replica, what == "drain")
+
+
+CHECK_EVERY = 8
+"""Events between two audits of every block and every counter."""
+
+
+def play(seed: int, events: int) -> Counter[str]:
+    """One world, to its end: what happened in it. What breaks it is raised, with the seed and the event as a note."""
+    draw = Random(seed)
+    world = draw_world(draw)
+    event = 0
+    try:
+        for event in range(events):
+            random_event(world, draw)
+            if event % CHECK_EVERY == 0:
+                world.check()
+        world.finish()
+    except Exception as error:
+        error.add_note(f"in world {seed}, at event {event} of {events}")
+        raise
+    return world.counts

@@ -1,0 +1,188 @@
+"""Which replica gets a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from block_audit import audit_idle
+from scheduler_rig import Rig, a_policy, words
+
+from text_generation_router.request import RequestId
+from text_generation_router.scheduling.policy import Dispatch
+
+
+def a_rig(replicas: int = 3, budget: int = 2000, **changes: object) -> Rig:
+    policy = a_policy(max_batch_prefill_tokens=budget, max_batch_size=512, **changes)
+    return Rig(policy, blocks=20_000, slots=512, replicas=replicas)
+
+
+def test_a_request_follows_its_prefix() -> None:
+    rig = a_rig()
+    homes = {}
+    for start in range(3):
+        homes[start] = rig.submit(words(start + 1, 500), new=1)
+        rig.until_idle()
+    assert len({rig.home(number) for number in homes.values()}) == 3
+    for turn, start in enumerate((2, 0, 1, 1)):
+        again = rig.submit(words(start + 1, 480) + words(10 + turn, 20), new=1)
+        rig.until_idle()
+        assert rig.home(again) == rig.home(homes[start])
+        assert rig.admission(again).cached_tokens == 480
+
+
+def test_of_requests_that_begin_alike_and_come_at_once_each_replica_computes_one() -> None:
+    rig = a_rig()
+    same = [rig.submit(words(1, 500) + words(10 + number, 5), new=1) for number in range(12)]
+    rig.until_idle()
+    cached = [(rig.home(number), rig.admission(number).cached_tokens) for number in same]
+    assert sum(tokens == 496 for _, tokens in cached) >= 9
+    assert len([home for home, tokens in cached if tokens == 0]) == len({home for home, tokens in cached if not tokens})
+
+
+def test_a_busy_replica_loses_requests_to_others_though_it_has_their_prefix() -> None:
+    rig = a_rig(replicas=2)
+    first = rig.submit(words(1, 200), new=1)
+    rig.until_idle()
+    same = [rig.submit(words(1, 200) + words(10 + number, 60), new=400) for number in range(10)]
+    rig.turn()
+    rig.turn()
+    rig.turn()
+    homes = Counter(rig.home(number) for number in same)
+    assert homes[rig.home(first)] >= 1
+    assert homes[1 - rig.home(first)] >= 1
+
+
+def test_a_miss_goes_to_the_least_loaded() -> None:
+    rig = a_rig()
+    rig.submit(100, new=300)
+    rig.submit(300, new=300)
+    rig.turn()
+    free = ({0, 1, 2} - {rig.home(0), rig.home(1)}).pop()
+    third = rig.submit(50, new=1)
+    rig.turn()
+    assert rig.home(third) == free
+
+
+@pytest.mark.parametrize("replicas", [4, 16])
+def test_a_thousand_misses_spread_evenly(replicas: int) -> None:
+    rig = a_rig(replicas=replicas, budget=100_000)
+    for _ in range(1000):
+        rig.submit(20, new=10)
+    rig.turn()
+    homes = Counter(rig.home(number) for number in range(1000))
+    assert len(homes) == replicas
+    # Of more than sixteen replicas only some are compared, so this is exact up to there.
+    assert max(homes.values()) - min(homes.values()) <= 1
+
+
+@pytest.mark.parametrize("how", list(Dispatch))
+def test_a_draining_replica_gets_nothing_new(how: Dispatch) -> None:
+    rig = a_rig(dispatch=how)
+    rig.submit(words(1, 500), new=1)
+    rig.until_idle()
+    home = rig.home(0)
+    rig.scheduler.drain(home)
+    away = [rig.submit(words(1, 500), new=1) for _ in range(10)]
+    rig.until_idle()
+    assert home not in {rig.home(number) for number in away}
+    rig.scheduler.drain(home, draining=False)
+    back = [rig.submit(number + 1, new=20) for number in range(30)]
+    rig.until_idle()
+    assert home in {rig.home(number) for number in back}
+
+
+def test_what_runs_on_a_draining_replica_goes_on() -> None:
+    rig = a_rig(replicas=1)
+    rig.submit(new=50)
+    rig.turn()
+    rig.scheduler.drain(0)
+    rig.until_idle()
+    assert rig.finished == [0]
+
+
+def test_round_robin_takes_turns() -> None:
+    rig = a_rig(dispatch=Dispatch.ROUND_ROBIN)
+    same = [rig.submit(words(1, 100), new=1)]
+    rig.until_idle()
+    for _ in range(5):
+        same.append(rig.submit(words(1, 100), new=1))
+        rig.until_idle()
+    homes = [rig.home(number) for number in same]
+    assert homes[:3] == homes[3:]
+    assert len(set(homes)) == 3
+
+
+def test_least_loaded_ignores_prefixes() -> None:
+    rig = a_rig(dispatch=Dispatch.LEAST_LOADED, replicas=2)
+    rig.submit(words(1, 100), new=300)
+    rig.turn()
+    second = rig.submit(words(1, 100), new=1)
+    rig.until_idle()
+    assert rig.home(second) != rig.home(0)
+
+
+def test_random_is_spread_and_the_same_every_time() -> None:
+    def homes() -> list[int]:
+        rig = a_rig(dispatch=Dispatch.RANDOM)
+        for _ in range(300):
+            rig.submit(5, new=1)
+        rig.turn()
+        return [rig.home(number) for number in range(300)]
+
+    counts = Counter(homes())
+    assert homes() == homes()
+    assert min(counts.values()) > 70
+
+
+def test_with_many_replicas_a_prefix_is_found_again() -> None:
+    rig = a_rig(replicas=64)
+    for start in range(20):
+        rig.submit(words(start + 1, 300), new=1)
+    rig.until_idle()
+    for start in range(20):
+        again = rig.submit(words(start + 1, 300) + words(99, 5), new=1)
+        rig.until_idle()
+        assert rig.home(again) == rig.home(start)
+        assert rig.admission(again).cached_tokens == 288
+
+
+def test_one_that_fits_on_one_replica_only_goes_there() -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
+    rig.lose(1)
+    rig.open(1, blocks=40)
+    large = [rig.submit(60, new=200) for _ in range(3)]
+    rig.until_idle()
+    assert {rig.home(number) for number in large} == {1}
+    assert rig.finished == large
+
+
+def test_one_that_fits_on_a_lost_replica_only_holds_nobody_up_and_runs_when_it_is_back() -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
+    rig.lose(1)
+    rig.open(1, blocks=40)
+    rig.lose(1)
+    large = rig.submit(60, new=200)
+    small = rig.submit(10, new=5)
+    rig.turns(10)
+    assert rig.finished == [small]
+    rig.open(1, blocks=40)
+    rig.until_idle()
+    assert rig.finished == [small, large]
+    audit_idle(rig.scheduler)
+
+
+def test_one_that_only_a_draining_replica_can_hold_holds_nobody_up_and_may_be_cancelled() -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
+    rig.lose(1)
+    rig.open(1, blocks=40)
+    rig.scheduler.drain(1)
+    large, cancelled = rig.submit(60, new=200), rig.submit(60, new=200)
+    small = rig.submit(10, new=5)
+    rig.turns(10)
+    assert rig.finished == [small]
+    rig.scheduler.cancel(RequestId(cancelled))
+    rig.scheduler.drain(1, draining=False)
+    rig.until_idle()
+    assert rig.finished == [small, large]
+    audit_idle(rig.scheduler)

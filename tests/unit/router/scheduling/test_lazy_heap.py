@@ -1,0 +1,63 @@
+"""A heap whose keys change."""
+
+from __future__ import annotations
+
+import random
+
+from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
+
+
+class Item:
+    def __init__(self, value: float, number: int = 0) -> None:
+        self.key: Key = (value, number)
+
+
+def key_of(item: Item) -> Key:
+    return item.key
+
+
+def test_the_first_is_the_least_whatever_rises_falls_or_leaves() -> None:
+    draw = random.Random(3)
+    heap: LazyHeap[Item] = LazyHeap(key_of)
+    items: list[Item] = []
+    for number in range(5000):
+        if not items or draw.random() < 0.4:
+            items.append(Item(draw.random(), number))
+            heap.put(items[-1])
+        else:
+            item = draw.choice(items)
+            value = item.key[0] + draw.uniform(-1, 1)
+            fell, item.key = value < item.key[0], (value, number)
+            if fell:
+                heap.put(item)
+            elif draw.random() < 0.7:
+                items.remove(item)
+                heap.discard(item)
+        assert heap.first() is min(items, key=key_of, default=None)
+        assert heap.stored <= 2 * len(heap) == 2 * len(items)
+
+
+def test_coming_and_going_leaves_nothing_behind() -> None:
+    heap: LazyHeap[Item] = LazyHeap(key_of)
+    items = [Item(1.0, number) for number in range(10)]
+    for item in items:
+        heap.put(item)
+    for turn in range(1000):
+        heap.discard(items[turn % 10])
+        heap.put(items[turn % 10])
+        assert heap.stored <= 20
+    assert heap.first() is items[0]
+
+
+def test_another_item_may_take_over_a_key() -> None:
+    heap: LazyHeap[Item] = LazyHeap(key_of)
+    others = [Item(2.0, number) for number in range(9)]
+    for item in others:
+        heap.put(item)
+    old, new = Item(1.0), Item(1.0)
+    heap.put(old)
+    heap.discard(old)
+    heap.put(new)
+    assert heap.first() is new
+    heap.discard(new)
+    assert heap.first() is others[0]

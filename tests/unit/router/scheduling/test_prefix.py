@@ -1,0 +1,221 @@
+"""Prompts that begin alike: what is reused, what is not, and when it is worth waiting for."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from block_audit import audit, audit_idle
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_rig import BLOCK, Rig, a_policy, words
+
+from text_generation_router.scheduling.prefix import WORTH_WAITING_FOR, shared_tokens
+from text_generation_router.scheduling.steps import FailureKind, Outcome
+
+
+def a_rig(**changes: object) -> Rig:
+    return Rig(a_policy(max_batch_prefill_tokens=1000, **changes))
+
+
+def test_a_prompt_that_began_before_shares_its_blocks() -> None:
+    rig = a_rig()
+    first = rig.submit(words(1, 100), new=1)
+    rig.until_idle()
+    second = rig.submit(words(1, 70) + words(2, 30), new=1)
+    rig.until_idle()
+    assert rig.admission(first).cached_tokens == 0
+    assert rig.admission(second).cached_tokens == 64
+    assert rig.admission(second).blocks[:4] == rig.admission(first).blocks[:4]
+    assert set(rig.admission(second).blocks[4:]).isdisjoint(rig.admission(first).blocks[:6])
+    assert sum(tokens for _, tokens in rig.orders[-1][1].prefill) == 36
+    assert (rig.scheduler.prompt_tokens, rig.scheduler.hit_tokens) == (200, 64)
+
+
+def test_two_that_run_at_once_share_blocks() -> None:
+    rig = a_rig()
+    rig.submit(words(1, 100), new=50)
+    rig.turns(2)
+    used = rig.scheduler.used_blocks
+    second = rig.submit(words(1, 100), new=50)
+    rig.turn()
+    assert rig.admission(second).cached_tokens == 96
+    assert rig.scheduler.used_blocks < 2 * used
+    audit(rig.batch())
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [(1, 0), (16, 0), (17, 16), (64, 48), (65, 64)])
+def test_one_token_is_always_left_to_compute(prompt: int, cached: int) -> None:
+    rig = a_rig()
+    rig.submit(words(1, 80), new=1)
+    rig.until_idle()
+    second = rig.submit(words(1, prompt), new=1)
+    rig.until_idle()
+    assert rig.admission(second).cached_tokens == cached
+
+
+def test_generated_tokens_hit_in_the_next_turn() -> None:
+    rig = a_rig()
+    rig.submit(words(1, 20), new=60)
+    rig.until_idle()
+    answer = (7,) * 60
+    second = rig.submit(words(1, 20) + answer + words(2, 5), new=1)
+    rig.until_idle()
+    # The KV of the last token of 80 was never computed: four blocks of the 79 are whole.
+    assert rig.admission(second).cached_tokens == 64
+
+
+def test_a_prompt_that_is_scored_is_computed_whole() -> None:
+    rig = a_rig()
+    rig.submit(words(1, 80), new=1)
+    rig.until_idle()
+    second = rig.submit(words(1, 80), new=1, prompt_logprobs=True)
+    rig.until_idle()
+    assert rig.admission(second).cached_tokens == 0
+
+
+def test_a_scored_prompt_that_fills_the_pool_ends_though_its_blocks_are_cached_twice() -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=1000), blocks=20)
+    rig.submit(words(1, 120), new=1)
+    rig.until_idle()
+    second = rig.submit(words(1, 120), new=201, prompt_logprobs=True)
+    rig.until_idle()
+    assert rig.tokens[second] == 201
+    # It was taken back once, to use the cached blocks instead of its own; its scores had come with the first token.
+    assert [admission.cached_tokens for _, admission in rig.admissions(second)] == [0, 208]
+    audit_idle(rig.scheduler)
+
+
+def test_salts_share_nothing() -> None:
+    rig = a_rig()
+    rig.submit(words(1, 80), new=1, salt="one")
+    rig.until_idle()
+    other = rig.submit(words(1, 80), new=1, salt="another")
+    none = rig.submit(words(1, 80), new=1)
+    same = rig.submit(words(1, 80), new=1, salt="one")
+    rig.until_idle()
+    assert [rig.admission(number).cached_tokens for number in (other, none, same)] == [0, 0, 64]
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    rig = a_rig(prefix_caching=False)
+    for _ in range(2):
+        rig.submit(words(1, 80), new=1)
+        rig.until_idle()
+    assert rig.scheduler.hit_tokens == 0
+    assert rig.scheduler.cached_blocks == 0
+
+
+def test_only_what_a_report_said_is_computed_is_published() -> None:
+    rig = a_rig()
+    rig.submit(words(1, 80), new=5)
+    rig.scheduler.dispatch(0.0)
+    orders = rig.scheduler.decide(0, 0.0)
+    assert orders is not None
+    assert rig.scheduler.cached_blocks == 0
+    rig.apply(0, Outcome(orders.number, prefilled=[(orders.admit[0].slot, 40)]))
+    assert rig.scheduler.cached_blocks == 2
+    audit(rig.batch())
+
+
+def test_a_sequence_that_fails_publishes_nothing_more() -> None:
+    rig = a_rig()
+    rig.submit(words(1, 160), new=50)
+    rig.turns(3)
+    kept = rig.scheduler.cached_blocks
+    rig.turns(20)
+    slot = rig.admission(0).slot
+    rig.apply(0, Outcome(rig.batch()._number, failed={slot: (FailureKind.NUMERICS, "NaN")}))
+    assert rig.scheduler.cached_blocks == kept == 10
+    assert rig.failed == {0: FailureKind.NUMERICS}
+    audit_idle(rig.scheduler)
+
+
+def test_a_chunk_in_a_step_that_failed_is_not_published() -> None:
+    rig = a_rig()
+    rig.submit(words(1, 160), new=50)
+    rig.scheduler.dispatch(0.0)
+    orders = rig.scheduler.decide(0, 0.0)
+    assert orders is not None
+    slot = orders.admit[0].slot
+    rig.apply(0, Outcome(orders.number, prefilled=[(slot, 160)], failed={slot: (FailureKind.STEP, "it failed")}))
+    assert rig.scheduler.cached_blocks == 0
+    audit_idle(rig.scheduler)
+
+
+def test_an_entry_waits_for_a_prefix_that_is_being_computed() -> None:
+    rig = Rig(a_policy())
+    rig.submit(words(1, 200), new=5)
+    rig.turn()
+    second = rig.submit(words(1, 160) + words(2, 30), new=5)
+    rig.turn()
+    assert second not in rig.admitted()
+    rig.until_idle()
+    assert rig.admission(second).cached_tokens == 160
+
+
+def test_others_pass_one_that_waits_for_a_prefix() -> None:
+    rig = Rig(a_policy())
+    rig.submit(words(1, 200), new=5)
+    rig.turn()
+    waiting = rig.submit(words(1, 160) + words(2, 30), new=5)
+    passing = rig.submit(words(3, 10), new=5)
+    rig.until_idle()
+    assert rig.admitted() == [0, passing, waiting]
+
+
+def test_a_short_prefix_is_computed_again_rather_than_waited_for() -> None:
+    rig = a_rig()
+    rig.submit(words(1, WORTH_WAITING_FOR - 1) + words(2, 200), new=5)
+    second = rig.submit(words(1, WORTH_WAITING_FOR - 1) + words(3, 20), new=5)
+    rig.turn()
+    assert sorted(rig.admitted()) == [0, second]
+    rig.until_idle()
+    audit_idle(rig.scheduler)
+
+
+def test_who_waited_for_one_that_was_cancelled_goes_on_alone() -> None:
+    rig = Rig(a_policy())
+    first = rig.submit(words(1, 300), new=5)
+    rig.turn()
+    second = rig.submit(words(1, 300), new=5)
+    rig.turn()
+    rig.scheduler.cancel(rig.admission(first).request.id)
+    rig.until_idle()
+    assert rig.tokens[second] == 5
+    assert rig.admission(second).cached_tokens > 0
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=1000), blocks=12)
+    for start in (1, 2):
+        rig.submit(words(start, 65), new=1)
+        rig.until_idle()
+    rig.submit(words(1, 65), new=1)
+    rig.until_idle()
+    rig.submit(words(3, 65), new=1)
+    rig.until_idle()
+    again = [rig.submit(words(start, 65), new=1) for start in (1,)]
+    rig.until_idle()
+    assert rig.admission(again[0]).cached_tokens == 64
+
+
+@given(
+    one=st.lists(st.integers(0, 1), max_size=40),
+    other=st.lists(st.integers(0, 1), max_size=40),
+    block_size=st.integers(1, 4),
+    alike=st.integers(0, 40),
+)
+def test_shared_tokens_are_those_that_comparing_finds(
+    one: list[int], other: list[int], block_size: int, alike: int
+) -> None:
+    other = one[:alike] + other
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    found = shared_tokens(array("I", one).tobytes(), array("I", other).tobytes(), block_size)
+    assert found == same // block_size * block_size
+
+
+def test_blocks_are_of_16_tokens_here() -> None:
+    assert BLOCK == 16

@@ -1,0 +1,442 @@
+"""The prefix tree's rules, one at a time. Their interplay is the state machine's business."""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from text_generation_router.scheduling.blocks import BlockPool
+from text_generation_router.scheduling.prefix_tree import Node, PrefixTree
+
+SALT = "a tenant"
+
+
+def key(tokens: Iterable[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def cache(tree: PrefixTree, tokens: Sequence[int], blocks: Sequence[int], salt: str = SALT) -> list[int]:
+    """What a request does that computed `tokens` into `blocks`. Returns the blocks that stayed its own."""
+    node, held = tree.acquire(salt, key(tokens))
+    cached = tree.peek(salt, key(tokens))
+    node, present = tree.extend(node, key(tokens[cached:]), blocks[len(held) :])
+    assert present == 0
+    tree.release(node)
+    return list(blocks[: len(held)])
+
+
+def find(tree: PrefixTree, tokens: Sequence[int], salt: str = SALT) -> list[int]:
+    """The blocks of the longest cached prefix. Counts as a use."""
+    node, blocks = tree.acquire(salt, key(tokens))
+    tree.release(node)
+    return blocks
+
+
+def evict_all(tree: PrefixTree) -> list[int]:
+    return tree.evict(tree.cached_blocks)
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks"),
+    [
+        ([], []),
+        ([9, 9], []),
+        ([1, 2], [10]),
+        ([1, 2, 3, 4], [10, 11]),
+        ([1, 2, 3, 9], [10]),
+        ([1, 2, 3, 4, 5, 6], [10, 11, 12]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], [10, 11, 12, 13]),
+        ([1, 2, 3, 4, 50, 60, 7, 8], [10, 11, 22]),
+        ([1, 2, 3, 4, 50, 60, 70, 80, 1, 1], [10, 11, 22, 23]),
+        ([1, 2, 3, 4, 50, 61], [10, 11]),
+        ([3, 4], []),
+    ],
+)
+def test_the_longest_cached_prefix_is_found_in_whole_blocks(asked: list[int], blocks: list[int]) -> None:
+    tree = PrefixTree(2)
+    cache(tree, [1, 2, 3, 4, 5, 6, 7, 8], [10, 11, 12, 13])
+    own = cache(tree, [1, 2, 3, 4, 50, 60, 70, 80], [20, 21, 22, 23])
+    assert own == [20, 21]
+    assert tree.peek(SALT, key(asked)) == 2 * len(blocks)
+    assert find(tree, asked) == blocks
+    assert tree.cached_blocks == tree.evictable_blocks == 6
+
+
+@pytest.mark.parametrize("shared", [1, 2, 3, 31, 32, 33, 63, 64, 99, 100])
+def test_the_end_of_a_prefix_is_found_anywhere_in_a_long_run(shared: int) -> None:
+    tree = PrefixTree(4)
+    cache(tree, range(400), range(100))
+    asked = [*range(shared * 4), *([7] * 400)]
+    assert tree.peek(SALT, key(asked)) == shared * 4
+    assert find(tree, asked) == list(range(shared))
+
+
+def test_blocks_that_differ_in_their_last_byte_are_apart() -> None:
+    tree = PrefixTree(2)
+    cache(tree, [1, 2], [5])
+    assert tree.peek(SALT, key([1, 2 + (1 << 24)])) == 0
+    assert tree.peek(SALT, key([1 + (1 << 31), 2])) == 0
+
+
+def test_a_peek_is_no_use_and_leaves_nothing_behind() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1], [10])
+    cache(tree, [2], [20])
+    assert tree.peek(SALT, key([1])) == 1
+    assert tree.peek("another", key([1])) == 0
+    assert tree.evict(1) == [10]
+
+
+def test_salts_are_apart() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1, 2], [10, 11], salt="a")
+    assert find(tree, [1, 2], salt="b") == []
+    cache(tree, [1, 2], [20, 21], salt="b")
+    assert find(tree, [1, 2], salt="a") == [10, 11]
+    assert find(tree, [1, 2], salt="b") == [20, 21]
+    assert sorted(evict_all(tree)) == [10, 11, 20, 21]
+
+
+def test_a_prompt_computed_twice_at_once_is_kept_once() -> None:
+    tree = PrefixTree(1)
+    first, _ = tree.acquire(SALT, key([1, 2, 3]))
+    second, _ = tree.acquire(SALT, key([1, 2, 3, 4]))
+    first, present = tree.extend(first, key([1, 2, 3]), [10, 11, 12])
+    assert present == 0
+    second, present = tree.extend(second, key([1, 2, 3, 4]), [20, 21, 22, 23])
+    assert present == 3
+    assert find(tree, [1, 2, 3, 4]) == [10, 11, 12, 23]
+    tree.release(second)
+    assert tree.evict(9) == [23]
+    tree.release(first)
+    assert tree.evict(9) == [10, 11, 12]
+
+
+@pytest.mark.parametrize(("run", "present"), [([1, 2, 3], 3), ([1, 2], 2), ([1, 2, 9], 2), ([1], 1), ([], 0), ([8], 0)])
+def test_a_run_is_locked_to_its_end_and_no_further(run: list[int], present: int) -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1, 2, 3], [10, 11, 12])
+    root, _ = tree.acquire(SALT, b"")
+    mine = [20, 21, 22][: len(run)]
+    node, there = tree.extend(root, key(run), mine)
+    assert there == present
+    assert tree.evict(9) == [10, 11, 12][present:]
+    assert tree.cached_blocks == len(run)
+    assert tree.evictable_blocks == 0
+    tree.release(node)
+    assert evict_all(tree) == mine[present:] + [10, 11, 12][:present]
+
+
+def test_a_run_that_ends_within_another_is_locked_only_that_far() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1, 2, 3, 4], [10, 11, 12, 13])
+    node, blocks = tree.acquire(SALT, key([1, 2, 9]))
+    assert blocks == [10, 11]
+    assert tree.evictable_blocks == 2
+    assert tree.evict(9) == [12, 13]
+    tree.release(node)
+    assert tree.evict(9) == [10, 11]
+
+
+def test_a_lock_that_moved_on_is_not_left_behind() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1, 2, 3], [10, 11, 12])
+    node, _ = tree.acquire(SALT, key([1]))
+    node, present = tree.extend(node, key([2, 3]), [21, 22])
+    assert present == 2
+    assert tree.evictable_blocks == 0
+    tree.release(node)
+    assert tree.evictable_blocks == 3
+
+
+def test_a_split_leaves_the_locks_of_others_where_they_were() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1, 2, 3, 4], [10, 11, 12, 13])
+    whole, _ = tree.acquire(SALT, key([1, 2, 3, 4]))
+    half, _ = tree.acquire(SALT, key([1, 2]))
+    tree.release(half)
+    assert tree.evictable_blocks == 0
+    assert tree.evict(9) == []
+    whole, present = tree.extend(whole, key([5]), [14])
+    assert present == 0
+    assert find(tree, [1, 2, 3, 4, 5]) == [10, 11, 12, 13, 14]
+    tree.release(whole)
+    assert evict_all(tree) == [12, 13, 14, 10, 11]
+
+
+def test_what_a_request_adds_block_by_block_goes_after_its_own_end() -> None:
+    tree = PrefixTree(1)
+    root, _ = tree.acquire(SALT, b"")
+    first, _ = tree.extend(root, key([1, 2]), [10, 11])
+    second, blocks = tree.acquire(SALT, key([1, 2]))
+    assert blocks == [10, 11]
+    first, _ = tree.extend(first, key([3]), [12])
+    first, _ = tree.extend(first, key([4]), [13])
+    second, _ = tree.extend(second, key([7]), [27])
+    assert find(tree, [1, 2, 3, 4]) == [10, 11, 12, 13]
+    assert find(tree, [1, 2, 7]) == [10, 11, 27]
+    tree.release(first)
+    assert tree.evict(9) == [12, 13]
+    tree.release(second)
+    assert tree.evict(9) == [27, 10, 11]
+
+
+def test_a_long_answer_added_block_by_block_is_one_run() -> None:
+    tree = PrefixTree(1)
+    node, _ = tree.acquire(SALT, b"")
+    grown: set[Node] = set()
+    for token in range(1000):
+        node, _ = tree.extend(node, key([token]), [token])
+        grown.add(node)
+    tree.release(node)
+    assert len(grown) == 1
+    assert find(tree, range(1000)) == list(range(1000))
+
+
+def test_a_leaf_that_was_extended_is_no_leaf() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1], [10])
+    one, _ = tree.acquire(SALT, key([1]))
+    two, _ = tree.acquire(SALT, key([1]))
+    one, _ = tree.extend(one, key([2]), [11])
+    two, _ = tree.extend(two, key([3]), [12])
+    tree.release(one)
+    tree.release(two)
+    assert [tree.evict(1) for _ in range(4)] == [[11], [12], [10], []]
+
+
+def test_the_leaf_used_least_recently_goes_first() -> None:
+    tree = PrefixTree(1)
+    for token in (1, 2, 3):
+        cache(tree, [token], [token * 10])
+    find(tree, [1])
+    assert [tree.evict(1) for _ in range(3)] == [[20], [30], [10]]
+
+
+def test_a_leaf_counts_as_used_until_its_lock_is_dropped() -> None:
+    tree = PrefixTree(1)
+    long, _ = tree.acquire(SALT, b"")
+    long, _ = tree.extend(long, key([1]), [10])
+    cache(tree, [2], [20])
+    tree.release(long)
+    assert tree.evict(1) == [20]
+
+
+def test_use_of_a_run_is_use_of_what_it_follows() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1], [10])
+    cache(tree, [1, 2, 3], [10, 11, 12])
+    find(tree, [1])  # a boundary after the first block
+    cache(tree, [5], [50])
+    find(tree, [1, 2, 3])
+    cache(tree, [6], [60])
+    assert [tree.evict(count) for count in (1, 2, 1, 1)] == [[50], [11, 12], [10], [60]]
+
+
+@pytest.mark.parametrize(
+    ("count", "taken", "left"),
+    [
+        (-1, [], [10, 11, 12, 13]),
+        (0, [], [10, 11, 12, 13]),
+        (1, [13], [10, 11, 12]),
+        (3, [11, 12, 13], [10]),
+        (4, [10, 11, 12, 13], []),
+        (5, [10, 11, 12, 13, 23], []),
+    ],
+)
+def test_no_more_is_evicted_than_is_asked_for(count: int, taken: list[int], left: list[int]) -> None:
+    tree = PrefixTree(2)
+    cache(tree, range(8), [10, 11, 12, 13])
+    cache(tree, range(100, 108), [20, 21, 22, 23])
+    assert tree.evict(count) == taken
+    assert tree.cached_blocks == tree.evictable_blocks == 8 - len(taken)
+    assert find(tree, range(8)) == left
+
+
+def test_a_run_that_lost_its_tail_can_grow_again() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1, 2, 3], [10, 11, 12])
+    assert tree.evict(2) == [11, 12]
+    assert cache(tree, [1, 2, 9], [10, 21, 22]) == [10]
+    assert find(tree, [1, 2, 3]) == [10, 21]
+    assert evict_all(tree) == [22, 10, 21]
+
+
+def test_cleared_is_empty_and_late_releases_do_nothing() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1, 2], [10, 11])
+    late, _ = tree.acquire(SALT, key([1]))
+    root, _ = tree.acquire("other", b"")
+    tree.clear()
+    assert (tree.cached_blocks, tree.evictable_blocks, tree.evict(9)) == (0, 0, [])
+    assert tree.peek(SALT, key([1, 2])) == 0
+    cache(tree, [1, 2], [20, 21])
+    tree.release(late)
+    tree.release(root)
+    assert tree.evictable_blocks == 2
+    assert find(tree, [1, 2]) == [20, 21]
+    assert evict_all(tree) == [20, 21]
+
+
+def test_misuse_is_caught() -> None:
+    tree = PrefixTree(2)
+    node, _ = tree.acquire(SALT, b"")
+    with pytest.raises(AssertionError, match="full blocks"):
+        tree.extend(node, key([1, 2, 3]), [1, 2])
+    tree.release(node)
+    with pytest.raises(AssertionError, match="twice"):
+        tree.release(node)
+    with pytest.raises(AssertionError, match="not locked"):
+        tree.extend(node, key([1, 2]), [1])
+    node, _ = tree.acquire(SALT, b"")
+    tree.clear()
+    with pytest.raises(AssertionError, match="cleared"):
+        tree.extend(node, key([1, 2]), [1])
+
+
+def test_tgis_vectors() -> None:
+    """Vectors of TGI's radix allocator: a pool whose block 0 is reserved, prompts cached when their request ends."""
+
+    def allocate(tokens: int, prompt: list[int]) -> tuple[Node, int, list[int]]:
+        node, held = tree.acquire(SALT, key(prompt[: len(prompt) // tree_block * tree_block]))
+        need = pool.blocks_for(tokens) - len(held)
+        pool.give_back(tree.evict(need - pool.free))
+        return node, len(held) * tree_block, [*held, *pool.take(need)]
+
+    def free(node: Node, cached: int, prompt: list[int], blocks: list[int]) -> None:
+        full = len(prompt) // tree_block
+        start = cached // tree_block
+        node, present = tree.extend(node, key(prompt[cached : full * tree_block]), blocks[start:full])
+        pool.give_back(blocks[start : start + present] + blocks[full:])
+        tree.release(node)
+
+    tree_block, tree, pool = 1, PrefixTree(1), BlockPool(11, 1)
+    node, cached, first = allocate(8, [0, 1, 2, 3])
+    assert cached == 0
+    free(node, cached, [0, 1, 2, 3], first)
+    _, cached, second = allocate(8, [0, 1, 2, 3])
+    assert (cached, sorted(second)) == (4, sorted(first))
+
+    tree_block, tree, pool = 2, PrefixTree(2), BlockPool(11, 2)
+    node, cached, first = allocate(7, [0, 1, 2])
+    assert (cached, len(first)) == (0, 4)
+    free(node, cached, [0, 1, 2], first)
+    _, cached, second = allocate(7, [0, 1, 2])
+    assert (cached, second[0]) == (2, first[0])
+
+    tree_block, tree, pool = 1, PrefixTree(1), BlockPool(6, 1)
+    node_a, _, blocks_a = allocate(4, [0, 1, 2, 3])
+    node_b, _, blocks_b = allocate(2, [4, 5])
+    free(node_a, 0, [0, 1, 2, 3], blocks_a)
+    free(node_b, 0, [4, 5], blocks_b)
+    _, cached, third = allocate(4, [6, 7, 8, 9])
+    assert (cached, sorted(third)) == (0, sorted(blocks_a))
+    assert find(tree, [4, 5]) == blocks_b
+
+
+def grown_by(action: Callable[[], object]) -> int:
+    """Bytes that stay allocated after calling `action`."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        action()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_salts_without_blocks_are_forgotten() -> None:
+    tree = PrefixTree(1)
+
+    def many_salts() -> None:
+        for number in range(3000):
+            find(tree, [1], salt=f"salt {number}")
+            cache(tree, [1], [1], salt=f"salt {number}")
+            assert tree.evict(1) == [1]
+            node, _ = tree.acquire(f"salt {number}", b"")
+            node, _ = tree.extend(node, key([1]), [1])
+            tree.release(node)
+            root, _ = tree.acquire(f"salt {number}", b"")
+            assert tree.evict(1) == [1]
+            tree.release(root)
+
+    assert grown_by(many_salts) < 100_000
+
+
+def test_hits_without_evictions_do_not_fill_the_memory() -> None:
+    tree = PrefixTree(1)
+    for token in range(10):
+        cache(tree, [token], [token])
+
+    def many_hits() -> None:
+        for number in range(20_000):
+            find(tree, [number % 10])
+
+    assert grown_by(many_hits) < 100_000
+    assert tree.evict(10) == list(range(10))
+
+
+def test_the_order_of_use_outlives_the_removal_of_stale_entries() -> None:
+    tree = PrefixTree(1)
+    order = list(range(500))
+    for token in order:
+        cache(tree, [token], [token])
+    assert tree.evict(200) == order[:200]
+    del order[:200]
+    for number in range(1000):
+        token = order[number**2 * 7 % 300] if number < 150 else order[-1 - number % 40]
+        find(tree, [token])
+        order.remove(token)
+        order.append(token)
+    assert [tree.evict(1) for _ in order] == [[token] for token in order]
+
+
+def test_a_path_as_deep_as_it_can_be_is_walked_without_recursion() -> None:
+    depth = 3000  # three times what recursion could
+    tree = PrefixTree(1)
+    whole = key(range(depth))
+    cache(tree, range(depth), range(depth))
+    node, _ = tree.acquire(SALT, b"")
+    for token in range(depth):
+        other, _ = tree.acquire(SALT, whole[: 4 * (token + 1)])
+        tree.release(node)
+        node = other
+    assert tree.evictable_blocks == 0
+    tree.release(node)
+    assert tree.peek(SALT, whole) == depth
+    assert tree.evict(depth) == list(range(depth - 1, -1, -1))
+
+
+def best_seconds(repeats: int, calls: int, action: Callable[[], object]) -> float:
+    """Processor time of one call, the best of several rounds."""
+    rounds = []
+    for _ in range(repeats):
+        started = time.thread_time()
+        for _ in range(calls):
+            action()
+        rounds.append((time.thread_time() - started) / calls)
+    return min(rounds)
+
+
+def test_a_long_run_is_compared_as_memory() -> None:
+    tree = PrefixTree(16)
+    cache(tree, range(200_000), range(12_500))
+    whole = key(range(200_000))
+    almost = key([*range(199_000), *([1] * 1000)])
+    # About 0.03 ms each; a Python loop over the blocks takes some ms.
+    assert best_seconds(10, 10, lambda: tree.peek(SALT, whole)) < 500e-6
+    assert best_seconds(10, 10, lambda: tree.peek(SALT, almost)) < 500e-6
+
+
+def test_an_eviction_costs_what_it_takes_not_what_the_tree_holds() -> None:
+    tree = PrefixTree(1)
+    for token in range(30_000):
+        cache(tree, [token, token + 1], [2 * token, 2 * token + 1])
+    # About 0.001 ms; a pass over the leaves takes some ms.
+    assert best_seconds(10, 20, lambda: tree.evict(1)) < 200e-6

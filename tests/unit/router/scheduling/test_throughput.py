@@ -1,0 +1,144 @@
+"""How fast a replica works, from reports of its steps, and the wait that follows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from text_generation_router.scheduling.throughput import Throughput, foreseen_wait
+
+
+def work(
+    throughput: Throughput, now: float, seconds: float, rate: float, *, gap_s: float = 0.0, queued: bool = True
+) -> float:
+    """Steps of 50 ms, back to back but for the gap, for so long. The time they end."""
+    end = now + seconds
+    while now < end:
+        now += gap_s + 0.05
+        throughput.record(now, round(rate * 0.05), 0.05, queued=queued)
+    return now
+
+
+def test_nothing_is_known_before_the_first_report() -> None:
+    assert Throughput().rate(5.0) == 0.0
+
+
+def test_the_first_report_is_its_own_rate() -> None:
+    throughput = Throughput()
+    throughput.record(100.0, 50, 0.5)
+    assert throughput.rate(100.0) == pytest.approx(100.0)
+
+
+def test_small_gaps_between_steps_count() -> None:
+    throughput = Throughput()
+    now = work(throughput, 0.0, 60.0, 1_000, gap_s=0.05)
+    assert throughput.rate(now) == pytest.approx(500.0, rel=0.01)
+
+
+def test_idle_time_does_not() -> None:
+    throughput = Throughput()
+    now = 0.0
+    for _ in range(20):
+        now = work(throughput, now, 1.0, 1_000) + 3.0
+    assert throughput.rate(now) == pytest.approx(1_000.0, rel=0.01)
+
+
+def test_a_day_of_idleness_erases_nothing() -> None:
+    throughput = Throughput()
+    now = work(throughput, 0.0, 30.0, 1_000)
+    assert throughput.rate(now + 86_400.0) == pytest.approx(1_000.0, rel=0.01)
+
+
+def test_after_idleness_new_steps_soon_count_most() -> None:
+    throughput = Throughput()
+    now = work(throughput, 0.0, 60.0, 1_000)
+    now = work(throughput, now + 3_600.0, 5.0, 200)
+    assert 200 <= throughput.rate(now) < 400
+
+
+def test_a_change_is_followed_with_a_time_constant_of_twenty_seconds() -> None:
+    throughput = Throughput()
+    now = work(throughput, 0.0, 200.0, 1_000)
+    now = work(throughput, now, 20.0, 500)
+    assert throughput.rate(now) == pytest.approx(500 + 500 / math.e, rel=0.02)
+    now = work(throughput, now, 80.0, 500)
+    assert throughput.rate(now) == pytest.approx(500, rel=0.03)
+
+
+def test_it_is_tokens_over_seconds_not_a_mean_of_rates() -> None:
+    """A wait passes through short steps and long ones: what counts is the sum of their seconds."""
+    throughput = Throughput()
+    now = 0.0
+    for _ in range(200):
+        now += 0.9
+        throughput.record(now, 90, 0.9)
+        now += 0.1
+        throughput.record(now, 410, 0.1)
+    assert throughput.rate(now) == pytest.approx(500.0, rel=0.02)
+
+
+def test_reports_that_come_in_a_bunch_count_the_wall_clock_once() -> None:
+    throughput = Throughput()
+    now = 0.0
+    for _ in range(200):
+        now += 0.2
+        for _ in range(4):
+            throughput.record(now, 50, 0.05)
+    assert throughput.rate(now) == pytest.approx(1_000.0, rel=0.03)
+
+
+def test_what_it_did_with_room_to_spare_gives_way_to_what_it_did_while_requests_waited() -> None:
+    throughput = Throughput()
+    now = work(throughput, 0.0, 60.0, 100, queued=False)
+    assert throughput.rate(now) == pytest.approx(100.0)
+    now = work(throughput, now, 1.0, 1_000)
+    assert throughput.rate(now) == pytest.approx(1_000.0)
+    now = work(throughput, now, 600.0, 100, queued=False)
+    assert throughput.rate(now) == pytest.approx(1_000.0)
+
+
+def test_steps_that_served_nothing_took_time_all_the_same() -> None:
+    throughput = Throughput()
+    throughput.record(1.0, 100, 1.0)
+    throughput.record(2.0, 0, 1.0)
+    assert throughput.rate(2.0) == pytest.approx(50.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("tokens", "busy_s"), [(10, 0.0), (10, -1.0), (10, math.nan), (10, math.inf), (-1, 1.0)])
+def test_reports_that_cannot_be_are_passed_over(tokens: int, busy_s: float) -> None:
+    throughput = Throughput()
+    throughput.record(1.0, tokens, busy_s)
+    assert throughput.rate(1.0) == 0.0
+
+
+def test_a_queue_simulated_waits_as_long_as_foreseen() -> None:
+    """Steps of a prompt and of decoding in turn, as served before, so ahead in the queue."""
+    throughput = Throughput()
+    steps = [(400, 0.25), (8, 0.03), (8, 0.03), (8, 0.03), (120, 0.09)]
+    now = 0.0
+    for turn in range(500):
+        tokens, seconds = steps[turn % len(steps)]
+        now += seconds + 0.002
+        throughput.record(now, tokens, seconds)
+    ahead = 40 * sum(tokens for tokens, _ in steps)
+    true = 40 * sum(seconds + 0.002 for _, seconds in steps)
+    assert foreseen_wait(ahead, [throughput.rate(now)]) == pytest.approx(true, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("work_ahead", "rates", "wait"),
+    [
+        (1_000.0, [], None),
+        (1_000.0, [0.0, 0.0], None),
+        (1_000.0, [100.0], 10.0),
+        (1_000.0, [100.0, 300.0], 2.5),
+        (1_000.0, [100.0, 0.0], 5.0),
+        (0.0, [100.0], 0.0),
+        (-5.0, [100.0], 0.0),
+    ],
+)
+def test_the_foreseen_wait_is_work_over_the_rates_of_all(
+    work_ahead: float, rates: list[float], wait: float | None
+) -> None:
+    assert foreseen_wait(work_ahead, rates) == wait
