@@ -72,6 +72,12 @@ class ShardClient:
                     # The shard went away between two states; wait_for_ready waits for the next connection.
                     await asyncio.sleep(0.1)
 
+    async def serving(self) -> AsyncIterator[bool]:
+        """Whether the shard's health is SERVING: now, and at each change. Raises grpc.aio.AioRpcError when it is gone."""
+        health = health_pb2_grpc.HealthStub(self._channel)
+        async for reply in health.Watch(health_pb2.HealthCheckRequest()):
+            yield reply.status == health_pb2.HealthCheckResponse.SERVING
+
     async def info(self, timeout: float = 10.0) -> pb.InfoResponse:
         """What the engine is and can do."""
         return await self._stub.Info(pb.InfoRequest(), timeout=timeout)

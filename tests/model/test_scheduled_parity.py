@@ -101,9 +101,9 @@ async def tokens_of(
     async with AsyncExitStack() as stack:
         joined = []
         for engine, address in zip(engines, addresses, strict=True):
-            client, stop = await stack.enter_async_context(serve_engine(engine, address))
-            joined.append(await join(client, limits, address, timeout=60))
-            stops.append(stop)
+            shard = await stack.enter_async_context(serve_engine(engine, address))
+            joined.append(await join(shard.client, limits, address, timeout=60))
+            stops.append(shard.end_session)
         await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
         collectors = [Collector() for _ in requests]
         for request, collector in zip(requests, collectors, strict=True):

@@ -108,9 +108,9 @@ async def serve(
     engine = EchoEngine.build(ShardConfig(engine="echo", model_path=str(model) if grammars else "", **echo))
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix://{folder}/shard"
-        async with serve_engine(engine, address) as (client, stop_shard):
+        async with serve_engine(engine, address) as shard:
             warm_up = WarmUpLimits(max_batch_total_tokens=pool_tokens)
-            joined = await join(client, warm_up, address, timeout=20)
+            joined = await join(shard.client, warm_up, address, timeout=20)
             scheduler = Scheduler(
                 Policy(**{"max_batch_prefill_tokens": 4096, "max_batch_size": max_batch_size, **(policy or {})})
             )
@@ -148,7 +148,9 @@ async def serve(
                 ) as port,
                 aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
             ):
-                yield Stack(port, session, permits, metrics, scheduler, engine, tokenizer, generations, stop_shard)
+                yield Stack(
+                    port, session, permits, metrics, scheduler, engine, tokenizer, generations, shard.end_session
+                )
 
 
 @asynccontextmanager

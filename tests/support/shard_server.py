@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -17,9 +18,19 @@ from text_generation_shard.engine import Engine
 from text_generation_shard.servicer import EngineThread, ShardServicer
 
 
+@dataclass(frozen=True, slots=True)
+class ServedShard:
+    """A shard in this process."""
+
+    client: ShardClient
+    end_session: Callable[[], None]
+    """Ends the session that is open, as a crash would."""
+    health: health.aio.HealthServicer
+
+
 @asynccontextmanager
-async def serve_engine(engine: Engine, address: str) -> AsyncIterator[tuple[ShardClient, Callable[[], None]]]:
-    """Serve `engine` at `address`: a client for it, and what ends the session that is open as a crash would."""
+async def serve_engine(engine: Engine, address: str) -> AsyncIterator[ServedShard]:
+    """Serve `engine` at `address`."""
     thread = EngineThread()
     servicer = ShardServicer(thread, rank=0, world_size=1)
     servicer.serve(engine)
@@ -32,7 +43,7 @@ async def serve_engine(engine: Engine, address: str) -> AsyncIterator[tuple[Shar
     await server.start()
     try:
         async with ShardClient.connect(address) as client:
-            yield client, servicer.end_session
+            yield ServedShard(client, servicer.end_session, health_servicer)
     finally:
         servicer.end_session()
         await server.stop(grace=1)

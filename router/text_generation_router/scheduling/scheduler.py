@@ -94,6 +94,7 @@ class Scheduler:
         assert self._batches[replica] is None, "a replica joins once"
         self._batches[replica] = Batch(replica, spec, self._policy)
         self._specs[replica] = spec
+        self._draining.discard(replica)
         self._changed.add(replica)
         self._aside.house()
         deliveries = Deliveries()

@@ -82,6 +82,7 @@ class Replica:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._send(call))
                 tasks.create_task(self._receive(call))
+                tasks.create_task(self._heed_health(client))
         except (grpc.aio.AioRpcError, BaseExceptionGroup) as error:
             reasons = _shard_loss(error)
             if not reasons:
@@ -92,6 +93,13 @@ class Replica:
             if opened:
                 shared.listeners.failures(shared.scheduler.lose(self._number, time.monotonic()).failed)
                 shared.dispatch()
+
+    async def _heed_health(self, client: ShardClient) -> None:
+        """Give the shard nothing new while it says that it does not serve."""
+        with suppress(grpc.aio.AioRpcError):  # what ends the stream ends the session; no health service is no news
+            async for serving in client.serving():
+                self._shared.scheduler.drain(self._number, draining=not serving)
+                self._shared.dispatch()
 
     async def _send(self, call: RunCall) -> None:
         shared = self._shared
