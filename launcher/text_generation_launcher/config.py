@@ -70,7 +70,7 @@ class LauncherConfig(  # type: ignore[misc]
     num_replicas: PositiveInt = 1
     """Copies of the model, each served by shards of its own; one router in front of all."""
     max_shard_restarts: NonNegativeInt = 5
-    """Restarts in a row, without a minute of serving between, after which a shard counts as hopeless; 0: never restart."""
+    """Restarts in a row, without two seconds of serving between, after which a shard counts as hopeless; 0: never restart."""
     trust_remote_code: bool = False
     """Accepted for TGI's sake: code that comes with a model is never run."""
     max_input_length: int | None = None

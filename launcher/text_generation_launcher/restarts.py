@@ -14,8 +14,9 @@ from text_generation_proto.process import ExitCode
 
 DELAYS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds from the first, second, … death in a row to the restart; the last one for all that follow."""
-PROVEN_AFTER = 60.0
-"""Seconds of serving after which a death is the first of a new row."""
+PROVEN_AFTER = 2.0
+"""Seconds of serving after which a death is the first of a new row: it was no fault of how it starts. What kills a shard
+while it serves is for the router to deal with, which gives up a request that takes one shard after another with it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 from pathlib import Path
 
 from bench_scheduling import chats, kill, long_prompt, overload, tenants
@@ -40,6 +41,7 @@ def main() -> None:
         command.add_argument("--engine", default=engine)
         add_arguments(command)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is stopped in any case
     asyncio.run(COMMANDS[arguments.command][0](arguments))
 
 

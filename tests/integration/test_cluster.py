@@ -109,7 +109,7 @@ async def test_a_shard_that_says_it_does_not_serve_gets_nothing_new_and_ends_wha
         await replicas.until_running(1, 1)
         await replicas.shards[0].health.set("", NOT_SERVING)
         async with asyncio.timeout(20):
-            while 0 not in replicas.cluster.scheduler._draining:  # noqa: ASYNC110 - it has to cross the wire
+            while 0 not in replicas.cluster.scheduler._replicas.draining:  # noqa: ASYNC110 - it has to cross the wire
                 await asyncio.sleep(0)
         more = [replicas.submit(50) for _ in range(3)]
         await replicas.until_running(1, 4)
@@ -118,7 +118,7 @@ async def test_a_shard_that_says_it_does_not_serve_gets_nothing_new_and_ends_wha
         assert [len(listener.tokens) for listener in (*first, *more)] == [400, 400, 50, 50, 50]
         await replicas.shards[0].health.set("", SERVING)
         async with asyncio.timeout(20):
-            while replicas.cluster.scheduler._draining:  # noqa: ASYNC110 - as above
+            while replicas.cluster.scheduler._replicas.draining:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0)
         replicas.submit(400)
         replicas.submit(400)

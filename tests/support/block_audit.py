@@ -31,7 +31,7 @@ def audit_idle(scheduler: Scheduler) -> None:
     assert not queue._lines
     assert scheduler.next_expiry is None
     assert scheduler.requests == ()
-    for batch in scheduler._open():
+    for batch in scheduler._replicas.serving:
         audit(batch)
         assert (batch.work, batch._prompts.unordered, batch._prompts.uncomputed, batch._context) == (0, 0, 0, 0)
         assert batch.cache.available == batch.spec.num_blocks

@@ -86,7 +86,7 @@ class Rig:
         return number
 
     def batch(self, replica: int = 0) -> Batch:
-        batch = self.scheduler._batches[replica]
+        batch = self.scheduler._replicas.batches[replica]
         assert batch is not None
         return batch
 
@@ -115,7 +115,7 @@ class Rig:
 
     def step(self, replica: int, orders: Orders | None) -> None:
         """The replica takes its orders and makes a step."""
-        if self.scheduler._batches[replica] is None:
+        if self.scheduler._replicas.batches[replica] is None:
             return
         here = self.sequences[replica]
         chunks = self._take(here, orders) if orders is not None else {}

@@ -190,7 +190,7 @@ class World:
         """Queued entries go to replicas."""
         before = {batch.replica: set(batch._placed) for batch in self._batches()}
         given = self.scheduler.dispatch(self.now)
-        self.counts["waits for a prefix"] += bool(self.scheduler._aside._followers)
+        self.counts["waits for a prefix"] += bool(self.scheduler._aside._waiting)
         assert given == self._shadow.dispatch(self.now)
         assert len(given) == len(set(given))
         for batch in self._batches():
@@ -305,10 +305,10 @@ class World:
     # --------------------------------------------------------------------------------------------------------- checks
 
     def _batches(self) -> list[Batch]:
-        return self.scheduler._open()
+        return self.scheduler._replicas.serving
 
     def _batch(self, replica: int) -> Batch:
-        batch = self.scheduler._batches[replica]
+        batch = self.scheduler._replicas.batches[replica]
         assert batch is not None
         return batch
 

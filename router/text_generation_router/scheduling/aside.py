@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from text_generation_router.request import RequestId
+from text_generation_router.scheduling.batch import Batch
 from text_generation_router.scheduling.entry import Entry, State
 from text_generation_router.scheduling.queue import FairQueue
 
@@ -18,7 +19,7 @@ class Leader:
     tokens: int
 
     @property
-    def computes(self) -> bool:
+    def lasts(self) -> bool:
         entry = self.entry
         return (
             entry.state in (State.PLACED, State.RUNNING)
@@ -27,17 +28,28 @@ class Leader:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Prompts that are before an entry at the replica that it had better go to."""
+
+    batch: Batch
+
+    @property
+    def lasts(self) -> bool:
+        return not self.batch.is_lost and not self.batch.has_prefill_room
+
+
 class Aside:
     """Those of one queue."""
 
     def __init__(self, queue: FairQueue[Entry]) -> None:
         self._queue = queue
-        self._followers: dict[Leader, list[Entry]] = {}
+        self._waiting: dict[Leader | Crowd, list[Entry]] = {}
         self._homeless: dict[RequestId, Entry] = {}
 
-    def wait_for(self, leader: Leader) -> None:
-        """Whose turn it is waits until `leader` has computed the beginning that they share."""
-        self._followers.setdefault(leader, []).append(self._queue.skip())
+    def wait_for(self, end_of: Leader | Crowd) -> None:
+        """Whose turn it is waits while `end_of` lasts."""
+        self._waiting.setdefault(end_of, []).append(self._queue.skip())
 
     def wait_for_a_home(self) -> None:
         """Only a replica that is lost for now, or drains, could hold whose turn it is: the others go on."""
@@ -49,9 +61,9 @@ class Aside:
         self._homeless.pop(entry.request.id, None)
 
     def recall(self) -> None:
-        """Those who waited for a prefix that is there now, or never will be, have their turns again."""
-        for leader in [leader for leader in self._followers if not leader.computes]:
-            self._queue.unskip(self._followers.pop(leader))
+        """Those who need wait no longer have their turns again."""
+        for over in [one for one in self._waiting if not one.lasts]:
+            self._queue.unskip(self._waiting.pop(over))
 
     def house(self) -> None:
         """Replicas changed: one of them may be able to hold what none could."""

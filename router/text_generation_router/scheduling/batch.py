@@ -64,19 +64,21 @@ class Batch:
         self.work = 0
         """Tokens that the entries here will probably still cost."""
         self.preemptions = 0
+        self.is_lost = False
 
     # ------------------------------------------------------------------------------------------------------ newcomers
 
-    def may_place(self, waiting: int) -> bool:
-        """Whether one of `waiting` entries may join now, if it finds blocks."""
-        running = len(self._running) + len(self._placed)
-        if not self._free_slots or running >= self._policy.max_batch_size:
-            return False
+    @property
+    def has_prefill_room(self) -> bool:
+        """Whether one more prompt would have its turn in the next steps."""
         most = self._policy.max_batch_prefill_tokens
         if self.spec.self_scheduling:
-            if self._prompts.uncomputed >= BUDGETS_AHEAD * most:
-                return False
-        elif self._prompts.unordered >= most:
+            return self._prompts.uncomputed < BUDGETS_AHEAD * most
+        return self._prompts.unordered < most
+
+    def has_seat(self, waiting: int) -> bool:
+        """Whether one more of `waiting` entries may run here now, prompts aside."""
+        if not self._free_slots or len(self._running) + len(self._placed) >= self._policy.max_batch_size:
             return False
         return self._policy.may_admit(
             waiting=waiting + len(self._placed),
@@ -212,6 +214,7 @@ class Batch:
     def clear(self) -> tuple[list[Entry], list[Entry]]:
         """The replica is gone, with all that it held. The entries that ran here, and those it had not started or was
         giving back; cancelled ones are in neither."""
+        self.is_lost = True
         held = [entry for entry in self._slots if entry is not None and entry.state is not State.CANCELLED]
         held.sort(key=lambda entry: entry.arrival)
         ran = [entry for entry in held if entry.state is State.RUNNING]

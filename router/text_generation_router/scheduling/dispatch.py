@@ -4,18 +4,21 @@
 
 Both sides are work: what a hit saves, and what a busy replica costs. So a request follows its prefix until the queue
 there outweighs the hit; the next one then goes elsewhere and leaves its prefix there, too. One that hits nothing goes to
-the least loaded replica. With equal scores it goes to the replica that was chosen longest ago.
+the least loaded replica. With equal scores it goes to the replica that was chosen longest ago. Where the best one has no
+room only because of the prompts before it, the request waits for it: that is work the score has counted already.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from text_generation_router.scheduling.batch import Batch
 from text_generation_router.scheduling.entry import TOKEN_BYTES, Entry
 from text_generation_router.scheduling.policy import Dispatch
+from text_generation_router.scheduling.prefix import WORTH_WAITING_FOR
 
 LOOKED_AT_ALL = 8
 """So many replicas are each asked for their cached prefix; of more, only those are that likely have one."""
@@ -26,23 +29,41 @@ SAMPLE = 8
 """Of more replicas, only so many are compared for their load: the best of eight is hardly busier than the best."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Replicas in the order in which they suit an entry."""
+
+    roomy: list[Batch]
+    """Those that may take it now, the best first."""
+    worth_waiting_for: Batch | None = None
+    """One that suits it better, and will have room in a few steps."""
+
+
 class Dispatcher:
     """Ranks replicas for entries."""
 
     def __init__(self, how: Dispatch, replicas: int) -> None:
-        self._rank: Callable[[Entry, Mapping[int, Batch]], list[Batch]] = {
-            Dispatch.PREFIX: self._by_prefix,
-            Dispatch.LEAST_LOADED: self._by_load,
-            Dispatch.ROUND_ROBIN: self._in_turn,
-            Dispatch.RANDOM: self._at_random,
-        }[how]
+        self._how = how
         self._hints = PrefixHints() if how is Dispatch.PREFIX and replicas > LOOKED_AT_ALL else None
         self._chosen_at = [0] * replicas
         self._choices = 0
 
-    def rank(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
-        """`batches`, by replica, the best for `entry` first; of many, the few best."""
-        return self._rank(entry, batches) if len(batches) > 1 else list(batches.values())
+    def rank(self, entry: Entry, roomy: Mapping[int, Batch], crowded: Mapping[int, Batch]) -> Ranking:
+        """The replicas, by number, in the order in which they suit `entry`; of many, the few best.
+
+        `roomy` have room for it now, `crowded` lack it only for the prompts that are before it there.
+        """
+        if self._how is Dispatch.PREFIX:
+            return self._by_prefix(entry, roomy, crowded)
+        batches = list(roomy.values())
+        if self._how is Dispatch.LEAST_LOADED:
+            batches.sort(key=self._load)
+        elif self._how is Dispatch.ROUND_ROBIN:
+            batches.sort(key=lambda batch: self._chosen_at[batch.replica])
+        else:
+            first = _scrambled(entry.arrival, len(batches)) if batches else 0
+            batches = [*batches[first:], *batches[:first]]
+        return Ranking(batches)
 
     def cached_tokens(self, entry: Entry, batches: Sequence[Batch | None]) -> int:
         """The longest prefix of `entry` that one of `batches` has, as far as that is quickly known.
@@ -60,13 +81,21 @@ class Dispatcher:
         if self._hints is not None:
             self._hints.remember(entry, batch.replica)
 
-    def _by_prefix(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
-        near = batches if self._hints is None else self._near(entry, batches, self._hints.replicas(entry))
-        scores = {
-            replica: max(batch.cache.cached_tokens(entry), batch.being_computed(entry)[0]) - batch.work
-            for replica, batch in near.items()
-        }
-        return sorted(near.values(), key=lambda batch: (-scores[batch.replica], self._chosen_at[batch.replica]))
+    def _by_prefix(self, entry: Entry, roomy: Mapping[int, Batch], crowded: Mapping[int, Batch]) -> Ranking:
+        if self._hints is not None:
+            hinted = self._hints.replicas(entry)
+            roomy = self._near(entry, roomy, hinted)
+            crowded = {replica: crowded[replica] for replica in hinted if replica in crowded}
+        scores = {replica: self._score(entry, batch) for replica, batch in roomy.items()}
+        ranked = sorted(roomy.values(), key=lambda batch: (-scores[batch.replica], self._chosen_at[batch.replica]))
+        if not ranked or not crowded:
+            return Ranking(ranked)
+        score, replica = max((self._score(entry, batch), replica) for replica, batch in crowded.items())
+        worth_it = score - scores[ranked[0].replica] >= WORTH_WAITING_FOR
+        return Ranking(ranked, crowded[replica] if worth_it else None)
+
+    def _score(self, entry: Entry, batch: Batch) -> int:
+        return max(batch.cache.cached_tokens(entry), batch.being_computed(entry)[0]) - batch.work
 
     def _near(self, entry: Entry, batches: Mapping[int, Batch], hinted: Sequence[int]) -> dict[int, Batch]:
         """Those that likely have a prefix of `entry`, and two that have little to do: one may lack the blocks."""
@@ -81,17 +110,6 @@ class Dispatcher:
         first, stride = _scrambled(entry.arrival, replicas), max(1, replicas // SAMPLE)
         looked_at = ((first + number * stride) % replicas for number in range(SAMPLE))
         return [batches[replica] for replica in looked_at if replica in batches] or list(batches.values())
-
-    def _by_load(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
-        return sorted(batches.values(), key=self._load)
-
-    def _in_turn(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
-        return sorted(batches.values(), key=lambda batch: self._chosen_at[batch.replica])
-
-    def _at_random(self, entry: Entry, batches: Mapping[int, Batch]) -> list[Batch]:
-        several = list(batches.values())
-        first = _scrambled(entry.arrival, len(several))
-        return [*several[first:], *several[:first]]
 
     def _load(self, batch: Batch) -> tuple[int, int]:
         return batch.work, self._chosen_at[batch.replica]

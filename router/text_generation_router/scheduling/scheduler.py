@@ -23,15 +23,16 @@ from __future__ import annotations
 import math
 
 from text_generation_router.request import Request, RequestId, TenantId
-from text_generation_router.scheduling.aside import Aside, Leader
+from text_generation_router.scheduling.aside import Aside, Crowd, Leader
 from text_generation_router.scheduling.batch import Batch
-from text_generation_router.scheduling.dispatch import Dispatcher
+from text_generation_router.scheduling.dispatch import Dispatcher, Ranking
 from text_generation_router.scheduling.entry import Entry, State
 from text_generation_router.scheduling.foresight import Foresight
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.prefix import WORTH_WAITING_FOR
 from text_generation_router.scheduling.queue import FairQueue
+from text_generation_router.scheduling.replicas import Replicas
 from text_generation_router.scheduling.steps import (
     Deliveries,
     Failed,
@@ -60,13 +61,7 @@ class Scheduler:
     def __init__(self, policy: Policy, replicas: int = 1) -> None:
         self._policy = policy
         self._queue: FairQueue[Entry] = FairQueue(policy.tenant_weights)
-        self._batches: list[Batch | None] = [None] * replicas
-        self._specs: list[ReplicaSpec | None] = [None] * replicas
-        """What each open replica can hold, or could when it was lost."""
-        self._draining: set[int] = set()
-        self._roomy: dict[int, Batch] = {}
-        """Replicas that may be given something, but for those in `_changed`, which are to be looked at again."""
-        self._changed: set[int] = set()
+        self._replicas = Replicas(policy, replicas)
         self._entries: dict[RequestId, Entry] = {}
         self._aside = Aside(self._queue)
         self._dispatcher = Dispatcher(policy.dispatch, replicas)
@@ -74,8 +69,6 @@ class Scheduler:
         self._ends: LazyHeap[Entry] = LazyHeap(_end_by)
         """Entries that expire wherever they are."""
         self._arrivals = 0
-        self._preemptions = 0
-        """Of replicas that were lost since."""
         self.cancellations = 0
         """Entries dropped before their own end, ever: nobody waited any more, or a stop string was found."""
         self.expirations = 0
@@ -91,11 +84,7 @@ class Scheduler:
 
     def open(self, replica: int, spec: ReplicaSpec, now: float) -> Deliveries:
         """`replica` joins, with nothing in it. Waiting requests that no replica could ever hold now fail."""
-        assert self._batches[replica] is None, "a replica joins once"
-        self._batches[replica] = Batch(replica, spec, self._policy)
-        self._specs[replica] = spec
-        self._draining.discard(replica)
-        self._changed.add(replica)
+        self._replicas.open(replica, spec)
         self._aside.house()
         deliveries = Deliveries()
         for entry in list(self._queue):
@@ -106,13 +95,9 @@ class Scheduler:
 
     def lose(self, replica: int, now: float) -> Deliveries:
         """`replica` is gone, with all it held. What ran there waits again, unless that happened too often."""
-        batch = self._batches[replica]
         deliveries = Deliveries()
-        if batch is None:
+        if (batch := self._replicas.lose(replica)) is None:
             return deliveries
-        self._batches[replica] = None
-        self._changed.add(replica)
-        self._preemptions += batch.preemptions
         ran, others = batch.clear()
         self._forget_cancelled(replica)
         self.moves += len(ran)
@@ -130,16 +115,14 @@ class Scheduler:
 
     def drain(self, replica: int, *, draining: bool = True) -> None:
         """Give `replica` nothing new."""
-        (self._draining.add if draining else self._draining.discard)(replica)
-        self._changed.add(replica)
+        self._replicas.drain(replica, draining=draining)
         self._aside.house()
 
     # ------------------------------------------------------------------------------------------------ what clients want
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
         """Whether such a request could run alone on some replica, be it one that is lost for now."""
-        longest = prompt_tokens + max_new_tokens - 1
-        return any(spec is not None and longest <= spec.num_blocks * spec.block_size for spec in self._specs)
+        return self._replicas.fits(prompt_tokens, max_new_tokens)
 
     def submit(self, request: Request, now: float) -> None:
         """Queue `request`, which must fit."""
@@ -170,11 +153,11 @@ class Scheduler:
             self._queue.remove(entry)
             self._over(entry)
             return
-        batch = self._batches[entry.replica]
+        batch = self._replicas.batches[entry.replica]
         assert batch is not None, "what ran on a lost replica waits"
         never_sent = entry.state is State.PLACED
         batch.drop(entry)
-        self._changed.add(batch.replica)
+        self._replicas.changed.add(batch.replica)
         if never_sent:
             self._queue.ended(entry.request.service.tenant)
             self._over(entry)
@@ -187,19 +170,19 @@ class Scheduler:
         self._aside.recall()
         held_back = 0
         while (entry := self._queue.peek()) is not None:
-            roomy = self._with_room(len(self._queue))
-            if not roomy:
+            self._replicas.look_for_room(len(self._queue))
+            if not self._replicas.roomy:
                 break
-            ranked = self._dispatcher.rank(entry, roomy)
-            if (leader := self._worth_waiting_for(entry, ranked[0])) is not None:
-                self._aside.wait_for(leader)
+            ranking = self._dispatcher.rank(entry, self._replicas.roomy, self._replicas.crowded)
+            if (end_of := self._better_later(entry, ranking)) is not None:
+                self._aside.wait_for(end_of)
                 held_back += 1
                 if held_back == MOST_HELD_BACK:
                     break
                 continue
-            batch = next((batch for batch in ranked if batch.place(entry)), None)
+            batch = next((batch for batch in ranking.roomy if batch.place(entry)), None)
             if batch is None:
-                if self._may_hold(entry):
+                if self._replicas.may_hold(entry):
                     break
                 self._aside.wait_for_a_home()
                 continue
@@ -210,39 +193,25 @@ class Scheduler:
 
     def decide(self, replica: int, now: float) -> Orders | None:
         """What is to change at the next step boundary; None while orders are on their way, or nothing is to change."""
-        batch = self._batches[replica]
+        batch = self._replicas.batches[replica]
         if batch is None:
             return None
-        self._changed.add(replica)
+        self._replicas.changed.add(replica)
         return batch.decide()
 
     def wants_orders(self, replica: int) -> bool:
         """Whether `decide` may have something to say. False is certain, and costs nothing to find out."""
-        batch = self._batches[replica]
+        batch = self._replicas.batches[replica]
         return batch is not None and batch.wants_orders
 
-    def _with_room(self, waiting: int) -> dict[int, Batch]:
-        """The replicas that may be given one of `waiting` entries, if they have the blocks for it."""
-        # With a ratio to keep, the length of the queue counts, too.
-        changed = range(len(self._batches)) if self._policy.waiting_served_ratio else self._changed
-        for replica in changed:
-            batch = self._batches[replica]
-            if batch is not None and replica not in self._draining and batch.may_place(waiting):
-                self._roomy[replica] = batch
-            else:
-                self._roomy.pop(replica, None)
-        self._changed.clear()
-        return self._roomy
-
-    def _may_hold(self, entry: Entry) -> bool:
-        """Whether some replica could be given `entry`, if it had room. The others need not stand still for one that none
-        could."""
-        return any(batch.can_hold(entry) for batch in self._open() if batch.replica not in self._draining)
-
-    def _worth_waiting_for(self, entry: Entry, batch: Batch) -> Leader | None:
-        """Who computes at `batch` what `entry` would otherwise compute once more; None if that is not much."""
+    def _better_later(self, entry: Entry, ranking: Ranking) -> Leader | Crowd | None:
+        """What `entry` had better wait for: a replica that will soon have room, or another entry that computes there what
+        it would otherwise compute once more."""
+        if ranking.worth_waiting_for is not None:
+            return Crowd(ranking.worth_waiting_for)
         if not self._policy.prefix_caching or entry.request.prompt_logprobs or self._policy.publish_prompts_only:
             return None
+        batch = ranking.roomy[0]
         soon, leader = batch.being_computed(entry)
         if leader is None or soon - batch.cache.cached_tokens(entry) < WORTH_WAITING_FOR:
             return None
@@ -250,7 +219,7 @@ class Scheduler:
 
     def _placed(self, entry: Entry, batch: Batch) -> None:
         self._dispatcher.chosen(entry, batch)
-        self._changed.add(batch.replica)
+        self._replicas.changed.add(batch.replica)
         tenant = entry.request.service.tenant
         self._queue.started(tenant)
         if not entry.charged:
@@ -264,7 +233,7 @@ class Scheduler:
     def apply(self, replica: int, outcome: Outcome, now: float) -> Deliveries:
         """Record what a step brought."""
         deliveries = Deliveries()
-        batch = self._batches[replica]
+        batch = self._replicas.batches[replica]
         assert batch is not None, "a lost replica makes no steps"
         applied = batch.apply(outcome, deliveries)
         if outcome.step_s:
@@ -277,7 +246,7 @@ class Scheduler:
             self._over(entry)
         for entry in applied.returning:
             self._requeue(entry)
-        self._changed.add(replica)
+        self._replicas.changed.add(replica)
         return deliveries
 
     def expire(self, now: float) -> Deliveries:
@@ -329,13 +298,13 @@ class Scheduler:
 
     def _work(self, entry: Entry) -> int:
         """Tokens that `entry` will probably cost: prompt tokens that are cached nowhere, and new tokens."""
-        cached = self._dispatcher.cached_tokens(entry, self._batches)
+        cached = self._dispatcher.cached_tokens(entry, self._replicas.batches)
         return max(1, entry.length - cached + entry.expected - len(entry.generated))
 
     def foreseen_wait(self, tenant: TenantId, now: float) -> float | None:
         """Seconds that a request of `tenant` which came now would wait; None: nothing is known yet."""
-        full = not self._with_room(1)
-        return self._foresight.wait(self._queue, tenant, self._open(), now, full=full)
+        self._replicas.look_for_room(1)
+        return self._foresight.wait(self._queue, tenant, self._replicas.serving, now, full=not self._replicas.roomy)
 
     def is_overfull(self, request: Request) -> bool:
         """Whether `request` is one too many: more work would wait than may."""
@@ -343,23 +312,20 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------- figures
 
-    def _open(self) -> list[Batch]:
-        return [batch for batch in self._batches if batch is not None]
-
     def owner(self, replica: int, slot: int) -> RequestId | None:
         """Whose slot this is; None for nobody's, and for those whose client is gone."""
-        batch = self._batches[replica]
+        batch = self._replicas.batches[replica]
         return None if batch is None else batch.owner(slot)
 
     @property
     def open_replicas(self) -> int:
         """Replicas there are now."""
-        return len(self._open())
+        return len(self._replicas.serving)
 
     @property
     def replicas(self) -> int:
         """Replicas there may be."""
-        return len(self._batches)
+        return len(self._replicas.batches)
 
     @property
     def waiting(self) -> int:
@@ -374,42 +340,42 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Requests that run, those about to and those whose release is under way."""
-        return sum(batch.held for batch in self._open())
+        return sum(batch.held for batch in self._replicas.serving)
 
     @property
     def used_blocks(self) -> int:
         """KV blocks that requests hold."""
-        return sum(batch.cache.in_use for batch in self._open())
+        return sum(batch.cache.in_use for batch in self._replicas.serving)
 
     @property
     def cached_blocks(self) -> int:
         """KV blocks in the prefix trees, whether somebody uses them or not."""
-        return sum(batch.cache.tree.cached_blocks for batch in self._open())
+        return sum(batch.cache.tree.cached_blocks for batch in self._replicas.serving)
 
     @property
     def used_tokens(self) -> int:
         """Tokens that the KV blocks hold which requests hold."""
-        return sum(batch.cache.in_use * batch.spec.block_size for batch in self._open())
+        return sum(batch.cache.in_use * batch.spec.block_size for batch in self._replicas.serving)
 
     @property
     def promised_tokens(self) -> int:
         """Tokens that the requests with a slot may come to have: prompts and all new tokens asked for."""
-        return sum(batch.promised_tokens for batch in self._open())
+        return sum(batch.promised_tokens for batch in self._replicas.serving)
 
     @property
     def num_blocks(self) -> int:
         """KV blocks there are."""
-        return sum(batch.spec.num_blocks for batch in self._open())
+        return sum(batch.spec.num_blocks for batch in self._replicas.serving)
 
     @property
     def block_size(self) -> int:
         """Tokens a KV block holds."""
-        return next((spec.block_size for spec in self._specs if spec is not None), 0)
+        return self._replicas.block_size
 
     @property
     def preemptions(self) -> int:
         """Entries taken back to the queue, ever."""
-        return self._preemptions + sum(batch.preemptions for batch in self._open())
+        return self._replicas.preemptions
 
     @property
     def requests(self) -> tuple[RequestId, ...]:

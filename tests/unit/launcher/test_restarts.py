@@ -24,7 +24,7 @@ def test_each_death_in_a_row_is_waited_out_longer_up_to_half_a_minute() -> None:
     assert delays == [0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
-def test_a_minute_of_serving_starts_the_row_over() -> None:
+def test_a_stretch_of_serving_starts_the_row_over() -> None:
     policy = RestartPolicy()
     assert row_of(policy, [0.0, 1.0, PROVEN_AFTER - 0.1]).deaths == 3
     assert row_of(policy, [0.0, 1.0, PROVEN_AFTER]).deaths == 1
@@ -37,7 +37,7 @@ def test_it_is_hopeless_once_the_restarts_in_a_row_are_used_up() -> None:
     assert hopeless == [False] * 6 + [True] * 2
 
 
-def test_a_hopeless_shard_that_has_served_a_minute_after_all_has_all_its_restarts_again() -> None:
+def test_a_hopeless_shard_that_has_served_after_all_has_all_its_restarts_again() -> None:
     policy = RestartPolicy(max_restarts=2)
     row = row_of(policy, [0.0] * 9)
     assert policy.hopeless(row)

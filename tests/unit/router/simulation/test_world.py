@@ -254,8 +254,8 @@ def gives_everybody_block_zero(orders: Orders) -> Orders:
 
 
 def runs_more_than_it_may(patch: pytest.MonkeyPatch) -> None:
-    place = Batch.may_place
-    patch.setattr(Batch, "may_place", lambda self, waiting: place(self, waiting) or bool(self._free_slots))
+    seat = Batch.has_seat
+    patch.setattr(Batch, "has_seat", lambda self, waiting: seat(self, waiting) or bool(self._free_slots))
 
 
 @pytest.mark.parametrize(
