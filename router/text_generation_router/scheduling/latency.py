@@ -5,8 +5,12 @@ from __future__ import annotations
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.step_cost import StepCost, StepShape
 
-LEAST_PREFILL_SHARE = 0.25
+LEAST_PREFILL_SHARE = 0.5
 """Prompts may stretch a step by this share of what its decoding takes, whatever the latency target says."""
+
+FIRST_PLAIN_STEPS = 32
+PLAIN_STEPS_A_LOOK = 4
+"""After the first ones, one in so many steps without prompts is learned from."""
 
 
 class PrefillBudget:
@@ -17,6 +21,8 @@ class PrefillBudget:
         self._least = min(self._most, block_size)
         self._target_s = policy.target_itl_s
         self._cost = StepCost()
+        self._plain_steps = 0
+        """Steps without prompts."""
 
     @property
     def learns(self) -> bool:
@@ -25,6 +31,11 @@ class PrefillBudget:
 
     def learn(self, shape: StepShape, seconds: float) -> None:
         """A step took so long."""
+        if not shape.prefill_tokens:
+            # There are many of these, and each says much the same.
+            self._plain_steps += 1
+            if self._plain_steps > FIRST_PLAIN_STEPS and self._plain_steps % PLAIN_STEPS_A_LOOK:
+                return
         self._cost.observe(shape, seconds)
 
     def tokens(self, decode_rows: int, decode_context: int, start: int) -> int:

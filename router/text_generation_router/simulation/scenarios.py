@@ -215,10 +215,10 @@ def _mix(setting: Setting) -> Scene:
 
 def _scale(setting: Setting) -> Scene:
     random, custom = setting.random("scale"), setting.custom
-    # 0.5 requests a second and replica; prompts of 200 to 800 tokens for most, longer as a chat goes on.
+    # 0.4 requests a second and replica; prompts of 200 to 800 tokens for most, longer as a chat goes on.
     habits = ChatHabits(Sizes((50, 200), 100, 512), turns_mean=3.0, think_mean_s=10.0, longest=custom.longest_chat)
     systems = system_prompts(setting.pool, random, 64, 150)
-    times = poisson_times(random, 0.5 * setting.replicas / 2.9, 0.0, setting.seconds)
+    times = poisson_times(random, 0.4 * setting.replicas / 2.9, 0.0, setting.seconds)
     return Scene(chats(setting.pool, random, times, habits, systems))
 
 

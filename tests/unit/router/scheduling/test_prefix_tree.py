@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import time
-import tracemalloc
-from array import array
-from collections.abc import Callable, Iterable, Sequence
-
 import pytest
+from tree_keys import SALT, cache, evict_all, find, key
 
 from text_generation_router.scheduling.blocks import BlockPool
 from text_generation_router.scheduling.prefix_tree import Node, PrefixTree
-
-SALT = "a tenant"
-
-
-def key(tokens: Iterable[int]) -> bytes:
-    return array("I", tokens).tobytes()
-
-
-def cache(tree: PrefixTree, tokens: Sequence[int], blocks: Sequence[int], salt: str = SALT) -> list[int]:
-    """What a request does that computed `tokens` into `blocks`. Returns the blocks that stayed its own."""
-    node, held = tree.acquire(salt, key(tokens))
-    cached = tree.peek(salt, key(tokens))
-    node, present = tree.extend(node, key(tokens[cached:]), blocks[len(held) :])
-    assert present == 0
-    tree.release(node)
-    return list(blocks[: len(held)])
-
-
-def find(tree: PrefixTree, tokens: Sequence[int], salt: str = SALT) -> list[int]:
-    """The blocks of the longest cached prefix. Counts as a use."""
-    node, blocks = tree.acquire(salt, key(tokens))
-    tree.release(node)
-    return blocks
-
-
-def evict_all(tree: PrefixTree) -> list[int]:
-    return tree.evict(tree.cached_blocks)
 
 
 @pytest.mark.parametrize(
@@ -337,106 +305,3 @@ def test_tgis_vectors() -> None:
     _, cached, third = allocate(4, [6, 7, 8, 9])
     assert (cached, sorted(third)) == (0, sorted(blocks_a))
     assert find(tree, [4, 5]) == blocks_b
-
-
-def grown_by(action: Callable[[], object]) -> int:
-    """Bytes that stay allocated after calling `action`."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        action()
-        gc.collect()
-        return tracemalloc.get_traced_memory()[0]
-    finally:
-        tracemalloc.stop()
-
-
-def test_salts_without_blocks_are_forgotten() -> None:
-    tree = PrefixTree(1)
-
-    def many_salts() -> None:
-        for number in range(3000):
-            find(tree, [1], salt=f"salt {number}")
-            cache(tree, [1], [1], salt=f"salt {number}")
-            assert tree.evict(1) == [1]
-            node, _ = tree.acquire(f"salt {number}", b"")
-            node, _ = tree.extend(node, key([1]), [1])
-            tree.release(node)
-            root, _ = tree.acquire(f"salt {number}", b"")
-            assert tree.evict(1) == [1]
-            tree.release(root)
-
-    assert grown_by(many_salts) < 100_000
-
-
-def test_hits_without_evictions_do_not_fill_the_memory() -> None:
-    tree = PrefixTree(1)
-    for token in range(10):
-        cache(tree, [token], [token])
-
-    def many_hits() -> None:
-        for number in range(20_000):
-            find(tree, [number % 10])
-
-    assert grown_by(many_hits) < 100_000
-    assert tree.evict(10) == list(range(10))
-
-
-def test_the_order_of_use_outlives_the_removal_of_stale_entries() -> None:
-    tree = PrefixTree(1)
-    order = list(range(500))
-    for token in order:
-        cache(tree, [token], [token])
-    assert tree.evict(200) == order[:200]
-    del order[:200]
-    for number in range(1000):
-        token = order[number**2 * 7 % 300] if number < 150 else order[-1 - number % 40]
-        find(tree, [token])
-        order.remove(token)
-        order.append(token)
-    assert [tree.evict(1) for _ in order] == [[token] for token in order]
-
-
-def test_a_path_as_deep_as_it_can_be_is_walked_without_recursion() -> None:
-    depth = 3000  # three times what recursion could
-    tree = PrefixTree(1)
-    whole = key(range(depth))
-    cache(tree, range(depth), range(depth))
-    node, _ = tree.acquire(SALT, b"")
-    for token in range(depth):
-        other, _ = tree.acquire(SALT, whole[: 4 * (token + 1)])
-        tree.release(node)
-        node = other
-    assert tree.evictable_blocks == 0
-    tree.release(node)
-    assert tree.peek(SALT, whole) == depth
-    assert tree.evict(depth) == list(range(depth - 1, -1, -1))
-
-
-def best_seconds(repeats: int, calls: int, action: Callable[[], object]) -> float:
-    """Processor time of one call, the best of several rounds."""
-    rounds = []
-    for _ in range(repeats):
-        started = time.thread_time()
-        for _ in range(calls):
-            action()
-        rounds.append((time.thread_time() - started) / calls)
-    return min(rounds)
-
-
-def test_a_long_run_is_compared_as_memory() -> None:
-    tree = PrefixTree(16)
-    cache(tree, range(200_000), range(12_500))
-    whole = key(range(200_000))
-    almost = key([*range(199_000), *([1] * 1000)])
-    # About 0.03 ms each; a Python loop over the blocks takes some ms.
-    assert best_seconds(10, 10, lambda: tree.peek(SALT, whole)) < 500e-6
-    assert best_seconds(10, 10, lambda: tree.peek(SALT, almost)) < 500e-6
-
-
-def test_an_eviction_costs_what_it_takes_not_what_the_tree_holds() -> None:
-    tree = PrefixTree(1)
-    for token in range(30_000):
-        cache(tree, [token, token + 1], [2 * token, 2 * token + 1])
-    # About 0.001 ms; a pass over the leaves takes some ms.
-    assert best_seconds(10, 20, lambda: tree.evict(1)) < 200e-6

@@ -1,0 +1,35 @@
+"""Short ways to fill and to ask a PrefixTree."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from text_generation_router.scheduling.prefix_tree import PrefixTree
+
+SALT = "a tenant"
+
+
+def key(tokens: Iterable[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def cache(tree: PrefixTree, tokens: Sequence[int], blocks: Sequence[int], salt: str = SALT) -> list[int]:
+    """What a request does that computed `tokens` into `blocks`. Returns the blocks that stayed its own."""
+    node, held = tree.acquire(salt, key(tokens))
+    cached = tree.peek(salt, key(tokens))
+    node, present = tree.extend(node, key(tokens[cached:]), blocks[len(held) :])
+    assert present == 0
+    tree.release(node)
+    return list(blocks[: len(held)])
+
+
+def find(tree: PrefixTree, tokens: Sequence[int], salt: str = SALT) -> list[int]:
+    """The blocks of the longest cached prefix. Counts as a use."""
+    node, blocks = tree.acquire(salt, key(tokens))
+    tree.release(node)
+    return blocks
+
+
+def evict_all(tree: PrefixTree) -> list[int]:
+    return tree.evict(tree.cached_blocks)
