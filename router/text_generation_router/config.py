@@ -44,7 +44,7 @@ def _weights(value: object) -> object:
 
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A flag given several times, or once with commas; in the environment, with commas."""
-Weights = Annotated[dict[str, Annotated[float, Field(gt=0, lt=1e6)]], NoDecode, BeforeValidator(_weights)]
+Weights = Annotated[dict[str, Annotated[float, Field(ge=0.001, le=1000)]], NoDecode, BeforeValidator(_weights)]
 """Tenants and their shares, as a flag given once with commas, or so in the environment."""
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
 """The same for secrets; a comma always separates two."""
@@ -107,7 +107,7 @@ class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
     dispatch: Literal["prefix", "least-loaded", "round-robin", "random"] = "prefix"
     """How a replica is chosen for a request: by cached prefix and load, by load alone, in turn, at random."""
     tenant_weights: Weights = Field(default_factory=dict)
-    """Shares of tenants that have not the usual one, as tenant=weight; the usual one is 1."""
+    """Shares of tenants that have not the usual one, as tenant=weight, from 0.001 to 1000; the usual one is 1."""
     max_queued_tokens: PositiveInt | None = None
     """Work that may wait, in tokens; what would make it more is refused with 429. Default: eight times the KV cache."""
     queue_timeout: NonNegativeFloat = 0.0

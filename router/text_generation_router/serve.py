@@ -283,12 +283,16 @@ async def _serve_http(
         access_log=None,
         # What is no HTTP at all is the client's business; what our handlers raise, our middleware logs.
         logger=_silent(),
-        shutdown_timeout=config.graceful_termination_timeout,
+        # Later than our own: who is cut short is to hear of it.
+        shutdown_timeout=config.graceful_termination_timeout + 2 * LAST_WORDS_S,
     )
     await runner.setup()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run_cluster())
-        await cluster.opened()
+        if not await _opened(cluster, signals):
+            running.cancel()
+            await runner.cleanup()
+            return ExitCode.STOPPED
         try:
             await _listen(runner, config)
             # What lives as long as the process is no work for the garbage collector.
@@ -300,7 +304,7 @@ async def _serve_http(
         finally:
             generations.draining = True
         log.info("draining", requests=len(cluster.scheduler.requests))
-        await _drain(runner, cluster, signals)
+        await _drain(runner, cluster, signals, config.graceful_termination_timeout)
         running.cancel()
     log.info("stopped")
     return ExitCode.STOPPED
@@ -323,13 +327,23 @@ async def _listen(runner: web.AppRunner, config: RouterConfig) -> None:
     log.info("ready", url=f"http://{host}:{port}")
 
 
-async def _drain(runner: web.AppRunner, cluster: Cluster, signals: StopSignals) -> None:
-    """Stop accepting, let what runs finish, within the runner's timeout and unless told to hurry."""
+async def _opened(cluster: Cluster, signals: StopSignals) -> bool:
+    """Wait for a replica; False if told to stop meanwhile."""
+    async with asyncio.TaskGroup() as tasks:
+        opened, stopping = tasks.create_task(cluster.opened()), tasks.create_task(signals.stop.wait())
+        await asyncio.wait((opened, stopping), return_when=asyncio.FIRST_COMPLETED)
+        opened.cancel()
+        stopping.cancel()
+    return cluster.connected and not signals.stop.is_set()
+
+
+async def _drain(runner: web.AppRunner, cluster: Cluster, signals: StopSignals, timeout_s: float) -> None:
+    """Stop accepting, let what runs finish, within `timeout_s` and unless told to hurry; who is cut short is told."""
     async with asyncio.TaskGroup() as tasks:
         cleanup = tasks.create_task(runner.cleanup())
         hurry = tasks.create_task(signals.hurry.wait())
-        await asyncio.wait((cleanup, hurry), return_when=asyncio.FIRST_COMPLETED)
-        if hurry.done():
+        await asyncio.wait((cleanup, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not cleanup.done():
             cluster.give_up("the server was stopped")
             await asyncio.wait([cleanup], timeout=LAST_WORDS_S)
         cleanup.cancel()

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import pytest
 from grpc_health.v1 import health_pb2
 from shard_server import ServedShard, running, serve_engine
 
-from text_generation_router.errors import ServingError, Unhealthy
+from text_generation_router.errors import DeadlineExceeded, ServingError, Unhealthy
 from text_generation_router.metrics.steps import StepMetrics
-from text_generation_router.request import FinishReason, LogprobJson, Request, RequestId, TopToken
+from text_generation_router.request import FinishReason, LogprobJson, Request, RequestId, Service, TopToken
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards import replica
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import WarmUpLimits, join
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import StepResult
 from text_generation_shard.engines.echo import EchoEngine
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -60,10 +64,11 @@ class Replicas:
     engines: list[EchoEngine]
     requests: int = 0
 
-    def submit(self, new: int) -> Listener:
+    def submit(self, new: int, **service: float) -> Listener:
         listener = Listener()
         self.requests += 1
-        self.cluster.submit(Request(RequestId(self.requests), (1, 2, 3), new), listener)
+        request = Request(RequestId(self.requests), (1, 2, 3), new, service=Service(**service))  # type: ignore[arg-type]
+        self.cluster.submit(request, listener)
         return listener
 
     @property
@@ -75,10 +80,15 @@ class Replicas:
             while self.running != list(numbers):  # noqa: ASYNC110 - an engine has no event for it
                 await asyncio.sleep(0)
 
+    async def until_draining(self, *numbers: int) -> None:
+        async with asyncio.timeout(20):
+            while self.cluster.scheduler._replicas.draining != set(numbers):  # noqa: ASYNC110 - it crosses the wire
+                await asyncio.sleep(0)
+
 
 @asynccontextmanager
-async def two_replicas(folder: Path) -> AsyncIterator[Replicas]:
-    cluster = Cluster(Scheduler(Policy(4096, 64), replicas=2), StepMetrics())
+async def two_replicas(folder: Path, max_batch_size: int = 64) -> AsyncIterator[Replicas]:
+    cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=2), StepMetrics())
     engines = [EchoEngine.build(ShardConfig(engine="echo", echo_step_ms=2)) for _ in range(2)]
     addresses = [f"unix://{folder}/shard-{number}" for number in range(2)]
     limits = WarmUpLimits()
@@ -108,18 +118,14 @@ async def test_a_shard_that_says_it_does_not_serve_gets_nothing_new_and_ends_wha
         first = [replicas.submit(400) for _ in range(2)]
         await replicas.until_running(1, 1)
         await replicas.shards[0].health.set("", NOT_SERVING)
-        async with asyncio.timeout(20):
-            while 0 not in replicas.cluster.scheduler._replicas.draining:  # noqa: ASYNC110 - it has to cross the wire
-                await asyncio.sleep(0)
+        await replicas.until_draining(0)
         more = [replicas.submit(50) for _ in range(3)]
         await replicas.until_running(1, 4)
         for listener in (*first, *more):
             await listener.over.wait()
         assert [len(listener.tokens) for listener in (*first, *more)] == [400, 400, 50, 50, 50]
         await replicas.shards[0].health.set("", SERVING)
-        async with asyncio.timeout(20):
-            while replicas.cluster.scheduler._replicas.draining:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0)
+        await replicas.until_draining()
         replicas.submit(400)
         replicas.submit(400)
         await replicas.until_running(1, 1)
@@ -134,6 +140,67 @@ async def test_what_ran_on_a_lost_shard_goes_on_where_it_was(tmp_path: Path) -> 
             await listener.over.wait()
         assert [listener.tokens for listener in listeners] == [[1, 2, 3] * 100] * 8
         assert replicas.cluster.scheduler.moves == 4
+
+
+async def test_a_shard_that_owes_a_report_gets_nothing_new_until_it_brings_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "HANGS_AFTER_S", 0.3)
+    monkeypatch.setattr(replica, "HANGS_AFTER_STEPS", 3)
+    monkeypatch.setattr(replica, "LOOK_EVERY_S", 0.05)
+    async with two_replicas(tmp_path) as replicas:
+        hanging = replicas.engines[0]
+        first = [replicas.submit(300) for _ in range(2)]
+        await replicas.until_running(1, 1)
+        goes_on = threading.Event()
+        step = hanging.step
+        monkeypatch.setattr(hanging, "step", lambda: (goes_on.wait(), step())[1])
+        await replicas.until_draining(0)
+        more = [replicas.submit(20) for _ in range(3)]
+        for listener in more:
+            await listener.over.wait()
+        assert not all(listener.over.is_set() for listener in first)
+        goes_on.set()
+        await replicas.until_draining()
+        for listener in first:
+            await listener.over.wait()
+        assert [len(listener.tokens) for listener in first] == [300, 300]
+
+
+async def test_a_report_that_makes_no_sense_costs_the_session_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_replicas(tmp_path) as replicas:
+        listeners = [replicas.submit(100) for _ in range(4)]
+        await replicas.until_running(2, 2)
+        lying = replicas.engines[0]
+
+        def lie() -> StepResult | None:
+            monkeypatch.undo()
+            return StepResult(slots=[lying.info.max_slots], token_ids=[1], logprobs=[0.0])
+
+        monkeypatch.setattr(lying, "step", lie)
+        for listener in listeners:
+            await listener.over.wait()
+        assert [listener.tokens for listener in listeners] == [[1, 2, 3] * 33 + [1]] * 4
+        assert replicas.cluster.scheduler.moves == 2
+
+
+async def test_one_that_comes_when_its_time_is_over_is_not_queued(tmp_path: Path) -> None:
+    async with two_replicas(tmp_path) as replicas:
+        for over in ({"end_by": 1.0}, {"queue_by": 1.0}):
+            assert isinstance(replicas.submit(10, **over).error, DeadlineExceeded)
+        assert replicas.cluster.scheduler.requests == ()
+
+
+async def test_who_waited_for_one_that_is_cancelled_before_it_was_sent_is_placed(tmp_path: Path) -> None:
+    async with two_replicas(tmp_path, max_batch_size=1) as replicas:
+        first, second, third = (replicas.submit(5) for _ in range(3))
+        replicas.cluster.cancel(RequestId(1))
+        replicas.cluster.cancel(RequestId(2))
+        async with asyncio.timeout(20):
+            await third.over.wait()
+        assert (first.tokens, second.tokens, len(third.tokens)) == ([], [], 5)
 
 
 async def test_after_the_end_requests_are_refused_at_once(tmp_path: Path) -> None:

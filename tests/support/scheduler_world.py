@@ -89,6 +89,7 @@ class World:
         """A session of `replica` begins, if there is none, with a pool of `blocks`, or as before."""
         if self.replicas[replica] is not None:
             return
+        self.draining.discard(replica)
         if blocks is not None:
             self._setups[replica] = replace(self._setups[replica], blocks=blocks)
         world = self.replicas[replica] = ReplicaWorld(self._setups[replica])

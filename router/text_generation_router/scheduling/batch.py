@@ -86,6 +86,11 @@ class Batch:
             steps_since_admission=self._steps_since_admission,
         )
 
+    def has_blocks(self, entry: Entry) -> bool:
+        """Whether the prompt of `entry` would find its blocks now, were none of it cached."""
+        margin = len(self._running) + len(self._placed)
+        return self.cache.pool.blocks_for(entry.length) + margin <= self.cache.available
+
     def can_hold(self, entry: Entry) -> bool:
         """Whether `entry` could run here alone, to its last token."""
         return entry.longest <= self.spec.num_blocks * self.spec.block_size
@@ -327,7 +332,7 @@ class Batch:
         slots, finished, token_ids = self._slots, outcome.finished, outcome.token_ids
         deliver = deliveries.tokens.append
         running, cancelled = State.RUNNING, State.CANCELLED
-        first = advanced = 0
+        first = advanced = unforeseen = 0
         for slot, count in zip(outcome.slots, outcome.token_counts or repeat(1), strict=False):
             end = first + count
             entry = slots[slot]
@@ -343,20 +348,23 @@ class Batch:
                     deliver((entry.request.id, first, end, reason))
                     if state is running:
                         advanced += count
+                        # What an entry takes beyond the foreseen is work done, but was never counted as work to do.
+                        if (beyond := len(entry.generated) - entry.expected) > 0:
+                            unforeseen += min(count, beyond)
                         room = entry.capacity - length
                         # Once when it gets low, and again when it gets urgent.
                         if room < URGENT_ROOM or room < LOW_ROOM <= room + count:
                             self._growth.look_at(entry)
                 if reason is not None:
                     self._context += advanced
-                    self.work -= advanced
-                    served, advanced = advanced, 0
+                    self.work -= advanced - unforeseen
+                    served, advanced, unforeseen = advanced, 0, 0
                     applied.served += served
                     (applied.dropped if entry.state is cancelled else applied.finished).append(entry)
                     self._end(entry)
             first = end
         self._context += advanced
-        self.work -= advanced
+        self.work -= advanced - unforeseen
         return advanced
 
     def _acknowledge(self, orders_applied: int, applied: Applied) -> None:

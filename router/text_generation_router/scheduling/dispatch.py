@@ -87,7 +87,9 @@ class Dispatcher:
             roomy = self._near(entry, roomy, hinted)
             crowded = {replica: crowded[replica] for replica in hinted if replica in crowded}
         scores = {replica: self._score(entry, batch) for replica, batch in roomy.items()}
-        ranked = sorted(roomy.values(), key=lambda batch: (-scores[batch.replica], self._chosen_at[batch.replica]))
+        ranked = sorted(
+            roomy.values(), key=lambda batch: (-scores[batch.replica], batch.held, self._chosen_at[batch.replica])
+        )
         if not ranked or not crowded:
             return Ranking(ranked)
         score, replica = max((self._score(entry, batch), replica) for replica, batch in crowded.items())
@@ -100,7 +102,10 @@ class Dispatcher:
     def _near(self, entry: Entry, batches: Mapping[int, Batch], hinted: Sequence[int]) -> dict[int, Batch]:
         """Those that likely have a prefix of `entry`, and two that have little to do: one may lack the blocks."""
         near = {replica: batches[replica] for replica in hinted if replica in batches}
-        for batch in sorted(self._some(entry, batches), key=self._load)[:2]:
+        some = [batch for batch in self._some(entry, batches) if batch.has_blocks(entry)]
+        # The entry holds up those behind it: it must not wait for a few that are full while others have room.
+        some = some or [batch for batch in batches.values() if batch.has_blocks(entry)] or self._some(entry, batches)
+        for batch in sorted(some, key=self._load)[:2]:
             near[batch.replica] = batch
         return near
 
@@ -111,8 +116,8 @@ class Dispatcher:
         looked_at = ((first + number * stride) % replicas for number in range(SAMPLE))
         return [batches[replica] for replica in looked_at if replica in batches] or list(batches.values())
 
-    def _load(self, batch: Batch) -> tuple[int, int]:
-        return batch.work, self._chosen_at[batch.replica]
+    def _load(self, batch: Batch) -> tuple[int, int, int]:
+        return batch.work, batch.held, self._chosen_at[batch.replica]
 
 
 class PrefixHints:

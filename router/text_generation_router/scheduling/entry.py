@@ -115,7 +115,7 @@ class Entry:
     @property
     def work_left(self) -> int:
         """Tokens it will probably still cost on its replica."""
-        return self.prefill_length - self.prefilled + self.expected - len(self.generated)
+        return self.prefill_length - self.prefilled + max(0, self.expected - len(self.generated))
 
     def leave_replica(self) -> None:
         """It holds nothing any more; what it generated stays its own."""

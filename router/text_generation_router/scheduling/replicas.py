@@ -32,6 +32,7 @@ class Replicas:
         assert self.batches[replica] is None, "a replica joins once"
         self.batches[replica] = Batch(replica, spec, self._policy)
         self._specs[replica] = spec
+        self.draining.discard(replica)
         self.changed.add(replica)
 
     def lose(self, replica: int) -> Batch | None:

@@ -159,6 +159,9 @@ class Scheduler:
         batch.drop(entry)
         self._replicas.changed.add(batch.replica)
         if never_sent:
+            if not entry.generated:  # nothing was computed for it
+                self._queue.charge(entry.request.service.tenant, -entry.charged)
+                entry.charged = 0
             self._queue.ended(entry.request.service.tenant)
             self._over(entry)
 
@@ -223,9 +226,11 @@ class Scheduler:
         tenant = entry.request.service.tenant
         self._queue.started(tenant)
         if not entry.charged:
+            # What an engine that schedules for itself has cached is a guess: nobody is told of it, or charged by it.
+            cached = 0 if batch.spec.self_scheduling else entry.cached_tokens
             self.prompt_tokens += len(entry.request.prompt)
-            self.hit_tokens += entry.cached_tokens
-            entry.charged = len(entry.request.prompt) - entry.cached_tokens + entry.expected
+            self.hit_tokens += cached
+            entry.charged = len(entry.request.prompt) - cached + entry.expected
             self._queue.charge(tenant, entry.charged)
 
     # -------------------------------------------------------------------------------------------------------- outcomes

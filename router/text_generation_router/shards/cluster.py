@@ -8,6 +8,7 @@ submit, cancel ──► Cluster ──► scheduler
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import grpc
 import structlog
 
 from text_generation_proto.client import ShardClient
-from text_generation_router.errors import GenerationFailed, Overloaded, Unhealthy
+from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, TenantId, TokenListener
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.join import CannotJoin, Joined, WarmUpLimits, join
@@ -27,9 +28,13 @@ from text_generation_router.shards.replica import Replica, ShardLost, Shared
 
 RETURN_PATIENCE_S = 60.0
 """Seconds after the last replica was lost for which new requests wait for one rather than being refused."""
+GONE_AFTER_S = 600.0
+"""Seconds after the last replica was lost for which those that it left wait for one. A large model loads for minutes."""
 FIRST_RETRY_S = 0.05
 LONGEST_RETRY_S = 2.0
 """Seconds between two tries to join a shard that is gone; each wait is twice the last."""
+LASTING_SESSION_S = 2.0
+"""A session that ended sooner does not start the waits over."""
 JOIN_TIMEOUT_S = 3600.0
 """Seconds in which a shard that comes back may load its model. Its launcher knows better whether it ever will."""
 FORESEEN_TOO_LATE = 1.5
@@ -60,6 +65,8 @@ class Cluster:
         now = time.monotonic()
         if self._closed or not self._expects_replicas(now):
             listener.on_failure(Unhealthy("no shard serves now"))
+        elif min(request.service.queue_by or now + 1, request.service.end_by or now + 1) <= now:
+            listener.on_failure(DeadlineExceeded("its time was over before it was queued"))
         elif not self.scheduler.fits(len(request.prompt), request.max_new_tokens):
             listener.on_failure(GenerationFailed("the KV cache is too small for this request now"))
         elif (wait := self._wait_too_long(request, now)) is not None:
@@ -81,8 +88,12 @@ class Cluster:
         return self.scheduler.foreseen_wait(tenant, time.monotonic())
 
     def dispatch(self) -> None:
-        """Give queued requests to replicas that have room."""
-        for number in self.scheduler.dispatch(time.monotonic()):
+        """Give queued requests to replicas that have room, but for those whose time is over: these end."""
+        now = time.monotonic()
+        if (due := self.scheduler.next_expiry) is not None and due <= now:
+            self._listeners.failures(self.scheduler.expire(now).failed)
+            self._wake()
+        for number in self.scheduler.dispatch(now):
             self._replicas[number].wake()
 
     @property
@@ -121,6 +132,8 @@ class Cluster:
     def _cancel(self, request_id: RequestId, *, satisfied: bool) -> None:
         self.scheduler.cancel(request_id, satisfied=satisfied)
         self._wake()
+        # Somebody may have waited for what was placed but never sent: no report tells of that.
+        self.dispatch()
 
     def _wake(self) -> None:
         for number, replica in enumerate(self._replicas):
@@ -148,23 +161,25 @@ class Cluster:
         """Have a replica serve, again and again."""
         retry = FIRST_RETRY_S
         while True:
+            began = time.monotonic()
             try:
                 async with ShardClient.connect(place.address) as client:
                     if joined is None:
                         joined = await place.rejoin(client)
                         log.info("shard joined again", replica=number)
+                        began = time.monotonic()
                     await self._replicas[number].serve(client, joined)
             except ShardLost as error:
                 log.error("shard lost", replica=number, reason=str(error))
             except (CannotJoin, TimeoutError, grpc.aio.AioRpcError) as error:
                 log.error("shard cannot join", replica=number, reason=str(error))
-                retry = min(2 * retry, LONGEST_RETRY_S)
             else:
                 raise AssertionError("a session ends with its shard")
-            if joined is not None:
-                joined, retry = None, FIRST_RETRY_S
-                self._on_lost()
+            lasted = joined is not None and time.monotonic() - began > LASTING_SESSION_S
+            joined = None
+            self._on_lost()
             await asyncio.sleep(retry)
+            retry = FIRST_RETRY_S if lasted else min(2 * retry, LONGEST_RETRY_S)
 
     def _on_opened(self) -> None:
         self._alone_since = None
@@ -173,18 +188,27 @@ class Cluster:
     def _on_lost(self) -> None:
         if not self.connected and self._alone_since is None and self._joined.is_set():
             self._alone_since = time.monotonic()
+            self._deadlines.set()
 
     async def _end_what_is_over(self) -> None:
         while True:
             due = self.scheduler.next_expiry
+            if self._alone_since is not None:
+                due = min(due or math.inf, self._alone_since + GONE_AFTER_S)
             self._deadlines.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due is None else max(0.0, due - time.monotonic())):
                     await self._deadlines.wait()
                     continue
-            self._listeners.failures(self.scheduler.expire(time.monotonic()).failed)
-            self._wake()
-            self.dispatch()
+            self.dispatch()  # which ends what has expired
+            if self._alone_since is not None and time.monotonic() >= self._alone_since + GONE_AFTER_S:
+                self._alone_since = time.monotonic() - RETURN_PATIENCE_S
+                self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        for request_id in self.scheduler.requests:
+            self.scheduler.cancel(request_id)
+        self._listeners.fail_all("no shard came back")
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,30 @@ def _sampling_to_pb(sampling: Sampling) -> pb.Sampling:
     return message
 
 
+class MalformedReport(Exception):
+    """A report that breaks the contract: its shard is not to be believed any more."""
+
+
+def check_report(report: pb.StepReport, num_slots: int, orders_sent: int) -> None:
+    """Raises MalformedReport for what would not be found out before it had done harm."""
+    tokens = sum(report.token_counts) if report.token_counts else len(report.slots)
+    finished = {one.slot for one in report.finished}
+    topped = {one.slot for one in report.top_tokens}
+    others = {one.slot for one in report.failed} | {one.slot for one in report.prompt_logprobs}
+    slots = set(report.slots)
+    if (
+        (report.token_counts and len(report.token_counts) != len(report.slots))
+        or tokens != len(report.token_ids)
+        or tokens != len(report.logprobs)
+        or len(report.prefilled_slots) != len(report.prefilled_tokens)
+        or max(slots.union(report.prefilled_slots, others), default=0) >= num_slots
+        or any(one.reason not in _FINISH_REASONS for one in report.finished)
+        or not (finished <= slots and topped <= slots)
+        or report.orders_applied > orders_sent
+    ):
+        raise MalformedReport("the shard sent a report that makes no sense")
+
+
 def outcome_from_pb(report: pb.StepReport, steps: int) -> Outcome:
     """What the scheduler needs of a report of so many steps; 0: it only says that orders were applied."""
     return Outcome(

@@ -43,7 +43,17 @@ class Joined:
 
     def differs_from(self, other: Joined) -> str | None:
         """Why requests prepared for `other` cannot run here; None if they can."""
-        for name in ("engine", "model_type", "vocab_size", "max_sequence_length", "block_size", "eos_token_ids"):
+        for name in (
+            "engine",
+            "model_type",
+            "vocab_size",
+            "max_sequence_length",
+            "block_size",
+            "eos_token_ids",
+            "scheduling",
+            "max_top_n_tokens",
+            "grammar_kinds",
+        ):
             mine, others = getattr(self.info, name), getattr(other.info, name)
             if mine != others:
                 return f"its {name} is {mine!r}, the other replicas' is {others!r}"

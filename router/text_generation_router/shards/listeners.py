@@ -62,7 +62,7 @@ class Listeners:
                     last = reason if at == end - 1 else None
                     goes_on = listener.on_token(token_ids[at], logprobs[at], tops.get(at, nothing), last)
                     if last is not None:
-                        del listeners[request_id]
+                        listeners.pop(request_id, None)
                     elif not goes_on:
                         self._enough(request_id)
                         break

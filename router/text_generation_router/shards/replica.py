@@ -16,16 +16,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
+import structlog
 
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.scheduling.steps import Deliveries
-from text_generation_router.shards.convert import orders_to_pb, outcome_from_pb
+from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, outcome_from_pb
 from text_generation_router.shards.join import Joined
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.shards.observer import Handled, StepObserver
 from text_generation_router.shards.pace import Pace
+
+LOOK_EVERY_S = 1.0
+HANGS_AFTER_S = 5.0
+HANGS_AFTER_STEPS = 20
+"""A shard that owes a report for so long, and for so many times its longest step of late, gets nothing new until it
+brings one. gRPC's keepalive finds out whether it is dead."""
+
+log = structlog.get_logger()
 
 
 class ShardLost(Exception):
@@ -58,6 +67,16 @@ class Replica:
         self._pace = Pace()
         self._steps = 0
         """Steps of the session so far."""
+        self._slots = 0
+        self._orders_sent = self._applied = 0
+        """Numbers of the last orders sent, and of the last that were applied."""
+        self._running = 0
+        """Sequences that the shard holds."""
+        self._heard = 0.0
+        """When the last report came."""
+        self._longest_step_s = 0.0
+        """Of late."""
+        self._serving, self._hangs = True, False
         self._eos_token_ids: tuple[int, ...] = ()
 
     def wake(self) -> None:
@@ -68,7 +87,11 @@ class Replica:
         """One session, until cancelled. Raises ShardLost when the shard is gone."""
         shared = self._shared
         self._pace = Pace()
-        self._steps = 0
+        self._steps = self._orders_sent = 0
+        self._running = self._applied = 0
+        self._longest_step_s, self._heard = 0.0, time.monotonic()
+        self._serving, self._hangs = True, False
+        self._slots = joined.spec.num_slots
         self._eos_token_ids = tuple(joined.info.eos_token_ids)
         call = client.run()
         opened = False
@@ -83,6 +106,7 @@ class Replica:
                 tasks.create_task(self._send(call))
                 tasks.create_task(self._receive(call))
                 tasks.create_task(self._heed_health(client))
+                tasks.create_task(self._heed_silence())
         except (grpc.aio.AioRpcError, BaseExceptionGroup) as error:
             reasons = _shard_loss(error)
             if not reasons:
@@ -96,10 +120,33 @@ class Replica:
 
     async def _heed_health(self, client: ShardClient) -> None:
         """Give the shard nothing new while it says that it does not serve."""
-        with suppress(grpc.aio.AioRpcError):  # what ends the stream ends the session; no health service is no news
+        with suppress(grpc.aio.AioRpcError):  # what ends the shard ends the session; no health service is no news
             async for serving in client.serving():
-                self._shared.scheduler.drain(self._number, draining=not serving)
-                self._shared.dispatch()
+                self._heed(serving=serving)
+        self._heed(serving=True)  # nobody would say when it serves again
+
+    async def _heed_silence(self) -> None:
+        """Give the shard nothing new while it owes a report and brings none: it may hang."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            silent = time.monotonic() - self._heard
+            busy = self._running > 0 or self._applied < self._orders_sent
+            self._heed(hangs=busy and silent > max(HANGS_AFTER_S, HANGS_AFTER_STEPS * self._longest_step_s))
+
+    def _heed(self, *, serving: bool | None = None, hangs: bool | None = None) -> None:
+        before = self._serving and not self._hangs
+        self._serving = self._serving if serving is None else serving
+        self._hangs = self._hangs if hangs is None else hangs
+        good = self._serving and not self._hangs
+        if good != before:
+            log.warning(
+                "shard gets requests again" if good else "shard gets nothing new",
+                replica=self._number,
+                serving=self._serving,
+                hangs=self._hangs,
+            )
+            self._shared.scheduler.drain(self._number, draining=not good)
+            self._shared.dispatch()
 
     async def _send(self, call: RunCall) -> None:
         shared = self._shared
@@ -113,6 +160,7 @@ class Replica:
             self._changed.clear()
             deciding = time.monotonic()
             if orders := shared.scheduler.decide(self._number, deciding):
+                self._orders_sent = orders.number
                 shared.observer.on_orders(orders, time.monotonic() - deciding)
                 for admission in orders.admit:
                     shared.listeners.scheduled(admission)
@@ -128,10 +176,16 @@ class Replica:
             report = await call.read()
             if not isinstance(report, pb.StepReport):
                 raise ShardLost("the shard closed its stream")
+            try:
+                check_report(report, self._slots, self._orders_sent)
+            except MalformedReport as error:
+                raise ShardLost(str(error)) from error
             self._handle(report)
 
     def _handle(self, report: pb.StepReport) -> None:
         now = time.monotonic()
+        self._heard, self._running, self._applied = now, report.running, report.orders_applied
+        self._longest_step_s = max(report.step_ns / 1e9, 0.99 * self._longest_step_s)
         shared = self._shared
         scheduler, listeners = shared.scheduler, shared.listeners
         steps = report.step - self._steps
@@ -157,9 +211,10 @@ class Replica:
 
 
 def _shard_loss(error: BaseException) -> list[str]:
-    """What an error, or each in a group, says of a lost shard; empty if it is about something else."""
+    """What an error, or each in a group, says of a lost shard; empty if one of them is about something else."""
     if isinstance(error, BaseExceptionGroup):
-        return [reason for inner in error.exceptions for reason in _shard_loss(inner)]
+        reasons = [_shard_loss(inner) for inner in error.exceptions]
+        return [reason for some in reasons for reason in some] if all(reasons) else []
     if isinstance(error, grpc.aio.AioRpcError):
         return [error.details() or str(error.code())]
     return [str(error)] if isinstance(error, ShardLost) else []

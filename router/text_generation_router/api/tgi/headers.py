@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 
 
 def cost_headers(settings: Settings, characters: int) -> dict[str, str]:
@@ -28,7 +28,7 @@ def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
         "x-time-per-token": _milliseconds(sum(one.per_token_s for one in spent)),
         "x-prompt-tokens": str(sum(len(prompt) for prompt in prompts)),
         "x-generated-tokens": str(sum(one.generated_tokens for one in spent)),
-        "x-cached-tokens": str(sum(generation.cached_tokens for generation in generations)),
+        "x-cached-tokens": str(_cached_tokens(generations)),
     }
 
 
@@ -39,3 +39,12 @@ def compute_time_header(generation: GenerationRecord) -> dict[str, str]:
 
 def _milliseconds(seconds: float) -> str:
     return str(int(seconds * 1000))
+
+
+def _cached_tokens(generations: Sequence[GenerationRecord]) -> int:
+    """Over all prompts; one with several answers counts once, as it does in `usage`."""
+    by_prompt: dict[int, list[GenerationRecord]] = {}
+    for generation in generations:
+        if generation.request is not None:
+            by_prompt.setdefault(id(generation.request.prompt), []).append(generation)
+    return sum(cached_tokens(answers) for answers in by_prompt.values())

@@ -186,3 +186,32 @@ def test_one_that_only_a_draining_replica_can_hold_holds_nobody_up_and_may_be_ca
     rig.until_idle()
     assert rig.finished == [small, large]
     audit_idle(rig.scheduler)
+
+
+def test_among_many_replicas_that_are_full_the_one_with_room_is_found() -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=24)
+    for _ in range(23):
+        rig.submit(100, new=2)  # each fills a replica
+    rig.turn()
+    assert len({rig.home(number) for number in range(23)}) == 23
+    last = rig.submit(100, new=2)
+    rig.turn()
+    assert rig.admitted()[-1] == last
+
+
+def test_answers_longer_than_foreseen_make_no_replica_look_idle() -> None:
+    rig = a_rig(replicas=2)
+    for _ in range(20):  # answers are usually short
+        rig.submit(20, new=200)
+        rig.turns(3)
+        rig.scheduler.cancel(RequestId(rig.admitted()[-1]), satisfied=True)
+        rig.until_idle()
+    longer = rig.submit(20, new=200)
+    rig.turns(150)
+    assert rig.batch(rig.home(longer)).work >= 0
+    more = [rig.submit(20, new=200) for _ in range(5)]
+    rig.turn()
+    homes = Counter(rig.home(number) for number in more)
+    assert max(homes.values()) == 3
+    rig.until_idle()
+    assert [rig.batch(replica).work for replica in range(2)] == [0, 0]

@@ -57,6 +57,16 @@ def test_one_that_was_placed_and_is_cancelled_is_never_sent() -> None:
     audit_idle(rig.scheduler)
 
 
+def test_one_that_was_placed_and_is_cancelled_costs_its_tenant_nothing() -> None:
+    rig = Rig(a_policy())
+    rig.submit(tenant="a")
+    rig.submit(tenant="b")
+    rig.scheduler.dispatch(0.0)
+    rig.scheduler.cancel(RequestId(0))
+    account = rig.scheduler._queue._tenants.find(TenantId("a"))
+    assert account is None or account.counter == 0
+
+
 # -------------------------------------------------------------------------------------------------- replicas that go
 
 

@@ -1,0 +1,67 @@
+"""A report that breaks the contract is found out before it does harm."""
+
+from __future__ import annotations
+
+import pytest
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.shards.convert import MalformedReport, check_report
+
+LENGTH = pb.FINISH_REASON_LENGTH
+GOOD = pb.StepReport(
+    orders_applied=2,
+    slots=[0, 3],
+    token_counts=[1, 2],
+    token_ids=[7, 8, 9],
+    logprobs=[-0.1, -0.2, -0.3],
+    finished=[pb.Finish(slot=3, reason=LENGTH)],
+    prefilled_slots=[1],
+    prefilled_tokens=[16],
+)
+
+
+def checked(**changes: object) -> None:
+    report = pb.StepReport.FromString(GOOD.SerializeToString())
+    for name in changes:
+        report.ClearField(name)  # type: ignore[arg-type]
+    report.MergeFrom(pb.StepReport(**changes))  # type: ignore[arg-type]
+    check_report(report, num_slots=4, orders_sent=2)
+
+
+def test_a_good_report_is_believed() -> None:
+    checked()
+    checked(token_counts=[], token_ids=[7, 8], logprobs=[-0.1, -0.2])
+    checked(
+        slots=[],
+        token_counts=[],
+        token_ids=[],
+        logprobs=[],
+        finished=[],
+        prefilled_slots=[],
+        prefilled_tokens=[],
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": [0, 4]},
+        {"slots": [0]},
+        {"token_counts": [1, 1]},
+        {"token_counts": []},
+        {"token_ids": [7, 8]},
+        {"logprobs": [-0.1]},
+        {"prefilled_tokens": []},
+        {"prefilled_slots": [4]},
+        {"finished": [pb.Finish(slot=1, reason=LENGTH)]},
+        {"finished": [pb.Finish(slot=3)]},
+        {"failed": [pb.Failure(slot=9)]},
+        {"prompt_logprobs": [pb.PromptLogprobs(slot=4)]},
+        {"top_tokens": [pb.TopTokens(slot=1)]},
+        {"orders_applied": 3},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_a_malformed_report_is_not(changes: dict[str, object]) -> None:
+    with pytest.raises(MalformedReport):
+        checked(**changes)
