@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from itertools import repeat
 
-from text_generation_router.request import Priority, RequestId
+from text_generation_router.request import RequestId
 from text_generation_router.scheduling.applied import Applied
 from text_generation_router.scheduling.blocks import BlockCache
 from text_generation_router.scheduling.entry import Entry, State
-from text_generation_router.scheduling.growth import LOW_ROOM, URGENT_ROOM, Growth
+from text_generation_router.scheduling.growth import LOW_ROOM, URGENT_ROOM, Growth, to_preempt
 from text_generation_router.scheduling.latency import PrefillBudget
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.prompts import Prompts
@@ -195,15 +195,11 @@ class Batch:
         return any(entry.blocks for entry in (*self._to_release, *self._releasing))
 
     def _on_stalled(self) -> None:
-        """Somebody cannot go on for want of a block. If none is coming, preempt: of the lowest class the newest, but for
-        the oldest of all."""
+        """Somebody cannot go on for want of a block. If none is coming, preempt."""
         if self._placed or self._blocks_are_coming():
             return
-        oldest = min(self._running.values(), key=lambda entry: entry.arrival)
-        others = (entry for entry in self._running.values() if entry is not oldest)
-        victim = max(others, key=_dispensability, default=oldest)
         self.preemptions += 1
-        self._release(victim, State.PREEMPTED)
+        self._release(to_preempt(self._running.values()), State.PREEMPTED)
 
     # -------------------------------------------------------------------------------------------------------- endings
 
@@ -400,7 +396,3 @@ class Batch:
     def promised_tokens(self) -> int:
         """Tokens that the entries here may come to have: prompts and all new tokens asked for."""
         return sum(entry.longest + 1 for entry in self._slots if entry is not None)
-
-
-def _dispensability(entry: Entry) -> tuple[Priority, int]:
-    return entry.request.service.priority, entry.arrival

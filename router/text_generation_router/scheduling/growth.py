@@ -1,10 +1,10 @@
-"""Who wants KV blocks to grow into, and who gets some."""
+"""Who wants KV blocks to grow into, who gets some, and who has to go when there are none left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from text_generation_router.request import RequestId
+from text_generation_router.request import Priority, RequestId
 from text_generation_router.scheduling.blocks import BlockCache
 from text_generation_router.scheduling.entry import Entry, State
 
@@ -57,3 +57,13 @@ class Growth:
         pool, available = self._cache.pool, self._cache.available
         most = pool.blocks_for(min(entry.length + self._growth_tokens, entry.longest)) - len(entry.blocks)
         return most if available >= most + running else min(1, most, available)
+
+
+def to_preempt(running: Iterable[Entry]) -> Entry:
+    """Of the lowest class the newest, but for the oldest of all, unless it is alone."""
+    oldest, *others = sorted(running, key=lambda entry: entry.arrival)
+    return max(others, key=_dispensability, default=oldest)
+
+
+def _dispensability(entry: Entry) -> tuple[Priority, int]:
+    return entry.request.service.priority, entry.arrival
