@@ -12,8 +12,9 @@ PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 MODEL := .cache/models/SmolLM2-135M-Instruct
 NODE := .cache/node
-PROTO := text_generation_proto/v1/shard.proto
-STUBS := shard_pb2.py shard_pb2.pyi shard_pb2_grpc.py shard_pb2_grpc.pyi
+PROTOS := text_generation_proto/v1/shard.proto \
+	text_generation_proto/gateway/trtllm_service.proto text_generation_proto/gateway/common.proto
+STUBS := $(foreach proto,$(PROTOS:.proto=),$(addprefix $(proto)_pb2,.py .pyi _grpc.py _grpc.pyi))
 
 # For `make run`: make run PORT=8080 ARGS="--max-batch-size 8". For `make test`: make test PYTEST_ARGS="-k sampling".
 PORT ?= 3000
@@ -72,22 +73,26 @@ fmt: $(STAMP) ## Format the code and fix what the linter can
 
 # $(call protoc,FOLDER) writes the stubs below FOLDER. The plugins that write the .pyi files are found on PATH.
 protoc = PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m grpc_tools.protoc -I proto \
-	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTO)
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
 .PHONY: proto
-proto: $(STAMP) ## Generate the stubs from the .proto file
+proto: $(STAMP) ## Generate the stubs from the .proto files
 	$(call protoc,proto)
 
 .PHONY: proto-check
-proto-check: $(STAMP) ## Check that the committed stubs are those of the .proto file
+proto-check: $(STAMP) ## Check that the committed stubs are those of the .proto files
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; $(call protoc,"$$fresh"); \
 	for stub in $(STUBS); do \
-		diff -u proto/$(dir $(PROTO))$$stub "$$fresh"/$(dir $(PROTO))$$stub || { echo "run: make proto"; exit 1; }; \
+		diff -u proto/$$stub "$$fresh"/$$stub || { echo "run: make proto"; exit 1; }; \
 	done; echo "proto-check: the stubs are up to date"
 
 .PHONY: bench-router
 bench-router: model ## Measure what the router costs, with the echo engine
 	$(PY) scripts/bench_router.py --model $(MODEL)
+
+.PHONY: bench-trtllm
+bench-trtllm: model ## Measure what router and shard cost under the TensorRT-LLM engine, over its stand-in
+	$(PY) scripts/bench_trtllm.py --model $(MODEL)
 
 .PHONY: bench-scheduling
 bench-scheduling: model ## Measure what scheduling does for clients (ARGS="chats", "long-prompt", "tenants", "overload", "kill", …)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 
 import structlog
 
+from text_generation_launcher import leftovers
 from text_generation_launcher.lines import Forwarder
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.stop import StopSignals
@@ -24,8 +25,10 @@ async def run_to_end(spec: ChildSpec, stop: StopSignals, *, json_output: bool) -
     """Run a child until it ends by itself, and return its exit code. Cancelled, end it in order first.
 
     The child leads a process group of its own. A terminal sends Ctrl-C to the whole foreground group: the children must
-    not get it, the launcher stops them in order. And what a child leaves behind is ended with its group.
+    not get it, the launcher stops them in order. What a child leaves behind is ended with its group; what has left the
+    group is found by its mark, once it had the time for its last words.
     """
+    mark = leftovers.new_mark()
     read_fd, write_fd = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -35,7 +38,7 @@ async def run_to_end(spec: ChildSpec, stop: StopSignals, *, json_output: bool) -
         try:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
-                env=spec.env,
+                env={**spec.env, leftovers.VARIABLE: mark},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_fd,
                 stderr=write_fd,
@@ -52,6 +55,7 @@ async def run_to_end(spec: ChildSpec, stop: StopSignals, *, json_output: bool) -
             finally:
                 await _end(process, spec, stop)
                 await asyncio.wait([forwarding], timeout=LAST_WORDS_TIMEOUT)
+                await leftovers.end(mark)
                 forwarding.cancel()
     finally:
         transport.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
@@ -38,6 +38,13 @@ NOT_SERVED = frozenset(
 )
 """TGI's settings that this server does not have."""
 
+INSTEAD = {
+    "cuda_graphs": "the tensorrt-llm engine has cuda_graph_config in --trtllm-options",
+    "kv_cache_dtype": "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options",
+    "quantize": "the tensorrt-llm engine serves checkpoints that are quantised already, and needs no flag for it",
+}
+"""What one of them has in its place."""
+
 LAST_PORT = 65535
 
 
@@ -57,6 +64,7 @@ class LauncherConfig(  # type: ignore[misc]
     replica: ClassVar[int]  # type: ignore[misc]
     rank: ClassVar[int]  # type: ignore[misc]
     world_size: ClassVar[int]  # type: ignore[misc]
+    tensor_parallel: ClassVar[int]  # type: ignore[misc]
     shard_address: ClassVar[tuple[str, ...]]  # type: ignore[misc]
 
     flag_only: ClassVar[frozenset[str]] = frozenset({"env"})
@@ -66,7 +74,9 @@ class LauncherConfig(  # type: ignore[misc]
     sharded: CliExplicitFlag[bool] | None = None
     """Whether to shard the model: true takes all visible devices, false one."""
     num_shard: int | None = None
-    """Shards to cut the model into; default: one. More than one is not served yet."""
+    """Shards to cut the model into; default: one. More take a GPU each, and the tensorrt-llm engine."""
+    trtllm_launch: Literal["spawn", "mpirun"] = "spawn"
+    """Who starts the processes that tensorrt-llm runs on several GPUs: the shard itself, or mpirun."""
     num_replicas: PositiveInt = 1
     """Copies of the model, each served by shards of its own; one router in front of all."""
     max_shard_restarts: NonNegativeInt = 5
@@ -133,13 +143,14 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     """The launcher's settings; on nonsense, one line and exit code 2."""
     for name in sorted(NOT_SERVED):
         flag = f"--{name.replace('_', '-')}"
+        instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
-            exit_with_usage_error(LauncherConfig, f"{flag} is a flag of TGI's that this server does not have")
+            exit_with_usage_error(LauncherConfig, f"{flag} is a flag of TGI's that this server does not have{instead}")
         if environ.get(name.upper()):
             # Silence would be worse: QUANTIZE set and twice the memory taken.
             exit_with_usage_error(
                 LauncherConfig,
-                f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it",
+                f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it{instead}",
             )
     if port := environ.get("AIP_HTTP_PORT"):  # Vertex AI says where it will call
         argv = [*argv, "--port", port]

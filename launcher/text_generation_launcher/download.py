@@ -33,6 +33,8 @@ SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Configuration, tokenizer, templates."""
 WEIGHTS = ("*.safetensors",)
 """Never pickle: loading it runs code."""
+ENGINES = ("*.engine",)
+"""What TensorRT-LLM ≤ 1.2 loads as well: engines compiled from weights."""
 
 PROGRESS_INTERVAL = 10.0
 """Seconds between two words on the bytes fetched."""
@@ -51,6 +53,8 @@ class DownloadConfig(ProcessConfig, cli_prog_name="text_generation_launcher.down
     """Folder of the hub's cache."""
     weights: bool = True
     """Whether to fetch the weights, too."""
+    engines: bool = False
+    """Whether compiled engines are as good as weights."""
     result_fd: int
     """Where to write the path."""
 
@@ -79,21 +83,22 @@ class _Progress(tqdm):
 
 def fetch(config: DownloadConfig) -> Path:
     """The folder with the model's files. Raises DownloadError."""
+    heavy = (*WEIGHTS, *(ENGINES if config.engines else ())) if config.weights else ()
     try:
         folder = Path(
             snapshot_download(
                 config.model_id,
                 revision=config.revision,
                 cache_dir=config.cache_dir,
-                allow_patterns=[*SMALL_FILES, *(WEIGHTS if config.weights else ())],
+                allow_patterns=[*SMALL_FILES, *heavy],
                 ignore_patterns=["*/*"],
                 tqdm_class=_Progress,
             )
         )
     except (HfHubHTTPError, OfflineModeIsEnabled, EntryNotFoundError, HFValidationError, OSError) as error:
         raise DownloadError(_reason(error, config)) from error
-    if config.weights and not any(folder.glob("*.safetensors")):
-        raise DownloadError(f"{config.model_id} has no *.safetensors weights; no other kind is read")
+    if heavy and not any(path for pattern in heavy for path in folder.glob(pattern)):
+        raise DownloadError(f"{config.model_id} has no {' or '.join(heavy)} weights; no other kind is read")
     return folder
 
 

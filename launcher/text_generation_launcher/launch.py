@@ -14,18 +14,20 @@ from pathlib import Path
 
 import structlog
 
+from text_generation_launcher.checks import check_engine
 from text_generation_launcher.child import lifeline
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import find_devices
 from text_generation_launcher.endings import ChildFailed, ChildLost, ShardsHopeless
 from text_generation_launcher.environment import describe
 from text_generation_launcher.model import ModelError, resolve_model
-from text_generation_launcher.plan import Plan, PlanError, Surroundings, count_processes, make_plan
+from text_generation_launcher.plan import Plan, PlanError, Surroundings, count_parts, make_plan
 from text_generation_launcher.restarts import RestartPolicy
 from text_generation_launcher.stop import StopSignals
 from text_generation_launcher.supervise import Supervisor
 from text_generation_proto.process import PRIVATE_FOLDER_PREFIX, ExitCode, SocketInUse, claim_socket, socket_path
 from text_generation_router.config import listen_host
+from text_generation_shard.config import choose_engine
 
 LONGEST_TEMP_FOLDER = 64
 """Bytes; the whole path of a unix socket has at most 107."""
@@ -69,9 +71,12 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: StopS
     devices = await find_devices(environ)
     if config.env:
         log.info("environment", **describe(devices))
-    shards = count_processes(config, devices)  # before a download that may take an hour
-    if shards < devices.count:
-        log.warning("not all devices are used", devices=devices.count, used=shards)
+    engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
+    config = config.model_copy(update={"engine": engine})
+    used = count_parts(config, devices)  # before a download that may take an hour
+    check_engine(config, environ)
+    if used < devices.count:
+        log.warning("not all devices are used", devices=devices.count, used=used)
     if config.input_limit != config.max_input_tokens:
         log.warning("max_input_length is an old name: use max_input_tokens")
     if listen_host(config.hostname) == "0.0.0.0" != config.hostname:
@@ -80,7 +85,8 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: StopS
         log.info("starting", model_id=config.model_id, revision=config.revision, engine=config.engine)
         model_path = await resolve_model(config, environ, stop, lifeline_fd)
         with _socket_folder() as folder:
-            plan = make_plan(config, Surroundings(devices, _cpus(), model_path, folder, lifeline_fd, environ))
+            around = Surroundings(devices, _cpus(), model_path, folder, lifeline_fd, environ, is_root=os.geteuid() == 0)
+            plan = make_plan(config, around)
             _claim_addresses(plan, folder)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
             await Supervisor(plan, stop, restarts, json_output=config.json_output).run()

@@ -62,6 +62,7 @@ def _download(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: i
         f"--model-id={config.model_id}",
         f"--result-fd={result_fd}",
         "--weights" if config.needs_weights else "--no-weights",
+        *(("--engines",) if config.engine == "tensorrt-llm" else ()),
         *((f"--revision={config.revision}",) if config.revision else ()),
         *((f"--cache-dir={config.huggingface_hub_cache}",) if config.huggingface_hub_cache else ()),
     )

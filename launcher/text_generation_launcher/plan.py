@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from pydantic_settings import CliApp
 
+from text_generation_launcher import mpi, under_mpirun
 from text_generation_launcher.config import LauncherConfig, child_settings
 from text_generation_launcher.devices import Devices, nth_visible
 from text_generation_proto.process import ProcessConfig
@@ -79,27 +82,38 @@ class Surroundings:
     """Where the shards' sockets go, unless a setting says otherwise."""
     lifeline_fd: int
     environ: Mapping[str, str]
+    is_root: bool = False
+    """Whether the launcher, and so everything it starts, runs as root."""
 
 
 def make_plan(config: LauncherConfig, around: Surroundings) -> Plan:
     """The processes to start. Raises PlanError."""
-    count_processes(config, around.devices)
+    parts = count_parts(config, around.devices)
     shards = tuple(_shard(config, around, replica) for replica in range(config.num_replicas))
-    return Plan(shards, _router(config, around, shards), listen_host(config.hostname), config.port)
+    return Plan(shards, _router(config, around, shards, parts), listen_host(config.hostname), config.port)
 
 
-def count_processes(config: LauncherConfig, devices: Devices) -> int:
-    """How many shards there are in all replicas together. Raises PlanError."""
-    total = count_shards(config, devices) * config.num_replicas
-    if config.num_replicas > 1 and _on_devices(config, devices):
-        if config.device.startswith("cuda:"):
-            raise PlanError(f"`device` is {config.device}, and {config.num_replicas} replicas take a device each")
-        if total > devices.count:
-            raise PlanError(
-                f"not enough cuda devices: {config.num_replicas} replicas take one each (--num-replicas), "
-                f"and {devices.count} are visible"
-            )
+def count_parts(config: LauncherConfig, devices: Devices) -> int:
+    """Into how many parts all replicas together are cut; where there are devices, a part is one. Raises PlanError."""
+    parts = count_shards(config, devices)
+    total = parts * config.num_replicas
+    if (number := _device_number(config)) is not None and parts > 1:
+        raise PlanError(f"`device` is {config.device}, and {parts} shards take a device each")
+    if config.num_replicas > 1 and _on_devices(config, devices) and number is not None:
+        raise PlanError(f"`device` is {config.device}, and {config.num_replicas} replicas take a device each")
+    if number is not None and config.engine == "tensorrt-llm" and number >= devices.count:
+        raise PlanError(f"`device` is {config.device}, and {devices.count} devices are visible")
+    if total > devices.count and (parts > 1 or (config.num_replicas > 1 and _on_devices(config, devices))):
+        raise PlanError(f"not enough cuda devices: {_demand(config, parts)}, and {devices.count} are visible")
     return total
+
+
+def _demand(config: LauncherConfig, parts: int) -> str:
+    if config.num_replicas == 1:
+        return f"{parts} shards take one each (--num-shard)"
+    each = "one" if parts == 1 else str(parts)
+    flags = "--num-replicas" if parts == 1 else "--num-replicas, --num-shard"
+    return f"{config.num_replicas} replicas take {each} each ({flags})"
 
 
 def _on_devices(config: LauncherConfig, devices: Devices) -> bool:
@@ -107,8 +121,17 @@ def _on_devices(config: LauncherConfig, devices: Devices) -> bool:
     return devices.count > 0 and config.device != "cpu" and config.engine != "echo"
 
 
+def _device_number(config: LauncherConfig) -> int | None:
+    """Which one of the visible devices was asked for by number."""
+    asked = re.fullmatch(r"cuda:(\d+)", config.device)
+    return None if asked is None else int(asked[1])
+
+
 def count_shards(config: LauncherConfig, devices: Devices) -> int:
-    """How many shards to cut the model into. Raises PlanError."""
+    """Into how many parts to cut the model, in TGI's word: shards. Raises PlanError.
+
+    TensorRT-LLM spreads over devices by itself: its parts are served by one shard process, which is their leader.
+    """
     wanted = config.num_shard
     if config.sharded:
         if wanted is None and devices.count <= 1:
@@ -116,18 +139,18 @@ def count_shards(config: LauncherConfig, devices: Devices) -> int:
         if wanted is not None and wanted <= 1:
             raise PlanError("`sharded` is true but `num_shard` <= 1")
         wanted = devices.count if wanted is None else wanted
-    # TGI would take all visible devices where neither setting is given. That waits for tensor parallelism.
+    # TGI would take all visible devices where neither setting is given. That waits for tensor parallelism of all engines.
     num_shard = 1 if wanted is None else wanted
-    if num_shard > 1:
+    if num_shard > 1 and config.engine != "tensorrt-llm":
         raise PlanError(f"{num_shard} shards were asked for (--num-shard, --sharded): only one shard is served yet")
     return num_shard
 
 
-def compute_type(shards: int, devices: Devices) -> str:
-    """What the x-compute-type header says by default: `1-nvidia-h200`, `2-cpu`; the number is that of all shards."""
+def compute_type(parts: int, devices: Devices) -> str:
+    """What the x-compute-type header says by default: `1-nvidia-h200`, `2-cpu`; the number is that of all replicas' parts."""
     if devices.count == 0:
-        return f"{shards}-cpu"
-    return f"{shards}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
+        return f"{parts}-cpu"
+    return f"{parts}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
 
 
 SECRETS = frozenset({"api_key"})
@@ -163,12 +186,18 @@ def _shard(config: LauncherConfig, around: Surroundings, replica: int) -> ShardS
         "lifeline_fd": around.lifeline_fd,
     }
     env = child_env(around.environ, ShardConfig)
-    if config.num_replicas > 1:
+    if config.engine == "tensorrt-llm":
+        # It sees its own devices and no other, and counts them from 0: no number of ours means anything to it.
+        settings |= {"tensor_parallel": count_shards(config, around.devices), "device": "auto"}
+        env = mpi.environment(env, as_root=around.is_root)
+        if around.devices.count:
+            env["CUDA_VISIBLE_DEVICES"] = _devices_of(config, around, replica)
+    elif config.num_replicas > 1:
         if _on_devices(config, around.devices):
             env["CUDA_VISIBLE_DEVICES"] = nth_visible(around.environ, replica)
         else:
             settings |= _share_of_machine(config, around)
-    return ShardSpec(
+    spec = ShardSpec(
         name=f"shard-{replica}",
         argv=child_argv("text_generation_shard", ShardConfig.of(**settings)),
         env=env,
@@ -177,6 +206,35 @@ def _shard(config: LauncherConfig, around: Surroundings, replica: int) -> ShardS
         replica=replica,
         rank=0,
         address=address,
+    )
+    by_mpirun = config.engine == "tensorrt-llm" and config.trtllm_launch == "mpirun"
+    return _under_mpirun(config, around, spec) if by_mpirun else spec
+
+
+def _devices_of(config: LauncherConfig, around: Surroundings, replica: int) -> str:
+    """What CUDA_VISIBLE_DEVICES says to a replica that spreads over its devices by itself: its own, and no other."""
+    parts = count_shards(config, around.devices)
+    number = _device_number(config)
+    first = replica * parts if number is None else number
+    return ",".join(nth_visible(around.environ, first + part) for part in range(parts))
+
+
+def _under_mpirun(config: LauncherConfig, around: Surroundings, shard: ShardSpec) -> ShardSpec:
+    """That shard, with ranks that mpirun starts."""
+    settings = child_settings(config, under_mpirun.UnderMpirunConfig) | {
+        "replica": shard.replica,
+        "lifeline_fd": around.lifeline_fd,
+    }
+    mpirun = mpi.mpirun_command(count_shards(config, around.devices), as_root=around.is_root)
+    return dataclasses.replace(
+        shard,
+        argv=(
+            *child_argv(under_mpirun.__name__, under_mpirun.UnderMpirunConfig.of(**settings)),
+            *(under_mpirun.SEPARATOR, *mpirun),
+            *(under_mpirun.SEPARATOR, *shard.argv),
+        ),
+        env={**shard.env, "PATH": mpi.search_path(shard.env)},
+        stop_timeout=shard.stop_timeout + under_mpirun.STOP_MARGIN,
     )
 
 
@@ -200,13 +258,13 @@ def _share_of_machine(config: LauncherConfig, around: Surroundings) -> dict[str,
     return share
 
 
-def _router(config: LauncherConfig, around: Surroundings, shards: tuple[ShardSpec, ...]) -> ChildSpec:
+def _router(config: LauncherConfig, around: Surroundings, shards: tuple[ShardSpec, ...], parts: int) -> ChildSpec:
     settings = child_settings(config, RouterConfig) | {
         "model_path": str(around.model_path),
         "shard_address": tuple(shard.address for shard in shards),
         "hostname": listen_host(config.hostname),
         "max_input_tokens": config.input_limit,
-        "compute_type": config.compute_type or compute_type(len(shards), around.devices),
+        "compute_type": config.compute_type or compute_type(parts, around.devices),
         "lifeline_fd": around.lifeline_fd,
         **dict.fromkeys(SECRETS, ()),
     }

@@ -17,6 +17,7 @@ TokenId = int
 LogprobJson = bytes
 """A log-probability as JSON: the shortest text of its float32, `null` where there is none.
 
+Of a chosen token that means that the engine does not know it; of another one that it could not come.
 Written once for a whole step; floats would print the digits of a float64."""
 
 
@@ -57,7 +58,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     """TGI's: minus f · count / length, over prompt and output."""
-    seed: int = 0
+    seed: int | None = 0
+    """None: nobody asked for one, and the engine takes none."""
     watermark: bool = False
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one's probability."""

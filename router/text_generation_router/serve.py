@@ -33,7 +33,7 @@ from text_generation_router.sandbox.errors import SandboxError
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.shards.join import CannotJoin, Joined, WarmUpLimits, join
+from text_generation_router.shards.join import CannotJoin, Joined, WarmUpLimits, join, together
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
@@ -58,7 +58,8 @@ async def serve(config: RouterConfig) -> ExitCode:
     joined = await _join_all(config, signals)
     if joined is None:
         return ExitCode.STOPPED
-    model = next(one for one in joined if one is not None)
+    model = together(joined)
+    check_honoured(config, model)
     limits = resolve_limits(config, model)
     cluster, metrics = _cluster(config, joined, limits)
     generations = Generations(cluster, tokenizer)
@@ -76,7 +77,7 @@ async def serve(config: RouterConfig) -> ExitCode:
                     serving,
                     turns,
                     healthy=lambda: cluster.connected and not generations.draining,
-                    info=_model_info(config, templates),
+                    info=_model_info(config, model, templates),
                 )
             except ValueError as error:  # an AIP_* path that is none, or is taken
                 raise CannotServe(str(error)) from error
@@ -113,7 +114,7 @@ def _api_keys(config: RouterConfig) -> ApiKeys:
         raise CannotServe(str(error)) from error
 
 
-def _model_info(config: RouterConfig, templates: ChatTemplates) -> ModelInfo:
+def _model_info(config: RouterConfig, model: Joined, templates: ChatTemplates) -> ModelInfo:
     return ModelInfo(
         model_id=_model_id(config),
         model_sha=config.revision,
@@ -121,6 +122,9 @@ def _model_info(config: RouterConfig, templates: ChatTemplates) -> ModelInfo:
         validation_workers=config.validation_workers,
         max_client_batch_size=config.max_client_batch_size,
         docker_label=config.docker_label or None,
+        engine=model.info.engine,
+        dtype=model.info.dtype,
+        device_type=model.info.device.partition(":")[0],
         special_tokens=templates.special_tokens,
         chat_template=templates.default_text or None,
     )
@@ -140,11 +144,12 @@ def _load_templates(config: RouterConfig) -> ChatTemplates:
 
 
 def _api_model(config: RouterConfig, model: Joined, tokenizer: Tokenizer, templates: ChatTemplates) -> ApiModel:
-    grammars = bool(model.info.grammar_kinds) and not config.disable_grammar_support
+    grammars = bool(model.grammar_kinds) and not config.disable_grammar_support
     return ApiModel(
         tokenizer,
         templates,
         grammar_vocabulary=Path(config.model_path) / "tokenizer.json" if grammars else None,
+        grammar_kinds=model.grammar_kinds,
         tool_call_parser=config.tool_call_parser,
         reasoning=config.split_reasoning,
     )
@@ -190,8 +195,9 @@ async def _first_joins(config: RouterConfig) -> list[Joined | None]:
         raise CannotServe(str(failures[0]))
     if not present:
         raise CannotServe(f"no shard answers at {', '.join(config.shard_address)}")
+    like = together(present)
     for number, one in enumerate(present):
-        if difference := one.differs_from(present[0]):
+        if difference := one.differs_from(like):
             raise CannotServe(f"the shards serve different things; one of number {number}: {difference}")
     return joined
 
@@ -215,6 +221,13 @@ def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:
     )
 
 
+def check_honoured(config: RouterConfig, model: Joined) -> None:
+    """The engine can do what the operator wants of every request. Raises CannotServe."""
+    if config.prefix_cache_per_tenant and "cache_salt" in model.unsupported:
+        reason = model.unsupported["cache_salt"]
+        raise CannotServe(f"`prefix_cache_per_tenant` is not supported by this engine: {reason}")
+
+
 def resolve_limits(config: RouterConfig, model: Joined) -> Limits:
     """The limits of one request: the operator's, else what model and KV cache allow. Raises CannotServe."""
     capacity = model.pool.num_blocks * model.pool.block_size
@@ -230,13 +243,17 @@ def resolve_limits(config: RouterConfig, model: Joined) -> Limits:
         raise CannotServe(
             f"`max_total_tokens`({total}) is more than the model's {model.info.max_sequence_length} positions"
         )
+    most_tops = config.max_top_n_tokens
+    if "top_n" not in model.unsupported:  # there the engine's own reason says more than a limit of 0
+        most_tops = min(most_tops, model.info.max_top_n_tokens)
     return Limits(
         max_best_of=config.max_best_of,
         max_stop_sequences=config.max_stop_sequences,
-        max_top_n_tokens=min(config.max_top_n_tokens, model.info.max_top_n_tokens),
+        max_top_n_tokens=most_tops,
         max_input_tokens=longest,
         max_total_tokens=total,
         vocab_size=model.info.vocab_size,
+        unsupported=model.unsupported,
     )
 
 

@@ -11,6 +11,7 @@ import structlog
 from text_generation_proto.logs import configure_logging
 from text_generation_proto.process import ExitCode, follow_parent, parse_config, remove_socket, socket_path
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.processes import descendants, kill
 
 log = structlog.get_logger()
 
@@ -19,7 +20,14 @@ def main() -> None:
     """Run a shard until it is told to stop."""
     config = parse_config(ShardConfig)
     path = socket_path(config.address)
-    follow_parent(config.lifeline_fd, last_will=None if path is None else lambda: remove_socket(path))
+
+    def leave_nothing() -> None:
+        if path is not None:
+            remove_socket(path)
+        # What an engine has started: nobody else knows of it.
+        kill(descendants())
+
+    follow_parent(config.lifeline_fd, last_will=leave_nothing)
     configure_logging(config, f"shard-{config.replica}")
     # Only now what takes its time to import: the lifeline is being watched.
     from text_generation_shard.serve import CannotServe, serve
@@ -33,6 +41,7 @@ def main() -> None:
         except Exception:
             log.exception("bug")
             code = ExitCode.BUG
+        leave_nothing()
         sys.stderr.flush()
         # At once: an engine thread stuck in a device call must not keep the process, nor a health watch that is still
         # open be cancelled with a traceback of gRPC's.

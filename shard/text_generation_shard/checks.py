@@ -52,7 +52,7 @@ def _asked_problem(admission: Admission, info: EngineInfo) -> str | None:
         return f"prompt_top_n is at most {info.max_top_n_tokens}"
     if admission.prompt_top_n and not admission.prompt_logprobs:
         return "prompt_top_n comes with prompt logprobs only"
-    if admission.grammar is not None and admission.matcher is None:
+    if admission.grammar is not None and not info.grammar_kinds:
         return "the engine serves no grammars"
     return None
 

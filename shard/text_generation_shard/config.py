@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from text_generation_proto.process import ProcessConfig
 
-EngineName = Literal["auto", "torch", "echo"]
+EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DType = Literal["float16", "bfloat16", "float32"]
 
@@ -21,7 +22,7 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     model_id: str = ""
     """Name to report for the model; default: the folder."""
     engine: EngineName = "auto"
-    """Which engine runs the model."""
+    """Which engine runs the model; auto: tensorrt-llm where it is installed and there is a GPU, else torch."""
     address: str = "unix:///tmp/text-generation-server-0"
     """Where to listen: unix:///path (mode 0600) or host:port."""
     replica: NonNegativeInt = 0
@@ -44,6 +45,14 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     """Sequences held at once, at most; 0: the engine's own limit."""
     num_threads: NonNegativeInt = 0
     """Threads of a forward pass on CPU; 0: one a core."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that an engine which spreads over several by itself is to take: tensorrt-llm."""
+    trtllm_options: str = ""
+    """Keywords of TensorRT-LLM's LLM, as YAML: a file, or the text itself."""
+    hang_timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds without a token, a millisecond more for each prompt token that waits, after which tensorrt-llm counts as hung."""
+    gateway: bool = True
+    """Serve the protocol of TensorRT-LLM's own gRPC server as well, where the engine schedules for itself."""
     reflection: bool = False
     """Serve gRPC reflection, for grpcurl."""
     shutdown_timeout: Annotated[float, Field(gt=0)] = 10.0
@@ -66,3 +75,10 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     """Echo engine: a sequence that is to repeat this token id fails instead."""
     echo_fail_step_token: int = -1
     """Echo engine: the whole step fails in which a sequence is to repeat this token id."""
+
+
+def choose_engine(name: EngineName, *, has_gpu: bool) -> EngineName:
+    """The engine that `name` stands for on this machine. Imports nothing."""
+    if name != "auto":
+        return name
+    return "tensorrt-llm" if has_gpu and find_spec("tensorrt_llm") is not None else "torch"

@@ -86,6 +86,7 @@ def _admission_from_pb(message: pb.Admission) -> Admission:
         prompt_logprobs=message.logprobs.prompt,
         prompt_top_n=message.logprobs.prompt_top_n,
         grammar=_grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -127,6 +128,7 @@ def report_to_pb(report: Report) -> pb.StepReport:
         forward_ns=result.forward_ns,
         running=report.running,
         used_blocks=report.used_blocks,
+        queued=report.queued,
     )
     for slot, tokens in result.prefilled:
         message.prefilled_slots.append(slot)
@@ -165,5 +167,7 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         suggested_prefill_tokens=info.suggested_prefill_tokens,
         max_top_n_tokens=info.max_top_n_tokens,
         grammar_kinds=[_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
+        reserves_longest=info.reserves_longest,
+        unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in info.unsupported],
         version=version("text-generation-trtllm"),
     )

@@ -10,6 +10,7 @@ Ids in, ids out; no text, no gRPC, no asyncio. `sequences.SequenceTable` does th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -78,6 +79,10 @@ class EngineInfo:
     suggested_prefill_tokens: int
     max_top_n_tokens: int
     grammar_kinds: tuple[GrammarKind, ...] = ()
+    unsupported: tuple[tuple[str, str], ...] = ()
+    """(field of Sampling, Stopping or LogprobOptions that this engine cannot honour, why)."""
+    reserves_longest: bool = False
+    """Of an engine that schedules for itself: a sequence begins only once all the KV blocks it may come to need are free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +150,8 @@ class Admission:
     grammar: Grammar | None = None
     matcher: Future[Matcher] | None = None
     """What comes of `grammar`: begun by `Engine.grammars` before the admission is applied."""
+    cache_salt: str = ""
+    """For an engine with a prefix cache of its own: sequences share computed blocks only under the same salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +223,7 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """Runs steps. Every method is called from one thread; none is called again after `close`."""
+    """Runs steps. Every method but `wake` is called from one thread; none is called again after `close`."""
 
     @property
     def info(self) -> EngineInfo:
@@ -240,7 +247,15 @@ class Engine(Protocol):
         ...
 
     def step(self) -> StepResult | None:
-        """Advance everything that can advance by one forward pass; None if nothing can."""
+        """Advance everything that can advance by one forward pass; None if nothing can.
+
+        An engine that schedules for itself computes on its own time: its step waits until there is something to tell,
+        or `wake` is called.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Orders wait: a step that waits for the engine's own doings is to return. From any thread."""
         ...
 
     @property
@@ -253,6 +268,18 @@ class Engine(Protocol):
         """KV blocks those sequences hold; one that several share counts once."""
         ...
 
+    @property
+    def queued(self) -> int:
+        """Those of `running` that wait in a queue of the engine's own."""
+        ...
+
+    def on_broken(self, tell: Callable[[str], None]) -> None:
+        """Have `tell` called, from any thread, with the reason why the engine will never compute again, if so it is.
+
+        Whatever `step` raises says the same; this is for when nobody steps.
+        """
+        ...
+
     def reset(self) -> None:
         """Drop every sequence."""
         ...
@@ -260,3 +287,18 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the device."""
         ...
+
+
+class InProcess:
+    """What engines have in common that compute in the calls made to them: nothing of theirs goes on between two."""
+
+    @property
+    def queued(self) -> int:
+        """None: the client's queue is the only one."""
+        return 0
+
+    def wake(self) -> None:
+        """Nothing to do: a step waits for nothing but its own computing."""
+
+    def on_broken(self, tell: Callable[[str], None]) -> None:
+        """Nothing to tell: what breaks breaks in a call."""

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import structlog
@@ -15,12 +16,15 @@ from grpc_health.v1.health import aio as grpc_health
 from grpc_reflection.v1alpha import reflection
 
 from text_generation_proto.channel import SERVER_OPTIONS
+from text_generation_proto.gateway import trtllm_service_pb2, trtllm_service_pb2_grpc
 from text_generation_proto.process import ExitCode, SocketInUse, claim_socket, remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.servicer import EngineThread, ShardServicer
+from text_generation_shard.gateway.host import HostServicer
+from text_generation_shard.gateway.servicer import GatewayServicer
+from text_generation_shard.servicer import EngineThread
 
 log = structlog.get_logger()
 
@@ -36,14 +40,20 @@ async def serve(config: ShardConfig) -> ExitCode:
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(sig, stopping.set)
     thread = EngineThread()
-    servicer = ShardServicer(thread, config.rank, config.world_size)
+    servicer = HostServicer(thread, config.rank, config.world_size)
     health = grpc_health.HealthServicer()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     shard_pb2_grpc.add_ShardServicer_to_server(servicer, server)
+    if config.gateway:
+        folder = Path(config.model_path) if config.model_path else None
+        gateway = GatewayServicer(servicer, folder, tensor_parallel=config.tensor_parallel)
+        trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(gateway, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if config.reflection:
         names = [shard_pb2.DESCRIPTOR.services_by_name["Shard"].full_name, reflection.SERVICE_NAME]
+        if config.gateway:
+            names.append(trtllm_service_pb2.DESCRIPTOR.services_by_name["TrtllmService"].full_name)
         reflection.enable_server_reflection(
             [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name], server
         )
@@ -52,6 +62,7 @@ async def serve(config: ShardConfig) -> ExitCode:
         log.info("loading", engine=config.engine, model=config.model_path)
         code = await _serve_engine(config, thread, servicer, health, stopping)
         await health.enter_graceful_shutdown()
+        servicer.stop_lending()
         servicer.end_session()
         await server.stop(grace=1.0)
         thread.close()
@@ -61,7 +72,7 @@ async def serve(config: ShardConfig) -> ExitCode:
 async def _serve_engine(
     config: ShardConfig,
     thread: EngineThread,
-    servicer: ShardServicer,
+    servicer: HostServicer,
     health: grpc_health.HealthServicer,
     stopping: asyncio.Event,
 ) -> ExitCode:
@@ -82,6 +93,7 @@ async def _serve_engine(
     if servicer.crashed.is_set():
         return ExitCode.BUG
     log.info("stopping")
+    servicer.stop_lending()
     servicer.end_session()
     closing = thread.submit(engine.close)
     try:

@@ -15,7 +15,7 @@ import structlog
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, report_to_pb
-from text_generation_shard.engine import Engine, InsufficientMemory, WarmUpLimits
+from text_generation_shard.engine import Engine, EngineError, InsufficientMemory, WarmUpLimits
 from text_generation_shard.session import Report, Session
 
 log = structlog.get_logger()
@@ -61,7 +61,14 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
 
     def serve(self, engine: Engine) -> None:
         """Answer for `engine` from now on; before this every call is UNAVAILABLE."""
+        loop = asyncio.get_running_loop()
+
+        def broken(reason: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the process is on its way out
+                loop.call_soon_threadsafe(self.crashed.set)
+
         self._engine = engine
+        engine.on_broken(broken)
 
     def end_session(self) -> None:
         """End the running session at its next step boundary, if there is one."""
@@ -95,6 +102,8 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             num_blocks = await self._thread.run(engine.warm_up, limits)
         except InsufficientMemory as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except EngineError as error:
+            await context.abort(grpc.StatusCode.INTERNAL, str(error))
         if num_blocks < 1:
             block = engine.info.block_size
             await context.abort(

@@ -29,6 +29,7 @@ class Report:
     """Of the steps since the report before: one, none, or several whose results said nothing."""
     running: int
     used_blocks: int
+    queued: int
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class Session:
         """
         if any(admission.grammar is not None for admission in orders.admit):
             orders = replace(orders, admit=tuple(self._with_matcher(admission) for admission in orders.admit))
-        self._inbox.put(orders)
+        self._put(orders)
 
     def _with_matcher(self, admission: Admission) -> Admission:
         grammars = self.engine.grammars
@@ -58,13 +59,17 @@ class Session:
         first = len(admission.prompt) - admission.generated_tokens
         building = grammars.build(admission.grammar, admission.prompt[first:])
         # The engine may have nothing to step until it is there.
-        building.add_done_callback(lambda _: self._inbox.put(None))
+        building.add_done_callback(lambda _: self._put(None))
         return replace(admission, matcher=building)
 
     def end(self) -> None:
         """End the session at the next boundary, whatever orders are left. From any thread."""
         self.ending = True
-        self._inbox.put(None)  # for a session that waits for orders
+        self._put(None)  # for a session that waits for orders
+
+    def _put(self, orders: Orders | None) -> None:
+        self._inbox.put(orders)
+        self.engine.wake()
 
     def run(self) -> None:
         """Serve until `end`; then hold nothing. Raises what the engine raises beyond its contract."""
@@ -86,7 +91,8 @@ class Session:
                     result.failed += failures
                 if result is not None and (orders is not None or not result.is_silent):
                     result.forward_ns = forward_ns
-                    self.emit(Report(steps, applied, result, step_ns, engine.running, engine.used_blocks))
+                    report = Report(steps, applied, result, step_ns, engine.running, engine.used_blocks, engine.queued)
+                    self.emit(report)
                     step_ns = forward_ns = 0
                 started = time.perf_counter_ns()
                 result = engine.step()

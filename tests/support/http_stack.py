@@ -33,6 +33,7 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import WarmUpLimits, join
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine
 from text_generation_shard.engines.echo import EchoEngine
 
 LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
@@ -48,7 +49,7 @@ class Stack:
     permits: Permits
     metrics: Metrics
     scheduler: Scheduler
-    engine: EchoEngine
+    engine: Engine
     tokenizer: Tokenizer
     generations: Generations
     stop_shard: Callable[[], None]
@@ -97,20 +98,22 @@ async def serve(
     reasoning: bool = False,
     grammars: bool = False,
     policy: dict[str, Any] | None = None,
+    build: Callable[[ShardConfig], Engine] = EchoEngine.build,
     **echo: float,
 ) -> AsyncIterator[Stack]:
-    """Serve `model`'s tokenizer; `settings` are those of the API, `policy` the scheduler's, `echo` those of the engine;
-    0: its own pool.
+    """Serve `model`'s tokenizer; `settings` are those of the API, `policy` the scheduler's, `echo` those of the engine, which
+    `build` makes; 0: its own pool.
 
     With `grammars` the echo engine follows them, and workers are started that compile them.
     """
     tokenizer = load_tokenizer(model)
-    engine = EchoEngine.build(ShardConfig(engine="echo", model_path=str(model) if grammars else "", **echo))
+    engine = build(ShardConfig(engine="echo", model_path=str(model) if grammars else "", **echo))
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix://{folder}/shard"
         async with serve_engine(engine, address) as shard:
             warm_up = WarmUpLimits(max_batch_total_tokens=pool_tokens)
             joined = await join(shard.client, warm_up, address, timeout=20)
+            limits = replace(limits, unsupported=joined.unsupported)
             scheduler = Scheduler(
                 Policy(**{"max_batch_prefill_tokens": 4096, "max_batch_size": max_batch_size, **(policy or {})})
             )
@@ -126,6 +129,7 @@ async def serve(
                 tokenizer,
                 ChatTemplates.load(model, override=chat_template),
                 grammar_vocabulary=model / "tokenizer.json" if grammars else None,
+                grammar_kinds=joined.grammar_kinds,
                 tool_call_parser=tool_call_parser,
                 reasoning=reasoning,
             )
@@ -143,7 +147,15 @@ async def serve(
                         serving,
                         turns,
                         healthy=healthy,
-                        info=ModelInfo("echo", version="0.0.0", validation_workers=2, max_client_batch_size=4),
+                        info=ModelInfo(
+                            "echo",
+                            version="0.0.0",
+                            validation_workers=2,
+                            max_client_batch_size=4,
+                            engine=joined.info.engine,
+                            dtype=joined.info.dtype,
+                            device_type=joined.info.device,
+                        ),
                     )
                 ) as port,
                 aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,

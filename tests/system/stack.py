@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ START_TIMEOUT = 60.0
 class Stack:
     """A launcher that was started; its log, its processes, its sockets."""
 
-    def __init__(self, model: Path, *args: str) -> None:
+    def __init__(self, model: Path, *args: str, engine: str = "echo", environ: Mapping[str, str] | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -36,10 +36,10 @@ class Stack:
         self.launcher = subprocess.Popen(
             [
                 Path(sys.executable).with_name("text-generation-launcher"),
-                *("--model-id", str(model), "--engine", "echo", "--json-output"),
+                *("--model-id", str(model), "--engine", engine, "--json-output"),
                 *("--hostname", "127.0.0.1", "--port", str(port), *args),
             ],
-            env=os.environ | {"TMPDIR": str(self.folder)},
+            env=os.environ | {"TMPDIR": str(self.folder)} | dict(environ or {}),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
@@ -114,9 +114,9 @@ class Stack:
 
 
 @contextmanager
-def running(model: Path, *args: str) -> Iterator[Stack]:
+def running(model: Path, *args: str, engine: str = "echo", environ: Mapping[str, str] | None = None) -> Iterator[Stack]:
     """A stack that is ready."""
-    stack = Stack(model, *args)
+    stack = Stack(model, *args, engine=engine, environ=environ)
     try:
         stack.wait_for("ready")
         yield stack

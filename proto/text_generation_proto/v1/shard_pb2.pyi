@@ -168,6 +168,8 @@ class InfoResponse(google.protobuf.message.Message):
     MAX_TOP_N_TOKENS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     GRAMMAR_KINDS_FIELD_NUMBER: builtins.int
+    UNSUPPORTED_FIELD_NUMBER: builtins.int
+    RESERVES_LONGEST_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -194,11 +196,17 @@ class InfoResponse(google.protobuf.message.Message):
     """largest LogprobOptions.top_n the engine serves"""
     version: builtins.str
     """of this package"""
+    reserves_longest: builtins.bool
+    """SCHEDULING_SELF: a sequence begins only once the KV blocks of its prompt and all its new tokens are free."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def grammar_kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___GrammarKind.ValueType]:
         """what Admission.grammar may be; none where the engine has no tokenizer"""
+
+    @property
+    def unsupported(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Unsupported]:
+        """What this engine cannot honour. A sequence that asks for it fails with FAILURE_CODE_INVALID; ask before."""
 
     def __init__(
         self,
@@ -220,10 +228,32 @@ class InfoResponse(google.protobuf.message.Message):
         max_top_n_tokens: builtins.int = ...,
         version: builtins.str = ...,
         grammar_kinds: collections.abc.Iterable[Global___GrammarKind.ValueType] | None = ...,
+        unsupported: collections.abc.Iterable[Global___Unsupported] | None = ...,
+        reserves_longest: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "scheduling", b"scheduling", "suggested_prefill_tokens", b"suggested_prefill_tokens", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_longest", b"reserves_longest", "scheduling", b"scheduling", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
+
+@typing.final
+class Unsupported(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    field: builtins.str
+    """of Sampling, Stopping or LogprobOptions: "min_p", "min_new_tokens", "prompt" """
+    reason: builtins.str
+    """for people: why, and what would change it"""
+    def __init__(
+        self,
+        *,
+        field: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["field", b"field", "reason", b"reason"]) -> None: ...
+
+Global___Unsupported: typing_extensions.TypeAlias = Unsupported
 
 @typing.final
 class WarmUpRequest(google.protobuf.message.Message):
@@ -345,6 +375,7 @@ class Admission(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV already sits in `blocks`; less than the prompt"""
@@ -352,6 +383,8 @@ class Admission(google.protobuf.message.Message):
     """How many trailing prompt tokens were generated before (a preempted sequence coming back). They count as context of
     the penalties like any other token, and not as prompt in prompt logprobs.
     """
+    cache_salt: builtins.str
+    """For an engine that keeps a prefix cache of its own: sequences share computed blocks only under the same salt."""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token ids, at least one"""
@@ -387,9 +420,10 @@ class Admission(google.protobuf.message.Message):
         logprobs: Global___LogprobOptions | None = ...,
         generated_tokens: builtins.int = ...,
         grammar: Global___Grammar | None = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
 
 Global___Admission: typing_extensions.TypeAlias = Admission
 
@@ -571,6 +605,7 @@ class StepReport(google.protobuf.message.Message):
     FORWARD_NS_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     USED_BLOCKS_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges"""
     orders_applied: builtins.int
@@ -583,6 +618,8 @@ class StepReport(google.protobuf.message.Message):
     """sequences held, queued ones included, after this step"""
     used_blocks: builtins.int
     """KV blocks those sequences hold; one that several share counts once"""
+    queued: builtins.int
+    """Of `running`, those that wait in the engine's own queue; 0 where the router's queue is the only one."""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -632,8 +669,9 @@ class StepReport(google.protobuf.message.Message):
         forward_ns: builtins.int = ...,
         running: builtins.int = ...,
         used_blocks: builtins.int = ...,
+        queued: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "orders_applied", b"orders_applied", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "orders_applied", b"orders_applied", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

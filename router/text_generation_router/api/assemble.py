@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from text_generation_router.chat.template import ChatTemplates, TemplateRenderer
 from text_generation_router.generation import Generations
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import Metrics
+from text_generation_router.request import GrammarKind
 from text_generation_router.text.tokenizer import Tokenizer
 
 AUTO = "auto"
@@ -30,6 +31,8 @@ class Model:
     templates: ChatTemplates
     grammar_vocabulary: Path | None = None
     """The tokenizer.json that grammars are compiled for; None: grammars are not served."""
+    grammar_kinds: Collection[GrammarKind] = tuple(GrammarKind)
+    """Those that the engine follows."""
     tool_call_parser: str = AUTO
     reasoning: bool = False
     """Whether to part what the model thinks from what it says."""
@@ -45,7 +48,7 @@ async def assemble(
         if model.grammar_vocabulary is not None:
             grammars = GrammarCompiler(await running.enter_async_context(grammar_sandbox(model.grammar_vocabulary)))
         renderer = await running.enter_async_context(TemplateRenderer(model.templates))
-        admission = Admission(model.tokenizer, settings.limits, metrics, grammars)
+        admission = Admission(model.tokenizer, settings.limits, metrics, grammars, model.grammar_kinds)
         serving = Serving(generations, model.tokenizer, admission, permits, metrics, settings)
         yield serving, Turns(serving, renderer, call_format=_call_format(model), reasoning=model.reasoning)
 

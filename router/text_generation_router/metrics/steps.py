@@ -9,7 +9,7 @@ from __future__ import annotations
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.metrics.buckets import BATCH_SIZE_BUCKETS, DURATION_BUCKETS, SKIPPED_TOKENS_BUCKETS
 from text_generation_router.metrics.gaps import TokenGaps, gap_histogram
-from text_generation_router.metrics.instruments import Counter, Histogram, Instrument
+from text_generation_router.metrics.instruments import Counter, Histogram, Instrument, Reading
 from text_generation_router.scheduling.steps import Deliveries, JoinReason, Orders
 from text_generation_router.shards.observer import Handled
 
@@ -50,6 +50,13 @@ class StepMetrics:
         """By replica."""
         self._prompt_tokens = Counter("text_generation_prompt_tokens_total", "Prompt tokens computed")
         self._new_tokens = Counter("text_generation_generated_tokens_total", "New tokens given to requests")
+        self._engine_queued: dict[int, int] = {}
+        """By replica: requests in the queue of its engine, as of its last report."""
+        self._engine_queue = Reading(
+            "text_generation_engine_queued_requests",
+            "Requests handed to engines that schedule for themselves, and waiting there",
+            lambda: sum(self._engine_queued.values()),
+        )
         self._parts = {
             method: tuple(whole.of(method) for whole in (self._duration, self._forward, self._filter, self._decode))
             for method in METHODS
@@ -57,6 +64,9 @@ class StepMetrics:
 
     def on_session(self, replica: int) -> None:
         self._gaps.setdefault(replica, TokenGaps(self._gap_histogram))
+
+    def on_loss(self, replica: int) -> None:
+        self._engine_queued.pop(replica, None)
 
     def on_orders(self, orders: Orders, seconds: float) -> None:
         if orders.admit:
@@ -67,6 +77,7 @@ class StepMetrics:
 
     def on_report(self, handled: Handled) -> None:
         report = handled.report
+        self._engine_queued[handled.replica] = report.queued
         if handled.steps:  # otherwise it only says that orders were applied
             self._step(handled, PREFILL if report.prefilled_slots else DECODE)
         if tokens := handled.deliveries.tokens:
@@ -115,6 +126,7 @@ class StepMetrics:
             self._gap_histogram,
             self._prompt_tokens,
             self._new_tokens,
+            self._engine_queue,
         ]
 
 

@@ -109,7 +109,7 @@ class Batch:
         needed = pool.blocks_for(entry.length) - have
         # Whoever runs will grow: an admission that took the last blocks would be preempted at once.
         margin = len(self._running) + len(self._placed)
-        if self._policy.reserve_worst_case:
+        if self._policy.reserve_worst_case or self.spec.reserves_longest:
             needed, margin = pool.blocks_for(entry.longest) - have, 0
         if needed + margin > cache.available:
             cache.free(entry)
@@ -198,8 +198,9 @@ class Batch:
         """Somebody cannot go on for want of a block. If none is coming, preempt."""
         if self._placed or self._blocks_are_coming():
             return
-        self.preemptions += 1
-        self._release(to_preempt(self._running.values()), State.PREEMPTED)
+        if entry := to_preempt(self._running.values(), self_scheduling=self.spec.self_scheduling):
+            self.preemptions += 1
+            self._release(entry, State.PREEMPTED)
 
     # -------------------------------------------------------------------------------------------------------- endings
 

@@ -108,6 +108,12 @@ class Entry:
         return self.length - 1 if self.prefilled == self.prefill_length else self.prefilled
 
     @property
+    def is_bound(self) -> bool:
+        """Whether it has begun to follow a grammar. An engine that schedules for itself does so from the end of the prompt
+        on, and no later: there it can go on nowhere but where it runs."""
+        return self.request.grammar is not None and bool(self.generated)
+
+    @property
     def unordered(self) -> int:
         """Prompt tokens still to be ordered."""
         return self.prefill_length - self.ordered

@@ -59,10 +59,17 @@ class Growth:
         return most if available >= most + running else min(1, most, available)
 
 
-def to_preempt(running: Iterable[Entry]) -> Entry:
-    """Of the lowest class the newest, but for the oldest of all, unless it is alone."""
+def to_preempt(running: Iterable[Entry], *, self_scheduling: bool) -> Entry | None:
+    """Of the lowest class the newest, but for the oldest of all, unless it is alone.
+
+    At an engine that schedules for itself nobody who follows a grammar, for it might be bound (`Entry.is_bound`) by the time
+    it is released; None if that leaves nobody. Such an engine makes room by itself.
+    """
     oldest, *others = sorted(running, key=lambda entry: entry.arrival)
-    return max(others, key=_dispensability, default=oldest)
+    candidates = others or [oldest]
+    if self_scheduling:
+        candidates = [entry for entry in candidates if entry.request.grammar is None]
+    return max(candidates, key=_dispensability, default=None)
 
 
 def _dispensability(entry: Entry) -> tuple[Priority, int]:

@@ -106,12 +106,20 @@ class Scheduler:
             # Who gets on is not what kills shards; who never does may well be.
             entry.moves_in_vain = 1 if len(entry.generated) > entry.generated_before else entry.moves_in_vain + 1
         for entry in sorted((*ran, *others), key=lambda entry: entry.arrival):
-            if entry.moves_in_vain > self._policy.max_moves or entry.moves > MOST_MOVES:
+            if (problem := self._cannot_move(entry, batch.spec)) is not None:
                 self._queue.ended(entry.request.service.tenant)
-                self._fail(entry, FailureKind.LOST, "the shards that computed this request were lost", deliveries)
+                self._fail(entry, FailureKind.LOST, problem, deliveries)
             else:
                 self._requeue(entry)
         return deliveries
+
+    def _cannot_move(self, entry: Entry, lost: ReplicaSpec) -> str | None:
+        """Why `entry` cannot go on now that its replica is lost; None if it can."""
+        if entry.moves_in_vain > self._policy.max_moves or entry.moves > MOST_MOVES:
+            return "the shards that computed this request were lost"
+        if lost.self_scheduling and entry.is_bound:
+            return "lost its shard; a constrained answer cannot go on elsewhere"
+        return None
 
     def drain(self, replica: int, *, draining: bool = True) -> None:
         """Give `replica` nothing new."""

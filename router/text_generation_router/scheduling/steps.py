@@ -54,6 +54,8 @@ class ReplicaSpec:
     block_size: int
     self_scheduling: bool = False
     """Its engine batches by itself: it gets whole prompts, and neither chunks nor blocks."""
+    reserves_longest: bool = False
+    """It begins with a sequence only once all the blocks are free that this may come to need."""
 
 
 @dataclass(frozen=True, slots=True)

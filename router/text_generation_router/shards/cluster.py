@@ -21,7 +21,7 @@ from text_generation_proto.client import ShardClient
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, TenantId, TokenListener
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards.join import CannotJoin, Joined, WarmUpLimits, join
+from text_generation_router.shards.join import CannotJoin, Joined, WarmUpLimits, join, together
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.shards.observer import StepObserver
 from text_generation_router.shards.replica import Replica, ShardLost, Shared
@@ -147,7 +147,7 @@ class Cluster:
 
         addresses[i] is replica i's; joined[i] what it said when it was warmed up, None if it has yet to be.
         """
-        like = next(one for one in joined if one is not None)
+        like = together(joined)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._end_what_is_over())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -30,10 +31,10 @@ _FAILURE_KINDS = {
 }
 
 
-def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int]) -> pb.Orders:
-    """Orders as they go on the wire. `eos_token_ids` are the model's."""
+def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int], *, own_cache: bool = False) -> pb.Orders:
+    """Orders as they go on the wire. `eos_token_ids` are the model's; `own_cache`: the engine keeps a prefix cache itself."""
     message = pb.Orders(number=orders.number, release=orders.release)
-    message.admit.extend(_admission_to_pb(admission, eos_token_ids) for admission in orders.admit)
+    message.admit.extend(_admission_to_pb(admission, eos_token_ids, own_cache=own_cache) for admission in orders.admit)
     for slot, blocks in orders.grants:
         message.grant_slots.append(slot)
         message.grant_counts.append(len(blocks))
@@ -44,7 +45,7 @@ def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int]) -> pb.Orders:
     return message
 
 
-def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int]) -> pb.Admission:
+def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int], *, own_cache: bool) -> pb.Admission:
     request: Request = admission.request
     message = pb.Admission(
         slot=admission.slot,
@@ -73,7 +74,24 @@ def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int]) -> pb.A
     if request.grammar is not None:
         message.grammar.kind = _GRAMMAR_KINDS[request.grammar.kind]
         message.grammar.text = request.grammar.text
+    if own_cache and request.service.salt:
+        message.cache_salt = hashed_salt(request.service.salt)
     return message
+
+
+def grammar_kinds_from_pb(kinds: Sequence[pb.GrammarKind.ValueType]) -> frozenset[GrammarKind]:
+    """The grammars that an engine says it follows, as far as they are known here."""
+    return frozenset(kind for kind, value in _GRAMMAR_KINDS.items() if value in kinds)
+
+
+def hashed_salt(salt: str) -> str:
+    """What an engine is told of a salt, which may name a tenant: engines log what they are asked.
+
+    Without a key: the engine outlives the router, and what it has computed is to be found again after a restart of the
+    router, and by another one beside it. A digest tells those who see it whether a name that they guess is the right one;
+    API keys are digests before they get here.
+    """
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").hexdigest()
 
 
 def _sampling_to_pb(sampling: Sampling) -> pb.Sampling:
@@ -85,7 +103,7 @@ def _sampling_to_pb(sampling: Sampling) -> pb.Sampling:
         typical_p=sampling.typical_p,
         repetition_penalty=sampling.repetition_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
+        seed=sampling.seed or 0,
         watermark=sampling.watermark,
     )
     if sampling.min_p:

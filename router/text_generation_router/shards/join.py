@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import grpc
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.request import GrammarKind
 from text_generation_router.scheduling.steps import ReplicaSpec
+from text_generation_router.shards.convert import grammar_kinds_from_pb
 
 
 class CannotJoin(Exception):
@@ -39,7 +42,18 @@ class Joined:
             num_blocks=self.pool.num_blocks,
             block_size=self.pool.block_size,
             self_scheduling=self.info.scheduling == pb.SCHEDULING_SELF,
+            reserves_longest=self.info.reserves_longest,
         )
+
+    @property
+    def unsupported(self) -> Mapping[str, str]:
+        """What its engine cannot honour, by the name on the wire, and why."""
+        return {one.field: one.reason for one in self.info.unsupported}
+
+    @property
+    def grammar_kinds(self) -> frozenset[GrammarKind]:
+        """The grammars that its engine follows."""
+        return grammar_kinds_from_pb(self.info.grammar_kinds)
 
     def differs_from(self, other: Joined) -> str | None:
         """Why requests prepared for `other` cannot run here; None if they can."""
@@ -57,7 +71,22 @@ class Joined:
             mine, others = getattr(self.info, name), getattr(other.info, name)
             if mine != others:
                 return f"its {name} is {mine!r}, the other replicas' is {others!r}"
+        for name, reason in self.unsupported.items():
+            if name not in other.unsupported:
+                return f"it does not support {name}, which the other replicas do: {reason}"
         return None
+
+
+def together(replicas: Iterable[Joined | None]) -> Joined:
+    """What requests are to be prepared for, so that they can run on any of these, of which there is one at least: the
+    first one, and all that one or another cannot honour."""
+    present = [one for one in replicas if one is not None]
+    unsupported = {name: reason for one in reversed(present) for name, reason in one.unsupported.items()}
+    info = pb.InfoResponse()
+    info.CopyFrom(present[0].info)
+    del info.unsupported[:]
+    info.unsupported.extend(pb.Unsupported(field=name, reason=reason) for name, reason in unsupported.items())
+    return Joined(info, present[0].pool)
 
 
 async def join(client: ShardClient, limits: WarmUpLimits, address: str, timeout: float) -> Joined:

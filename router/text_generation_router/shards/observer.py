@@ -29,10 +29,15 @@ class Handled(NamedTuple):
 
 
 class StepObserver(Protocol):
-    """Called on the event loop, once a session, a set of orders or a report; must neither block nor raise."""
+    """Called on the event loop, when a session begins or ends, once a set of orders or a report; must neither block nor
+    raise."""
 
     def on_session(self, replica: int) -> None:
         """A replica joined."""
+        ...
+
+    def on_loss(self, replica: int) -> None:
+        """Its session ended, and what it held is gone."""
         ...
 
     def on_orders(self, orders: Orders, seconds: float) -> None:

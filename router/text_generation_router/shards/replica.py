@@ -78,6 +78,8 @@ class Replica:
         """Of late."""
         self._serving, self._hangs = True, False
         self._eos_token_ids: tuple[int, ...] = ()
+        self._own_cache = False
+        """Its engine keeps a prefix cache itself."""
 
     def wake(self) -> None:
         """There may be something to order."""
@@ -93,6 +95,7 @@ class Replica:
         self._serving, self._hangs = True, False
         self._slots = joined.spec.num_slots
         self._eos_token_ids = tuple(joined.info.eos_token_ids)
+        self._own_cache = joined.spec.self_scheduling
         call = client.run()
         opened = False
         try:
@@ -114,6 +117,7 @@ class Replica:
             raise ShardLost(reasons[0]) from error
         finally:
             call.cancel()
+            shared.observer.on_loss(self._number)
             if opened:
                 shared.listeners.failures(shared.scheduler.lose(self._number, time.monotonic()).failed)
                 shared.dispatch()
@@ -165,7 +169,7 @@ class Replica:
                 for admission in orders.admit:
                     shared.listeners.scheduled(admission)
                 try:
-                    await call.write(orders_to_pb(orders, self._eos_token_ids))
+                    await call.write(orders_to_pb(orders, self._eos_token_ids, own_cache=self._own_cache))
                 except asyncio.InvalidStateError as error:  # gRPC's word for a stream that has ended
                     raise ShardLost("the shard's stream ended") from error
                 # What was placed has been ordered: there may be room for more.

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
-from text_generation_shard.config import ShardConfig
+from text_generation_shard.config import ShardConfig, choose_engine
 from text_generation_shard.engine import Engine, EngineError
 
 
 def build_engine(config: ShardConfig) -> Engine:
     """The engine `config` names. Loads the model; does not warm up. Raises EngineError in one clear line."""
-    name = "torch" if config.engine == "auto" else config.engine
+    name = choose_engine(config.engine, has_gpu=_has_gpu(config))
     if name == "echo":
         from text_generation_shard.engines.echo import EchoEngine
         from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
         return SelfSchedulingEcho.build(config) if config.echo_self_scheduling else EchoEngine.build(config)
+    if name == "tensorrt-llm":
+        from text_generation_shard.engines.tensorrt_llm.build import build
+
+        return build(config)
     if find_spec("torch") is None:
         raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
     from text_generation_shard.engines.torch.engine import TorchEngine
 
     return TorchEngine.build(config)
+
+
+def _has_gpu(config: ShardConfig) -> bool:
+    """Whether there is one to be used, as far as can be told without loading anything."""
+    return config.device != "cpu" and Path("/dev/nvidiactl").exists()

@@ -19,6 +19,7 @@ from text_generation_shard.engine import (
     EngineInfo,
     Failure,
     FailureCode,
+    InProcess,
     Orders,
     Scheduling,
     StepResult,
@@ -39,7 +40,7 @@ LOGPROB = -0.5
 
 
 @dataclass
-class EchoEngine:
+class EchoEngine(InProcess):
     """See the module."""
 
     info: EngineInfo

@@ -18,6 +18,7 @@ from text_generation_shard.engine import (
     EngineInfo,
     Failure,
     FailureCode,
+    InProcess,
     Orders,
     Scheduling,
     StepResult,
@@ -49,7 +50,7 @@ class _Held:
         return self.admission.matcher
 
 
-class SelfSchedulingEcho:
+class SelfSchedulingEcho(InProcess):
     """See the module."""
 
     def __init__(self, engine: EchoEngine, tokens_per_report: int) -> None:
@@ -126,6 +127,10 @@ class SelfSchedulingEcho:
     @property
     def used_blocks(self) -> int:
         return self._num_blocks - len(self._free)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
 
     def reset(self) -> None:
         for held in self._queue:

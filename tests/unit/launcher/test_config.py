@@ -67,7 +67,10 @@ def test_origins_come_one_a_flag_or_with_commas() -> None:
 
 
 def test_every_setting_of_the_children_is_the_launchers_or_the_plans() -> None:
-    plans = {"lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"}
+    plans = {
+        *("lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"),
+        "tensor_parallel",
+    }
     children = set(RouterConfig.model_fields) | set(ShardConfig.model_fields)
     assert children - set(LauncherConfig.model_fields) == plans
 
@@ -79,7 +82,7 @@ def test_a_childs_settings_are_the_launchers() -> None:
     assert child_settings(config, RouterConfig)["max_best_of"] == 7
 
 
-@pytest.mark.parametrize("name", ["rank", "address", "shard-address", "lifeline-fd", "model-path"])
+@pytest.mark.parametrize("name", ["rank", "address", "shard-address", "lifeline-fd", "model-path", "tensor-parallel"])
 def test_what_the_plan_decides_is_no_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"unrecognized arguments: --{name} 1" in complaint(capsys, *MODEL, f"--{name}", "1")
 
@@ -94,6 +97,23 @@ def test_a_flag_of_tgi_that_is_not_served_is_refused_by_name(name: str, capsys: 
     assert f"{flag} is a flag of TGI's" in complaint(capsys, *MODEL, flag, "1")
     assert f"{flag} is a flag of TGI's" in complaint(capsys, *MODEL, f"{flag}=1")
     assert f"{name.upper()} is set" in complaint(capsys, *MODEL, environ={name.upper(): "1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("kv_cache_dtype", "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options"),
+        ("cuda_graphs", "the tensorrt-llm engine has cuda_graph_config in --trtllm-options"),
+        ("quantize", "the tensorrt-llm engine serves checkpoints that are quantised already, and needs no flag for it"),
+    ],
+)
+def test_what_tensorrt_llm_has_instead_is_said(name: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, *MODEL, f"--{name.replace('_', '-')}", "fp8").endswith(f"does not have; {instead}\n")
+    assert complaint(capsys, *MODEL, environ={name.upper(): "fp8"}).endswith(f"unset it; {instead}\n")
+
+
+def test_where_there_is_nothing_instead_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert complaint(capsys, *MODEL, "--rope-scaling", "linear").endswith("does not have\n")
 
 
 def test_what_a_refused_variable_holds_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +164,7 @@ def test_vertex_says_which_port() -> None:
         (("--validation-workers", "0"), "--validation-workers (or VALIDATION_WORKERS)"),
         (("--max-batch-size", "0"), "--max-batch-size (or MAX_BATCH_SIZE)"),
         (("--engine", "vllm"), "--engine (or ENGINE)"),
+        (("--trtllm-launch", "srun"), "--trtllm-launch (or TRTLLM_LAUNCH)"),
         (("--num-sh", "1"), "unrecognized arguments: --num-sh 1"),
     ],
 )

@@ -15,7 +15,7 @@ from text_generation_launcher.plan import (
     Surroundings,
     child_env,
     compute_type,
-    count_processes,
+    count_parts,
     count_shards,
     make_plan,
 )
@@ -305,7 +305,7 @@ def test_the_compute_type_names_the_device(devices: Devices, expected: str) -> N
 def test_the_compute_type_counts_the_shards_of_all_replicas() -> None:
     assert router_of(plan(num_replicas=3)).compute_type == "3-cpu"
     assert router_of(plan(TWO_GPUS, num_replicas=2)).compute_type == "2-nvidia-h200"
-    assert count_processes(config(num_replicas=2), TWO_GPUS.devices) == 2
+    assert count_parts(config(num_replicas=2), TWO_GPUS.devices) == 2
 
 
 def test_a_child_may_take_a_little_longer_to_stop_than_it_grants_itself() -> None:

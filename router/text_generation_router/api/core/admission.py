@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from text_generation_router.api.core.extras import TGI, Extras, check_extras, check_token_ids
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.sampling import to_sampling
+from text_generation_router.api.core.supported import check_supported
 from text_generation_router.api.core.validation import (
     Limits,
     check_parameters,
@@ -21,7 +22,7 @@ from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Grammar, Request, RequestId, Service, TenantId, TokenId
+from text_generation_router.request import Grammar, GrammarKind, Request, RequestId, Service, TenantId, TokenId
 from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
 
 COUNTED_EXACTLY = 1 << 16
@@ -86,20 +87,25 @@ class Admission:
     """Validates, tokenizes, numbers."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, metrics: Metrics, grammars: GrammarCompiler | None = None
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        metrics: Metrics,
+        grammars: GrammarCompiler | None = None,
+        grammar_kinds: Collection[GrammarKind] = tuple(GrammarKind),
     ) -> None:
-        """Without `grammars` none is supported."""
+        """Without `grammars` none is supported; with them, those of `grammar_kinds`."""
         self._grammars = grammars
+        self._grammar_kinds = () if grammars is None else grammar_kinds
         self._tokenizer = tokenizer
         self._limits = limits
         self._metrics = metrics
         self._ids = itertools.count(1)
         self._random = random.SystemRandom()
 
-    @property
-    def serves_grammars(self) -> bool:
-        """Whether a request may have one."""
-        return self._grammars is not None
+    def serves_grammar(self, kind: GrammarKind) -> bool:
+        """Whether a request may have one of this kind."""
+        return kind in self._grammar_kinds
 
     async def admit(
         self,
@@ -124,13 +130,11 @@ class Admission:
         for _ in range(count):
             self._metrics.requests.input_length.observe(len(prompt))
         grammar = await self._grammar(parameters, extras)
-        for _ in range(count):
-            self._metrics.requests.max_new_tokens.observe(max_new_tokens)
-        return Request(
+        request = Request(
             id=self._next_id(),
             prompt=tuple(prompt),
             max_new_tokens=max_new_tokens,
-            sampling=to_sampling(parameters, extras, self._random.getrandbits(64)),
+            sampling=to_sampling(parameters, extras, self._random_seed()),
             stop_sequences=tuple(parameters.stop),
             keep_stop_text=extras.keep_stop_text,
             visible_special=extras.visible_special,
@@ -143,14 +147,23 @@ class Admission:
             grammar=grammar,
             service=service,
         )
+        check_supported(request, self._limits.unsupported, extras.names)
+        for _ in range(count):
+            self._metrics.requests.max_new_tokens.observe(max_new_tokens)
+        return request
 
     def another(self, request: Request, number: int) -> Request:
         """The same request once more, as a further sequence beside it: with a name and a seed of its own.
 
         The seed follows from the first one's, so that a client that gave one gets the same answers again.
         """
-        sampling = replace(request.sampling, seed=(request.sampling.seed + number) % 2**64)
+        sampling, seed = request.sampling, request.sampling.seed
+        if seed is not None:
+            sampling = replace(sampling, seed=(seed + number) % 2**64)
         return replace(request, id=self._next_id(), sampling=sampling)
+
+    def _random_seed(self) -> int | None:
+        return None if "seed" in self._limits.unsupported else self._random.getrandbits(64)
 
     def _next_id(self) -> RequestId:
         return RequestId(next(self._ids))
@@ -162,8 +175,11 @@ class Admission:
         if self._grammars is None:
             raise InvalidRequest("grammar is not supported")
         grammar = extras.grammar if parameters.grammar is None else tgi_grammar(parameters.grammar)
-        if grammar is not None:
-            await self._grammars.prove(grammar)
+        if grammar is None:
+            return None
+        if not self.serves_grammar(grammar.kind):
+            raise InvalidRequest(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")
+        await self._grammars.prove(grammar)
         return grammar
 
     async def _prompt(

@@ -38,6 +38,6 @@ class Collector:
 
     @property
     def mean_logprob(self) -> float:
-        """What `best_of` ranks by. An impossible token ranks its sequence last."""
-        logprobs = [float("-inf") if piece.logprob == b"null" else float(piece.logprob) for piece in self.pieces]
-        return sum(logprobs) / len(logprobs)
+        """What `best_of` ranks by, over the tokens whose log-probability is known; a sequence without one ranks last."""
+        known = [float(piece.logprob) for piece in self.pieces if piece.logprob != b"null"]
+        return sum(known) / len(known) if known else float("-inf")

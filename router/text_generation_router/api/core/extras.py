@@ -15,8 +15,9 @@ Read this, then `Request` and `text/stop.py`: there is no other place where the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from text_generation_router.api.core.supported import Names
 from text_generation_router.api.core.validation import Limits
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Grammar, TokenId
@@ -45,6 +46,8 @@ class Extras:
     logit_bias: tuple[tuple[TokenId, float], ...] = ()
     prompt_top_n: int = 0
     grammar: Grammar | None = None
+    names: Names = field(default_factory=dict)
+    """What the dialect calls parameters, where TGI has another word."""
 
 
 TGI = Extras()

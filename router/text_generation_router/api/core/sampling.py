@@ -7,8 +7,11 @@ from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.request import Sampling
 
 
-def to_sampling(parameters: GenerateParameters, extras: Extras, random_seed: int) -> Sampling:
-    """How to choose tokens. Greedy unless `do_sample` is set or a parameter differs from its neutral value."""
+def to_sampling(parameters: GenerateParameters, extras: Extras, random_seed: int | None) -> Sampling:
+    """How to choose tokens. Greedy unless `do_sample` is set or a parameter differs from its neutral value.
+
+    `random_seed` counts where none is given; None: the engine takes none.
+    """
     temperature = 1.0 if parameters.temperature is None else parameters.temperature
     top_k = parameters.top_k or 0
     top_p = 1.0 if parameters.top_p is None else parameters.top_p

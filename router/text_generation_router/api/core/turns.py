@@ -235,7 +235,7 @@ class Turns:
         calls = self._call_format if tools else None
         if tools and choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED):
             grammar, calls = forced_tools(tools), "json_calls"
-        elif calls == "hermes" and all(tool.strict for tool in tools) and self._serving.admission.serves_grammars:
+        elif calls == "hermes" and all(tool.strict for tool in tools) and self._serves_lark:
             # Of the formats this one has markers that are text, so that a grammar can tell where a call begins.
             grammar = auto_tools(tools, *HERMES_CALL)
         form = AnswerForm(
@@ -251,6 +251,10 @@ class Turns:
         )
         first = await self._serving.admission.admit(prompt, parameters, extras, count, service)
         return Turn(self._serving.several(first, count), prompt, form)
+
+    @property
+    def _serves_lark(self) -> bool:
+        return self._serving.admission.serves_grammar(GrammarKind.LARK)
 
     def _visible_special(self, parser: OutputParser) -> frozenset[TokenId]:
         markers = parser.markers

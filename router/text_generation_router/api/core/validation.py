@@ -4,14 +4,15 @@
     1 … 13          check_parameters                 before the prompt is tokenized
     15 16           new_tokens                       once its length is known
     17 18 19        Admission, with grammar/
+    20              check_supported, in supported.py
 
 The numbers are those of the rules' order, which clients can see: the first rule broken is the one reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.errors import InvalidRequest
@@ -32,6 +33,8 @@ class Limits:
     max_total_tokens: int
     vocab_size: int = 1 << 20
     """Token ids that clients name are below this."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """What the engine cannot honour, by its name on the wire to the shards, and why."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_input_tokens < self.max_total_tokens, "a longest prompt must leave room for one new token"

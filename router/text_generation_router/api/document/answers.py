@@ -60,6 +60,7 @@ class Token(Answer):
     id: int
     text: str
     logprob: float | None
+    """Null where it is not known, or where the token could not come."""
     special: bool
 
 
@@ -69,7 +70,7 @@ class PrefillToken(Answer):
     id: int
     text: str
     logprob: float | None
-    """Null for the first."""
+    """Null for the first, and where the engine does not know it."""
 
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
@@ -198,6 +199,13 @@ class InfoAnswer(Answer):
     version: str
     sha: str | None
     docker_label: str | None
+    model_dtype: str
+    model_device_type: str
+    """`cuda` or `cpu`."""
+    engine: str
+    """`tensorrt-llm`, `torch` or `echo`."""
+    unsupported: dict[str, str]
+    """What the engine cannot honour, as the shards call it, and why. A request that asks for it is refused."""
     replicas: int
     replicas_serving: int
     prefix_cache: PrefixCacheAnswer

@@ -33,9 +33,13 @@ class TokenLogprob(Answer):
     bytes: list[int]
 
 
-class ContentLogprob(TokenLogprob):
+class ContentLogprob(Answer):
     """A token of the answer, and what else could have come in its place."""
 
+    token: str
+    logprob: float | None
+    """Null where the engine does not know it."""
+    bytes: list[int]
     top_logprobs: list[TokenLogprob]
 
 
@@ -151,7 +155,7 @@ class CompletionLogprobs(Answer):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[dict[str, float | None] | None]
     text_offset: list[int]
 
 

@@ -21,8 +21,9 @@ def content_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Json:
     """The `logprobs` of a choice; the token that ended the text is no part of its content."""
     content = [
         {
-            **_token(piece.token_id, piece.logprob, tokenizer),
-            "top_logprobs": [_token(token_id, logprob, tokenizer) for token_id, logprob in piece.top],
+            # A chosen token could come: null says that nobody knows how probable it was.
+            **_token(piece.token_id, orjson.Fragment(piece.logprob), tokenizer),
+            "top_logprobs": [_token(token_id, number(logprob), tokenizer) for token_id, logprob in piece.top],
         }
         for piece in pieces
         if not piece.special
@@ -31,13 +32,13 @@ def content_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Json:
 
 
 def number(logprob: LogprobJson) -> orjson.Fragment:
-    """A log-probability that is a number in any case."""
+    """The log-probability of a token that was not chosen: a number in any case."""
     return orjson.Fragment(IMPOSSIBLE if logprob == b"null" else logprob)
 
 
-def _token(token_id: TokenId, logprob: LogprobJson, tokenizer: Tokenizer) -> Json:
+def _token(token_id: TokenId, logprob: orjson.Fragment, tokenizer: Tokenizer) -> Json:
     return {
         "token": tokenizer.token_text(token_id),
-        "logprob": number(logprob),
+        "logprob": logprob,
         "bytes": list(tokenizer.token_bytes(token_id)),
     }

@@ -49,10 +49,11 @@ class LogprobColumns:
             self._logprobs.append(None)
             self._top.append(None)
             return
-        self._logprobs.append(number(logprob))
+        chosen = orjson.Fragment(logprob)
+        self._logprobs.append(chosen)
         alternatives = {self._tokenizer.token_text(other): number(one) for other, one in top[: self._tops]}
         # OpenAI lists the chosen token in any case.
-        self._top.append({**alternatives, text: number(logprob)} if text not in alternatives else alternatives)
+        self._top.append(alternatives if text in alternatives else {**alternatives, text: chosen})
 
     def copy(self) -> LogprobColumns:
         """The same columns, to go on with apart."""

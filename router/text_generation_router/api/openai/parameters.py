@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from text_generation_router.api.core.extras import Extras
 from text_generation_router.api.core.parameters import GenerateParameters
+from text_generation_router.api.core.supported import Names
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody, OpenAIBody
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import guided, response_format
 from text_generation_router.request import Grammar, TokenId
+
+CHAT_NAMES: Names = {"top_n": "`top_logprobs`"}
+COMPLETION_NAMES: Names = {"top_n": "`logprobs`", "prompt": "`echo` with `logprobs`"}
+"""What parameters are called that TGI knows by another name."""
 
 
 def chat_parameters(body: ChatBody) -> GenerateParameters:
@@ -38,6 +43,7 @@ def extras(body: OpenAIBody) -> Extras:
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=_logit_bias(body),
+        names=COMPLETION_NAMES if isinstance(body, CompletionBody) else CHAT_NAMES,
     )
 
 

@@ -34,6 +34,10 @@ class ModelInfo:
     model_pipeline_tag: str | None = None
     sha: str | None = None
     docker_label: str | None = None
+    engine: str = ""
+    """What computes: `tensorrt-llm`, `torch`, `echo`."""
+    dtype: str = ""
+    device_type: str = ""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Texts of `bos_token` and its like."""
     chat_template: str | None = None
@@ -150,4 +154,9 @@ def _info(info: ModelInfo, permits: Permits, settings: Settings) -> dict[str, ob
         "version": info.version,
         "sha": info.sha,
         "docker_label": info.docker_label,
+        # TGI had these two up to its version 2, and never the others.
+        "model_dtype": info.dtype,
+        "model_device_type": info.device_type,
+        "engine": info.engine,
+        "unsupported": dict(limits.unsupported),
     }

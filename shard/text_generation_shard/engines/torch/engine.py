@@ -19,6 +19,7 @@ from text_generation_shard.engine import (
     EngineInfo,
     Failure,
     FailureCode,
+    InProcess,
     InsufficientMemory,
     Orders,
     Scheduling,
@@ -48,7 +49,7 @@ SUGGESTED_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 """On CPU, larger chunks compute a prompt no faster and hold decoding up longer."""
 
 
-class TorchEngine:
+class TorchEngine(InProcess):
     """See the module."""
 
     def __init__(

@@ -72,6 +72,7 @@ OURS = {
     "text_generation_sequences_cancelled": "counter",
     "text_generation_prompt_tokens": "counter",
     "text_generation_generated_tokens": "counter",
+    "text_generation_engine_queued_requests": "gauge",
 }
 
 LABELS = {

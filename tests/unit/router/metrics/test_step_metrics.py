@@ -118,3 +118,17 @@ def test_newcomers_join_for_a_reason_or_run_alone() -> None:
     for word in ("backpressure", "wait_exceeded", "chunking"):
         assert values[f'tgi_batch_concat{{reason="{word}"}}'] == 1
     assert values['tgi_batch_concat_duration_sum{method="decode"}'] == 1.5
+
+
+def test_what_waits_in_the_engines_is_summed_until_a_replica_is_lost() -> None:
+    metrics = some_metrics()
+    name = "text_generation_engine_queued_requests"
+    assert samples(metrics)[name] == 0
+    metrics.on_report(handled(pb.StepReport(queued=3)))
+    metrics.on_report(handled(pb.StepReport(queued=5))._replace(replica=1))
+    assert samples(metrics)[name] == 8
+    metrics.on_report(handled(pb.StepReport(queued=1), steps=0))
+    assert samples(metrics)[name] == 6
+    metrics.on_loss(1)
+    metrics.on_loss(1)
+    assert samples(metrics)[name] == 1

@@ -324,3 +324,13 @@ def test_such_an_engine_may_run_ahead_of_the_blocks_it_is_thought_to_have() -> N
     rig.apply(0, Outcome(orders.number, [slot], [300], [7] * 300, {slot: FinishReason.LENGTH}))
     assert rig.finished == [0]
     audit_idle(rig.scheduler)
+
+
+def test_one_that_such_an_engine_could_not_begin_with_yet_waits_in_our_queue() -> None:
+    rig = Rig(a_policy(max_batch_prefill_tokens=1000), blocks=10)
+    rig.lose(0)
+    rig.hear(rig.scheduler.open(0, ReplicaSpec(8, 10, BLOCK, self_scheduling=True, reserves_longest=True), rig.now))
+    first, second = rig.submit(10, new=100), rig.submit(10, new=100)
+    rig.scheduler.dispatch(rig.now)
+    assert [request for request in (first, second) if RequestId(request) in rig.batch()._placed] == [first]
+    assert rig.scheduler.waiting == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.shards.convert import MalformedReport, check_report
+from text_generation_router.shards.convert import MalformedReport, check_report, logprobs_to_json
 
 LENGTH = pb.FINISH_REASON_LENGTH
 GOOD = pb.StepReport(
@@ -65,3 +65,10 @@ def test_a_good_report_is_believed() -> None:
 def test_a_malformed_report_is_not(changes: dict[str, object]) -> None:
     with pytest.raises(MalformedReport):
         checked(**changes)
+
+
+def test_what_an_engine_does_not_know_is_null() -> None:
+    checked(logprobs=[float("nan"), -0.2, float("-inf")])
+    assert logprobs_to_json([float("nan"), -0.5, float("-inf"), 0.0]) == [b"null", b"-0.5", b"null", b"0.0"]
+    assert logprobs_to_json([float("nan")]) == [b"null"]
+    assert logprobs_to_json([]) == []

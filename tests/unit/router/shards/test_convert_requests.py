@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 
 import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.request import Grammar, GrammarKind, Request, RequestId, Sampling
+from text_generation_router.request import Grammar, GrammarKind, Request, RequestId, Sampling, Service
 from text_generation_router.scheduling.steps import Admission, Orders
-from text_generation_router.shards.convert import orders_to_pb, prompt_tops_from_pb
+from text_generation_router.shards.convert import hashed_salt, orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
 from text_generation_shard import engine
 
 PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
 
 
-def sent(request: Request, generated: tuple[int, ...] = ()) -> pb.Admission:
-    orders = orders_to_pb(Orders(1, admit=(Admission(0, request, generated, (0, 1)),)), [2])
+def sent(request: Request, generated: tuple[int, ...] = (), *, own_cache: bool = False) -> pb.Admission:
+    orders = orders_to_pb(Orders(1, admit=(Admission(0, request, generated, (0, 1)),)), [2], own_cache=own_cache)
     return pb.Orders.FromString(orders.SerializeToString()).admit[0]
 
 
@@ -87,3 +88,28 @@ def test_prompt_top_tokens_are_read_from_their_columns() -> None:
     )
     assert prompt_tops_from_pb(scored) == [[], [(5, b"-0.5"), (6, b"-1.5")], [(7, b"-2.5")]]
     assert prompt_tops_from_pb(pb.PromptLogprobs(logprobs=[0.0])) == []
+
+
+@pytest.mark.parametrize("salt", ["pepper", "a tenant\0salt", "ü"])
+def test_an_engine_with_a_prefix_cache_of_its_own_is_told_salts_that_name_nobody(salt: str) -> None:
+    request = replace(PLAIN, service=Service(salt=salt))
+    told = sent(request, own_cache=True).cache_salt
+    assert len(told) == 32
+    assert set(told) <= set("0123456789abcdef")
+    assert told == sent(replace(request, prompt=(1,)), own_cache=True).cache_salt
+    assert received(sent(request, own_cache=True)).cache_salt == told
+    assert sent(request).cache_salt == ""
+
+
+def test_a_salt_is_told_the_same_by_every_router() -> None:
+    """What the engine has computed is found again after a restart."""
+    assert hashed_salt("pepper") == blake2b(b"pepper", digest_size=16, person=b"cache salt").hexdigest()
+    assert len({hashed_salt(salt) for salt in ("pepper", "Pepper", "pepper ", "a\0b", "ab")}) == 5
+
+
+def test_who_has_no_salt_shares_with_all_that_have_none() -> None:
+    assert sent(PLAIN, own_cache=True).cache_salt == ""
+
+
+def test_where_nobody_asked_for_a_seed_none_is_sent() -> None:
+    assert sent(replace(PLAIN, sampling=Sampling(greedy=False, seed=None))).sampling.seed == 0

@@ -1,0 +1,59 @@
+"""What can be known to go wrong before a model is fetched and a shard started: settings of the TensorRT-LLM engine.
+
+Nothing of TensorRT-LLM is imported here. What only its shard can tell, the shard refuses.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from text_generation_launcher import mpi
+from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.plan import PlanError
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options
+
+PROGRAMS = {
+    "mpirun": "it comes with Open MPI (openmpi-bin)",
+    "trtllm-llmapi-launch": "it comes with TensorRT-LLM",
+}
+"""What --trtllm-launch mpirun runs, and where one gets it."""
+
+
+def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
+    """Refuse settings that the engine chosen cannot work with on this machine. Raises PlanError."""
+    if config.engine != "tensorrt-llm":
+        for flag, is_set in (
+            ("--trtllm-options", bool(config.trtllm_options)),
+            ("--trtllm-launch mpirun", config.trtllm_launch != "spawn"),
+        ):
+            if is_set:
+                raise PlanError(f"{flag} is for the tensorrt-llm engine, and the engine is {config.engine}")
+        return
+    if config.device == "cpu":
+        raise PlanError("`device` is cpu, and the tensorrt-llm engine runs on GPUs only")
+    if find_spec("tensorrt_llm") is None:
+        raise PlanError("the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it")
+    if config.trtllm_options:
+        try:
+            check_options(read_options(config.trtllm_options), None)
+        except EngineError as error:
+            raise PlanError(str(error)) from error
+    if config.trtllm_launch == "mpirun":
+        _check_mpirun(config, environ)
+
+
+def _check_mpirun(config: LauncherConfig, environ: Mapping[str, str]) -> None:
+    if not config.sharded and (config.num_shard or 1) == 1:
+        raise PlanError("--trtllm-launch mpirun starts the processes of several GPUs: it needs --num-shard")
+    path = mpi.search_path(environ)
+    for program, origin in PROGRAMS.items():
+        if shutil.which(program, path=path) is None:
+            raise PlanError(f"--trtllm-launch mpirun needs {program}, which is not on PATH: {origin}")
+    if not mpi.survives_splitting(mpi.handover_command()):
+        raise PlanError(
+            f"--trtllm-launch mpirun: the path of Python, {sys.executable!r}, has characters that a shell changes"
+        )

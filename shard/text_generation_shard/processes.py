@@ -1,0 +1,65 @@
+"""Processes below this one, as /proc tells of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process; its start tells it from another with the same number."""
+
+    pid: int
+    started: int
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs; a zombie does not."""
+        read = _stat(self.pid)
+        return read is not None and read[1] == self.started and read[2] != "Z"
+
+
+def descendants(of: int | None = None) -> list[Process]:
+    """All processes below this one, or below `of`."""
+    children: dict[int, list[Process]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (read := _stat(int(entry.name))) is not None:
+            children.setdefault(read[0], []).append(Process(int(entry.name), read[1]))
+    found: list[Process] = []
+    waiting = [os.getpid() if of is None else of]
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            found.append(child)
+            waiting.append(child.pid)
+    return found
+
+
+def kill(processes: Iterable[Process]) -> None:
+    """End them at once."""
+    for process in processes:
+        if process.is_alive:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+
+
+def _stat(pid: int) -> tuple[int, int, str] | None:
+    """(parent, start, state) of a process; None if there is none."""
+    try:
+        # The name in parentheses may hold spaces and parentheses of its own.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), int(fields[19]), fields[0].decode()
+
+
+def command(pid: int) -> str:
+    """The command line of a process, its words with spaces between; "" if there is none."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,26 @@
+"""Starts the worker processes, as Open MPI's daemon does; writes to its standard output when they are there, and the rank of
+each that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+
+def main() -> None:
+    """Run as many as the first argument says, until all have ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a session of its own: they hear of nothing but the pipe
+    command = [sys.executable, "-S", "-m", "mpi4py.futures.server"]
+    processes = [subprocess.Popen(command) for _ in range(int(sys.argv[1]))]
+    print("ready", flush=True)  # as the library waits for all ranks to say so
+    ranks = {process.pid: rank for rank, process in enumerate(processes)}
+    print("ready", flush=True)
+    while ranks:
+        pid, _ = os.wait()
+        print(ranks.pop(pid), flush=True)
+
+
+if __name__ == "__main__":
+    main()

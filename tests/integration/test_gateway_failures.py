@@ -1,0 +1,182 @@
+"""What a gateway is told when something fails, and of a shard that is no server for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+from gateway_server import Gateway, ask, echo, rest, serve_gateway, slow_echo
+
+from text_generation_proto.gateway import trtllm_service_pb2 as pb
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import InsufficientMemory, StepResult, WarmUpLimits
+from text_generation_shard.engines.echo import EchoEngine
+from text_generation_shard.engines.echo_self import SelfSchedulingEcho
+
+
+async def health(gateway: Gateway) -> str:
+    return (await gateway.stub.HealthCheck(pb.HealthCheckRequest())).status
+
+
+async def failure(gateway: Gateway, request: pb.GenerateRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await gateway.stream(request)
+    return error.value.code(), error.value.details() or ""
+
+
+async def test_a_shard_is_healthy_before_and_after_it_has_served(tmp_path: Path) -> None:
+    async with serve_gateway(echo(), tmp_path) as gateway:
+        assert await health(gateway) == "OK"
+        await gateway.stream(ask([1], 2))
+        assert await health(gateway) == "OK"
+
+
+async def test_while_the_model_loads_nothing_is_served(tmp_path: Path) -> None:
+    async with serve_gateway(None, tmp_path) as gateway:
+        assert await health(gateway) == "the model is loading"
+        assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.UNAVAILABLE, "the model is loading")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        gateway.host.serve(echo())
+        assert await health(gateway) == "OK"
+
+
+async def test_a_sequence_that_fails_fails_its_call_alone(tmp_path: Path) -> None:
+    async with serve_gateway(slow_echo(echo_fail_token=13), tmp_path) as gateway:
+        other = gateway.stub.Generate(ask([1], 30_000))
+        await other.read()
+        code, message = await failure(
+            gateway, ask([5, 13], 4, sampling_config=pb.SamplingConfig(num_return_sequences=2))
+        )
+        assert (code, message) == (grpc.StatusCode.INTERNAL, "this token fails, as the echo engine was told")
+        assert isinstance(await other.read(), pb.GenerateResponse)
+        other.cancel()
+        assert await health(gateway) == "OK"
+
+
+async def test_a_step_that_fails_fails_the_calls_in_it(tmp_path: Path) -> None:
+    async with serve_gateway(echo(echo_fail_step_token=13), tmp_path) as gateway:
+        assert (await failure(gateway, ask([13], 4)))[0] is grpc.StatusCode.INTERNAL
+        assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
+
+
+class Breaking(SelfSchedulingEcho):
+    """An engine that breaks its contract in its third step."""
+
+    steps = 0
+
+    def step(self) -> StepResult | None:
+        self.steps += 1
+        if self.steps == 3:
+            raise RuntimeError("the device is gone")
+        return super().step()
+
+
+async def test_an_engine_that_breaks_fails_every_call_and_the_shards_health(tmp_path: Path) -> None:
+    engine = Breaking(EchoEngine.build(ShardConfig(max_batch_size=1)), 1)
+    async with serve_gateway(engine, tmp_path) as gateway:
+        runs, waits = (gateway.stub.Generate(ask([1], 20)) for _ in range(2))
+        for call in (runs, waits):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await rest(call)
+            assert (error.value.code(), error.value.details()) == (grpc.StatusCode.INTERNAL, "the engine failed")
+        assert await health(gateway) == "the engine failed"
+        assert gateway.host.crashed.is_set()
+        assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, "the engine failed")
+
+
+async def test_a_session_that_is_ended_ends_its_calls(tmp_path: Path) -> None:
+    async with serve_gateway(slow_echo(), tmp_path) as gateway:
+        call = gateway.stub.Generate(ask([1], 30_000))
+        await call.read()
+        gateway.host.stop_lending()
+        gateway.host.end_session()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await rest(call)
+        stopping = (grpc.StatusCode.UNAVAILABLE, "the shard is stopping")
+        assert (error.value.code(), error.value.details()) == stopping
+        assert await failure(gateway, ask([1], 2)) == stopping
+        assert await health(gateway) == stopping[1]
+
+
+async def test_an_engine_that_breaks_while_nobody_asks_it_refuses_the_next_call(tmp_path: Path) -> None:
+    async with serve_gateway(echo(), tmp_path) as gateway:
+        assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
+        gateway.host.crashed.set()
+        assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, "the engine failed")
+
+
+class Short(SelfSchedulingEcho):
+    """An engine that has too little memory at first."""
+
+    attempts = 0
+
+    def warm_up(self, limits: WarmUpLimits) -> int:
+        self.attempts += 1
+        if self.attempts == 1:
+            raise InsufficientMemory("8 GB are needed, 4 GB are there")
+        return super().warm_up(limits)
+
+
+async def test_an_engine_that_cannot_warm_up_says_why_and_is_tried_again(tmp_path: Path) -> None:
+    async with serve_gateway(Short(EchoEngine.build(ShardConfig()), 1), tmp_path) as gateway:
+        message = "8 GB are needed, 4 GB are there"
+        assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, message)
+        assert await health(gateway) == message
+        assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
+        assert await health(gateway) == "OK"
+
+
+async def test_an_engine_that_a_router_warmed_up_is_not_warmed_up_again(tmp_path: Path) -> None:
+    engine = Short(EchoEngine.build(ShardConfig()), 1)
+    engine.attempts = 1
+    async with serve_gateway(engine, tmp_path) as gateway:
+        await gateway.shard.warm_up(max_batch_total_tokens=64)
+        for _ in range(2):
+            assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
+        assert (await failure(gateway, ask([1], 65)))[
+            1
+        ] == "prompt and new tokens exceed the engine's KV pool of 64 tokens"
+    assert engine.attempts == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- not a server
+
+METHODS = ["HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "Embed"]
+STREAMS = ["Generate", "GetTokenizer", "SubscribeKvEvents"]
+
+
+async def status(channel: grpc.aio.Channel, method: str, *, streams: bool = False) -> grpc.StatusCode:
+    """The status of an empty request; an empty message is a request of every method."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        if streams:
+            async for _ in channel.unary_stream(method)(b""):
+                pass
+        else:
+            await channel.unary_unary(method)(b"")
+    return error.value.code()
+
+
+async def test_an_engine_that_is_steered_step_by_step_is_no_server_for_gateways(tmp_path: Path) -> None:
+    async with serve_gateway(EchoEngine.build(ShardConfig()), tmp_path) as gateway:
+        for method in METHODS + STREAMS:
+            code = await status(gateway.channel, f"/trtllm.TrtllmService/{method}", streams=method in STREAMS)
+            assert code is grpc.StatusCode.UNIMPLEMENTED, method
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/vllm.grpc.engine.VllmEngine/HealthCheck",  # a gateway asks one service after the other what it has before it
+        "/sglang.grpc.scheduler.SglangScheduler/HealthCheck",
+        "/trtllm.TrtllmService/GetLoads",
+        "/trtllm.TrtllmService/Embed",
+    ],
+)
+async def test_what_is_not_served_is_unimplemented(tmp_path: Path, method: str) -> None:
+    async with serve_gateway(echo(), tmp_path) as gateway:
+        assert await status(gateway.channel, method) is grpc.StatusCode.UNIMPLEMENTED
+        subscribe = "/trtllm.TrtllmService/SubscribeKvEvents"
+        assert await status(gateway.channel, subscribe, streams=True) is grpc.StatusCode.UNIMPLEMENTED

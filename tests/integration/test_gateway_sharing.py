@@ -1,0 +1,291 @@
+"""Many calls on one session: slots, the queue, cancelling, aborting, and the router that drives the same shard."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+from gateway_server import Answer, Gateway, GenerateCall, RecordingEcho, ask, echo, rest, serve_gateway, slow_echo
+
+from text_generation_proto.gateway import trtllm_service_pb2 as pb
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Failure, Orders, StepResult
+from text_generation_shard.engines.echo import EchoEngine
+
+ENDLESS = 30_000
+
+
+async def begun(gateway: Gateway, prompt: list[int], **fields: object) -> GenerateCall:
+    """A call that goes on for long, and has brought its first tokens."""
+    call: GenerateCall = gateway.stub.Generate(ask(prompt, ENDLESS, **fields))
+    await first_tokens(call)
+    return call
+
+
+async def first_tokens(call: GenerateCall) -> list[int]:
+    message = await call.read()
+    assert isinstance(message, pb.GenerateResponse)
+    assert message.chunk.token_ids
+    return list(message.chunk.token_ids)
+
+
+async def test_two_hundred_calls_at_once_each_get_their_own(tmp_path: Path) -> None:
+    engine = slow_echo(max_batch_size=16)
+    answers: dict[int, Answer] = {}
+    async with serve_gateway(engine, tmp_path) as gateway:
+
+        async def one(number: int) -> None:
+            prompt = [number, number + 1, number + 2]
+            answers[number] = await gateway.stream(ask(prompt, 5 + number % 7, request_id=str(number)))
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(200):
+                tasks.create_task(one(number))
+        assert engine.running == 0
+    for number, answer in answers.items():
+        expected = [number + i % 3 for i in range(5 + number % 7)]
+        assert answer.streamed() == list(answer.only.output_token_ids) == expected
+        assert answer.request_ids == {str(number)}
+    assert len(engine.admissions) == 200
+    assert {admission.slot for admission in engine.admissions} <= set(range(16))
+
+
+async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path) -> None:
+    engine = slow_echo(max_batch_size=2)
+    async with serve_gateway(engine, tmp_path) as gateway:
+        stays = await begun(gateway, [1])
+        leaves = await begun(gateway, [2])
+        leaves.cancel()
+        # Waits for the slot; the other one is never free.
+        assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
+        assert isinstance(await stays.read(), pb.GenerateResponse)
+        stays.cancel()
+    assert [admission.slot for admission in engine.admissions] == [0, 1, 1]
+
+
+async def test_a_client_that_leaves_while_it_waits_is_forgotten(tmp_path: Path) -> None:
+    engine = slow_echo(max_batch_size=1)
+    async with serve_gateway(engine, tmp_path) as gateway:
+        runs = await begun(gateway, [1])
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.stub.Generate(ask([2], 2), timeout=0.05).read()
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        runs.cancel()
+        assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
+    assert [admission.prompt for admission in engine.admissions] == [(1,), (3,)]
+
+
+async def test_abort_ends_a_call_with_what_it_has(tmp_path: Path) -> None:
+    async with serve_gateway(slow_echo(max_batch_size=1), tmp_path) as gateway:
+        call = gateway.stub.Generate(ask([1, 2], ENDLESS, request_id="long"))
+        first = await first_tokens(call)
+        reply = await gateway.stub.Abort(pb.AbortRequest(request_id="long"))
+        assert reply.success
+        answer = await rest(call)
+        assert answer.only.finish_reason == "cancelled"
+        assert first + answer.streamed() == list(answer.only.output_token_ids)
+        assert answer.only.WhichOneof("matched_stop") is None
+        assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
+        # Gateways send it for every stream they drop, be it over or not.
+        for request_id in ("long", "never seen", ""):
+            reply = await gateway.stub.Abort(pb.AbortRequest(request_id=request_id))
+            assert (reply.success, reply.message) == (False, "no request of this id is running")
+
+
+async def test_abort_ends_a_call_that_waits_and_all_sequences_of_one(tmp_path: Path) -> None:
+    engine = slow_echo(max_batch_size=2)
+    async with serve_gateway(engine, tmp_path) as gateway:
+        config = pb.SamplingConfig(num_return_sequences=2)
+        runs = await begun(gateway, [1], request_id="runs", sampling_config=config)
+        waits = gateway.stub.Generate(ask([2], 5, request_id="waits"))
+        async with asyncio.timeout(30):
+            # The first of these may come before the call does.
+            while not (await gateway.stub.Abort(pb.AbortRequest(request_id="waits"))).success:
+                pass
+        answer = await rest(waits)
+        assert (list(answer.only.output_token_ids), answer.only.finish_reason) == ([], "cancelled")
+        assert (await gateway.stub.Abort(pb.AbortRequest(request_id="runs"))).success
+        assert [complete.finish_reason for complete in (await rest(runs)).completes] == ["cancelled"] * 2
+    assert {admission.prompt for admission in engine.admissions} == {(1,)}
+
+
+class Gated(RecordingEcho):
+    """Each step waits for a permit."""
+
+    def __init__(self, engine: EchoEngine, tokens_per_report: int) -> None:
+        super().__init__(engine, tokens_per_report)
+        self.permits = threading.Semaphore(0)
+        self.steps = 0
+        """Begun."""
+        self.released_after: list[int] = []
+        """Steps begun before each release."""
+
+    def step(self) -> StepResult | None:
+        self.steps += 1
+        self.permits.acquire(timeout=60)
+        return super().step()
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        self.released_after += [self.steps] * len(orders.release)
+        return super().apply(orders)
+
+
+async def test_abort_takes_effect_with_the_step_in_progress(tmp_path: Path) -> None:
+    engine = Gated(EchoEngine.build(ShardConfig()), 1)
+    async with serve_gateway(engine, tmp_path) as gateway:
+        call = gateway.stub.Generate(ask([1], ENDLESS, request_id="long"))
+        engine.permits.release()
+        assert await first_tokens(call) == [1]
+        # That was the first step. The second has begun, or will before it looks at orders again.
+        assert (await gateway.stub.Abort(pb.AbortRequest(request_id="long"))).success
+        assert list((await rest(call)).only.output_token_ids) == [1]
+        engine.permits.release(100)
+        assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
+    assert engine.released_after == [2]
+
+
+async def test_whatever_leaves_when_every_slot_comes_back(tmp_path: Path) -> None:
+    engine = slow_echo(max_batch_size=8)
+    chance = random.Random(7)
+    plans = [(number, chance.randrange(1, 60), chance.choice(["read", "leave", "abort"])) for number in range(600)]
+    async with serve_gateway(engine, tmp_path) as gateway:
+
+        async def one(number: int, new: int, manner: str) -> None:
+            request_id, prompt = str(number), [number, 7]
+            if manner == "read":
+                answer = await gateway.stream(ask(prompt, new, request_id=request_id))
+                assert answer.streamed() == (prompt * new)[:new]
+                return
+            call = gateway.stub.Generate(ask(prompt, ENDLESS, request_id=request_id))
+            tokens = await first_tokens(call)
+            assert tokens == (prompt * len(tokens))[: len(tokens)]
+            if manner == "leave":
+                call.cancel()
+            else:
+                assert (await gateway.stub.Abort(pb.AbortRequest(request_id=request_id))).success
+                assert (await rest(call)).only.finish_reason == "cancelled"
+
+        async with asyncio.TaskGroup() as tasks:
+            for plan in plans:
+                tasks.create_task(one(*plan))
+        config = pb.SamplingConfig(num_return_sequences=8)
+        answer = await gateway.stream(ask([1, 2], 6, sampling_config=config))
+        assert [list(complete.output_token_ids) for complete in answer.completes] == [[1, 2] * 3] * 8
+        assert engine.running == 0
+
+
+async def test_a_queue_that_is_full_refuses_at_once(tmp_path: Path) -> None:
+    async with serve_gateway(slow_echo(max_batch_size=1), tmp_path, max_waiting=1) as gateway:
+        runs = await begun(gateway, [1])
+        two = [gateway.stub.Generate(ask([number], 2)) for number in (2, 3)]
+        outcomes: asyncio.Queue[Answer | grpc.aio.AioRpcError] = asyncio.Queue()
+
+        async def wait(call: GenerateCall) -> None:
+            try:
+                outcomes.put_nowait(await rest(call))
+            except grpc.aio.AioRpcError as error:
+                outcomes.put_nowait(error)
+
+        async with asyncio.TaskGroup() as tasks:
+            for call in two:
+                tasks.create_task(wait(call))
+            refused = await outcomes.get()
+            assert isinstance(refused, grpc.aio.AioRpcError)
+            assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert refused.details() == "1 sequences run and 1 wait: the shard takes no more"
+            runs.cancel()
+            served = await outcomes.get()
+            assert isinstance(served, Answer)
+            assert len(served.streamed()) == 2
+
+
+async def test_a_slow_reader_gets_more_at_a_time_and_holds_no_slot(tmp_path: Path) -> None:
+    new = 8_000
+    async with serve_gateway(echo(max_batch_size=1), tmp_path) as gateway:
+        # Each token's message is large, so that what the connection holds is soon full.
+        slow = gateway.stub.Generate(ask([1, 2], new, output_config=pb.OutputConfig(logprobs=20)))
+        first = await first_tokens(slow)
+        # It runs once the other has come to its end, unread.
+        assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
+        answer = await rest(slow)
+    assert len(answer.chunks) < new / 2
+    assert list(answer.only.output_token_ids) == [1, 2] * (new // 2)
+    assert first + answer.streamed() == list(answer.only.output_token_ids)
+
+
+async def test_abort_frees_the_slot_of_a_client_that_does_not_read(tmp_path: Path) -> None:
+    engine = slow_echo(max_batch_size=2)
+    async with serve_gateway(engine, tmp_path) as gateway:
+        slow = gateway.stub.Generate(
+            ask([1, 2], ENDLESS, request_id="slow", output_config=pb.OutputConfig(logprobs=20))
+        )
+        await first_tokens(slow)
+        await gateway.stream(ask([3], 1000))  # meanwhile the connection has become full
+        assert (await gateway.stub.Abort(pb.AbortRequest(request_id="slow"))).success
+        config = pb.SamplingConfig(num_return_sequences=2)
+        both = await gateway.stream(ask([4], 2, sampling_config=config))
+        assert [list(complete.output_token_ids) for complete in both.completes] == [[4, 4]] * 2
+        assert engine.releases == [(0, 2)]
+        slow.cancel()
+
+
+async def test_answers_that_nobody_reads_count_as_present(tmp_path: Path) -> None:
+    scored = pb.OutputConfig(logprobs=20)
+    async with serve_gateway(echo(max_batch_size=1), tmp_path, max_waiting=1) as gateway:
+        slow = gateway.stub.Generate(ask([1, 2], 8_000, output_config=scored))
+        await slow.read()
+        assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
+        slower = gateway.stub.Generate(ask([1, 2], 8_000, output_config=scored))
+        await slower.read()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.stream(ask([3], 2))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len((await rest(slow)).only.output_token_ids) == 8_000
+        assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
+        slower.cancel()
+
+
+# ------------------------------------------------------------------------------------------------------------- the router
+
+
+async def test_while_a_router_drives_the_shard_a_gateway_cannot(tmp_path: Path) -> None:
+    async with serve_gateway(echo(), tmp_path) as gateway:
+        await gateway.shard.warm_up()
+        run = gateway.shard.run()
+        await run.initial_metadata()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.stream(ask([1], 2))
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert error.value.details() == "a router drives this shard: its Run session is open"
+        with pytest.raises(grpc.aio.AioRpcError) as again:
+            await gateway.stream(ask([1], 2))
+        assert again.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        health = await gateway.stub.HealthCheck(pb.HealthCheckRequest())
+        assert health.status == error.value.details()
+        await run.done_writing()
+        assert await run.read() is grpc.aio.EOF
+        assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
+
+
+async def test_while_a_gateway_drives_the_shard_a_router_cannot(tmp_path: Path) -> None:
+    async with serve_gateway(slow_echo(), tmp_path) as gateway:
+        call = await begun(gateway, [1], request_id="long")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.shard.run().read()
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.shard.warm_up()
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        await gateway.stub.Abort(pb.AbortRequest(request_id="long"))
+        await rest(call)
+        # With nothing to do the gateway gives it up, and it has it back once the router is gone.
+        await gateway.shard.warm_up()
+        run = gateway.shard.run()
+        await run.initial_metadata()
+        await run.done_writing()
+        assert await run.read() is grpc.aio.EOF
+        assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]

@@ -1,0 +1,134 @@
+"""An engine that schedules for itself, behind HTTP: salts for its own prefix cache, its own queue, and the loss of its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from http_stack import Stack, serve, until
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine, Failure, Orders
+from text_generation_shard.engines.echo import EchoEngine
+from text_generation_shard.engines.echo_self import SelfSchedulingEcho
+
+Json = dict[str, Any]
+
+
+class Salted(SelfSchedulingEcho):
+    """Remembers the salts it was told of."""
+
+    def __init__(self, engine: EchoEngine, tokens_per_report: int) -> None:
+        super().__init__(engine, tokens_per_report)
+        self.salts: list[str] = []
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        self.salts += [admission.cache_salt for admission in orders.admit]
+        return super().apply(orders)
+
+
+class SaltedSteps(EchoEngine):
+    """The same where the router schedules."""
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        assert not any(admission.cache_salt for admission in orders.admit)
+        return super().apply(orders)
+
+
+async def salts(stack: Stack, *asked: tuple[str, str | None]) -> list[str]:
+    """What the engine was told for each (tenant, salt)."""
+    for tenant, salt in asked:
+        body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1}}
+        headers = {"x-llm-d-inference-fairness-id": tenant}
+        body |= {} if salt is None else {"cache_salt": salt}
+        async with stack.client.post("/generate", json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+    assert isinstance(stack.engine, Salted)
+    return stack.engine.salts
+
+
+async def test_equal_salts_arrive_as_equal_and_none_as_none(demo_model: Path) -> None:
+    async with serve(demo_model, build=Salted.build) as stack:
+        told = await salts(stack, ("t", "pepper"), ("u", "pepper"), ("t", "salt"), ("t", None), ("t", ""))
+    assert told[0] == told[1] != told[2]
+    assert told[3:] == ["", ""]
+    assert all(len(one) == 32 and "pepper" not in one for one in told[:3])
+
+
+async def test_tenants_that_are_kept_apart_are_so_in_the_engine_and_not_by_name(demo_model: Path) -> None:
+    async with serve(demo_model, build=Salted.build, settings={"salt_per_tenant": True}) as stack:
+        told = await salts(stack, ("acme", None), ("umbrella", None), ("acme", None), ("acme", "pepper"))
+    assert told[0] == told[2]
+    assert len({*told}) == 3
+    assert not any(name in one for one in told for name in ("acme", "umbrella", "pepper"))
+
+
+async def test_where_the_router_keeps_the_prefix_cache_no_salt_leaves_it(demo_model: Path) -> None:
+    async with serve(demo_model, build=SaltedSteps.build) as stack:
+        assert await stack.generate("Hello", max_new_tokens=1, cache_salt="pepper")
+
+
+class Queueing(SelfSchedulingEcho):
+    """Says that some wait."""
+
+    queued = 3  # type: ignore[assignment]
+
+
+async def test_what_waits_in_the_engine_is_a_metric_until_its_shard_is_lost(demo_model: Path) -> None:
+    async def shown(stack: Stack) -> float:
+        async with stack.client.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return float(
+            next(line for line in lines if line.startswith("text_generation_engine_queued_requests ")).split()[1]
+        )
+
+    async with serve(demo_model, build=Queueing.build) as stack:
+        assert await shown(stack) == 0
+        await stack.generate("Hello", max_new_tokens=2)
+        assert await shown(stack) == 3
+        stack.stop_shard()
+        await until(lambda: not stack.scheduler.open_replicas)
+        assert await shown(stack) == 0
+
+
+async def events(response: aiohttp.ClientResponse) -> list[Json]:
+    """The rest of a stream."""
+    return [orjson.loads(line.removeprefix(b"data:")) async for line in response.content if line.startswith(b"data:")]
+
+
+def self_scheduling(config: ShardConfig) -> Engine:
+    return SelfSchedulingEcho.build(config)
+
+
+@pytest.mark.parametrize(("build", "moves"), [(self_scheduling, False), (EchoEngine.build, True)])
+async def test_a_constrained_answer_moves_only_where_the_engine_can_go_on_with_it(
+    demo_model: Path, build: Callable[[ShardConfig], Engine], moves: bool
+) -> None:
+    grammar = {"type": "regex", "value": "[ab]{300}"}
+    async with serve(demo_model, build=build, grammars=True, echo_step_ms=10) as stack:
+        constrained = {"inputs": "Say it", "parameters": {"max_new_tokens": 400, "grammar": grammar}}
+        free = {"inputs": "one two three", "parameters": {"max_new_tokens": 300}}
+        async with (
+            stack.client.post("/generate_stream", json=constrained) as bound,
+            stack.client.post("/generate_stream", json=free) as unbound,
+        ):
+            assert (bound.status, unbound.status) == (200, 200)
+            # Both have begun: an answer's headers come with its first token.
+            stack.stop_shard()
+            ended, went_on = await events(bound), await events(unbound)
+        assert went_on[-1]["generated_text"].startswith("one two threeone two three")
+        assert len(went_on) == 300
+        if moves:
+            assert ended[-1]["generated_text"].strip("ab") == ""
+            assert len(ended[-1]["generated_text"]) == 300
+        else:
+            assert ended[-1] == {
+                "error": "Request failed during generation: lost its shard; a constrained answer cannot go on elsewhere",
+                "error_type": "generation",
+            }
+            assert 0 < len(ended) < 300
+        await stack.assert_empty()

@@ -1,0 +1,104 @@
+"""An engine that does not know the log-probabilities of the tokens it chose: every dialect says null, in JSON that is JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import pytest_asyncio
+from every_dialect import VERBATIM
+from http_stack import Stack, serve
+from sse_client import chunks, post
+
+from text_generation_shard.engine import StepResult
+from text_generation_shard.engines.echo import EchoEngine
+
+Json = dict[str, Any]
+CHAT: Json = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 3}
+
+
+class Forgetful(EchoEngine):
+    """Knows no log-probability of a token that it chose; of the others, the least probable one cannot come."""
+
+    def step(self) -> StepResult | None:
+        result = super().step()
+        if result is not None:
+            result.logprobs = [math.nan] * len(result.logprobs)
+            result.top_tokens = [replace(top, logprobs=(*top.logprobs[:-1], -math.inf)) for top in result.top_tokens]
+        return result
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, build=Forgetful.build, chat_template=VERBATIM) as running:
+        yield running
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_tgis_replies(stack: Stack) -> None:
+    reply = await stack.generate("Hello there", max_new_tokens=3, details=True, top_n_tokens=2)
+    assert [token["logprob"] for token in reply["details"]["tokens"]] == [None] * 3
+    assert [[token["logprob"] for token in tops] for tops in reply["details"]["top_tokens"]] == [[-0.5, None]] * 3
+
+
+@pytest.mark.parametrize("tops", [0, 2])
+async def test_tgis_streams(stack: Stack, tops: int) -> None:
+    parameters = {"max_new_tokens": 3, "details": True, "top_n_tokens": tops}
+    async with stack.client.post("/generate_stream", json={"inputs": "Hello", "parameters": parameters}) as response:
+        lines = (await response.read()).split(b"\n\n")
+    events = [orjson.loads(line.removeprefix(b"data:")) for line in lines if line]
+    assert [event["token"]["logprob"] for event in events] == [None] * 3
+
+
+async def test_of_several_sequences_one_is_still_the_best(stack: Stack) -> None:
+    reply = await stack.generate("Hello", max_new_tokens=2, best_of=2, do_sample=True, details=True)
+    assert [token["logprob"] for token in reply["details"]["tokens"]] == [None, None]
+    assert len(reply["details"]["best_of_sequences"]) == 1
+
+
+def unknown(content: list[Json]) -> list[tuple[float | None, list[float | None]]]:
+    return [(token["logprob"], [other["logprob"] for other in token["top_logprobs"]]) for token in content]
+
+
+async def test_chats(stack: Stack) -> None:
+    """A chosen token could come, and nobody knows how probably; one that could not come has OpenAI's number for it."""
+    body = CHAT | {"logprobs": True, "top_logprobs": 2}
+    [choice] = (await post(stack.client, "/v1/chat/completions", body))["choices"]
+    expected = [(None, [-0.5, -9999.0])] * 3
+    assert unknown(choice["logprobs"]["content"]) == expected
+    stream = await chunks(stack.client, "/v1/chat/completions", body)
+    told = [choice["logprobs"]["content"] for chunk in stream for choice in chunk["choices"] if choice["logprobs"]]
+    assert [one for content in told for one in unknown(content)] == expected
+
+
+async def test_completions(stack: Stack) -> None:
+    body = {"prompt": "Hello there", "max_tokens": 2, "logprobs": 2}
+    [choice] = (await post(stack.client, "/v1/completions", body))["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None, None]
+    assert [sorted(tops.values()) for tops in choice["logprobs"]["top_logprobs"]] == [[-9999.0, -0.5]] * 2
+    stream = await chunks(stack.client, "/v1/completions", body)
+    told = [choice["logprobs"] for chunk in stream for choice in chunk["choices"] if choice["logprobs"]]
+    assert [one for columns in told for one in columns["token_logprobs"]] == [None, None]
+
+
+async def test_completions_without_alternatives_name_the_chosen_token_alone(stack: Stack) -> None:
+    body = {"prompt": [19556, 665], "max_tokens": 1, "logprobs": 0}
+    [choice] = (await post(stack.client, "/v1/completions", body))["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [None]
+    assert choice["logprobs"]["top_logprobs"] == [{"Hello": None}]
+
+
+async def test_the_other_dialects_tell_none_and_answer(stack: Stack) -> None:
+    for path, body in (
+        ("/v1/responses", {"input": "Hello there", "max_output_tokens": 3}),
+        ("/v1/messages", CHAT),
+        ("/vertex", {"instances": [{"inputs": "Hello", "parameters": {"max_new_tokens": 2}}]}),
+    ):
+        assert await post(stack.client, path, body)

@@ -1,0 +1,273 @@
+"""What an engine says it cannot honour is refused by name, in every dialect, before it is queued: an engine in this process
+that lacks nearly everything, over real gRPC and real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from every_dialect import VERBATIM
+from http_stack import Stack, serve
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Failure, Grammar, GrammarKind, Orders
+from text_generation_shard.engines.echo import EchoEngine
+
+Json = dict[str, Any]
+
+FIELDS = (
+    *("temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "frequency_penalty", "watermark"),
+    *("output_frequency_penalty", "output_presence_penalty", "logit_bias_ids", "seed", "stop_token_ids"),
+    *("min_new_tokens", "top_n", "prompt", "prompt_top_n", "cache_salt", "something_of_tomorrow"),
+)
+
+CHAT: Json = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 2}
+COMPLETION: Json = {"prompt": "Hello there", "max_tokens": 2}
+RESPONSE: Json = {"input": "Hello there", "max_output_tokens": 2}
+INPUT: Json = {"name": "a", "shape": [1], "datatype": "BYTES", "data": ["Hello"]}
+KSERVE = "/v2/models/m/versions/1/infer"
+
+
+def tgi(**parameters: object) -> Json:
+    return {"inputs": "Hello there", "parameters": {"max_new_tokens": 2, **parameters}}
+
+
+def chat(**fields: object) -> Json:
+    return CHAT | fields
+
+
+def lacking(*fields: str) -> Any:  # noqa: ANN401 - how to build an engine
+    def build(config: ShardConfig) -> EchoEngine:
+        engine = EchoEngine.build(config)
+        unsupported = tuple((field, f"there is no {field}") for field in fields)
+        return replace(engine, info=replace(engine.info, engine="tensorrt-llm", unsupported=unsupported))
+
+    return build
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, build=lacking(*FIELDS)) as running:
+        yield running
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+REFUSED: list[tuple[str, Json, str, str]] = [
+    # (path, body, what clients call it, what the engine calls it)
+    ("/generate", tgi(temperature=0.5), "temperature", "temperature"),
+    ("/generate", tgi(top_k=3), "top_k", "top_k"),
+    ("/generate", tgi(top_p=0.5), "top_p", "top_p"),
+    ("/generate", tgi(typical_p=0.5), "typical_p", "typical_p"),
+    ("/generate", tgi(repetition_penalty=1.1), "repetition_penalty", "repetition_penalty"),
+    ("/generate", tgi(frequency_penalty=0.1), "frequency_penalty", "frequency_penalty"),
+    ("/generate", tgi(watermark=True), "watermark", "watermark"),
+    ("/generate", tgi(seed=0, do_sample=True), "seed", "seed"),
+    ("/generate", tgi(top_n_tokens=1), "top_n_tokens", "top_n"),
+    ("/generate", tgi(decoder_input_details=True), "decoder_input_details", "prompt"),
+    ("/generate", tgi(cache_salt="a"), "cache_salt", "cache_salt"),
+    ("/generate", tgi() | {"cache_salt": "a"}, "cache_salt", "cache_salt"),
+    ("/generate_stream", tgi(typical_p=0.5), "typical_p", "typical_p"),
+    ("/", tgi(watermark=True), "watermark", "watermark"),
+    ("/", tgi(watermark=True) | {"stream": True}, "watermark", "watermark"),
+    ("/invocations", tgi(typical_p=0.5), "typical_p", "typical_p"),
+    ("/vertex", {"instances": [tgi(typical_p=0.5)]}, "typical_p", "typical_p"),
+    ("/vertex", {"instances": [chat(min_p=0.5)]}, "min_p", "min_p"),
+    (KSERVE, {"inputs": [INPUT], "parameters": {"top_k": 2}}, "top_k", "top_k"),
+    ("/v1/chat/completions", chat(temperature=0.5), "temperature", "temperature"),
+    ("/v1/chat/completions", chat(top_p=0.5), "top_p", "top_p"),
+    ("/v1/chat/completions", chat(top_k=5), "top_k", "top_k"),
+    ("/v1/chat/completions", chat(min_p=0.05), "min_p", "min_p"),
+    ("/v1/chat/completions", chat(repetition_penalty=1.1), "repetition_penalty", "repetition_penalty"),
+    ("/v1/chat/completions", chat(frequency_penalty=0.1), "frequency_penalty", "output_frequency_penalty"),
+    ("/v1/chat/completions", chat(presence_penalty=-0.1), "presence_penalty", "output_presence_penalty"),
+    ("/v1/chat/completions", chat(logit_bias={"5": 1.0}), "logit_bias", "logit_bias_ids"),
+    ("/v1/chat/completions", chat(seed=-1), "seed", "seed"),
+    ("/v1/chat/completions", chat(min_tokens=1), "min_tokens", "min_new_tokens"),
+    ("/v1/chat/completions", chat(stop_token_ids=[5]), "stop_token_ids", "stop_token_ids"),
+    ("/v1/chat/completions", chat(logprobs=True, top_logprobs=2), "top_logprobs", "top_n"),
+    ("/v1/chat/completions", chat(cache_salt="a"), "cache_salt", "cache_salt"),
+    ("/v1/completions", COMPLETION | {"presence_penalty": 0.1}, "presence_penalty", "output_presence_penalty"),
+    ("/v1/completions", COMPLETION | {"logprobs": 2}, "logprobs", "top_n"),
+    ("/v1/completions", COMPLETION | {"logprobs": 0, "echo": True}, "echo` with `logprobs", "prompt"),
+    ("/v1/completions", COMPLETION | {"n": 2, "min_p": 0.5}, "min_p", "min_p"),
+    ("/invocations", COMPLETION | {"logprobs": 2}, "logprobs", "top_n"),
+    ("/invocations", chat(top_logprobs=2), "top_logprobs", "top_n"),
+    ("/v1/responses", RESPONSE | {"temperature": 0.5}, "temperature", "temperature"),
+    ("/v1/responses", RESPONSE | {"top_p": 0.5}, "top_p", "top_p"),
+    ("/v1/responses", RESPONSE | {"cache_salt": "a"}, "cache_salt", "cache_salt"),
+    ("/v1/messages", chat(temperature=0.5), "temperature", "temperature"),
+    ("/v1/messages", chat(top_p=0.5), "top_p", "top_p"),
+    ("/v1/messages", chat(top_k=5), "top_k", "top_k"),
+    ("/v1/messages", chat(cache_salt="a"), "cache_salt", "cache_salt"),
+]
+STREAMING = ("/v1/", "/invocations")
+
+
+@pytest.mark.parametrize(("path", "body", "name", "field"), REFUSED, ids=[f"{row[0]}-{row[2]}" for row in REFUSED])
+async def test_what_is_asked_for_is_refused_by_its_name(
+    stack: Stack, path: str, body: Json, name: str, field: str
+) -> None:
+    text = f"Input validation error: `{name}` is not supported by this engine: there is no {field}"
+    queued = stack.scheduler.prompt_tokens
+    bodies = [body, body | {"stream": True}] if path.startswith(STREAMING) else [body]
+    for one in bodies:
+        async with stack.client.post(path, json=one) as response:
+            told = await response.json()
+            assert (response.status, response.content_type) == (422, "application/json"), told
+        assert told == _as_told(path, one, text)
+    assert stack.scheduler.prompt_tokens == queued
+    assert stack.permits.in_use == 0
+
+
+def _as_told(path: str, body: Json, text: str) -> Json:
+    if path == "/v1/messages":
+        return {"type": "error", "error": {"type": "invalid_request_error", "message": text}}
+    if path.startswith("/v1/") or (path == "/invocations" and "inputs" not in body):
+        words = {"type": "invalid_request_error", "param": None, "code": None, "http_status_code": 422}
+        return {"error": {"message": text, **words}}
+    return {"error": text, "error_type": "validation"}
+
+
+SERVED: list[tuple[str, Json]] = [
+    ("/generate", {"inputs": "Hello"}),
+    (
+        "/generate",
+        tgi(
+            temperature=1.0,
+            repetition_penalty=1.0,
+            frequency_penalty=0.0,
+            watermark=False,
+            top_n_tokens=0,
+            decoder_input_details=False,
+            details=True,
+            cache_salt="",
+            stop=["no such text"],
+        ),
+    ),
+    ("/generate", tgi(do_sample=True)),
+    ("/generate", tgi(best_of=2, do_sample=True)),
+    ("/generate", tgi(seed=7)),  # where nothing is drawn a seed changes nothing
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", chat(temperature=0, seed=7, top_p=0.5, top_k=5)),
+    (
+        "/v1/chat/completions",
+        chat(
+            temperature=1.0,
+            top_p=1.0,
+            top_k=-1,
+            min_p=0.0,
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+            logit_bias={"5": 0.0},
+            min_tokens=0,
+            stop_token_ids=[],
+            logprobs=True,
+            top_logprobs=0,
+            n=2,
+        ),
+    ),
+    ("/v1/completions", COMPLETION | {"logprobs": 0}),
+    ("/v1/completions", COMPLETION | {"echo": True}),
+    ("/v1/responses", RESPONSE),
+    ("/v1/messages", CHAT),
+    ("/vertex", {"instances": [{"inputs": "Hello", "parameters": {"max_new_tokens": 2}}, CHAT]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), SERVED, ids=[f"{path}-{number}" for number, (path, _) in enumerate(SERVED)])
+async def test_neutral_values_are_served(stack: Stack, path: str, body: Json) -> None:
+    async with stack.client.post(path, json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+async def test_no_seed_is_told_where_none_decided(stack: Stack) -> None:
+    reply = await stack.generate("Hello", max_new_tokens=2, do_sample=True, details=True)
+    assert reply["details"]["seed"] is None
+
+
+@pytest.mark.parametrize(
+    ("earlier", "message"),
+    [
+        (tgi(stop=list("abcde")), "`stop` supports up to 4 stop sequences. Given: 5"),
+        (tgi() | {"inputs": " the" * 3000}, "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 3000 `inputs`"),
+        (tgi(grammar={"type": "json", "value": {}}), "grammar is not valid: Grammar must have a 'properties' field"),
+    ],
+)
+async def test_it_is_the_last_of_the_rules(demo_model: Path, earlier: Json, message: str) -> None:
+    body = earlier | {"parameters": {**earlier["parameters"], "watermark": True}}
+    async with (
+        serve(demo_model, build=lacking("watermark"), grammars=True) as stack,
+        stack.client.post("/generate", json=body) as response,
+    ):
+        assert response.status == 422
+        told = (await response.json())["error"]
+    assert told.startswith(f"Input validation error: {message}")
+
+
+async def test_prompts_may_be_scored_although_their_alternatives_are_not(demo_model: Path) -> None:
+    scored = COMPLETION | {"echo": True, "logprobs": 0}
+    async with serve(demo_model, build=lacking("prompt_top_n")) as stack:
+        async with stack.client.post("/v1/completions", json=scored) as response:
+            assert response.status == 200
+        async with stack.client.post("/v1/completions", json=scored | {"logprobs": 1}) as response:
+            assert response.status == 422
+            told = (await response.json())["error"]["message"]
+    assert told.endswith("`echo` with `logprobs` above 0 is not supported by this engine: there is no prompt_top_n")
+
+
+async def test_info_tells_the_engine_and_what_it_lacks(stack: Stack) -> None:
+    async with stack.client.get("/info") as response:
+        info = await response.json()
+    assert info["engine"] == "tensorrt-llm"
+    assert info["unsupported"] == {field: f"there is no {field}" for field in FIELDS}
+    assert (info["model_dtype"], info["model_device_type"]) == ("float32", "cpu")
+    assert (info["router"], info["docker_label"], info["model_id"]) == ("text-generation-router", None, "echo")
+
+
+class JsonOnly(EchoEngine):
+    """Follows JSON schemas and no other grammar; remembers what it was to follow."""
+
+    @classmethod
+    def build(cls, config: ShardConfig) -> JsonOnly:
+        engine = super().build(config)
+        assert isinstance(engine, cls)
+        engine.info = replace(engine.info, grammar_kinds=(GrammarKind.JSON_SCHEMA,))
+        engine.asked = []
+        return engine
+
+    asked: list[Grammar | None]
+
+    def apply(self, orders: Orders) -> list[Failure]:
+        self.asked += [admission.grammar for admission in orders.admit]
+        return super().apply(orders)
+
+
+async def test_a_grammar_of_a_kind_that_the_engine_does_not_follow(demo_model: Path) -> None:
+    async with serve(demo_model, build=JsonOnly.build, grammars=True) as stack:
+        schema = {"type": "json", "value": {"properties": {"a": {"type": "boolean"}}, "required": ["a"]}}
+        assert await stack.generate("Hello", max_new_tokens=20, grammar=schema)
+        body = tgi(grammar={"type": "regex", "value": "a+"})
+        async with stack.client.post("/generate", json=body) as response:
+            assert response.status == 422
+            told = (await response.json())["error"]
+    assert told == "Input validation error: grammar is not supported: this engine follows none of kind `regex`"
+
+
+async def test_strict_tools_are_called_freely_where_the_engine_cannot_watch_for_a_call(
+    demo_model: Path,
+) -> None:
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
+    body = chat(tools=[{"type": "function", "function": function}])
+    async with serve(
+        demo_model, build=JsonOnly.build, grammars=True, chat_template=VERBATIM, tool_call_parser="hermes"
+    ) as stack:
+        async with stack.client.post("/v1/chat/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+        assert isinstance(stack.engine, JsonOnly)
+        assert stack.engine.asked == [None]

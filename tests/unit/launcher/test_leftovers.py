@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from text_generation_launcher import leftovers
+from text_generation_launcher.child import run_to_end
+from text_generation_launcher.plan import ChildSpec
+from text_generation_launcher.stop import StopSignals
+
+SLEEPER = (sys.executable, "-S", "-c", "import time; print('runs', flush=True); time.sleep(600)")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to find processes in")
+
+
+class Sleeper:
+    """A process in a session of its own."""
+
+    def __init__(self, mark: str) -> None:
+        environ = os.environ | {leftovers.VARIABLE: mark}
+        self.process = subprocess.Popen(SLEEPER, env=environ, stdout=subprocess.PIPE, start_new_session=True)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()  # the environment is its own by now
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def mark() -> str:
+    return leftovers.new_mark()
+
+
+@pytest.fixture
+def sleepers(mark: str) -> Iterator[list[Sleeper]]:
+    made = [Sleeper(mark), Sleeper(mark), Sleeper(leftovers.new_mark())]
+    yield made
+    for sleeper in made:
+        sleeper.close()
+
+
+def test_the_marked_are_found_and_nobody_else(mark: str, sleepers: list[Sleeper]) -> None:
+    assert sorted(leftovers.find(mark)) == sorted(sleeper.process.pid for sleeper in sleepers[:2])
+    assert leftovers.find(leftovers.new_mark()) == []
+
+
+async def test_they_are_ended_in_whatever_session_they_are(mark: str, sleepers: list[Sleeper]) -> None:
+    await leftovers.end(mark)
+    assert [await asyncio.to_thread(sleeper.process.wait, 30) for sleeper in sleepers[:2]] == [-9, -9]
+    assert sleepers[2].process.poll() is None
+    assert leftovers.find(mark) == []
+
+
+def test_who_looks_is_not_found(mark: str) -> None:
+    script = f"from text_generation_launcher import leftovers; print(leftovers.find({mark!r}))"
+    environ = os.environ | {leftovers.VARIABLE: mark}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+async def test_what_left_the_group_of_a_child_ends_with_it(tmp_path: Path) -> None:
+    """As MPI's daemon does, and the ranks it starts."""
+    script = f"""
+import subprocess, sys
+worker = subprocess.Popen({SLEEPER!r}, start_new_session=True, stdout=subprocess.PIPE)
+worker.stdout.readline()
+open({str(tmp_path / "pid")!r}, "w").write(str(worker.pid))
+sys.exit(3)
+"""
+    spec = ChildSpec("shard-0", (sys.executable, "-c", script), dict(os.environ), (), stop_timeout=60.0)
+    assert await run_to_end(spec, StopSignals(), json_output=False) == 3
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

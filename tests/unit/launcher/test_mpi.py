@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from text_generation_launcher import mpi
+
+STARTED_BY_MPIRUN = {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0", "PRTE_LAUNCHED": "1", "SLURM_JOB_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NODELIST", "PMI_RANK", "PMI_FD", "PMIX_RANK", "PMIX_SERVER_URI41"),
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_UNIVERSE_SIZE", "OMPI_ARGV", "PRTE_LAUNCHED"),
+        *("OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_pmix", "OMPI_MCA_num_procs"),
+    ],
+)
+def test_what_is_left_of_who_started_us_goes(name: str) -> None:
+    left = {**STARTED_BY_MPIRUN, name: "1"}
+    assert mpi.environment({**left, "HOME": "/"}, as_root=False).keys() == {"HOME", *mpi.DEFAULTS}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("OMPI_MCA_btl", "OMPI_MCA_pml", "PMIX_MCA_gds", "PRTE_MCA_plm", "OMPI_ALLOW_RUN_AS_ROOT", "UCX_TLS"),
+        *("PRTE_PREFIX", "PMIX_PREFIX", "OPAL_PREFIX", "TLLM_LOG_LEVEL", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+@pytest.mark.parametrize("around", [{}, STARTED_BY_MPIRUN])
+def test_what_people_set_stays(name: str, around: dict[str, str]) -> None:
+    assert mpi.environment({**around, name: "x"}, as_root=True)[name] == "x"
+
+
+@pytest.mark.parametrize("name", ["OMPI_MCA_ess_base_jobid", "OMPI_MCA_pmix", "OMPI_CC", "PMIX_HOSTNAME", "PRTE_X"])
+def test_where_nobody_started_us_nothing_is_left_of_them(name: str) -> None:
+    assert mpi.environment({name: "x"}, as_root=False)[name] == "x"
+
+
+def test_nothing_that_is_set_is_set_anew() -> None:
+    mine = dict.fromkeys((*mpi.DEFAULTS, *mpi.AS_ROOT), "0") | {"GRPC_ENABLE_FORK_SUPPORT": "1"}
+    assert mpi.environment(mine, as_root=True) == mine
+
+
+@pytest.mark.parametrize(
+    ("word", "survives"),
+    [
+        *(("/usr/bin/python3.12", True), ("-m", True), ("a_b-c", True)),
+        *(("/my python", False), ("", False), ("*", False), ("[a]", False), ("a\nb", False), ("~", False)),
+    ],
+)
+def test_which_words_survive_a_shell(word: str, survives: bool) -> None:
+    assert mpi.survives_splitting(("x", word)) == survives
+
+
+@pytest.mark.parametrize("word", ["/usr/bin/python3.12", "-P", "text_generation_launcher.handover", "a=b@c%d+e,f:g"])
+def test_words_that_are_said_to_survive_do(word: str) -> None:
+    assert mpi.survives_splitting((word,))
+    script = 'task="${@:1}"; printf "%s\\n" $task'
+    done = subprocess.run(["bash", "-c", script, "-", "first", word], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.splitlines() == ["first", word]
+
+
+def test_python_s_own_folder_comes_first() -> None:
+    folder = sys.executable.rpartition("/")[0]
+    assert mpi.search_path({"PATH": "/a:/b"}) == f"{folder}:/a:/b"
+    assert mpi.search_path({}).startswith(f"{folder}:")

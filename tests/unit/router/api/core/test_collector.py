@@ -1,0 +1,28 @@
+"""What `best_of` ranks by."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from text_generation_router.api.core.collector import Collector
+from text_generation_router.generation import Piece
+from text_generation_router.request import Request, RequestId
+
+
+def collected(*logprobs: bytes) -> Collector:
+    collector = Collector(Request(RequestId(1), (1,), max_new_tokens=9))
+    for logprob in logprobs:
+        collector.on_piece(Piece(7, "a", "a", logprob, special=False, top=(), ending=None))
+    return collector
+
+
+async def test_a_token_whose_probability_is_not_known_says_nothing_of_its_sequence() -> None:
+    assert collected(b"-0.5", b"null", b"-1.5", b"null").mean_logprob == pytest.approx(-1.0)
+    ends_unknown, worse = collected(b"-0.25", b"null"), collected(b"-0.5", b"-0.5")
+    assert max((worse, ends_unknown), key=lambda one: one.mean_logprob) is ends_unknown
+
+
+async def test_a_sequence_of_which_nothing_is_known_ranks_last() -> None:
+    assert collected(b"null", b"null").mean_logprob == -math.inf

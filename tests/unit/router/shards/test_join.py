@@ -1,0 +1,52 @@
+"""Which shards may stand for one another, and what requests must not ask of any of them."""
+
+from __future__ import annotations
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.request import GrammarKind
+from text_generation_router.shards.join import Joined, together
+
+
+def a_shard(engine: str = "tensorrt-llm", **unsupported: str) -> Joined:
+    info = pb.InfoResponse(
+        engine=engine,
+        vocab_size=100,
+        unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in unsupported.items()],
+    )
+    return Joined(info, pb.WarmUpResponse(num_blocks=7, block_size=32))
+
+
+def test_requests_are_prepared_for_all_that_any_replica_lacks() -> None:
+    whole = together([None, a_shard(min_p="old"), None, a_shard(seed="none", min_p="older"), a_shard()])
+    assert whole.unsupported == {"min_p": "old", "seed": "none"}
+    assert (whole.info.engine, whole.info.vocab_size, whole.pool.num_blocks) == ("tensorrt-llm", 100, 7)
+
+
+def test_the_shards_themselves_are_left_as_they_were() -> None:
+    first = a_shard(min_p="old")
+    together([first, a_shard(seed="none")])
+    assert first.unsupported == {"min_p": "old"}
+
+
+def test_one_that_lacks_no_more_than_the_others_may_stand_for_them() -> None:
+    others = together([a_shard(min_p="old"), a_shard(seed="none")])
+    for one in (a_shard(), a_shard(seed="other words"), a_shard(min_p="old", seed="none")):
+        assert one.differs_from(others) is None
+
+
+def test_one_that_lacks_more_may_not() -> None:
+    why = a_shard(seed="the sampler has none").differs_from(a_shard(min_p="old"))
+    assert why == "it does not support seed, which the other replicas do: the sampler has none"
+
+
+def test_another_engine_is_told_by_its_name() -> None:
+    why = a_shard("echo").differs_from(a_shard())
+    assert why == "its engine is 'echo', the other replicas' is 'tensorrt-llm'"
+
+
+def test_grammars_are_those_that_are_known_here() -> None:
+    kinds = [pb.GRAMMAR_KIND_REGEX, pb.GRAMMAR_KIND_JSON_SCHEMA, pb.GRAMMAR_KIND_UNSPECIFIED]
+    assert Joined(pb.InfoResponse(grammar_kinds=kinds), pb.WarmUpResponse()).grammar_kinds == {
+        GrammarKind.REGEX,
+        GrammarKind.JSON_SCHEMA,
+    }

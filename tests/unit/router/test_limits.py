@@ -1,0 +1,40 @@
+"""What the operator wants, as far as the engine can do it."""
+
+from __future__ import annotations
+
+import pytest
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.config import RouterConfig
+from text_generation_router.serve import CannotServe, check_honoured, resolve_limits
+from text_generation_router.shards.join import Joined
+
+
+def a_shard(*unsupported: str, tops: int = 3) -> Joined:
+    info = pb.InfoResponse(
+        vocab_size=100,
+        max_sequence_length=1000,
+        max_top_n_tokens=tops,
+        unsupported=[pb.Unsupported(field=name, reason=f"no {name} here") for name in unsupported],
+    )
+    return Joined(info, pb.WarmUpResponse(num_blocks=10, block_size=16))
+
+
+def test_limits_say_what_the_engine_cannot_honour() -> None:
+    limits = resolve_limits(RouterConfig(), a_shard("seed", "min_p"))
+    assert limits.unsupported == {"seed": "no seed here", "min_p": "no min_p here"}
+    assert (limits.max_total_tokens, limits.max_top_n_tokens, limits.vocab_size) == (160, 3, 100)
+
+
+def test_where_there_are_no_top_tokens_the_reason_is_told_and_not_a_limit_of_none() -> None:
+    assert resolve_limits(RouterConfig(max_top_n_tokens=5), a_shard("top_n", tops=0)).max_top_n_tokens == 5
+
+
+def test_tenants_that_are_to_be_kept_apart_need_an_engine_that_does() -> None:
+    apart = RouterConfig(prefix_cache_per_tenant=True)
+    check_honoured(apart, a_shard("seed"))
+    check_honoured(RouterConfig(), a_shard("cache_salt"))
+    with pytest.raises(CannotServe) as refused:
+        check_honoured(apart, a_shard("cache_salt"))
+    message = "`prefix_cache_per_tenant` is not supported by this engine: no cache_salt here"
+    assert str(refused.value) == message

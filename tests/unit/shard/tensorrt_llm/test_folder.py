@@ -1,0 +1,244 @@
+"""Model folders of every kind are known for what they are, however odd, and nothing is imported for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_folders import CHECKPOINT, ENGINE, HUGGING_FACE, OLD_ENGINE, RANKS, engine, fill, mapping, nothing_imported
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.tensorrt_llm.folder import FolderKind, ModelFolder, check_folder, inspect_folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_imported(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with nothing_imported(tmp_path_factory.mktemp("poison"), monkeypatch):
+        yield
+
+
+def check(folder: Path, world_size: int = 2, installed: str | None = "1.2.1", gpus: int | None = 8) -> ModelFolder:
+    found = inspect_folder(folder)
+    check_folder(found, world_size=world_size, installed=installed, gpus=gpus)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- whole folders
+
+
+def test_compiled_engines_tell_what_was_settled_when_they_were_built(tmp_path: Path) -> None:
+    generation = json.dumps({"eos_token_id": [128001, 128008, 128009]}).encode()
+    found = check(fill(tmp_path, ENGINE, RANKS | {"generation_config.json": generation}))
+    built = found.engine
+    assert built is not None
+    assert (found.kind, found.path, found.architecture) == (FolderKind.ENGINE, tmp_path, "LlamaForCausalLM")
+    assert (built.version, built.architecture, built.dtype) == ("1.2.1", "LlamaForCausalLM", "bfloat16")
+    assert (built.quant_algo, built.kv_cache_quant_algo, built.vocab_size) == ("FP8", None, 128256)
+    assert (built.world_size, built.tp_size, built.pp_size, built.cp_size) == (2, 2, 1, 1)
+    assert (built.max_input_len, built.max_seq_len, built.max_batch_size) == (1024, 4096, 64)
+    assert (built.max_beam_width, built.max_num_tokens) == (1, 8192)
+    assert (built.kv_cache_type, built.tokens_per_block) == ("PAGED", 64)
+    assert (built.remove_input_padding, built.paged_context_fmha) == (True, True)
+    assert (built.gather_context_logits, built.gather_generation_logits) == (False, True)
+    assert built.eos_token_ids == (128001, 128008, 128009)
+
+
+@pytest.mark.parametrize(
+    ("own", "generation", "ids"),
+    [
+        (..., None, ()),
+        (7, None, (7,)),
+        (7, {}, (7,)),
+        (7, {"eos_token_id": None}, (7,)),
+        (7, {"eos_token_id": 2}, (2,)),
+        ([7, 8], {"eos_token_id": [2, 3]}, (2, 3)),
+    ],
+    ids=str,
+)
+def test_eos_is_what_generation_config_says_else_config(
+    tmp_path: Path, own: object, generation: dict[str, Any] | None, ids: tuple[int, ...]
+) -> None:
+    config = engine() if own is ... else engine(pretrained_config__eos_token_id=own)
+    files = {} if generation is None else {"generation_config.json": json.dumps(generation).encode()}
+    built = check(fill(tmp_path, config, RANKS | files)).engine
+    assert built is not None
+    assert built.eos_token_ids == ids
+
+
+@pytest.mark.parametrize("installed", ["1.2.1", "1.2.0", "1.2.0rc3", "1.2.1+cu130", "1.2", None, "unknown"])
+@pytest.mark.parametrize("gpus", [2, 8, None])
+def test_engines_run_on_their_own_version(tmp_path: Path, installed: str | None, gpus: int | None) -> None:
+    assert check(fill(tmp_path, ENGINE, RANKS), installed=installed, gpus=gpus).kind is FolderKind.ENGINE
+
+
+def test_engines_of_any_version_are_taken_where_none_is_known(tmp_path: Path) -> None:
+    assert check(fill(tmp_path, engine(version="1.1.0"), RANKS), installed=None).kind is FolderKind.ENGINE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        engine(build_config__kv_cache_type="PAGED"),
+        # The builder cuts max_input_len down to max_seq_len, and says that it is of no effect.
+        engine(build_config__max_input_len=4096),
+        engine(build_config__max_num_tokens=64 * 4096),
+        engine(build_config__max_num_tokens=64),
+        engine(build_config__plugin_config__use_paged_context_fmha=False, build_config__max_num_tokens=32),
+        mapping(world_size=2, tp_size=1, pp_size=2),
+        mapping(world_size=2, tp_size=1, pp_size=1, cp_size=2),
+        engine(build_config__gather_context_logits=..., build_config__gather_generation_logits=...),
+        ENGINE | {"architectures": ["LlamaForCausalLM"]},
+    ],
+    ids=lambda config: None,
+)
+def test_what_the_builder_may_write_is_taken(tmp_path: Path, config: dict[str, Any]) -> None:
+    assert check(fill(tmp_path, config, RANKS)).kind is FolderKind.ENGINE
+
+
+@pytest.mark.parametrize("installed", ["1.2.1", "1.3.0rc14", "1.4.0rc1", None])
+@pytest.mark.parametrize("extra", [{}, {"quantization_config": {"quant_method": "fp8"}}, {"build_config": {}}], ids=str)
+def test_hugging_face_folders_are_served_by_every_version(
+    tmp_path: Path, installed: str | None, extra: dict[str, Any]
+) -> None:
+    found = check(fill(tmp_path, HUGGING_FACE | extra, {"model.safetensors": b"weights"}), installed=installed)
+    assert (found.kind, found.architecture, found.engine) == (FolderKind.HUGGING_FACE, "LlamaForCausalLM", None)
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        (CHECKPOINT, {"rank0.safetensors": b"weights"}),
+        (CHECKPOINT, {}),
+        ({"architecture": "LlamaForCausalLM"}, {"rank0.safetensors": b"weights"}),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_is_known_before_it_is_refused(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, bytes]
+) -> None:
+    found = inspect_folder(fill(tmp_path, config, files))
+    assert (found.kind, found.architecture) == (FolderKind.CHECKPOINT, "LlamaForCausalLM")
+
+
+def test_an_engine_of_old_is_known_before_it_is_refused(tmp_path: Path) -> None:
+    assert inspect_folder(fill(tmp_path, OLD_ENGINE, {})).kind is FolderKind.OLD_ENGINE
+
+
+# --------------------------------------------------------------------------------------------------------- odd folders
+
+
+def test_the_poison_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match="was imported"),
+        nothing_imported(tmp_path, monkeypatch),
+        pytest.raises(RuntimeError, match="imported"),
+    ):
+        __import__("tensorrt_llm")
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="nowhere does not exist"):
+        inspect_folder(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"{}")
+    with pytest.raises(EngineError, match="file is a file: name the folder"):
+        inspect_folder(tmp_path / "file")
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(EngineError, match=r"config\.json cannot be read: Is a directory"):
+        inspect_folder(tmp_path)
+    with pytest.raises(EngineError, match="cannot be read"):
+        inspect_folder(Path("/\0"))
+
+
+def test_a_rank_that_is_no_file_is_missing(tmp_path: Path) -> None:
+    folder = fill(tmp_path, ENGINE, {"rank0.engine": b"plan"})
+    (folder / "rank1.engine").mkdir()
+    with pytest.raises(EngineError, match=r"rank1\.engine is missing"):
+        check(folder)
+
+
+def test_ranks_are_looked_for_in_vain_once_however_many_there_should_be(tmp_path: Path) -> None:
+    many = 2**31 - 1
+    folder = fill(tmp_path, mapping(world_size=many, tp_size=many), RANKS)
+    with pytest.raises(EngineError, match=r"rank2\.engine is missing"):
+        check(folder, world_size=many)
+
+
+# ------------------------------------------------------------------------------------------------------- random damage
+
+
+def places(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    for key, value in config.items():
+        found.append((*above, key))
+        if isinstance(value, dict):
+            found += places(value, (*above, key))
+    return found
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, 1, 2, 3, 2**31 - 1, 2**31, 2**64])
+    | st.floats()
+    | st.text(max_size=40)
+    | st.sampled_from(["1.2.1", "0.9", "paged", "CONTINUOUS", "bfloat16", "\n", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+configs = st.sampled_from([ENGINE, HUGGING_FACE, CHECKPOINT, OLD_ENGINE])
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> dict[str, Any]:
+    """A config in which some values are others, or gone."""
+    config: dict[str, Any] = copy.deepcopy(draw(configs))
+    for _ in range(draw(st.integers(1, 3))):
+        keys = draw(st.sampled_from(places(config) or [("version",)]))
+        here = config
+        for key in keys[:-1]:
+            here = here[key]
+        if draw(st.booleans()) and keys[-1] in here:
+            del here[keys[-1]]
+        else:
+            here[keys[-1]] = draw(values)
+    return config
+
+
+def outcome(config: object) -> None:
+    """Whatever the folder says: it is refused in one line, or told what it is."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = fill(Path(path), config, RANKS | {"rank0.safetensors": b"weights"})
+        try:
+            found = check(folder)
+        except EngineError as refusal:
+            assert len(str(refusal).splitlines()) == 1
+        else:
+            assert found.kind in (FolderKind.HUGGING_FACE, FolderKind.ENGINE)
+            assert (found.kind is FolderKind.ENGINE) == (found.engine is not None)
+            assert found.architecture
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=damaged())
+def test_damaged_configs_are_refused_or_understood(config: dict[str, Any]) -> None:
+    outcome(config)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=200) | st.integers(0, 1200).map(lambda end: json.dumps(ENGINE).encode()[:end]))
+def test_damaged_files_are_refused_or_understood(data: bytes) -> None:
+    outcome(data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=values)
+def test_whatever_json_it_is(value: object) -> None:
+    outcome(json.dumps(value).encode())

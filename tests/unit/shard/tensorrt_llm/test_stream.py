@@ -1,0 +1,156 @@
+"""One request, read from the engine's cumulative outputs, with everything that those do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from text_generation_shard.engine import Admission, FailureCode, FinishReason, Stopping
+from text_generation_shard.engines.tensorrt_llm.stream import News, Stream
+
+EOS, STOP = 2, 5
+ADMISSION = Admission(
+    slot=3,
+    prompt=(11, 12, 13),
+    stopping=Stopping(6, eos_token_ids=frozenset([EOS]), stop_token_ids=frozenset([STOP])),
+)
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int = 1
+
+
+@dataclass
+class Completion:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+    prompt_logprobs: list[object] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class Output:
+    """The same object is handed out each time."""
+
+    completion: Completion = field(default_factory=Completion)
+
+    @property
+    def outputs(self) -> list[Completion]:
+        return [self.completion]
+
+    def say(self, *token_ids: int, reason: str | None = None, stop: int | None = None) -> Output:
+        self.completion.token_ids += token_ids
+        self.completion.logprobs += [{token: Logprob(-token / 10), 999: Logprob(-0.05)} for token in token_ids]
+        self.completion.finish_reason, self.completion.stop_reason = reason, stop
+        return self
+
+
+def read(stream: Stream, output: Output) -> News:
+    news = stream.read(output)  # type: ignore[arg-type]
+    assert news is not None
+    return news
+
+
+def test_what_was_told_is_not_told_again() -> None:
+    stream, output = Stream(ADMISSION), Output()
+    assert read(stream, output.say(7)).token_ids == [7]
+    assert stream.read(output) is None  # type: ignore[arg-type]
+    news = read(stream, output.say(8, 9))
+    assert (news.token_ids, news.logprobs, news.is_end) == ([8, 9], [-0.8, -0.9], False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "told", "finish"),
+    [
+        ((7, EOS), "stop", [7, EOS], FinishReason.EOS_TOKEN),
+        ((7, STOP), "stop", [7, STOP], FinishReason.STOP_TOKEN),
+        ((7, STOP, 8, 9), None, [7, STOP], FinishReason.STOP_TOKEN),  # the engine did not look for it
+        ((6, 7, 8, 9, 10, 11), "length", [6, 7, 8, 9, 10, 11], FinishReason.LENGTH),
+        ((6, 7, 8, 9, 10, EOS), "stop", [6, 7, 8, 9, 10, EOS], FinishReason.LENGTH),
+        ((6, 7, 8, 9, 10, 11, 12, 13), None, [6, 7, 8, 9, 10, 11], FinishReason.LENGTH),
+    ],
+    ids=["eos", "stop", "stop unseen", "length", "length wins", "too many"],
+)
+def test_it_ends_where_it_should(
+    tokens: tuple[int, ...], reason: str | None, told: list[int], finish: FinishReason
+) -> None:
+    stream = Stream(ADMISSION)
+    news = read(stream, Output().say(*tokens, reason=reason))
+    assert (news.token_ids, news.finish, news.failure) == (told, finish, None)
+    assert len(news.logprobs) == len(told)
+    assert stream.ended
+    assert stream.ended_by_engine is (reason is not None)
+
+
+def test_a_stop_that_was_cut_off_is_the_token_it_ends_with() -> None:
+    stream, output = Stream(ADMISSION), Output()
+    read(stream, output.say(7, 8))
+    output.completion.token_ids = [7]  # a stop of two tokens, of which one had been told
+    output.completion.finish_reason, output.completion.stop_reason = "stop", STOP
+    news = read(stream, output)
+    assert (news.token_ids, news.finish) == ([STOP], FinishReason.STOP_TOKEN)
+    assert math.isnan(news.logprobs[0])
+
+
+def test_no_stop_counts_before_the_least_number_of_tokens() -> None:
+    stream = Stream(replace(ADMISSION, stopping=replace(ADMISSION.stopping, min_new_tokens=3)))
+    news = read(stream, Output().say(EOS, STOP, 7))
+    assert (news.token_ids, news.finish) == ([EOS, STOP, 7], None)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "timeout", "length", "stop", "not_finished"])
+def test_an_end_that_no_token_explains_is_an_error_and_never_a_finish(reason: str) -> None:
+    stream, output = Stream(ADMISSION), Output()
+    read(stream, output.say(7))
+    news = read(stream, output.say(reason=reason))
+    assert news.finish is None
+    assert news.failure is not None
+    assert news.failure[0] is FailureCode.STEP
+
+
+def test_nothing_follows_the_end() -> None:
+    stream, output = Stream(ADMISSION), Output()
+    read(stream, output.say(EOS, reason="stop"))
+    assert stream.read(output.say(8)) is None  # type: ignore[arg-type]
+    assert stream.fail(FailureCode.STEP, "too late") is None
+
+
+def test_a_token_of_unknown_probability_is_not_a_number() -> None:
+    output = Output().say(7, 8)
+    output.completion.logprobs = [{7: Logprob(-0.7)}]
+    news = read(Stream(ADMISSION), output)
+    assert news.logprobs[0] == -0.7
+    assert math.isnan(news.logprobs[1])
+
+
+def test_bare_log_probabilities_are_read_too() -> None:
+    output = Output().say(7, 8)
+    output.completion.logprobs = [-0.5, -1.5]
+    assert read(Stream(ADMISSION), output).logprobs == [-0.5, -1.5]
+
+
+def test_the_most_probable_come_best_first() -> None:
+    news = read(Stream(replace(ADMISSION, top_n=2)), Output().say(7))
+    assert news.tops == [((999, 7), (-0.05, -0.7))]
+    assert read(Stream(replace(ADMISSION, top_n=1)), Output().say(7)).tops == [((999,), (-0.05,))]
+
+
+def test_prompt_scores_are_about_the_token_after() -> None:
+    stream = Stream(replace(ADMISSION, prompt_logprobs=True, prompt_top_n=1))
+    output = Output().say(7)
+    output.completion.prompt_logprobs = [
+        {12: Logprob(-1.2), 50: Logprob(-0.1)},
+        {13: Logprob(-1.3)},
+        {7: Logprob(-0.7)},
+    ]
+    scores = read(stream, output).prompt_scores
+    assert scores is not None
+    assert math.isnan(scores.logprobs[0])
+    assert scores.logprobs[1:] == [-1.2, -1.3]
+    assert scores.tops == [((), ()), ((50,), (-0.1,)), ((13,), (-1.3,))]
+    assert read(stream, output.say(8)).prompt_scores is None
