@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 import grpc
@@ -38,7 +40,8 @@ class EngineThread:
 
     def submit(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
         """The same as a future, for a call that outlives whoever waits for it."""
-        return asyncio.wrap_future(self._pool.submit(call, *args, **kwargs))
+        # What the log says of every record lives in the context.
+        return asyncio.wrap_future(self._pool.submit(copy_context().run, partial(call, *args, **kwargs)))
 
     def close(self) -> None:
         """Take nothing more; does not wait for a call in progress."""

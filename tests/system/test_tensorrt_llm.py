@@ -65,9 +65,10 @@ async def test_generate_stream_and_chat(demo_model: Path, version: str, session:
                     pieces.append(json.loads(line[5:]))
         assert "".join(piece["token"]["text"] for piece in pieces) == WORDS
         assert pieces[-1]["generated_text"] == WORDS
-        chat = {
+        chat: dict[str, Any] = {
             "messages": [{"role": "user", "content": "Hello"}],
             "max_tokens": 9,
+            "temperature": 0,
             "logprobs": True,
             "top_logprobs": 2,
         }

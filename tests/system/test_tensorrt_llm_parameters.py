@@ -107,6 +107,7 @@ NAMES = {
     "frequency_penalty": "frequency_penalty",
     "presence_penalty": "presence_penalty",
     "min_p": "min_p",
+    "min_tokens": "min_tokens",
 }
 """Parameters that the losing sampler loses."""
 

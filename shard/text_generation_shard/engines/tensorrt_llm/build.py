@@ -43,7 +43,7 @@ def build(config: ShardConfig) -> TensorRTEngine:
     check_options(options, None)
     facts = None if folder.kind is FolderKind.ENGINE else read_facts(Path(config.model_path))
     library = load_library()
-    check_options(options, library.options if facts is not None else None)
+    check_options(options, library.options if facts is not None else library.engine_options)
     how = construct_compiled(config, folder, options) if facts is None else construct(config, library, facts, options)
     info = _info(config, how, options, folder, facts)
     parameters = Parameters(library, how.abilities, info.vocab_size, info.eos_token_ids)

@@ -22,6 +22,9 @@ MAX_NUM_TOKENS = 8192
 FREE_MEMORY_FRACTION = 0.9
 """Share of the memory left after the weights that the KV cache takes: TensorRT-LLM's own default."""
 
+SETTLED = frozenset({"max_seq_len", "max_input_len"})
+"""Options that cannot be set for compiled engines: 1.2 would use the built values in their place, in silence."""
+
 
 @dataclass(frozen=True, slots=True)
 class Construction:
@@ -87,7 +90,17 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
     """How to serve a folder of compiled engines: its limits were settled when it was built. Raises EngineError."""
     built = folder.engine
     assert built is not None
-    keywords: dict[str, Any] = {"enable_chunked_prefill": built.paged_context_fmha, **options}
+    if config.dtype not in (None, built.dtype):
+        raise EngineError(f"--dtype {config.dtype}: the engines in {config.model_path} were built for {built.dtype}")
+    if settled := sorted(options.keys() & SETTLED):
+        raise EngineError(
+            f"--trtllm-options: {settled[0]} was settled when the engines in {config.model_path} were built"
+        )
+    keywords: dict[str, Any] = {
+        "enable_chunked_prefill": built.paged_context_fmha,
+        **({"max_batch_size": config.max_batch_size} if config.max_batch_size else {}),
+        **options,
+    }
     keywords["kv_cache_config"] = _kv_cache(config, options)
     keywords |= {
         "model": config.model_path,
@@ -105,17 +118,19 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
             scores_prompts=False,
             scores_tokens=built.gather_generation_logits,
         ),
-        max_slots=min(config.max_batch_size or built.max_batch_size, built.max_batch_size),
-        max_num_tokens=built.max_num_tokens,
+        max_slots=min(_count(keywords, "max_batch_size", built.max_batch_size), built.max_batch_size),
+        max_num_tokens=min(_count(keywords, "max_num_tokens", built.max_num_tokens), built.max_num_tokens),
         max_sequence_length=built.max_seq_len,
         reserves_longest=_reserves_longest(options),
     )
 
 
 def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, object]:
-    asked = options.get("kv_cache_config") or {}
+    asked = options.get("kv_cache_config", {})
     if not isinstance(asked, Mapping):
         raise EngineError("--trtllm-options: kv_cache_config must be a mapping")
+    if "tokens_per_block" in asked:
+        _count(asked, "tokens_per_block", 1)
     fraction = FREE_MEMORY_FRACTION if config.cuda_memory_fraction == 1 else config.cuda_memory_fraction
     return {"free_gpu_memory_fraction": fraction, **asked}
 

@@ -16,6 +16,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from typing import Any
 
 import structlog
@@ -26,6 +27,9 @@ from text_generation_shard.engines.tensorrt_llm.stream import News, Stream
 
 ABORT_TIMEOUT_S = 5.0
 """A dropped request is read to its end for so long: a cancel takes effect with the iteration in progress."""
+
+LOOK_EVERY_S = 0.2
+"""Whoever waits for a proof looks up so often."""
 
 log = structlog.get_logger()
 
@@ -60,17 +64,23 @@ class Driver:
         stream.dropped = True
         self.loop.call_soon_threadsafe(self._abort, stream)
 
-    def prove(self, arguments: Mapping[str, Any], timeout_s: float) -> str | None:
-        """Have one request run to its end; what is wrong if it does not bring a token in time, None if it does."""
+    def prove(self, arguments: Mapping[str, Any], timeout_s: float, broken: Callable[[], str | None]) -> str | None:
+        """Have one request run to its end; what is wrong if it does not bring a token in time, None if it does.
+
+        `broken` says why it is no use to wait any longer, once that is known.
+        """
         proof = asyncio.run_coroutine_threadsafe(self._prove(arguments), self.loop)
-        try:
-            tokens = proof.result(timeout_s)
-        except TimeoutError:
-            proof.cancel()
-            return f"a single token did not come within {timeout_s:.0f} s"
-        except Exception as error:  # noqa: BLE001 - it is told of
+        until = time.monotonic() + timeout_s
+        while not wait((proof,), LOOK_EVERY_S).done:
+            reason = broken()
+            if reason is None and time.monotonic() > until:
+                reason = f"a single token did not come within {timeout_s:.0f} s"
+            if reason is not None:
+                proof.cancel()
+                return reason
+        if (error := proof.exception()) is not None:
             return f"{type(error).__name__}: {first_line(error)}"
-        return None if tokens else "a request ended without a token"
+        return None if proof.result() else "a request ended without a token"
 
     def collect(self, timeout_s: float) -> dict[Stream, News]:
         """What came of each stream, in order; waits until something comes, `wake` is called, or the time is over."""

@@ -14,6 +14,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -79,7 +80,7 @@ class TensorRTEngine:
         self._broken: str | None = None
         self._tell_broken: Callable[[str], None] | None = None
         self._began_at = time.monotonic()
-        """When a request last began."""
+        """When a request last began of an engine with nothing to do."""
         self._num_blocks = 0
         self._driver = Driver(running.llm, (running.library.request_error,), self._break)
         self._statistics = Statistics(running.llm)
@@ -117,7 +118,7 @@ class TensorRTEngine:
             raise InsufficientMemory(
                 f"the engine's KV cache holds {pool} tokens, fewer than the {limits.max_batch_total_tokens} asked for"
             )
-        self._num_blocks = asked or self._pool_blocks
+        self._num_blocks = asked if limits.max_batch_total_tokens else self._pool_blocks
         return self._num_blocks
 
     def apply(self, orders: Orders) -> list[Failure]:
@@ -148,7 +149,8 @@ class TensorRTEngine:
 
     @property
     def used_blocks(self) -> int:
-        return self._statistics.used_blocks
+        statistics = self._statistics
+        return self._in_our_blocks(statistics.used_blocks, statistics.block_size or self._info.block_size)
 
     @property
     def queued(self) -> int:
@@ -193,8 +195,11 @@ class TensorRTEngine:
             arguments = self._parameters.arguments(admission)
         except (ValueError, TypeError) as error:
             return self._refuse(slot, first_line(error))
+        if not self._held:
+            # The engine may have been idle for hours; while others wait, one more is no sign of life. Said before it is
+            # held: the watchdog looks at any time.
+            self._began_at = time.monotonic()
         stream = self._held[slot] = Stream(admission)
-        self._began_at = time.monotonic()
         self._driver.begin(stream, arguments)
         return None
 
@@ -204,7 +209,8 @@ class TensorRTEngine:
         if admission.blocks or admission.computed_tokens:
             return "the engine schedules for itself: it takes no KV blocks"
         problem = admission_problem(admission, self._info) or self._parameters.problem(admission)
-        longest = len(admission.prompt) + admission.stopping.max_new_tokens - 1
+        # The last token is never computed, but the engine counts it: it would cut the sequence short.
+        longest = len(admission.prompt) + admission.stopping.max_new_tokens
         if problem is None and longest > self._num_blocks * self._info.block_size:
             pool = self._num_blocks * self._info.block_size
             return f"prompt and new tokens exceed the engine's KV pool of {pool} tokens"
@@ -272,18 +278,25 @@ class TensorRTEngine:
         token = min(self._info.vocab_size - 1, 1)
         admission = Admission(0, (token,) * 4, Stopping(1))
         self._began_at = time.monotonic()
-        if (problem := self._driver.prove(self._parameters.arguments(admission), timeout_s)) is not None:
+        arguments = self._parameters.arguments(admission)
+        if (problem := self._driver.prove(arguments, timeout_s, lambda: self._broken)) is not None:
             self._break(problem)
         if self._broken is not None:
             raise EngineBroken(self._broken)
 
     def _measure_pool(self) -> int:
         """KV blocks of the pool. Raises EngineBroken."""
-        if (told := self._library.kv_capacity(self._llm)) is not None:
+        try:
+            told = self._library.kv_capacity(self._llm)
+        except Exception as error:  # noqa: BLE001 - its statistics say the same, later
+            log.warning("the engine could not be asked how large its KV cache is", reason=first_line(error))
+            told = None
+        if told is not None:
             return self._in_our_blocks(*told)
         until = time.monotonic() + CAPACITY_TIMEOUT_S
         while time.monotonic() < until:
-            asyncio.run_coroutine_threadsafe(self._statistics.look(), self._driver.loop).result(CAPACITY_TIMEOUT_S)
+            with suppress(TimeoutError):  # a loop that is held up: the proof fails, too
+                asyncio.run_coroutine_threadsafe(self._statistics.look(), self._driver.loop).result(CAPACITY_TIMEOUT_S)
             if self._statistics.num_blocks and self._statistics.block_size:
                 return self._in_our_blocks(self._statistics.num_blocks, self._statistics.block_size)
             self._prove(PROOF_TIMEOUT_S)  # some versions have something to say only once there is something new

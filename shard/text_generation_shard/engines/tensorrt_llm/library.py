@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, cast
 
 from text_generation_shard.engine import EngineError
@@ -40,6 +41,8 @@ class Library:
     request_error: type[Exception]
     options: Mapping[str, Collection[str] | None]
     """Keywords of `LLM`; those of a nested model with its fields, if they are known."""
+    engine_options: Mapping[str, Collection[str] | None] | None
+    """The same of the one for compiled engines; None where there is none."""
     sampling_fields: frozenset[str]
     submit_parameters: frozenset[str]
     """Of `generate_async`."""
@@ -94,11 +97,6 @@ def load_library() -> Library:
         utils = import_module("tensorrt_llm.executor.utils")
         compiled = find_spec("tensorrt_llm._tensorrt_engine") is not None
         engine_llm = import_module("tensorrt_llm._tensorrt_engine").LLM if compiled else None
-        fields = llmapi.TorchLlmArgs.model_fields
-        options: dict[str, Collection[str] | None] = dict.fromkeys(fields)
-        for name, model in NESTED.items():
-            if name in fields and (known := getattr(llmapi, model, None)) is not None:
-                options[name] = frozenset(known.model_fields)
         return Library(
             version=str(getattr(package, "__version__", installed_version() or "")),
             llm=package.LLM,
@@ -106,7 +104,8 @@ def load_library() -> Library:
             sampling_params=package.SamplingParams,
             guided_decoding_params=llmapi.GuidedDecodingParams,
             request_error=cast("type[Exception]", utils.RequestError),
-            options=options,
+            options=_options(llmapi, llmapi.TorchLlmArgs),
+            engine_options=_options(llmapi, llmapi.TrtLlmArgs) if compiled else None,
             sampling_fields=frozenset(field.name for field in dataclasses.fields(package.SamplingParams)),
             submit_parameters=frozenset(inspect.signature(package.LLM.generate_async).parameters),
         )
@@ -114,3 +113,12 @@ def load_library() -> Library:
         # OSError: a shared library that is not there.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise EngineError(f"TensorRT-LLM is installed but cannot be imported: {reason}") from error
+
+
+def _options(llmapi: ModuleType, arguments: type[Any]) -> dict[str, Collection[str] | None]:
+    """Keywords that `arguments`, a pydantic model, is made of; those of a nested model with its fields, if they are known."""
+    options: dict[str, Collection[str] | None] = dict.fromkeys(arguments.model_fields)
+    for name, model in NESTED.items():
+        if name in options and (known := getattr(llmapi, model, None)) is not None:
+            options[name] = frozenset(known.model_fields)
+    return options

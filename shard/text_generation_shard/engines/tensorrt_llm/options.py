@@ -28,6 +28,8 @@ OURS: Mapping[str, str] = {
     "dtype": "use --dtype",
     "load_format": "use --load-format",
     "tensor_parallel_size": "use --num-shard",
+    "pipeline_parallel_size": "a replica has the GPUs of --num-shard, and spreads each layer over them",
+    "context_parallel_size": "a replica has the GPUs of --num-shard, and spreads each layer over them",
     "trust_remote_code": "code that comes with a model is never run",
     "backend": "the model folder decides",
     "tokenizer": _TOKENIZES,

@@ -2,7 +2,9 @@
 
     ours                         theirs
     greedy                       top_k=1, which every version takes for greedy, whatever else is unset
-    temperature, top_k, top_p    the same; temperature is always said: with nothing said it would be greedy
+    temperature, top_k, top_p    the same; temperature is always said: with nothing said it would be greedy, and so is top_p:
+                                 the C++ sampler takes neither top_k nor top_p for greedy (setupTopKRuntimeArgs,
+                                 cpp/tensorrt_llm/kernels/samplingTopKKernels.cu)
     min_p, seed                  the same, where the sampler honours them
     repetition_penalty           the same
     frequency_penalty (TGI's)    frequency_penalty over prompt and output, as in TGI's own TensorRT-LLM backend
@@ -68,6 +70,8 @@ class Abilities:
                 f"start the server with --trtllm-options 'sampler_type: {CXX_SAMPLER}'"
             )
             refused += [(name, why) for name in (*_PENALTIES, "min_p", "seed")]
+            # It counts the prompt's tokens too (PRs #12166, #12358): with most prompts it has no effect.
+            refused.append(("min_new_tokens", why))
         if not self.scores_tokens:
             why = "this engine was built without gather_generation_logits"
             refused.append(("top_n", why))
@@ -96,6 +100,7 @@ class Parameters:
             "typical_p": sampling.typical_p < 1,
             "watermark": sampling.watermark,
             "min_p": sampling.min_p > 0,
+            "min_new_tokens": admission.stopping.min_new_tokens > 0,
             "top_n": admission.top_n > 0,
             "prompt": admission.prompt_logprobs,
             "prompt_top_n": admission.prompt_top_n > 0,
@@ -107,6 +112,8 @@ class Parameters:
         if sampling.frequency_penalty and (sampling.output_frequency_penalty or sampling.output_presence_penalty):
             return "frequency_penalty cannot be combined with output_frequency_penalty or output_presence_penalty"
         if admission.grammar is not None:
+            if not admission.grammar.text:
+                return "the grammar is empty"  # which would be none there
             if admission.grammar.kind not in self._abilities.grammar_kinds:
                 return f"grammars of kind {admission.grammar.kind.value} are not supported"
             if admission.generated_tokens:
@@ -181,11 +188,9 @@ class Parameters:
     def _choosing(self, sampling: Sampling) -> dict[str, Any]:
         if sampling.greedy:
             return {"top_k": 1}
-        keywords: dict[str, Any] = {"temperature": sampling.temperature}
-        if sampling.top_k:
+        keywords: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        if 0 < sampling.top_k < self._vocab_size:  # more than there are is all of them
             keywords["top_k"] = sampling.top_k
-        if sampling.top_p < 1:
-            keywords["top_p"] = sampling.top_p
         if self._abilities.honours_sampling:
             keywords["seed"] = sampling.seed
             if sampling.min_p:

@@ -57,16 +57,18 @@ class Statistics:
         latest: Mapping[str, Any] = {}
         try:
             taken = 0
-            async for entry in self._llm.get_stats_async(timeout=WAIT_S):
-                latest, taken = entry, taken + 1
-                if taken == MOST_ENTRIES:
-                    break
+            try:
+                async for entry in self._llm.get_stats_async(timeout=WAIT_S):
+                    latest, taken = entry, taken + 1
+                    if taken == MOST_ENTRIES:
+                        break
+            finally:
+                if latest:
+                    self._take(latest)
         except Exception as error:  # noqa: BLE001 - see the module: figures are not worth a request
             if not self._complained:
                 self._complained = True
                 log.debug("the engine gave no statistics", reason=f"{type(error).__name__}: {error}")
-        if latest:
-            self._take(latest)
 
     def _take(self, entry: Mapping[str, Any]) -> None:
         iteration = entry.get("iter", -1)

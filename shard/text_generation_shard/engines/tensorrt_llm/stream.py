@@ -85,9 +85,6 @@ class Stream:
             return None
         completion = output.outputs[0]
         news = News()
-        if not self._prompt_told and completion.prompt_logprobs:
-            self._prompt_told = True
-            news.prompt_scores = self._prompt_scores(completion.prompt_logprobs)
         ids: Sequence[int] = completion.token_ids
         first = self._told
         if len(ids) > first:
@@ -96,11 +93,14 @@ class Stream:
             self._find_end(news)
             self._told += len(news.token_ids)
             self._read_logprobs(news, completion.logprobs, first)
+            if not self._prompt_told and completion.prompt_logprobs:
+                self._prompt_told = True
+                news.prompt_scores = self._prompt_scores(completion.prompt_logprobs)
         if news.finish is None and completion.finish_reason is not None:
             self._read_end(news, completion.finish_reason, completion.stop_reason)
         self.ended = news.is_end
         self.ended_by_engine = completion.finish_reason is not None
-        return news if news.token_ids or news.is_end or news.prompt_scores is not None else None
+        return news if news.token_ids or news.is_end else None
 
     def fail(self, code: FailureCode, message: str) -> News | None:
         """The stream ends with an error; None if it had ended."""
@@ -131,14 +131,19 @@ class Stream:
             news.finish = FinishReason.LENGTH
 
     def _read_end(self, news: News, reason: str, stop: object) -> None:
-        """The engine says that it has ended the sequence, and no token says why."""
-        if reason == "stop" and isinstance(stop, int):
+        """The engine says that it has ended the sequence, and `_find_end` saw no reason."""
+        stopping = self.admission.stopping
+        last = news.token_ids[-1] if news.token_ids else None
+        if reason == "stop" and last in stopping.eos_token_ids | stopping.stop_token_ids:
+            # Before min_new_tokens: of several ends the engine's samplers hold off end_id alone.
+            news.finish = FinishReason.EOS_TOKEN if last in stopping.eos_token_ids else FinishReason.STOP_TOKEN
+        elif reason == "stop" and isinstance(stop, int):
             # A matched token that was cut off: a sequence finishes with a token, and this is it.
             self._told += 1
             news.token_ids.append(stop)
             news.logprobs.append(math.nan)
             news.tops += [((), ())] if self.admission.top_n else []
-            is_eos = stop in self.admission.stopping.eos_token_ids
+            is_eos = stop in stopping.eos_token_ids
             news.finish = FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_TOKEN
             if self._told == self._ends_at:
                 news.finish = FinishReason.LENGTH
@@ -166,8 +171,9 @@ class Stream:
         admission = self.admission
         prompt, top_n = admission.prompt, admission.prompt_top_n
         scores = PromptScores(admission.slot, [math.nan] * len(prompt), [((), ())] * len(prompt) if top_n else None)
-        # The last entry is about the first new token.
-        for at, entry in zip(range(1, len(prompt)), entries, strict=False):
+        # The last entry is about the first new token. Of a prompt that was computed in part the first ones are missing.
+        first = max(1, 1 + len(prompt) - len(entries))
+        for at, entry in zip(range(first, len(prompt)), entries, strict=False):
             if isinstance(entry, Mapping):
                 chosen = entry.get(prompt[at])
                 scores.logprobs[at] = math.nan if chosen is None else _value(chosen)

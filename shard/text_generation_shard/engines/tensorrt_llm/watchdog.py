@@ -71,8 +71,11 @@ class Watchdog:
         for process in self._processes:
             if not process.is_alive:
                 return f"worker process {process.pid} of the engine died"
-        if not self._is_healthy():
-            return "the engine says that it is not healthy"
+        try:
+            if not self._is_healthy():
+                return "the engine says that it is not healthy"
+        except Exception as error:  # noqa: BLE001 - whoever cannot even say so is not; and nobody else would look
+            return f"the engine does not say whether it is healthy: {type(error).__name__}: {error}"
         progress = self._progress()
         if progress.running == 0:
             return None

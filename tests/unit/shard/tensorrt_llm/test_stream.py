@@ -103,6 +103,22 @@ def test_no_stop_counts_before_the_least_number_of_tokens() -> None:
     assert (news.token_ids, news.finish) == ([EOS, STOP, 7], None)
 
 
+@pytest.mark.parametrize(
+    ("token", "stop", "finish"),
+    [(EOS, None, FinishReason.EOS_TOKEN), (EOS, EOS, FinishReason.EOS_TOKEN), (STOP, STOP, FinishReason.STOP_TOKEN)],
+    ids=["end_id", "another eos", "stop"],
+)
+def test_an_engine_that_stops_before_the_least_number_of_tokens_has_stopped(
+    token: int, stop: int | None, finish: FinishReason
+) -> None:
+    """It holds off end_id alone, and not always that (PR #12166); the token is there, and is not told twice."""
+    stream, output = Stream(replace(ADMISSION, stopping=replace(ADMISSION.stopping, min_new_tokens=5))), Output()
+    read(stream, output.say(7))
+    news = read(stream, output.say(8, token, reason="stop", stop=stop))
+    assert (news.token_ids, news.finish, news.failure) == ([8, token], finish, None)
+    assert len(news.logprobs) == 2
+
+
 @pytest.mark.parametrize("reason", ["cancelled", "timeout", "length", "stop", "not_finished"])
 def test_an_end_that_no_token_explains_is_an_error_and_never_a_finish(reason: str) -> None:
     stream, output = Stream(ADMISSION), Output()
@@ -154,3 +170,23 @@ def test_prompt_scores_are_about_the_token_after() -> None:
     assert scores.logprobs[1:] == [-1.2, -1.3]
     assert scores.tops == [((), ()), ((50,), (-0.1,)), ((13,), (-1.3,))]
     assert read(stream, output.say(8)).prompt_scores is None
+
+
+def test_prompt_scores_come_with_a_token() -> None:
+    """Alone they would be nothing to report."""
+    stream, output = Stream(replace(ADMISSION, prompt_logprobs=True)), Output()
+    output.completion.prompt_logprobs = [-1.2, -1.3, -0.7]
+    assert stream.read(output) is None  # type: ignore[arg-type]
+    scores = read(stream, output.say(7)).prompt_scores
+    assert scores is not None
+    assert scores.logprobs[1:] == [-1.2, -1.3]
+
+
+def test_prompt_scores_of_a_part_are_of_its_end() -> None:
+    """Tokens that came from the cache were not computed."""
+    stream, output = Stream(replace(ADMISSION, prompt_logprobs=True)), Output().say(7)
+    output.completion.prompt_logprobs = [-1.3, -0.7]
+    scores = read(stream, output).prompt_scores
+    assert scores is not None
+    assert [math.isnan(one) for one in scores.logprobs] == [True, True, False]
+    assert scores.logprobs[2] == -1.3

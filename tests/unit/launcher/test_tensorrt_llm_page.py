@@ -1,0 +1,89 @@
+"""What docs/tensorrt-llm.md says is so: its flags, its options, the messages it explains."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from text_generation_launcher.config import NOT_SERVED, LauncherConfig
+from text_generation_shard.engines.tensorrt_llm.options import OURS, check_options, read_options
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "tensorrt-llm.md").read_text(encoding="utf-8")
+SOURCES = "\n".join(
+    path.read_text(encoding="utf-8") for folder in ("launcher", "shard") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"## {title}\n", 1)[1].split("\n## ", 1)[0]
+
+
+def known_options(version: str) -> dict[str, Collection[str] | None]:
+    """The keywords of LLM, as recorded from its sources; those of the nested models that the shard compares with theirs."""
+    recorded = json.loads((ROOT / "tests" / "fakes" / "tensorrt_llm" / f"signatures-{version}.json").read_text())
+    fields = {
+        name: [field["name"] for field in entry["fields"]]
+        for name, entry in recorded["entries"].items()
+        if "fields" in entry
+    }
+    options: dict[str, Collection[str] | None] = dict.fromkeys(fields["TorchLlmArgs"])
+    return options | {
+        "kv_cache_config": fields["KvCacheConfig"],
+        "scheduler_config": fields["SchedulerConfig"],
+        "cuda_graph_config": fields["CudaGraphConfig"],
+    }
+
+
+@pytest.mark.parametrize("version", ["1.2", "1.3"])
+def test_the_options_of_the_example_are_those_of_both_versions(version: str) -> None:
+    example = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    options = read_options(example[1])
+    assert len(options) > 5
+    check_options(options, known_options(version))
+
+
+def test_options_on_command_lines_are_read_as_they_are_meant() -> None:
+    options = [read_options(text) for text in re.findall(r"--trtllm-options '([^']+)'", PAGE)]
+    assert options == [{"kv_cache_config": {"dtype": "fp8"}}, {"sampler_type": "TRTLLMSampler"}]
+
+
+def test_what_is_said_not_to_be_the_operators_is_not() -> None:
+    names = re.search(r"Not set here, .*?\n\n", PAGE, re.DOTALL)
+    assert names is not None
+    assert set(re.findall(r"`([a-z_]+)`", names[0])) <= OURS.keys()
+
+
+def test_every_flag_of_the_table_is_one_of_the_launcher() -> None:
+    flags = re.findall(r"^\| `--([a-z-]+)", section("One GPU"), re.MULTILINE)
+    assert len(flags) > 10
+    assert {flag.replace("-", "_") for flag in flags} <= LauncherConfig.model_fields.keys()
+
+
+def test_flags_said_to_be_refused_are() -> None:
+    refused = re.search(r"^TGI's (.*) are refused", PAGE, re.MULTILINE)
+    assert refused is not None
+    assert {flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+)", refused[1])} <= NOT_SERVED
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "the tensorrt-llm engine needs TensorRT-LLM",
+        "TensorRT-LLM is installed but cannot be imported",
+        "mpirun ended before the ranks were there",
+        "the engine has brought nothing for",
+        "of the engine died",
+        "the step in progress did not end in time",
+        "killed what a child left behind",
+        "the engine's KV cache holds",
+    ],
+)
+def test_messages_it_explains_are_ours(message: str) -> None:
+    assert message in section("Troubleshooting")
+    assert message in SOURCES
