@@ -105,6 +105,9 @@ async def tokens_of(
             joined.append(await join(shard.client, limits, address, timeout=60))
             stops.append(shard.end_session)
         await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
+        async with asyncio.timeout(60):
+            while cluster.scheduler.open_replicas < len(engines):  # noqa: ASYNC110 - nobody else waits for all of them
+                await asyncio.sleep(0)
         collectors = [Collector() for _ in requests]
         for request, collector in zip(requests, collectors, strict=True):
             cluster.submit(request, collector)
