@@ -22,9 +22,8 @@ ALL_ENDED = 2.0
 EXIT_CODES = {"launcher": -9, "router": ExitCode.DEPENDENCY_LOST, "shard": ExitCode.DEPENDENCY_LOST}
 
 
-@pytest.mark.parametrize("_time", range(3))
 @pytest.mark.parametrize("victim", ["launcher", "router", "shard"])
-async def test_a_killed_process_takes_all_others_with_it(victim: str, _time: int, demo_model: Path) -> None:
+async def test_a_killed_process_takes_all_others_with_it(victim: str, demo_model: Path) -> None:
     with running(demo_model, "--echo-step-ms", "10", "--max-shard-restarts", "0") as stack:
         loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
