@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from contextvars import copy_context
 from typing import Any
 
 import structlog
@@ -50,7 +51,11 @@ class Driver:
         """Of this turn of the loop; touched on its thread alone."""
         self.heard_at = time.monotonic()
         """When something last came of any request."""
-        self._thread = threading.Thread(target=self._run, name="tensorrt-llm requests", daemon=True)
+        # What the log says of every record lives in the context.
+        context = copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name="tensorrt-llm requests", daemon=True
+        )
         self._thread.start()
 
     # ---------------------------------------------------------------------------------------- from the engine's thread

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 
 from text_generation_shard.processes import Process
@@ -46,7 +47,11 @@ class Watchdog:
         self._hang_timeout_s = hang_timeout_s
         self._on_broken = on_broken
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tensorrt-llm watchdog", daemon=True)
+        # What the log says of every record lives in the context.
+        context = copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name="tensorrt-llm watchdog", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to look."""
