@@ -14,9 +14,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a session of its own: they hear of nothing but the pipe
     command = [sys.executable, "-S", "-m", "mpi4py.futures.server"]
     processes = [subprocess.Popen(command) for _ in range(int(sys.argv[1]))]
-    print("ready", flush=True)  # as the library waits for all ranks to say so
     ranks = {process.pid: rank for rank, process in enumerate(processes)}
-    print("ready", flush=True)
+    print("ready", flush=True)  # as the library waits for all ranks to say so
     while ranks:
         pid, _ = os.wait()
         print(ranks.pop(pid), flush=True)

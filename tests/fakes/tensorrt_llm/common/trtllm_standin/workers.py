@@ -31,8 +31,6 @@ class Workers:
             text=True,
         )
         assert self._helper.stdout is not None
-        self._helper.stdout.readline()  # all are there
-        assert self._helper.stdout is not None
         if not self._helper.stdout.readline():
             self.stop()
             raise RuntimeError("Executor worker died during initialization")
