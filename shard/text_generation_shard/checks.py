@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from text_generation_shard.engine import Admission, EngineInfo, Sampling, Stopping
+from text_generation_shard.engine import Admission, EngineInfo, Orders, Sampling, Stopping
 
 MAX_LOGIT_BIAS = 1024
 """Tokens one sequence may bias."""
+NO_BLOCKS = "the engine schedules for itself: it takes no KV blocks"
+NO_PREFILL = "the engine schedules for itself: it takes no prefill orders"
 
 
 def admission_problem(admission: Admission, info: EngineInfo) -> str | None:
@@ -17,6 +19,11 @@ def admission_problem(admission: Admission, info: EngineInfo) -> str | None:
         or _sampling_problem(admission.sampling)
         or _logit_bias_problem(admission.sampling, info)
     )
+
+
+def meant_for_steps(orders: Orders) -> list[tuple[int, str]]:
+    """(slot, what is wrong) of all in `orders` that an engine which schedules for itself decides alone."""
+    return [(slot, NO_BLOCKS) for slot, _ in orders.grants] + [(slot, NO_PREFILL) for slot, _ in orders.prefill]
 
 
 def _prompt_problem(admission: Admission, info: EngineInfo) -> str | None:

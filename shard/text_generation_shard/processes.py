@@ -24,14 +24,14 @@ class Process:
         return read is not None and read[1] == self.started and read[2] != "Z"
 
 
-def descendants(of: int | None = None) -> list[Process]:
-    """All processes below this one, or below `of`."""
+def descendants() -> list[Process]:
+    """All processes below this one."""
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (read := _stat(int(entry.name))) is not None:
             children.setdefault(read[0], []).append(Process(int(entry.name), read[1]))
     found: list[Process] = []
-    waiting = [os.getpid() if of is None else of]
+    waiting = [os.getpid()]
     while waiting:
         for child in children.get(waiting.pop(), ()):
             found.append(child)

@@ -11,7 +11,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from text_generation_shard.checks import admission_problem
+from text_generation_shard.checks import NO_BLOCKS, admission_problem, meant_for_steps
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     Admission,
@@ -98,16 +98,7 @@ class SelfSchedulingEcho(InProcess):
             else:
                 held = self._held[admission.slot] = _Held(admission)
                 self._queue.append(held)
-        failed += [
-            self._refuse(slot, "the engine schedules for itself: it takes no KV blocks")
-            for slot, _ in orders.grants
-            if slot in self._held
-        ]
-        failed += [
-            self._refuse(slot, "the engine schedules for itself: it takes no prefill orders")
-            for slot, _ in orders.prefill
-            if slot in self._held
-        ]
+        failed += [self._refuse(slot, problem) for slot, problem in meant_for_steps(orders) if slot in self._held]
         return failed
 
     def step(self) -> StepResult | None:
@@ -260,7 +251,7 @@ class SelfSchedulingEcho(InProcess):
         if admission.slot in self._held:
             return f"slot {admission.slot} is taken"
         if admission.blocks or admission.computed_tokens:
-            return "the engine schedules for itself: it takes no KV blocks"
+            return NO_BLOCKS
         if problem := admission_problem(admission, self._info):
             return problem
         longest = len(admission.prompt) + admission.stopping.max_new_tokens - 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from text_generation_shard.checks import admission_problem
+from text_generation_shard.checks import NO_BLOCKS, admission_problem, meant_for_steps
 from text_generation_shard.engine import (
     Admission,
     EngineError,
@@ -125,11 +125,7 @@ class TensorRTEngine:
         for slot in orders.release:
             self._drop(slot)
         failed = [failure for admission in orders.admit if (failure := self._admit(admission)) is not None]
-        ordered = [(slot, "prefill orders") for slot, _ in orders.prefill]
-        ordered += [(slot, "KV blocks") for slot, _ in orders.grants]
-        for slot, what in ordered:
-            if slot in self._held:
-                failed.append(self._refuse(slot, f"the engine schedules for itself: it takes no {what}"))
+        failed += [self._refuse(slot, problem) for slot, problem in meant_for_steps(orders) if slot in self._held]
         return failed
 
     def step(self) -> StepResult | None:
@@ -207,7 +203,7 @@ class TensorRTEngine:
         if admission.slot in self._held:
             return f"slot {admission.slot} is taken"
         if admission.blocks or admission.computed_tokens:
-            return "the engine schedules for itself: it takes no KV blocks"
+            return NO_BLOCKS
         problem = admission_problem(admission, self._info) or self._parameters.problem(admission)
         # The last token is never computed, but the engine counts it: it would cut the sequence short.
         longest = len(admission.prompt) + admission.stopping.max_new_tokens

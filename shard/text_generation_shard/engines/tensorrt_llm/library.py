@@ -7,7 +7,6 @@ that runs this engine.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -44,8 +43,6 @@ class Library:
     engine_options: Mapping[str, Collection[str] | None] | None
     """The same of the one for compiled engines; None where there is none."""
     sampling_fields: frozenset[str]
-    submit_parameters: frozenset[str]
-    """Of `generate_async`."""
 
     @property
     def has_sampler_choice(self) -> bool:
@@ -107,7 +104,6 @@ def load_library() -> Library:
             options=_options(llmapi, llmapi.TorchLlmArgs),
             engine_options=_options(llmapi, llmapi.TrtLlmArgs) if compiled else None,
             sampling_fields=frozenset(field.name for field in dataclasses.fields(package.SamplingParams)),
-            submit_parameters=frozenset(inspect.signature(package.LLM.generate_async).parameters),
         )
     except (ImportError, AttributeError, OSError) as error:
         # OSError: a shared library that is not there.
