@@ -45,8 +45,6 @@ INSTEAD = {
 }
 """What one of them has in its place."""
 
-LAST_PORT = 65535
-
 
 # The two sides agree on what max_batch_size says; the router's "no limit" is None, the shard's 0: the plan translates.
 class LauncherConfig(  # type: ignore[misc]
@@ -62,8 +60,9 @@ class LauncherConfig(  # type: ignore[misc]
     model_path: ClassVar[str]  # type: ignore[misc]
     address: ClassVar[str]  # type: ignore[misc]
     replica: ClassVar[int]  # type: ignore[misc]
-    rank: ClassVar[int]  # type: ignore[misc]
-    world_size: ClassVar[int]  # type: ignore[misc]
+    rank: ClassVar[int] = 0  # type: ignore[misc]
+    world_size: ClassVar[int] = 1  # type: ignore[misc]
+    group_address: ClassVar[str]  # type: ignore[misc]
     tensor_parallel: ClassVar[int]  # type: ignore[misc]
     shard_address: ClassVar[tuple[str, ...]]  # type: ignore[misc]
 
@@ -74,7 +73,7 @@ class LauncherConfig(  # type: ignore[misc]
     sharded: CliExplicitFlag[bool] | None = None
     """Whether to shard the model: true takes all visible devices, false one."""
     num_shard: int | None = None
-    """Shards to cut the model into; default: one. More take a GPU each, and the tensorrt-llm engine."""
+    """Shards to cut the model into (tensor parallelism); default: one. More take a GPU each."""
     trtllm_launch: Literal["spawn", "mpirun"] = "spawn"
     """Who starts the processes that tensorrt-llm runs on several GPUs: the shard itself, or mpirun."""
     num_replicas: PositiveInt = 1
@@ -88,7 +87,8 @@ class LauncherConfig(  # type: ignore[misc]
     compute_type: str = ""
     """Value of the x-compute-type header; default: number and name of the devices."""
     shard_uds_path: str | None = None
-    """Sockets of the shards are PATH-0, PATH-1, …; default: a private temporary folder."""
+    """Sockets of the shards are PATH-0, PATH-1, …, where a replica has several PATH-0-0, PATH-0-1, …; default: a private
+    temporary folder."""
     shard_tcp_port: NonNegativeInt = 0
     """Shards listen on 127.0.0.1, this port and the ones after it, instead of on sockets; 0: sockets."""
     huggingface_hub_cache: str | None = None
@@ -121,11 +121,6 @@ class LauncherConfig(  # type: ignore[misc]
             raise ValueError("--port (or PORT): the launcher needs a port of its own, not 0")
         if self.num_shard is not None and self.num_shard < 1:
             raise ValueError("`num_shard` cannot be < 1")
-        first, last = self.shard_tcp_port, self.shard_tcp_port + self.num_replicas - 1
-        if first and last > LAST_PORT:
-            raise ValueError(f"`shard_tcp_port`({first}) for {self.num_replicas} shards: there is no port {last}")
-        if first and first <= self.port <= last:
-            raise ValueError(f"`shard_tcp_port`({first}) for {self.num_replicas} shards: {self.port} is the router's")
         return self
 
     @property

@@ -1,12 +1,13 @@
 """Keep the shards of a plan running: started, started again when they die, given up when that is hopeless.
 
-One task a shard. What it knows of its shard it keeps in the shard's seat, where the other tasks see it: whether to give up
-depends on all of them.
+One task a replica: the group of shards that serve it together, which is one shard unless the model is cut. What the task
+knows of its group it keeps in the group's seat, where the other tasks see it: whether to give up depends on all of them. Of
+a group that loses one process, nothing is kept: it dies, is started again and counts its deaths as one.
 
     start ──► loads ──► serves ──┐
       ▲                │         │ ends by itself
       │                ▼         ▼
-      └── delay ◄──── dead: its socket is removed, the row of its deaths grows (restarts.py)
+      └── delay ◄──── dead: its sockets are removed, the row of its deaths grows (restarts.py)
                         │
                         ▼ nobody serves and nobody has a restart left
                       ShardsHopeless, or ChildLost where none is to be restarted
@@ -22,50 +23,57 @@ from collections.abc import Sequence
 
 import structlog
 
-from text_generation_launcher.child import run_to_end
 from text_generation_launcher.endings import ChildFailed, ChildLost, ShardsHopeless, ending
+from text_generation_launcher.group import End, run_group
 from text_generation_launcher.plan import ShardSpec
 from text_generation_launcher.readiness import shard_serving
 from text_generation_launcher.restarts import RestartPolicy, Row
 from text_generation_launcher.stop import StopSignals
-from text_generation_proto.process import ExitCode, remove_socket, socket_path
+from text_generation_proto.process import remove_socket, socket_path
 
 log = structlog.get_logger()
 
 
 class Seat:
-    """The place of one shard, whichever process sits there."""
+    """The place of one replica, whichever processes sit there."""
 
-    def __init__(self, spec: ShardSpec) -> None:
-        self.spec = spec
+    def __init__(self, group: Sequence[ShardSpec]) -> None:
+        self.group = group
+        """Its shards, by rank."""
         self.row = Row()
         self.died_at: float | None = None
-        """When the last process here ended; None: none has."""
+        """When the last group here ended; None: none has."""
         self.serving = asyncio.Event()
         self.serving_since = 0.0
 
+    @property
+    def replica(self) -> int:
+        """Which copy of the model is served here."""
+        return self.group[0].replica
+
     def serves(self) -> None:
-        """The shard's health service says so."""
+        """The health services of all its shards say so."""
         self.serving.set()
         self.serving_since = time.monotonic()
 
     def vacate(self) -> float:
-        """The process has ended, and its socket goes. Returns the seconds it served, 0 if it never did."""
+        """The group has ended, and its sockets go. Returns the seconds it served, 0 if it never did."""
         now = time.monotonic()
         served = now - self.serving_since if self.serving.is_set() else 0.0
         self.serving.clear()
         self.died_at = now
-        if path := socket_path(self.spec.address):  # a shard that was killed could not do this itself
-            remove_socket(path)
+        for address in {address for spec in self.group for address in (spec.address, spec.group_address)}:
+            if path := socket_path(address):  # a shard that was killed could not do this itself
+                remove_socket(path)
         return served
 
 
 class ShardKeeper:
-    """Runs the shards of a plan, one task each."""
+    """Runs the shards of a plan, one task a group."""
 
     def __init__(
         self,
-        shards: Sequence[ShardSpec],
+        groups: Sequence[Sequence[ShardSpec]],
         stop: StopSignals,
         policy: RestartPolicy,
         ready: asyncio.Event,
@@ -73,7 +81,7 @@ class ShardKeeper:
         json_output: bool,
     ) -> None:
         """`ready` is set once the router answers, too: before that, a death is a failure to start."""
-        self._seats = tuple(Seat(shard) for shard in shards)
+        self._seats = tuple(Seat(group) for group in groups)
         self._stop = stop
         self._policy = policy
         self._ready = ready
@@ -91,41 +99,40 @@ class ShardKeeper:
 
     async def _keep(self, seat: Seat) -> None:
         while True:
-            code, served = await self._run(seat)
+            end, served = await self._run(seat)
+            died = {"replica": seat.replica, "rank": end.rank} | ending(end.code)
             if not self._ready.is_set():
-                log.error("shard failed to start", replica=seat.spec.replica, **ending(code))
-                raise ChildFailed(seat.spec.name)
-            seat.row = self._policy.after_death(seat.row, served, code)
+                log.error("shard failed to start", **died)
+                raise ChildFailed(seat.group[end.rank].name)
+            seat.row = self._policy.after_death(seat.row, served, end.code)
             lost = self._all_is_lost()
             delay = None if lost else self._policy.delay(seat.row)
-            log.error("shard died", replica=seat.spec.replica, **ending(code), restart_in_s=delay)
+            log.error("shard died", **died, restart_in_s=delay)
             if lost:
                 raise self._give_up()
             if delay is None:
                 return
             await asyncio.sleep(delay)
 
-    async def _run(self, seat: Seat) -> tuple[int, float]:
-        """One process in this seat, from its start to its end: its exit code, and the seconds it served."""
+    async def _run(self, seat: Seat) -> tuple[End, float]:
+        """One group in this seat, from its start to its end: what ended it, and the seconds it served."""
         try:
             async with asyncio.TaskGroup() as life:
                 noticing = life.create_task(self._notice_serving(seat))
-                try:
-                    code = await run_to_end(seat.spec, self._stop, json_output=self._json_output)
-                except OSError as error:  # no memory or no descriptors for another process, perhaps only now
-                    log.error("shard cannot be started", replica=seat.spec.replica, reason=str(error))
-                    code = ExitCode.FAILED
+                end = await run_group(seat.group, self._stop, json_output=self._json_output)
                 noticing.cancel()
         finally:
             served = seat.vacate()
-        return code, served
+        return end, served
 
     async def _notice_serving(self, seat: Seat) -> None:
-        await shard_serving(seat.spec.address)
+        async with asyncio.TaskGroup() as tasks:
+            for spec in seat.group:
+                tasks.create_task(shard_serving(spec.address))
         seat.serves()
         if seat.died_at is not None:
             seconds = round(seat.serving_since - seat.died_at, 2)
-            log.info("shard serves again", replica=seat.spec.replica, seconds=seconds)
+            log.info("shard serves again", replica=seat.replica, seconds=seconds)
 
     def _all_is_lost(self) -> bool:
         """Whether no shard serves and none has a restart left. One that loads does not count: it may do so for ever."""

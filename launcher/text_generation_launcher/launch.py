@@ -21,7 +21,7 @@ from text_generation_launcher.devices import find_devices
 from text_generation_launcher.endings import ChildFailed, ChildLost, ShardsHopeless
 from text_generation_launcher.environment import describe
 from text_generation_launcher.model import ModelError, resolve_model
-from text_generation_launcher.plan import Plan, PlanError, Surroundings, count_parts, make_plan
+from text_generation_launcher.plan import Plan, PlanError, Surroundings, check_ports, count_parts, make_plan
 from text_generation_launcher.restarts import RestartPolicy
 from text_generation_launcher.stop import StopSignals
 from text_generation_launcher.supervise import Supervisor
@@ -74,6 +74,7 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: StopS
     engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
     config = config.model_copy(update={"engine": engine})
     used = count_parts(config, devices)  # before a download that may take an hour
+    check_ports(config, devices)
     check_engine(config, environ)
     if used < devices.count:
         log.warning("not all devices are used", devices=devices.count, used=used)

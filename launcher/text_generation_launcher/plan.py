@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from pydantic_settings import CliApp
@@ -17,10 +18,12 @@ from text_generation_launcher.config import LauncherConfig, child_settings
 from text_generation_launcher.devices import Devices, nth_visible
 from text_generation_proto.process import ProcessConfig
 from text_generation_router.config import RouterConfig, listen_host
-from text_generation_shard.config import ShardConfig
+from text_generation_shard.config import ShardConfig, shard_name
 
 STOP_MARGIN = 5.0
 """Seconds beyond its own time-out that a stopping child has before it is killed."""
+
+LAST_PORT = 65535
 
 
 class PlanError(Exception):
@@ -49,6 +52,8 @@ class ShardSpec(ChildSpec):
     rank: int
     """Its place among the shards of that replica."""
     address: str
+    group_address: str = ""
+    """Where the shards of that replica meet; "" where there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,16 @@ class Plan:
     """Everything to start, shards first."""
 
     shards: tuple[ShardSpec, ...]
+    """Replica by replica, rank by rank."""
     router: ChildSpec
     host: str
     """Where the router listens; a literal address."""
     port: int
+
+    @property
+    def groups(self) -> tuple[tuple[ShardSpec, ...], ...]:
+        """The shards of each replica: they live and die together."""
+        return tuple(tuple(group) for _, group in groupby(self.shards, key=lambda shard: shard.replica))
 
     @property
     def url(self) -> str:
@@ -89,7 +100,8 @@ class Surroundings:
 def make_plan(config: LauncherConfig, around: Surroundings) -> Plan:
     """The processes to start. Raises PlanError."""
     parts = count_parts(config, around.devices)
-    shards = tuple(_shard(config, around, replica) for replica in range(config.num_replicas))
+    ranks = range(count_processes(config, around.devices))
+    shards = tuple(_shard(config, around, replica, rank) for replica in range(config.num_replicas) for rank in ranks)
     return Plan(shards, _router(config, around, shards, parts), listen_host(config.hostname), config.port)
 
 
@@ -103,7 +115,9 @@ def count_parts(config: LauncherConfig, devices: Devices) -> int:
         raise PlanError(f"`device` is {config.device}, and {config.num_replicas} replicas take a device each")
     if number is not None and config.engine == "tensorrt-llm" and number >= devices.count:
         raise PlanError(f"`device` is {config.device}, and {devices.count} devices are visible")
-    if total > devices.count and (parts > 1 or (config.num_replicas > 1 and _on_devices(config, devices))):
+    # Parts of one model may share a CPU, but only if asked to: nobody would cut a model for that.
+    cut = parts > 1 and (config.device != "cpu" or config.engine == "tensorrt-llm")
+    if total > devices.count and (cut or (config.num_replicas > 1 and _on_devices(config, devices))):
         raise PlanError(f"not enough cuda devices: {_demand(config, parts)}, and {devices.count} are visible")
     return total
 
@@ -128,10 +142,7 @@ def _device_number(config: LauncherConfig) -> int | None:
 
 
 def count_shards(config: LauncherConfig, devices: Devices) -> int:
-    """Into how many parts to cut the model, in TGI's word: shards. Raises PlanError.
-
-    TensorRT-LLM spreads over devices by itself: its parts are served by one shard process, which is their leader.
-    """
+    """Into how many parts to cut the model, in TGI's word: shards. Raises PlanError."""
     wanted = config.num_shard
     if config.sharded:
         if wanted is None and devices.count <= 1:
@@ -139,11 +150,31 @@ def count_shards(config: LauncherConfig, devices: Devices) -> int:
         if wanted is not None and wanted <= 1:
             raise PlanError("`sharded` is true but `num_shard` <= 1")
         wanted = devices.count if wanted is None else wanted
-    # TGI would take all visible devices where neither setting is given. That waits for tensor parallelism of all engines.
+    # TGI would take all visible devices where neither setting is given. A model that fits in one serves more from replicas.
     num_shard = 1 if wanted is None else wanted
-    if num_shard > 1 and config.engine != "tensorrt-llm":
-        raise PlanError(f"{num_shard} shards were asked for (--num-shard, --sharded): only one shard is served yet")
+    if num_shard > 1 and config.engine == "echo":
+        raise PlanError(
+            f"{num_shard} shards were asked for (--num-shard, --sharded): the echo engine has no model to cut"
+        )
     return num_shard
+
+
+def count_processes(config: LauncherConfig, devices: Devices) -> int:
+    """How many shard processes serve a replica: one a part. Raises PlanError.
+
+    TensorRT-LLM spreads over devices by itself: its parts are served by one shard, which is their leader.
+    """
+    return 1 if config.engine == "tensorrt-llm" else count_shards(config, devices)
+
+
+def check_ports(config: LauncherConfig, devices: Devices) -> None:
+    """Whether all shards have a port, where they listen on ports. Raises PlanError."""
+    first, shards = config.shard_tcp_port, config.num_replicas * count_processes(config, devices)
+    last = first + shards - 1
+    if first and last > LAST_PORT:
+        raise PlanError(f"`shard_tcp_port`({first}) for {shards} shards: there is no port {last}")
+    if first and first <= config.port <= last:
+        raise PlanError(f"`shard_tcp_port`({first}) for {shards} shards: {config.port} is the router's")
 
 
 def compute_type(parts: int, devices: Devices) -> str:
@@ -174,14 +205,17 @@ def child_env(environ: Mapping[str, str], child: type[ProcessConfig]) -> dict[st
     return env
 
 
-def _shard(config: LauncherConfig, around: Surroundings, replica: int) -> ShardSpec:
-    address = _address(config, around, replica)
+def _shard(config: LauncherConfig, around: Surroundings, replica: int, rank: int) -> ShardSpec:
+    size = count_processes(config, around.devices)
+    address = _address(config, around, replica, rank, size)
+    group_address = f"unix://{around.socket_folder}/group-{replica}" if size > 1 else ""
     settings = child_settings(config, ShardConfig) | {
         "model_path": str(around.model_path),
         "address": address,
-        "rank": 0,
+        "rank": rank,
         "replica": replica,
-        "world_size": 1,
+        "world_size": size,
+        "group_address": group_address,
         "max_batch_size": config.max_batch_size or 0,
         "lifeline_fd": around.lifeline_fd,
     }
@@ -192,20 +226,24 @@ def _shard(config: LauncherConfig, around: Surroundings, replica: int) -> ShardS
         env = mpi.environment(env, as_root=around.is_root)
         if around.devices.count:
             env["CUDA_VISIBLE_DEVICES"] = _devices_of(config, around, replica)
-    elif config.num_replicas > 1:
+    elif config.num_replicas * size > 1:
         if _on_devices(config, around.devices):
-            env["CUDA_VISIBLE_DEVICES"] = nth_visible(around.environ, replica)
+            env["CUDA_VISIBLE_DEVICES"] = nth_visible(around.environ, replica * size + rank)
         else:
-            settings |= _share_of_machine(config, around)
+            settings |= _share_of_machine(config, around, config.num_replicas * size)
+    if size > 1:
+        # torch.distributed would warn, with stack traces, of whatever follows from the end of a peer.
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     spec = ShardSpec(
-        name=f"shard-{replica}",
+        name=shard_name(replica, rank, size),
         argv=child_argv("text_generation_shard", ShardConfig.of(**settings)),
         env=env,
         inherited_fds=(around.lifeline_fd,),
         stop_timeout=config.shutdown_timeout + STOP_MARGIN,
         replica=replica,
-        rank=0,
+        rank=rank,
         address=address,
+        group_address=group_address,
     )
     by_mpirun = config.engine == "tensorrt-llm" and config.trtllm_launch == "mpirun"
     return _under_mpirun(config, around, spec) if by_mpirun else spec
@@ -238,30 +276,31 @@ def _under_mpirun(config: LauncherConfig, around: Surroundings, shard: ShardSpec
     )
 
 
-def _address(config: LauncherConfig, around: Surroundings, replica: int) -> str:
+def _address(config: LauncherConfig, around: Surroundings, replica: int, rank: int, size: int) -> str:
     if config.shard_tcp_port:
-        return f"127.0.0.1:{config.shard_tcp_port + replica}"
+        return f"127.0.0.1:{config.shard_tcp_port + replica * size + rank}"
+    place = f"{replica}" if size == 1 else f"{replica}-{rank}"
     if config.shard_uds_path:
-        return f"unix://{Path(config.shard_uds_path).absolute()}-{replica}"
-    return f"unix://{around.socket_folder}/shard-{replica}"
+        return f"unix://{Path(config.shard_uds_path).absolute()}-{place}"
+    return f"unix://{around.socket_folder}/shard-{place}"
 
 
-def _share_of_machine(config: LauncherConfig, around: Surroundings) -> dict[str, object]:
-    """What one of several replicas takes of the machine they share.
+def _share_of_machine(config: LauncherConfig, around: Surroundings, shards: int) -> dict[str, object]:
+    """What one of several shards takes of the machine they share.
 
-    Processors: where each replica has a thread on all of them, they spend their time at barriers, waiting for threads
-    that wait for a processor. Memory: the fraction that was asked for is that of all replicas.
+    Processors: where each shard has a thread on all of them, they spend their time at barriers, waiting for threads that
+    wait for a processor. Memory: the fraction that was asked for is that of all shards.
     """
-    share: dict[str, object] = {"cpu_memory_fraction": config.cpu_memory_fraction / config.num_replicas}
+    share: dict[str, object] = {"cpu_memory_fraction": config.cpu_memory_fraction / shards}
     if not config.num_threads and "OMP_NUM_THREADS" not in around.environ:
-        share["num_threads"] = max(1, around.cpus // config.num_replicas)
+        share["num_threads"] = max(1, around.cpus // shards)
     return share
 
 
 def _router(config: LauncherConfig, around: Surroundings, shards: tuple[ShardSpec, ...], parts: int) -> ChildSpec:
     settings = child_settings(config, RouterConfig) | {
         "model_path": str(around.model_path),
-        "shard_address": tuple(shard.address for shard in shards),
+        "shard_address": tuple(shard.address for shard in shards if shard.rank == 0),
         "hostname": listen_host(config.hostname),
         "max_input_tokens": config.input_limit,
         "compute_type": config.compute_type or compute_type(parts, around.devices),

@@ -2,7 +2,7 @@
 
     launch (launch.py)
     └─ TaskGroup          the work · the wish to stop
-       └─ TaskGroup       one task a shard (keeper.py)
+       └─ TaskGroup       one task a replica: its shards (keeper.py)
           └─ (all shards serve)
              └─ TaskGroup the router
 
@@ -37,7 +37,7 @@ class Supervisor:
         self._stop = stop
         self._json_output = json_output
         self.ready = asyncio.Event()
-        self._shards = ShardKeeper(plan.shards, stop, restarts, self.ready, json_output=json_output)
+        self._shards = ShardKeeper(plan.groups, stop, restarts, self.ready, json_output=json_output)
 
     async def run(self) -> None:
         """Raises ChildFailed, ChildLost or ShardsHopeless, in an exception group; never returns by itself."""

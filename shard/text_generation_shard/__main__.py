@@ -16,19 +16,27 @@ from text_generation_shard.processes import descendants, kill
 log = structlog.get_logger()
 
 
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread that computes lets another in. The engine's must not wait 5 ms, Python's default, for the one
+that writes its reports."""
+
+
 def main() -> None:
     """Run a shard until it is told to stop."""
     config = parse_config(ShardConfig)
-    path = socket_path(config.address)
+    # Rank 0 listens for its group as well, while that gathers.
+    served = (config.address,) if config.rank else (config.group_address, config.address)
+    paths = [path for path in map(socket_path, served) if path is not None]
 
     def leave_nothing() -> None:
-        if path is not None:
+        for path in paths:
             remove_socket(path)
         # What an engine has started: nobody else knows of it.
         kill(descendants())
 
+    sys.setswitchinterval(SWITCH_INTERVAL)
     follow_parent(config.lifeline_fd, last_will=leave_nothing)
-    configure_logging(config, f"shard-{config.replica}")
+    configure_logging(config, config.process_name)
     # Only now what takes its time to import: the lifeline is being watched.
     from text_generation_shard.serve import CannotServe, serve
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from text_generation_proto.process import ProcessConfig
+from text_generation_proto.process import ProcessConfig, socket_path
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -31,6 +31,8 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     """Place of this shard in its tensor-parallel group."""
     world_size: PositiveInt = 1
     """Shards in the group."""
+    group_address: str = ""
+    """Where the group meets, unix:///path: rank 0 listens there, the others connect. Not needed by a shard alone."""
     dtype: DType | None = None
     """Type of weights, activations and KV cache; default: the checkpoint's."""
     load_format: LoadFormat = "auto"
@@ -51,6 +53,8 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     """Keywords of TensorRT-LLM's LLM, as YAML: a file, or the text itself."""
     hang_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds without a token, a millisecond more for each prompt token that waits, after which tensorrt-llm counts as hung."""
+    trace_steps: str = ""
+    """File to which the torch engine writes one JSON line a step: times of host and device."""
     gateway: bool = True
     """Serve the protocol of TensorRT-LLM's own gRPC server as well, where the engine schedules for itself."""
     reflection: bool = False
@@ -75,6 +79,24 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     """Echo engine: a sequence that is to repeat this token id fails instead."""
     echo_fail_step_token: int = -1
     """Echo engine: the whole step fails in which a sequence is to repeat this token id."""
+
+    @model_validator(mode="after")
+    def _place_in_group(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(f"`rank`({self.rank}) must be < `world_size`({self.world_size})")
+        if self.world_size > 1 and socket_path(self.group_address) is None:
+            raise ValueError(f"`world_size` is {self.world_size}: `group_address` must say where, as unix:///path")
+        return self
+
+    @property
+    def process_name(self) -> str:
+        """What the process calls itself in its log records."""
+        return shard_name(self.replica, self.rank, self.world_size)
+
+
+def shard_name(replica: int, rank: int, world_size: int) -> str:
+    """`shard-0` where a replica is one shard, else `shard-0-rank-1`."""
+    return f"shard-{replica}" if world_size == 1 else f"shard-{replica}-rank-{rank}"
 
 
 def choose_engine(name: EngineName, *, has_gpu: bool) -> EngineName:

@@ -45,14 +45,16 @@ async def serve(config: ShardConfig) -> ExitCode:
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     server = grpc.aio.server(options=SERVER_OPTIONS)
     shard_pb2_grpc.add_ShardServicer_to_server(servicer, server)
-    if config.gateway:
+    # A follower computes what rank 0 says: there is nothing to ask it for.
+    gateway_served = config.gateway and config.rank == 0
+    if gateway_served:
         folder = Path(config.model_path) if config.model_path else None
         gateway = GatewayServicer(servicer, folder, tensor_parallel=config.tensor_parallel)
         trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(gateway, server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     if config.reflection:
         names = [shard_pb2.DESCRIPTOR.services_by_name["Shard"].full_name, reflection.SERVICE_NAME]
-        if config.gateway:
+        if gateway_served:
             names.append(trtllm_service_pb2.DESCRIPTOR.services_by_name["TrtllmService"].full_name)
         reflection.enable_server_reflection(
             [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name], server
@@ -90,7 +92,8 @@ async def _serve_engine(
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
     await _first(stopping.wait(), servicer.crashed.wait())
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    if servicer.crashed.is_set():
+    # A group is stopped together: one that has just lost another need not say so.
+    if servicer.crashed.is_set() and not stopping.is_set():
         return ExitCode.BUG
     log.info("stopping")
     servicer.stop_lending()

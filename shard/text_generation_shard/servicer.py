@@ -92,6 +92,8 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         engine = self._engine
         if engine is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
+        if self._rank:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
         if not await self._session_ended():
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a Run session is open")
         limits = WarmUpLimits(
@@ -123,6 +125,8 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         self, request_iterator: object, context: RunContext
     ) -> None:
         engine = self._engine
+        if self._rank:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
         if engine is None or not self._num_blocks:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "WarmUp comes first")
         if not await self._session_ended():
@@ -142,6 +146,9 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             session.end()
         if self.crashed.is_set():
             await context.abort(grpc.StatusCode.INTERNAL, "the engine failed")
+
+    def _follows(self) -> str:
+        return f"rank {self._rank} follows: call rank 0"
 
     async def _session_ended(self) -> bool:
         """Whether no session is open. One whose client is gone ends with the step in progress: that is waited for."""

@@ -77,7 +77,7 @@ def child(name: str, journal: Journal, script: str, *, stop_timeout: float = 20.
 
 
 def shard(journal: Journal, socket: Path, *, change: str = "", replica: int = 0) -> ShardSpec:
-    """A shard that serves nothing but health; `change` is code that replaces a part of it."""
+    """A shard that serves nothing but health; `change` is code that replaces a part of it. It is its whole replica."""
     address = f"unix://{socket}"
     script = f"ADDRESS = {address!r}\n{SHARD}\n{change}\nasyncio.run(main())"
     return ShardSpec(

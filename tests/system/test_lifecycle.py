@@ -130,11 +130,11 @@ def test_a_port_that_is_taken_is_said_at_once(demo_model: Path) -> None:
             stack.close()
 
 
-def test_two_shards_are_refused(demo_model: Path) -> None:
+def test_an_engine_without_a_model_has_nothing_to_cut(demo_model: Path) -> None:
     stack = Stack(demo_model, "--num-shard", "2")
     try:
         assert stack.wait() == 2
-        assert "only one shard is served yet" in stack.records[-2]["reason"]
+        assert "the echo engine has no model to cut" in stack.records[-2]["reason"]
     finally:
         stack.close()
 

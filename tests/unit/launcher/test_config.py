@@ -69,7 +69,7 @@ def test_origins_come_one_a_flag_or_with_commas() -> None:
 def test_every_setting_of_the_children_is_the_launchers_or_the_plans() -> None:
     plans = {
         *("lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"),
-        "tensor_parallel",
+        *("tensor_parallel", "group_address"),
     }
     children = set(RouterConfig.model_fields) | set(ShardConfig.model_fields)
     assert children - set(LauncherConfig.model_fields) == plans
@@ -82,7 +82,10 @@ def test_a_childs_settings_are_the_launchers() -> None:
     assert child_settings(config, RouterConfig)["max_best_of"] == 7
 
 
-@pytest.mark.parametrize("name", ["rank", "address", "shard-address", "lifeline-fd", "model-path", "tensor-parallel"])
+@pytest.mark.parametrize(
+    "name",
+    ["rank", "address", "shard-address", "lifeline-fd", "model-path", "tensor-parallel", "world-size", "group-address"],
+)
 def test_what_the_plan_decides_is_no_flag(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"unrecognized arguments: --{name} 1" in complaint(capsys, *MODEL, f"--{name}", "1")
 
@@ -151,14 +154,6 @@ def test_vertex_says_which_port() -> None:
         (("--num-shard", "0"), "`num_shard` cannot be < 1"),
         (("--num-replicas", "0"), "--num-replicas (or NUM_REPLICAS)"),
         (("--max-shard-restarts", "-1"), "--max-shard-restarts (or MAX_SHARD_RESTARTS)"),
-        (
-            ("--shard-tcp-port", "65535", "--num-replicas", "2"),
-            "`shard_tcp_port`(65535) for 2 shards: there is no port 65536",
-        ),
-        (
-            ("--shard-tcp-port", "2999", "--num-replicas", "2"),
-            "`shard_tcp_port`(2999) for 2 shards: 3000 is the router's",
-        ),
         (("--port", "0"), "--port (or PORT)"),
         (("--port", "x"), "--port (or PORT)"),
         (("--validation-workers", "0"), "--validation-workers (or VALIDATION_WORKERS)"),

@@ -78,10 +78,6 @@ def test_one_shard_is_the_default(sharded: bool | None, num_shard: int | None, d
         (True, None, 0, "`sharded` is true but only found 0 CUDA devices"),
         (True, None, 1, "`sharded` is true but only found 1 CUDA devices"),
         (True, 1, 8, "`sharded` is true but `num_shard` <= 1"),
-        (True, None, 8, "8 shards were asked for (--num-shard, --sharded): only one shard is served yet"),
-        (True, 2, 8, "2 shards were asked for (--num-shard, --sharded): only one shard is served yet"),
-        (None, 2, 8, "2 shards were asked for (--num-shard, --sharded): only one shard is served yet"),
-        (False, 4, 8, "4 shards were asked for (--num-shard, --sharded): only one shard is served yet"),
     ],
 )
 def test_shards_that_cannot_be_had_are_refused(

@@ -1,0 +1,164 @@
+"""The plan where a model is cut: as many shards a replica as there are parts, one of which the router knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from pydantic_settings import CliApp
+
+from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.devices import Devices
+from text_generation_launcher.plan import Plan, PlanError, Surroundings, check_ports, make_plan
+from text_generation_router.config import RouterConfig
+from text_generation_shard.config import ShardConfig
+
+GPUS = Surroundings(
+    Devices(8, "NVIDIA H200"), 8, Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"}
+)
+NO_GPU = dataclasses.replace(GPUS, devices=Devices(0, None))
+
+
+def config(**settings: object) -> LauncherConfig:
+    return LauncherConfig.of(**{"model_id": "some/model", "engine": "torch", **settings})
+
+
+def plan(around: Surroundings = GPUS, **settings: object) -> Plan:
+    return make_plan(config(**settings), around)
+
+
+def shards_of(plan: Plan) -> list[ShardConfig]:
+    """The configurations that the shards make of their arguments."""
+    return [CliApp.run(ShardConfig, cli_args=list(shard.argv[4:])) for shard in plan.shards]
+
+
+def refusal(around: Surroundings = GPUS, **settings: object) -> str:
+    with pytest.raises(PlanError) as error:
+        plan(around, **settings)
+    return str(error.value)
+
+
+def test_each_part_is_a_process_that_knows_its_place() -> None:
+    made = plan(num_replicas=2, num_shard=2)
+    places = [(shard.replica, shard.rank, shard.world_size) for shard in shards_of(made)]
+    assert places == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+    assert [(shard.replica, shard.rank) for shard in made.shards] == [place[:2] for place in places]
+    assert [[shard.name for shard in group] for group in made.groups] == [
+        ["shard-0-rank-0", "shard-0-rank-1"],
+        ["shard-1-rank-0", "shard-1-rank-1"],
+    ]
+    assert [shard.process_name for shard in shards_of(made)] == [shard.name for shard in made.shards]
+
+
+def test_each_part_has_an_address_and_each_replica_a_place_to_meet() -> None:
+    made = plan(num_replicas=2, num_shard=2)
+    folder = "unix:///tmp/tgi-1"
+    assert [shard.address for shard in shards_of(made)] == [
+        f"{folder}/shard-0-0",
+        f"{folder}/shard-0-1",
+        f"{folder}/shard-1-0",
+        f"{folder}/shard-1-1",
+    ]
+    meeting = [f"{folder}/group-0", f"{folder}/group-0", f"{folder}/group-1", f"{folder}/group-1"]
+    assert [shard.group_address for shard in shards_of(made)] == meeting
+    assert [shard.group_address for shard in made.shards] == meeting
+    assert [shard.address for shard in made.shards] == [shard.address for shard in shards_of(made)]
+
+
+def test_the_router_knows_those_that_lead() -> None:
+    router = CliApp.run(RouterConfig, cli_args=list(plan(num_replicas=2, num_shard=4).router.argv[4:]))
+    assert router.shard_address == ("unix:///tmp/tgi-1/shard-0-0", "unix:///tmp/tgi-1/shard-1-0")
+    assert router.compute_type == "8-nvidia-h200"
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "devices"),
+    [
+        ({}, {"num_shard": 2}, ["0", "1"]),
+        ({}, {"num_replicas": 2, "num_shard": 2}, ["0", "1", "2", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "7,5,3,1,0,2,4,6"}, {"num_replicas": 2, "num_shard": 2}, ["7", "5", "3", "1"]),
+        ({}, {"sharded": True}, [str(number) for number in range(8)]),
+        ({}, {"num_shard": 2, "device": "cuda"}, ["0", "1"]),
+    ],
+)
+def test_each_part_has_a_device_of_its_own(
+    environ: dict[str, str], settings: dict[str, object], devices: list[str]
+) -> None:
+    made = plan(dataclasses.replace(GPUS, environ=environ), **settings)
+    assert [shard.env["CUDA_VISIBLE_DEVICES"] for shard in made.shards] == devices
+
+
+def test_on_a_cpu_the_parts_share_the_machine() -> None:
+    for around in (GPUS, NO_GPU):
+        made = plan(around, num_replicas=2, num_shard=2, device="cpu")
+        assert [shard.num_threads for shard in shards_of(made)] == [2] * 4
+        assert [shard.cpu_memory_fraction for shard in shards_of(made)] == [0.1] * 4
+        assert all("CUDA_VISIBLE_DEVICES" not in shard.env for shard in made.shards)
+
+
+def test_sockets_and_ports_of_all_parts_lie_side_by_side() -> None:
+    paths = [shard.address for shard in plan(num_replicas=2, num_shard=2, shard_uds_path="/run/tgi").shards]
+    assert paths == [f"unix:///run/tgi-{place}" for place in ("0-0", "0-1", "1-0", "1-1")]
+    ports = [shard.address for shard in plan(num_replicas=2, num_shard=2, shard_tcp_port=5000).shards]
+    assert ports == [f"127.0.0.1:{port}" for port in (5000, 5001, 5002, 5003)]
+
+
+def test_torch_is_quiet_about_what_follows_from_a_death_unless_asked() -> None:
+    assert {shard.env["TORCH_CPP_LOG_LEVEL"] for shard in plan(num_shard=2).shards} == {"ERROR"}
+    asked = dataclasses.replace(GPUS, environ={"TORCH_CPP_LOG_LEVEL": "INFO"})
+    assert {shard.env["TORCH_CPP_LOG_LEVEL"] for shard in plan(asked, num_shard=2).shards} == {"INFO"}
+    assert "TORCH_CPP_LOG_LEVEL" not in plan().shards[0].env
+
+
+@pytest.mark.parametrize(
+    ("around", "settings", "text"),
+    [
+        (NO_GPU, {"num_shard": 2}, "not enough cuda devices: 2 shards take one each (--num-shard), and 0 are visible"),
+        (GPUS, {"num_shard": 9}, "not enough cuda devices: 9 shards take one each (--num-shard), and 8 are visible"),
+        (
+            GPUS,
+            {"num_shard": 4, "num_replicas": 3},
+            "not enough cuda devices: 3 replicas take 4 each (--num-replicas, --num-shard), and 8 are visible",
+        ),
+        (GPUS, {"num_shard": 2, "device": "cuda:1"}, "`device` is cuda:1, and 2 shards take a device each"),
+        (
+            GPUS,
+            {"num_shard": 2, "engine": "echo"},
+            "2 shards were asked for (--num-shard, --sharded): the echo engine has no model to cut",
+        ),
+    ],
+)
+def test_parts_that_cannot_be_had_are_refused(around: Surroundings, settings: dict[str, object], text: str) -> None:
+    assert refusal(around, **settings) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"shard_tcp_port": 65535, "num_replicas": 2}, "`shard_tcp_port`(65535) for 2 shards: there is no port 65536"),
+        ({"shard_tcp_port": 65533, "num_shard": 4}, "`shard_tcp_port`(65533) for 4 shards: there is no port 65536"),
+        ({"shard_tcp_port": 2999, "num_replicas": 2}, "`shard_tcp_port`(2999) for 2 shards: 3000 is the router's"),
+        (
+            {"shard_tcp_port": 2997, "num_replicas": 2, "num_shard": 2},
+            "`shard_tcp_port`(2997) for 4 shards: 3000 is the router's",
+        ),
+    ],
+)
+def test_ports_that_cannot_be_had_are_refused(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(PlanError) as error:
+        check_ports(config(**settings), GPUS.devices)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_shard": 8},
+        {"shard_tcp_port": 65532, "num_shard": 4},
+        {"shard_tcp_port": 2999, "num_shard": 4, "engine": "tensorrt-llm"},  # one process leads all four
+        {"shard_tcp_port": 2996, "num_shard": 4},
+    ],
+)
+def test_ports_that_are_free_are_taken(settings: dict[str, object]) -> None:
+    check_ports(config(**settings), GPUS.devices)
