@@ -98,6 +98,21 @@ bench-trtllm: model ## Measure what router and shard cost under the TensorRT-LLM
 bench-scheduling: model ## Measure what scheduling does for clients (ARGS="chats", "long-prompt", "tenants", "overload", "kill", …)
 	PYTHONPATH=scripts $(PY) -m bench_scheduling $(ARGS)
 
+# A load of another origin, where it is there: LOAD=…, with the arguments and the table of scripts/stream_load.py.
+LOAD ?= ../shared/bench/load.py
+
+.PHONY: bench-gpu
+bench-gpu: $(STAMP) ## Measure the torch engine on a GPU (MODEL=folder ARGS="--shape llama-8b --streams 1,32 --num-shard 2 …")
+	$(PY) scripts/bench_gpu.py --model $(MODEL) $(if $(wildcard $(LOAD)),--load $(LOAD)) $(ARGS)
+
+.PHONY: check-gpu
+check-gpu: $(STAMP) ## Compare the torch engine on a GPU with transformers (MODEL=folder ARGS=…)
+	$(PY) scripts/check_gpu.py --model $(MODEL) $(ARGS)
+
+.PHONY: soak-gpu
+soak-gpu: $(STAMP) ## Soak the torch engine on a GPU in mixed traffic (MODEL=folder ARGS="--minutes 5 …")
+	$(PY) scripts/soak_gpu.py --model $(MODEL) $(ARGS)
+
 .PHONY: simulate
 simulate: $(STAMP) ## Play traces through the scheduler; tables and pictures go to .cache/simulation (ARGS="--scenario chats")
 	$(PY) -m text_generation_router.simulation --out .cache/simulation $(ARGS)

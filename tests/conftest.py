@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+if not Path("/dev/nvidiactl").exists():
+    # Kernels then run in Triton's interpreter, which it decides when it is imported – by transformers, if by nobody else.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_configure() -> None:
     """Signals mean what they mean: a suite started by nohup, or in a script's background, inherits that they are ignored,

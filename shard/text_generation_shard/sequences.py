@@ -8,13 +8,19 @@ Tokens of a sequence, as half-open intervals of positions:
 
 A sequence whose whole prompt is computed always has exactly one token to compute, so it *decodes*; before that it
 *prefills*, only as far as it was ordered to. Neither runs past its grant: position p needs block p // block_size.
+
+A step is *begun* when its computing is: from then on its positions count as computed, and what comes after can be begun
+too, although the token it hangs on is known to the device only. A step is *recorded* when its tokens are known here. An
+engine may be one step ahead of what is recorded; what a step brings for a sequence that is gone by then is dropped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from text_generation_shard.checks import admission_problem
 from text_generation_shard.engine import (
@@ -32,6 +38,8 @@ from text_generation_shard.engine import (
 from text_generation_shard.grammar import GrammarError, Matcher
 from text_generation_shard.kv_ledger import KVLedger
 
+PLAIN = Sampling()
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -43,7 +51,7 @@ class Sequence:
     blocks: list[int]
     computed: int
     generated: int
-    """New tokens since this admission."""
+    """New tokens since this admission, as far as they are recorded."""
     generated_before: int
     """Trailing prompt tokens that were generated before this admission."""
     sampling: Sampling
@@ -58,10 +66,21 @@ class Sequence:
     """None: no grammar."""
     chunk: int = 0
     """Prompt tokens ordered for the next step."""
+    told_blocks: int = 0
+    """How many of the blocks a device with tables of its own knows."""
+    plain_from: float = math.inf
+    """The position from which on the most probable token follows, whatever came before, and nothing else is told of it."""
+    enders: frozenset[int] = frozenset()
+    """Tokens that may end it."""
+    is_held: bool = True
+    """False once it is dropped: a step under way may still bring a token for it."""
+    end: int = 0
+    """The position that its grant, or its last token, does not go beyond: see `settle_end`."""
 
-    @property
-    def is_prefilling(self) -> bool:
-        return self.computed < self.prompt_length
+    def settle_end(self, block_size: int) -> None:
+        """Find `end` anew, after a grant. The last token chosen is never computed."""
+        last = self.prompt_length + self.stopping.max_new_tokens - 1
+        self.end = min(last, len(self.blocks) * block_size)
 
     @property
     def suppressed(self) -> frozenset[int]:
@@ -71,7 +90,7 @@ class Sequence:
         return self.stopping.eos_token_ids | self.stopping.stop_token_ids
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """A sequence's part in a step: compute positions [start, start + length)."""
 
@@ -80,6 +99,11 @@ class Row:
     length: int
     samples: bool
     """Whether the step also chooses the token after the last of these positions."""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether these are tokens of the prompt."""
+        return self.start < self.sequence.prompt_length
 
 
 @dataclass(slots=True)
@@ -92,6 +116,27 @@ class ChosenToken:
     failure_code: FailureCode = FailureCode.NUMERICS
     ends: bool = False
     """The grammar is complete: the sequence is over, whatever its stopping says."""
+
+
+@dataclass(slots=True)
+class Chosen:
+    """What the rows of a step that sample chose, in order, in columns: exceptions are rare."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    failures: dict[int, tuple[FailureCode, str]] = field(default_factory=dict)
+    """By place: why there is no token."""
+    ends: set[int] = field(default_factory=set)
+    """Places where the grammar is complete: the sequence is over, whatever its stopping says."""
+
+    @classmethod
+    def of(cls, tokens: Sequences[ChosenToken]) -> Chosen:
+        return cls(
+            [token.token_id for token in tokens],
+            [token.logprob for token in tokens],
+            {i: (token.failure_code, token.failure) for i, token in enumerate(tokens) if token.failure is not None},
+            {i for i, token in enumerate(tokens) if token.ends},
+        )
 
 
 @dataclass(slots=True)
@@ -149,6 +194,7 @@ class SequenceTable:
                     failed.append(self._drop(sequence, FailureCode.INVALID, problem))
                 else:
                     sequence.blocks.extend(blocks)
+                    sequence.settle_end(self.info.block_size)
                     self._hold(blocks)
                     if self.ledger is not None:
                         self.ledger.grant(sequence, blocks)
@@ -163,11 +209,10 @@ class SequenceTable:
 
     def rows(self) -> list[Row]:
         """What the next step computes: every decoding sequence with room in its grant, then the ordered chunks."""
-        block_size = self.info.block_size
         rows = [
-            Row(sequence, sequence.computed, 1, samples=True)
+            Row(sequence, sequence.computed, 1, True)  # noqa: FBT003 – once a row, a step
             for sequence in self._sequences.values()
-            if sequence.computed >= sequence.prompt_length and sequence.computed < len(sequence.blocks) * block_size
+            if sequence.prompt_length <= sequence.computed < sequence.end
         ]
         waiting: list[Sequence] = []
         for sequence in self._chunked:
@@ -181,42 +226,59 @@ class SequenceTable:
         self._chunked = waiting
         return rows
 
-    def advance(self, rows: list[Row], chosen: list[ChosenToken]) -> StepResult:
-        """Record a computed step: `chosen` has one entry for each row with `samples`, in order."""
+    def begin(self, rows: list[Row]) -> None:
+        """The step of these rows is under way."""
+        for row in rows:
+            row.sequence.computed += row.length
+
+    def holds(self, row: Row) -> bool:
+        """Whether the row's sequence is still there."""
+        return row.sequence.is_held
+
+    def advance(self, rows: list[Row], chosen: Chosen) -> StepResult:
+        """Record a step begun before: `chosen` has one token for each row with `samples`, in order."""
         result = StepResult()
-        tokens = iter(chosen)
+        token_ids, failures, ends = chosen.token_ids, chosen.failures, chosen.ends
+        place = -1
+        # Once a row, a step: whatever is looked up here is looked up hundreds of thousands of times a second.
         for row in rows:
             sequence = row.sequence
-            if sequence.is_prefilling:
-                result.prefilled.append((sequence.slot, row.length))
-            sequence.computed += row.length
-            if not row.samples:
+            place += row.samples
+            if not sequence.is_held:
                 continue
-            token = next(tokens)
-            if token.failure is not None:
-                result.failed.append(self._drop(sequence, token.failure_code, token.failure))
+            if row.start < sequence.prompt_length:
+                result.prefilled.append((sequence.slot, row.length))
+                if not row.samples:
+                    continue
+            if place in failures:
+                result.failed.append(self._drop(sequence, *failures[place]))
                 continue
             if sequence.prompt_scores is not None:
                 result.prompt_logprobs.append(sequence.prompt_scores)
                 sequence.prompt_scores = None
-            sequence.tokens.append(token.token_id)
-            sequence.generated += 1
+            token_id = token_ids[place]
+            sequence.tokens.append(token_id)
+            sequence.generated = generated = sequence.generated + 1
             result.slots.append(sequence.slot)
-            result.token_ids.append(token.token_id)
-            result.logprobs.append(token.logprob)
-            if reason := _finish_reason(sequence, token):
+            result.token_ids.append(token_id)
+            result.logprobs.append(chosen.logprobs[place])
+            may_end = generated >= sequence.stopping.max_new_tokens or token_id in sequence.enders or place in ends
+            if may_end and (reason := _finish_reason(sequence, token_id, ends=place in ends)):
                 result.finished.append((sequence.slot, reason))
                 self._remove(sequence.slot)
             elif sequence.matcher is not None:
-                sequence.matcher.accept(token.token_id)
+                sequence.matcher.accept(token_id)
         return result
 
     def fail(self, rows: list[Row], message: str) -> StepResult:
         """Drop the sequences of a step that failed as a whole."""
-        return StepResult(failed=[self._drop(row.sequence, FailureCode.STEP, message) for row in rows])
+        return StepResult(
+            failed=[self._drop(row.sequence, FailureCode.STEP, message) for row in rows if self.holds(row)]
+        )
 
     def _admit(self, admission: Admission) -> None:
         sequence = self._sequences[admission.slot] = _admitted(admission)
+        sequence.settle_end(self.info.block_size)
         if sequence.building is not None:
             self._building.append(sequence)
         self._hold(sequence.blocks)
@@ -235,6 +297,7 @@ class SequenceTable:
         sequence = self._sequences.pop(slot, None)
         if sequence is None:
             return
+        sequence.is_held = False
         if sequence.building is not None:
             sequence.building.cancel()
         for block in sequence.blocks:
@@ -313,20 +376,27 @@ def _admitted(admission: Admission) -> Sequence:
         if admission.prompt_logprobs
         else None,
         building=admission.matcher,
+        enders=admission.stopping.eos_token_ids | admission.stopping.stop_token_ids,
+        plain_from=len(admission.prompt) + admission.stopping.min_new_tokens if _is_plain(admission) else math.inf,
     )
 
 
-def _finish_reason(sequence: Sequence, token: ChosenToken) -> FinishReason | None:
+def _is_plain(admission: Admission) -> bool:
+    # Where nothing is drawn the seed means nothing.
+    return replace(admission.sampling, seed=0) == PLAIN and not admission.top_n and admission.grammar is None
+
+
+def _finish_reason(sequence: Sequence, token_id: int, *, ends: bool) -> FinishReason | None:
     """LENGTH wins over EOS_TOKEN, which wins over STOP_TOKEN, on the same token."""
     stopping = sequence.stopping
     if sequence.generated >= stopping.max_new_tokens:
         return FinishReason.LENGTH
-    if token.ends:
+    if ends:
         return FinishReason.EOS_TOKEN
     if sequence.generated <= stopping.min_new_tokens:
         return None
-    if token.token_id in stopping.eos_token_ids:
+    if token_id in stopping.eos_token_ids:
         return FinishReason.EOS_TOKEN
-    if token.token_id in stopping.stop_token_ids:
+    if token_id in stopping.stop_token_ids:
         return FinishReason.STOP_TOKEN
     return None

@@ -9,6 +9,7 @@ from engine_driver import Driver
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import WarmUpLimits
+from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 
 pytestmark = pytest.mark.model
@@ -18,7 +19,7 @@ NEW_TOKENS = 64
 
 @pytest.fixture(scope="module")
 def engine(demo_model: Path) -> TorchEngine:
-    return TorchEngine.build(ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=32))
+    return build_engine(ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=32))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from engine_driver import Driver, Stream
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Sampling, WarmUpLimits
+from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 
 pytestmark = pytest.mark.model
@@ -26,7 +27,7 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def engine(demo_model: Path) -> TorchEngine:
-    return TorchEngine.build(ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=16))
+    return build_engine(ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=16))
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def driver(engine: TorchEngine) -> Driver:
     limits = WarmUpLimits(max_batch_total_tokens=16384, max_batch_prefill_tokens=64, max_batch_size=1)
     driver = Driver(engine, engine.warm_up(limits))
     # Whoever reads a place that nobody wrote says nonsense, or nothing.
-    engine._cache._pool.fill_(torch.nan)
+    engine._executor._cache._pool.fill_(torch.nan)
     return driver
 
 
@@ -54,7 +55,7 @@ def test_users_of_one_system_prompt(driver: Driver, prompts: list[tuple[int, ...
     driver.step()
     shared = streams[0].blocks[:blocks]
     assert isinstance(driver.engine, TorchEngine)
-    pool = driver.engine._cache._pool
+    pool = driver.engine._executor._cache._pool
     before = pool[:, shared].clone()
     for turn in turns[1:]:
         streams.append(driver.admit(turn, NEW_TOKENS, sampling=sampling, shared=shared, computed_tokens=SHARED_TOKENS))

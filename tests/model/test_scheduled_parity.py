@@ -21,6 +21,7 @@ from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.join import WarmUpLimits, join
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 
 pytestmark = pytest.mark.model
@@ -61,7 +62,7 @@ class Collector:
 @pytest.fixture(scope="module")
 def engines(demo_model: Path) -> list[TorchEngine]:
     config = ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=16)
-    return [TorchEngine.build(config) for _ in range(2)]
+    return [build_engine(config) for _ in range(2)]
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ def build_engine(config: ShardConfig) -> Engine:
         return build(config)
     if find_spec("torch") is None:
         raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
-    from text_generation_shard.engines.torch.engine import TorchEngine
+    from text_generation_shard.engines.torch.build import build_torch_engine
 
-    return TorchEngine.build(config)
+    return build_torch_engine(config)
 
 
 def _has_gpu(config: ShardConfig) -> bool:

@@ -29,7 +29,7 @@ from text_generation_shard.engine import (
 from text_generation_shard.grammar import Grammars, load_grammars
 from text_generation_shard.kv_ledger import KVLedger
 from text_generation_shard.masks import Mask, TokenMasks
-from text_generation_shard.sequences import ChosenToken, Row, Sequence, SequenceTable
+from text_generation_shard.sequences import Chosen, ChosenToken, Row, Sequence, SequenceTable
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1 << 20
@@ -116,7 +116,8 @@ class EchoEngine(InProcess):
             return self._table.fail(rows, "the step failed, as the echo engine was told")
         for row in rows:
             self._score_prompt(row)
-        result = self._table.advance(rows, chosen)
+        self._table.begin(rows)
+        result = self._table.advance(rows, Chosen.of(chosen))
         self._add_top_tokens(rows, result)
         result.forward_ns = int((time.perf_counter() - started) * 1e9)
         return result
@@ -141,7 +142,7 @@ class EchoEngine(InProcess):
 
     def _pace(self, rows: list[Row]) -> float:
         """Seconds that a step over `rows` is to take."""
-        prompts = [row.length for row in rows if row.sequence.is_prefilling]
+        prompts = [row.length for row in rows if row.prefills]
         return self.step_s + self.prefill_s * sum(prompts) + self.decode_s * (len(rows) - len(prompts))
 
     def _choose(self, sequence: Sequence, mask: Mask | None) -> ChosenToken:

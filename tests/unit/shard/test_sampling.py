@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from text_generation_shard.engine import Sampling
-from text_generation_shard.sampling import Choices, choose, top_tokens, uniform
+from text_generation_shard.sampling import Choices, choose, uniforms
 from text_generation_shard.sampling_rows import SamplingRow
+from text_generation_shard.top_candidates import top_candidates
 
 VOCABULARY = 6000
 """More than the sampler sorts at first, or second."""
@@ -23,6 +25,20 @@ def a_row(sampling: Sampling, history: list[int] | None = None, position: int | 
     history = history or [1, 2, 3]
     place = len(history) if position is None else position
     return SamplingRow(sampling, place, history[-1], torch.tensor(history), generated=len(history) // 2)
+
+
+class Read(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[float]
+    valid: list[bool]
+
+
+def read(choices: Choices) -> Read:
+    return Read(choices.token_ids.tolist(), choices.logprobs.tolist(), choices.logprobs.isfinite().tolist())
+
+
+def top(choices: Choices, row: int, n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return top_candidates(choices, [row], n).top(0, n)
 
 
 def some_logits(rows: int = 1, vocabulary: int = VOCABULARY, scale: float = 3.0, seed: int = 0) -> Tensor:
@@ -40,7 +56,7 @@ def kept(logits: Tensor, sampling: Sampling) -> set[int]:
 
 def test_greedy_takes_the_largest_logit_and_reports_its_log_softmax() -> None:
     logits = some_logits(5)
-    choices = choose(logits.clone(), [a_row(Sampling())] * 5)
+    choices = read(choose(logits.clone(), [a_row(Sampling())] * 5))
     assert choices.token_ids == logits.argmax(-1).tolist()
     assert choices.logprobs == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-5)
 
@@ -184,26 +200,26 @@ def test_suppressed_tokens_have_no_probability_in_their_row_alone() -> None:
     logits = torch.tensor([[1.0, 9.0, 8.0]] * 2)
     suppressed = SamplingRow(Sampling(), 1, 0, suppressed=frozenset({1, 2, 77}))
     choices = choose(logits, [suppressed, SamplingRow(Sampling(), 1, 0)])
-    assert choices.token_ids == [0, 1]
-    assert choices.logprobs[0] == 0.0
-    assert top_tokens(choices, 0, 3)[0] == (0,)
+    assert read(choices).token_ids == [0, 1]
+    assert read(choices).logprobs[0] == 0.0
+    assert top(choices, 0, 3)[0] == (0,)
 
 
 def test_what_the_grammar_leaves_comes_before_temperature_and_filters() -> None:
     logits = torch.tensor([[9.0, 1.0, 2.0, 8.0]] * 2)
     allowed = torch.tensor([False, True, True, False])
     masked = SamplingRow(Sampling(top_k=1), 1, 0, allowed=allowed)
-    choices = choose(logits, [SamplingRow(Sampling(), 1, 0), masked])
+    choices = read(choose(logits, [SamplingRow(Sampling(), 1, 0), masked]))
     assert choices.token_ids == [0, 2]
     assert choices.logprobs[1] == 0.0
-    alone = choose(logits[:1], [masked])
+    alone = read(choose(logits[:1], [masked]))
     assert (alone.token_ids, alone.logprobs) == ([2], [0.0])
 
 
 def test_a_mask_that_leaves_nothing_makes_the_row_invalid_alone() -> None:
     logits = torch.tensor([[9.0, 1.0]] * 2)
     nothing = SamplingRow(Sampling(), 1, 0, allowed=torch.zeros(2, dtype=torch.bool))
-    assert choose(logits, [nothing, SamplingRow(Sampling(), 1, 0)]).valid == [False, True]
+    assert read(choose(logits, [nothing, SamplingRow(Sampling(), 1, 0)])).valid == [False, True]
 
 
 @pytest.mark.parametrize(("p", "left"), [(1.0, {0, 1}), (0.5, {0, 1, 2}), (0.2, {0, 1, 2, 3})])
@@ -237,9 +253,9 @@ def test_a_row_chooses_the_same_alone_and_in_any_company(samplings: list[Samplin
     logits = some_logits(len(samplings), vocabulary=1500)
     histories = [data.draw(st.lists(st.integers(0, 1499), min_size=1, max_size=9)) for _ in samplings]
     rows = [a_row(sampling, history) for sampling, history in zip(samplings, histories, strict=True)]
-    together = choose(logits.clone(), rows)
+    together = read(choose(logits.clone(), rows))
     for index, row in enumerate(rows):
-        alone = choose(logits[index : index + 1].clone(), [row])
+        alone = read(choose(logits[index : index + 1].clone(), [row]))
         assert alone.token_ids == [together.token_ids[index]]
         assert alone.logprobs == pytest.approx([together.logprobs[index]], abs=1e-5)
         assert math.isfinite(alone.logprobs[0])
@@ -247,7 +263,7 @@ def test_a_row_chooses_the_same_alone_and_in_any_company(samplings: list[Samplin
 
 def draws(logits: Tensor, sampling: Sampling, count: int) -> list[int]:
     rows = [a_row(sampling, position=position) for position in range(count)]
-    return choose(logits.expand(count, -1).clone(), rows).token_ids
+    return read(choose(logits.expand(count, -1).clone(), rows)).token_ids
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -272,10 +288,18 @@ def test_a_draw_never_takes_a_token_that_was_dropped() -> None:
     assert set(draws(logits, Sampling(greedy=False, top_k=7), 500)) <= allowed
 
 
+def splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
+
+
 def test_a_draw_hangs_on_seed_and_position_alone() -> None:
-    assert uniform(1, 2) == uniform(1, 2)
-    numbers = {uniform(seed, position) for seed in (0, 1, 2, (1 << 64) - 1) for position in range(200)}
-    assert len(numbers) == 800
+    pairs = [(seed, position) for seed in (0, 1, 2, (1 << 64) - 1) for position in range(200)]
+    numbers = uniforms([a_row(Sampling(greedy=False, seed=seed), position=position) for seed, position in pairs])
+    assert numbers == [(splitmix64(splitmix64(seed) ^ position) >> 11) * 2.0**-53 for seed, position in pairs]
+    assert len(set(numbers)) == 800
     assert all(0 <= number < 1 for number in numbers)
     assert sum(numbers) / 800 == pytest.approx(0.5, abs=0.05)
 
@@ -286,7 +310,8 @@ def test_a_draw_hangs_on_seed_and_position_alone() -> None:
 )
 def test_a_row_without_a_choice_is_invalid_alone(bad: list[float], greedy: bool) -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0], bad, [7.0, 1.0, 0.0]])
-    choices = choose(logits, [a_row(Sampling()), a_row(Sampling(greedy=greedy, top_p=0.9)), a_row(Sampling())])
+    rows = [a_row(Sampling()), a_row(Sampling(greedy=greedy, top_p=0.9)), a_row(Sampling())]
+    choices = read(choose(logits, rows))
     assert choices.valid == [True, False, True]
     assert (choices.token_ids[0], choices.token_ids[2]) == (1, 0)
 
@@ -296,15 +321,31 @@ def chosen(logits: list[float], sampling: Sampling = Sampling()) -> Choices:  # 
 
 
 def test_top_tokens_come_best_first_with_the_processed_logprobs() -> None:
-    ids, logprobs = top_tokens(chosen([1.0, 4.0, 2.0, 3.0], Sampling(temperature=0.5)), 0, 3)
+    ids, logprobs = top(chosen([1.0, 4.0, 2.0, 3.0], Sampling(temperature=0.5)), 0, 3)
     assert ids == (1, 3, 2)
     expected = torch.tensor([2.0, 8.0, 4.0, 6.0]).log_softmax(-1)
     assert logprobs == pytest.approx(expected[[1, 3, 2]].tolist(), abs=1e-6)
 
 
 def test_top_tokens_bring_every_tie_at_the_last_place() -> None:
-    assert top_tokens(chosen([1.0, 5.0, 1.0, 0.0, 1.0]), 0, 2)[0] == (1, 0, 2, 4)
+    assert top(chosen([1.0, 5.0, 1.0, 0.0, 1.0]), 0, 2)[0] == (1, 0, 2, 4)
 
 
 def test_top_tokens_leave_out_what_the_filters_dropped() -> None:
-    assert top_tokens(chosen([1.0, 5.0, 3.0, 0.0], Sampling(top_k=2)), 0, 4)[0] == (1, 2)
+    assert top(chosen([1.0, 5.0, 3.0, 0.0], Sampling(top_k=2)), 0, 4)[0] == (1, 2)
+
+
+def test_top_tokens_of_some_rows_with_numbers_of_their_own() -> None:
+    logits = some_logits(4)
+    choices = choose(logits, [a_row(Sampling())] * 4)
+    candidates = top_candidates(choices, [1, 3], 7)
+    for place, row, n in [(0, 1, 7), (1, 3, 2)]:
+        expected = logits[row].log_softmax(-1).topk(n)
+        ids, logprobs = candidates.top(place, n)
+        assert list(ids) == expected.indices.tolist()
+        assert logprobs == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+def test_ties_at_the_last_place_are_not_the_whole_vocabulary() -> None:
+    ids, _ = top(choose(torch.zeros(1, VOCABULARY), [a_row(Sampling())]), 0, 3)
+    assert 3 < len(ids) < 100

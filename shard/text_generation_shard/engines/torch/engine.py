@@ -1,155 +1,135 @@
 """The torch engine: Llama-family decoders from Hugging Face safetensors, on CPU or CUDA.
 
-A step is five verbs: lay the rows out flat (batch), plan who attends to what (attention), run the decoder (model), choose
-tokens (sampling), record them (sequences).
+A step is three verbs: launch its forward pass (executor), choose its tokens (sampling), record them (sequences). On a CPU
+one follows the other. On a GPU a step is launched before the tokens of the one before it are read, so that the device
+never waits for the host:
+
+    host    launch k+1 · read k · choose k+1 │ report k · orders · launch k+2 · read k+1 · choose k+2 │ …
+    device  … k ──────────► k+1 ───────────────────────────────────────────► k+2 ──────────
+
+The forward pass takes the tokens of the step before from the device. The choice hangs on what the host knows: penalties,
+grammars, what must not end yet; it is launched while the forward pass runs. Where nothing but the most probable token
+can be chosen in any row, the device chooses it along with the forward pass. A sequence that has ended with step k is
+computed once more in step k+1; what comes of that is dropped.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
+from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
-    EngineError,
     EngineInfo,
     Failure,
     FailureCode,
     InProcess,
     InsufficientMemory,
     Orders,
-    Scheduling,
     StepResult,
     TopTokens,
     WarmUpLimits,
 )
-from text_generation_shard.engines.torch.attention import AttentionPlan
-from text_generation_shard.engines.torch.batch import build_batch
+from text_generation_shard.engines.torch.cuda.marks import Mark, mark
+from text_generation_shard.engines.torch.executor import Executor, Launched
 from text_generation_shard.engines.torch.history import TokenHistories
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, KVCache
-from text_generation_shard.engines.torch.memory import keep_freed_memory, peak_memory, reset_peak, total_memory
-from text_generation_shard.engines.torch.model import Decoder
-from text_generation_shard.engines.torch.model_config import ModelConfig, read_model_config
-from text_generation_shard.engines.torch.scoring import score_prompts
+from text_generation_shard.engines.torch.scoring import PendingScores, start_scores
+from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
-from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
-from text_generation_shard.grammar import Grammars, load_grammars
+from text_generation_shard.grammar import Grammars
 from text_generation_shard.masks import Mask, TokenMasks
-from text_generation_shard.sampling import Choices, choose, top_tokens
+from text_generation_shard.sampling import choose
 from text_generation_shard.sampling_rows import SamplingRow, needs_history
-from text_generation_shard.sequences import ChosenToken, Row, SequenceTable
+from text_generation_shard.sequences import Chosen, Row, SequenceTable
+from text_generation_shard.top_candidates import TopCandidates, top_candidates
+from text_generation_shard.upload import download
 
-MAX_SLOTS = 256
-MAX_TOP_N_TOKENS = 20
-SUGGESTED_PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
-"""On CPU, larger chunks compute a prompt no faster and hold decoding up longer."""
+Masks = dict[int, Mask]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way."""
+
+    launched: Launched
+    masking: Future[Masks] | None = None
+    masks: Masks = field(default_factory=dict)
+    """Of its rows with a grammar, by slot."""
+    chosen: tuple[Tensor, Tensor] | None = None
+    """Token ids and logprobs of the rows that sample, on the host once `done` has come."""
+    scores: list[PendingScores] = field(default_factory=list)
+    asking: list[int] = field(default_factory=list)
+    """Which of the rows that sample are told the most probable tokens too, and `tops` of these."""
+    tops: TopCandidates | None = None
+    done: Mark | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.launched.rows
 
 
 class TorchEngine(InProcess):
     """See the module."""
 
     def __init__(
-        self,
-        model: Decoder,
-        config: ModelConfig,
-        info: EngineInfo,
-        memory_fraction: float,
-        grammars: Grammars | None = None,
+        self, info: EngineInfo, executor: Executor, grammars: Grammars | None = None, trace: StepTrace | None = None
     ) -> None:
         self.info = info
         self.grammars = grammars
         self._masks = None if grammars is None else TokenMasks(grammars, info.vocab_size)
-        self._model = model
-        self._config = config
-        self._memory_fraction = memory_fraction
+        self._executor = executor
+        self._trace = trace or StepTrace("")
         self._device = torch.device(info.device)
-        self._shape = CacheShape(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            device=self._device,
-            dtype=getattr(torch, info.dtype),
-        )
-        widths = [window for window in config.windows if window is not None]
-        self._window = max(widths) if len(widths) == config.num_layers else None
-        self._cache = KVCache(self._shape, 0)
         self._table = SequenceTable(info)
-        self._block_tables = BlockTables(info.max_slots, info.max_sequence_length, self._device)
         self._histories = TokenHistories(self._device)
-
-    @classmethod
-    def build(cls, config: ShardConfig) -> TorchEngine:
-        """Load the model that `config` names. Raises EngineError, in one line, if it cannot be run."""
-        if config.world_size > 1:
-            raise EngineError("the torch engine does not split a model over several shards: world_size must be 1")
-        if not config.model_path:
-            raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
-        device = _device(config.device)
-        if device.type == "cpu":
-            keep_freed_memory()
-        folder = Path(config.model_path)
-        model_config = read_model_config(folder)
-        dtype = config.dtype or model_config.dtype
-        grammars = load_grammars(config.model_path, model_config.eos_token_ids)
-        info = EngineInfo(
-            engine="torch",
-            model_id=config.model_id or config.model_path,
-            model_type=model_config.model_type,
-            dtype=dtype,
-            device=str(device),
-            scheduling=Scheduling.STEP,
-            vocab_size=model_config.vocab_size,
-            max_sequence_length=model_config.max_sequence_length,
-            max_slots=config.max_batch_size or MAX_SLOTS,
-            block_size=BLOCK_SIZE,
-            eos_token_ids=model_config.eos_token_ids,
-            suggested_prefill_tokens=SUGGESTED_PREFILL_TOKENS[device.type],
-            max_top_n_tokens=MAX_TOP_N_TOKENS,
-            grammar_kinds=grammars.kinds if grammars is not None else (),
-        )
-        model = _load(model_config, folder, device, dtype, dummy=config.load_format == "dummy")
-        fraction = config.cuda_memory_fraction if device.type == "cuda" else config.cpu_memory_fraction
-        return cls(model, model_config, info, fraction, grammars)
+        self._under_way: _Step | None = None
+        """Launched and not read yet, where the executor runs ahead."""
 
     def warm_up(self, limits: WarmUpLimits) -> int:
+        executor = self._executor
         self.reset()
         worst = worst_step(self.info, limits)
-        self._allocate(0)
-        reset_peak(self._device)
+        executor.allocate(0)
+        executor.begin_measuring()
         try:
             self._allocate(worst.num_blocks)
             self._table.apply(worst.orders)
-            self._compute(self._table.rows())
+            rows = self._table.rows()
+            self._record(self._choose(self._launch(rows)))
         except torch.OutOfMemoryError:
             raise InsufficientMemory("the largest step does not fit: lower max_batch_prefill_tokens") from None
         finally:
             self.reset()
         # The peak holds the pool of the warm-up step, whose place the real pool takes.
-        free = int(total_memory(self._device) * self._memory_fraction) - peak_memory(self._device)
-        available = free + worst.num_blocks * self._shape.block_bytes
-        self._allocate(pool_blocks(self.info, limits, self._shape.block_bytes, available))
-        return self._cache.num_blocks
+        available = executor.spare_bytes() + worst.num_blocks * executor.block_bytes
+        num_blocks = pool_blocks(self.info, limits, executor.block_bytes, available)
+        self._allocate(num_blocks)
+        executor.ready()
+        return num_blocks
 
     def apply(self, orders: Orders) -> list[Failure]:
         return self._table.apply(orders)
 
     def step(self) -> StepResult | None:
         rows = self._table.rows()
-        if not rows:
+        before, self._under_way = self._under_way, None
+        if not rows and before is None:
+            self._trace.pause()
             return None
-        try:
-            chosen, top, forward_ns = self._compute(rows)
-        except Exception as error:  # noqa: BLE001 – whatever a kernel raises costs this step's sequences, and only those
-            return self._table.fail(rows, f"the step failed: {_one_line(error)}")
-        result = self._table.advance(rows, chosen)
-        result.top_tokens = top
-        result.forward_ns = forward_ns
+        launched = self._launch_or_fail(rows) if rows else StepResult()
+        result = StepResult() if before is None else self._record(before)
+        if isinstance(launched, _Step):
+            launched = self._choose_or_fail(launched)
+        if isinstance(launched, StepResult):
+            result.failed += launched.failed
+        elif self._executor.runs_ahead:
+            self._under_way = launched
+        else:
+            return self._record(launched)
         return result
 
     @property
@@ -160,63 +140,122 @@ class TorchEngine(InProcess):
     def used_blocks(self) -> int:
         return self._table.used_blocks
 
+    def on_broken(self, tell: Callable[[str], None]) -> None:
+        self._executor.on_broken(tell)
+
     def reset(self) -> None:
+        if self._under_way is not None and self._under_way.done is not None:
+            self._under_way.done.wait()
+        self._under_way = None
+        self._trace.pause()
         self._table.clear()
-        self._block_tables.forget()
+        self._executor.reset()
         self._histories.forget()
 
     def close(self) -> None:
         self.reset()
-        self._allocate(0)
-        del self._model
+        self._executor.close()
+        self._trace.close()
         if self.grammars is not None:
             self.grammars.close()
         if self._masks is not None:
             self._masks.close()
 
     def _allocate(self, num_blocks: int) -> None:
-        # The old pool goes before the new one comes: they need not fit side by side.
-        self._cache = KVCache(self._shape, 0)
-        self._cache = KVCache(self._shape, num_blocks)
+        self._executor.allocate(num_blocks)
         self._table.num_blocks = num_blocks
 
-    @torch.inference_mode()
-    def _compute(self, rows: list[Row]) -> tuple[list[ChosenToken], list[TopTokens], int]:
-        """One forward pass: a token for each row that samples, their top tokens, nanoseconds of the model's part."""
-        pending = self._start_masks(rows)
-        batch = build_batch(rows, self._block_tables, self._cache, self._window, self._device)
-        if batch.entered_blocks.numel():
-            self._cache.clear(batch.entered_blocks)
-        plan = AttentionPlan(batch, self._block_tables, self._cache, self._shape, self._config)
-        started = time.perf_counter_ns()
-        hidden = self._model.forward(batch, plan, self._cache)
-        sampling = [(index, row) for index, row in enumerate(rows) if row.samples]
-        logits: Tensor | None = None
-        if sampling:
-            places = torch.tensor([batch.last_token(index) for index, _ in sampling], device=self._device)
-            logits = self._model.logits(hidden[places])
-        forward_ns = time.perf_counter_ns() - started
-        score_prompts(rows, batch, hidden, self._model)
-        if logits is None:
-            return [], [], forward_ns
-        masks = {} if pending is None else pending.result()
-        choices = choose(logits, [self._sampling_row(row, masks.get(row.sequence.slot)) for _, row in sampling])
-        chosen = _chosen_tokens(choices)
-        for (_, row), token in zip(sampling, chosen, strict=True):
-            if mask := masks.get(row.sequence.slot):
-                _judge(token, mask)
-        return chosen, _top_tokens(choices, [row for _, row in sampling]), forward_ns
+    def _launch_or_fail(self, rows: list[Row]) -> _Step | StepResult:
+        try:
+            return self._launch(rows)
+        except Exception as error:  # noqa: BLE001 – see `_fail`
+            return self._fail(rows, error)
 
-    def _start_masks(self, rows: list[Row]) -> Future[dict[int, Mask]] | None:
-        """What the grammars allow, computed beside the forward pass: it hangs on tokens known by now.
+    def _choose_or_fail(self, step: _Step) -> _Step | StepResult:
+        try:
+            return self._choose(step)
+        except Exception as error:  # noqa: BLE001 – see `_fail`
+            return self._fail(step.rows, error)
+
+    def _fail(self, rows: list[Row], error: Exception) -> StepResult:
+        """Whatever a kernel raises costs this step's sequences, and only those – unless nothing can be computed any more."""
+        if self._executor.is_broken_by(error):
+            raise error
+        return self._table.fail(rows, f"the step failed: {_one_line(error)}")
+
+    @torch.inference_mode()
+    def _launch(self, rows: list[Row]) -> _Step:
+        ahead = self._executor.runs_ahead
+        # On a CPU the masks are computed beside the forward pass; on a GPU they hang on tokens that are not read yet.
+        masking = None if ahead else self._start_masks(rows)
+        greedy = ahead and all(_is_greedy(row) for row in rows if row.samples)
+        launched = self._executor.launch(rows, greedy=greedy)
+        self._table.begin(rows)
+        return _Step(launched, masking)
+
+    @torch.inference_mode()
+    def _choose(self, step: _Step) -> _Step:
+        """Choose a step's tokens, and have what it brings copied to the host."""
+        launched = step.launched
+        step.scores = start_scores(launched, self._executor.logits)
+        chosen = launched.chosen
+        if launched.logits is not None and chosen is None:
+            rows = [row for row in launched.rows if row.samples]
+            masking = step.masking or self._start_masks(rows)
+            step.masks = {} if masking is None else masking.result()
+            self._histories.update(row.sequence for row in rows if needs_history(row.sequence.sampling))
+            choices = choose(launched.logits, [self._sampling_row(row, step.masks) for row in rows])
+            self._executor.tell_chosen(rows, choices.token_ids)
+            step.asking = [index for index, row in enumerate(rows) if row.sequence.top_n]
+            if step.asking:
+                most = max(rows[index].sequence.top_n for index in step.asking)
+                step.tops = top_candidates(choices, step.asking, most)
+            chosen = torch.stack((choices.token_ids.int(), choices.logprobs.view(torch.int32)))
+        if chosen is not None:
+            host = download(chosen)
+            step.chosen = host[0], host[1].view(torch.float32)
+        step.done = mark(self._device)
+        return step
+
+    def _record(self, step: _Step) -> StepResult:
+        """Wait for what a step brings, and record it."""
+        assert step.done is not None
+        self._trace.before_wait()
+        step.done.wait()
+        self._trace.after_wait(step.rows, step.launched.started, step.done)
+        for scores in step.scores:
+            scores.finish()
+        chosen = Chosen([], []) if step.chosen is None else _read(step.chosen)
+        _judge(step, chosen)
+        tops = self._top_tokens(step, chosen)
+        result = self._table.advance(step.rows, chosen)
+        result.top_tokens = tops
+        result.forward_ns = step.done.ns_since(step.launched.started)
+        return result
+
+    def _top_tokens(self, step: _Step, chosen: Chosen) -> list[TopTokens]:
+        if step.tops is None:
+            return []
+        rows = [row for row in step.rows if row.samples]
+        return [
+            TopTokens(rows[index].sequence.slot, 0, *step.tops.top(place, rows[index].sequence.top_n))
+            for place, index in enumerate(step.asking)
+            if index not in chosen.failures and self._table.holds(rows[index])
+        ]
+
+    def _start_masks(self, rows: list[Row]) -> Future[Masks] | None:
+        """What the grammars allow next, computed beside whatever else is done.
 
         If the step fails, so do the sequences whose matchers are in use here: nobody asks these again.
         """
-        constrained = [row.sequence for row in rows if row.samples and row.sequence.matcher is not None]
+        constrained = [
+            row.sequence for row in rows if row.samples and row.sequence.matcher is not None and self._table.holds(row)
+        ]
         return self._masks.start(constrained) if constrained and self._masks is not None else None
 
-    def _sampling_row(self, row: Row, mask: Mask | None) -> SamplingRow:
+    def _sampling_row(self, row: Row, masks: Masks) -> SamplingRow:
         sequence = row.sequence
+        mask = masks.get(sequence.slot)
         return SamplingRow(
             sampling=sequence.sampling,
             position=len(sequence.tokens),
@@ -229,53 +268,35 @@ class TorchEngine(InProcess):
         )
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise EngineError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N") from None
-    if device.type not in SUGGESTED_PREFILL_TOKENS:
-        raise EngineError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
-    if device.type == "cuda":
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise EngineError(f"device {name!r} is not there")
-        device = torch.device("cuda", device.index or 0)
-    return device
+def _is_greedy(row: Row) -> bool:
+    """Whether nothing but the most probable token can follow, whatever the step before brings."""
+    return row.start + row.length >= row.sequence.plain_from
 
 
-def _load(config: ModelConfig, folder: Path, device: torch.device, dtype: str, *, dummy: bool) -> Decoder:
-    with torch.inference_mode():
-        model = Decoder(config, device, getattr(torch, dtype))
-        if dummy:
-            fill_dummy(model.targets())
-        else:
-            load_weights(folder, model.targets())
-        model.seal()
-    return model
+def _read(chosen: tuple[Tensor, Tensor]) -> Chosen:
+    token_ids, logprobs = chosen[0].tolist(), chosen[1].tolist()
+    return Chosen(
+        token_ids,
+        logprobs,
+        # A NaN or an infinity among the logits is in their sum, and so in the logprob.
+        {
+            place: (FailureCode.NUMERICS, "the logits leave no token to choose")
+            for place, logprob in enumerate(logprobs)
+            if not isfinite(logprob)
+        },
+    )
 
 
-def _chosen_tokens(choices: Choices) -> list[ChosenToken]:
-    return [
-        ChosenToken(token_id, logprob) if valid else ChosenToken(0, 0.0, failure="the logits leave no token to choose")
-        for token_id, logprob, valid in zip(choices.token_ids, choices.logprobs, choices.valid, strict=True)
-    ]
-
-
-def _judge(token: ChosenToken, mask: Mask) -> None:
-    """What a mask says of the token chosen under it."""
-    token.ends = mask.is_complete
-    if mask.failure is not None:
-        token.failure, token.failure_code = mask.failure, FailureCode.INVALID
-
-
-def _top_tokens(choices: Choices, rows: list[Row]) -> list[TopTokens]:
-    return [
-        TopTokens(row.sequence.slot, 0, *top_tokens(choices, index, row.sequence.top_n))
-        for index, row in enumerate(rows)
-        if row.sequence.top_n and choices.valid[index]
-    ]
+def _judge(step: _Step, chosen: Chosen) -> None:
+    """Add what the masks say of the tokens chosen under them."""
+    if not step.masks:
+        return
+    for place, row in enumerate(row for row in step.rows if row.samples):
+        if mask := step.masks.get(row.sequence.slot):
+            if mask.is_complete:
+                chosen.ends.add(place)
+            if mask.failure is not None:
+                chosen.failures[place] = (FailureCode.INVALID, mask.failure)
 
 
 def _one_line(error: Exception) -> str:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.quantization import KV_KEYS, Fp8Scheme, UnsupportedSchemeError, read_scheme
+
+log = structlog.get_logger()
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -69,6 +74,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """For each layer how many positions back it sees, itself included; None: all."""
     eos_token_ids: tuple[int, ...]
+    quantization: Fp8Scheme | None = None
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -80,9 +86,6 @@ def read_model_config(folder: Path) -> ModelConfig:
     architectures = raw.get("architectures") or [ARCHITECTURES[model_type]]
     if ARCHITECTURES[model_type] not in architectures:
         raise raw.error(f"architecture {architectures!r} is not supported, only {ARCHITECTURES[model_type]}")
-    if quantization := raw.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise raw.error(f"quantized checkpoints ({method}) are not supported")
     hidden_size = raw.count("hidden_size")
     num_heads = raw.count("num_attention_heads")
     num_kv_heads = raw.count("num_key_value_heads", num_heads)
@@ -119,6 +122,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         query_key_norm=model_type == "qwen3",
         windows=_windows(raw, model_type, num_layers),
         eos_token_ids=_eos_token_ids(folder, raw),
+        quantization=_quantization(folder, raw),
     )
 
 
@@ -182,6 +186,25 @@ class _Json:
 
     def _ill_typed(self, key: str, wanted: str) -> EngineError:
         return self.error(f"{key} is missing" if self.get(key) is None else f"{key} must be {wanted}")
+
+
+def _quantization(folder: Path, raw: _Json) -> Fp8Scheme | None:
+    """What config.json says, else ModelOpt's own file beside it."""
+    source, given = raw, raw.get("quantization_config")
+    path = folder / "hf_quant_config.json"
+    if not given and path.exists():
+        source = _Json(path)
+        given = source.get("quantization")
+    if not given:
+        return None
+    try:
+        scheme = read_scheme(given)
+    except UnsupportedSchemeError as error:
+        raise source.error(str(error)) from None
+    if asked := [given[key] for key in KV_KEYS if given.get(key)]:
+        # Ours is more precise than what the checkpoint was made for: its scales for keys and values are not needed.
+        log.info("the KV cache is not quantized", checkpoint_asks=asked[0])
+    return scheme
 
 
 def _dtype(raw: _Json) -> str:

@@ -1,58 +1,165 @@
 """Fills a model's tensors from a Hugging Face folder of safetensors, straight from the mapped files.
 
-Nothing is ever unpickled: a folder that only holds *.bin is refused.
+Nothing is ever unpickled: a folder that only holds *.bin is refused. Everything that can be wrong with a checkpoint is
+found in its headers, before the first weight is read.
 """
 
 from __future__ import annotations
 
 import json
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.transfer import Transfer, copy_all
 
+log = structlog.get_logger()
+
+FP8 = torch.float8_e4m3fn
 DUMMY_STD = 0.02
 """Spread of random weights: transformers' default initializer_range, small enough for finite logits at any depth."""
+SECONDS_BETWEEN_REPORTS = 5.0
 
 
-def load_weights(folder: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill every target from the tensor of its name, converted to its dtype. Raises EngineError in one line."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a rank's part of a checkpoint's tensor goes."""
+
+    tensor: Tensor
+    """Filled from source[starts[0] : starts[0] + tensor.shape[0], …]."""
+    shape: tuple[int, ...]
+    """Of the whole tensor in the checkpoint; a number there, of no dimensions, counts as (1,)."""
+    starts: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Part:
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+    def of(self, source: Tensor) -> Tensor:
+        """A view of this part of the checkpoint's tensor."""
+        for dim, start in enumerate(self.starts):
+            source = source.narrow(dim, start, self.tensor.shape[dim])
+        return source
+
+
+Targets = Mapping[str, Tensor | Part]
+"""What to fill, by its name in the checkpoint; a plain tensor takes the whole of it."""
+
+
+def load_weights(folder: Path, targets: Targets) -> None:
+    """Fill every target from the tensor of its name, converted to its dtype. Raises EngineError in one line.
+
+    FP8 weights that go to a wider dtype are multiplied by the scale beside them (`NAME_scale`, of one number, or one a
+    row), so that whoever has no product for FP8 reads such a checkpoint like any other.
+    """
+    transfers = _transfers(folder, {name: _part(target) for name, target in targets.items()})
+    progress = Progress(sum(transfer.source.nbytes for transfer in transfers))
+    for copied in copy_all(transfers):
+        progress.add(copied)
+    progress.end()
+
+
+def fill_dummy(targets: Targets) -> None:
+    """Random weights that are the same wherever and however often they are drawn: norms one, the rest N(0, 0.02²).
+
+    A part is drawn as part of its whole tensor, on its own device: ranks agree with each other and with one device that
+    holds everything, though not one kind of device with another.
+    """
+    for name, target in targets.items():
+        part = _part(target)
+        if name.endswith("norm.weight"):
+            part.tensor.fill_(1.0)
+        elif name.endswith(("weight_scale", "input_scale")):
+            part.tensor.fill_(DUMMY_STD)
+        else:
+            device = part.tensor.device
+            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+            # FP8 is left to its scale: 0.02 is next to the smallest number that it can hold to full precision.
+            std = 1.0 if part.tensor.dtype == FP8 else DUMMY_STD
+            whole = torch.empty(part.shape, device=device).normal_(0.0, std, generator=generator)
+            part.tensor.copy_(part.of(whole))
+
+
+class Progress:
+    """Says in the log how far loading is: every five seconds, and once at the end."""
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._clock = clock
+        self._started = self._reported = clock()
+        self._done = 0
+
+    def add(self, copied: int) -> None:
+        """So many more bytes of the checkpoint are in place."""
+        self._done += copied
+        now = self._clock()
+        if self._done < self._total and now - self._reported >= SECONDS_BETWEEN_REPORTS:
+            self._reported = now
+            log.info("loading weights", gib=_gib(self._done), percent=100 * self._done // self._total)
+
+    def end(self) -> None:
+        log.info("weights loaded", gib=_gib(self._done), seconds=round(self._clock() - self._started, 1))
+
+
+def _part(target: Tensor | Part) -> Part:
+    return target if isinstance(target, Part) else Part.whole(target)
+
+
+def _transfers(folder: Path, parts: Mapping[str, Part]) -> list[Transfer]:
+    """What has to be copied where, in the order in which it lies in the files."""
     files = _files(folder)
     names_of: dict[Path, list[str]] = {}
-    for name in targets:
+    for name in parts:
         if name not in files:
             raise EngineError(f"{folder}: the checkpoint has no tensor {name}")
         names_of.setdefault(files[name], []).append(name)
+    transfers: list[Transfer] = []
     for path, names in names_of.items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    _fill(targets[name], file.get_tensor(name), name, path)
-        except (SafetensorError, OSError) as error:
-            raise _unreadable(path, error) from None
+        found = [_transfer(parts[name], tensor, name, files) for name, tensor in _mapped(path, names).items()]
+        transfers += sorted(found, key=lambda transfer: transfer.source.data_ptr())
+    return transfers
 
 
-def fill_dummy(targets: Mapping[str, Tensor]) -> None:
-    """Random weights that are the same wherever and however often they are drawn: norms one, the rest N(0, 0.02²)."""
-    for name, target in targets.items():
-        if name.endswith("norm.weight"):
-            target.fill_(1.0)
-        else:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            target.copy_(torch.empty(target.shape).normal_(0.0, DUMMY_STD, generator=generator))
-
-
-def _fill(target: Tensor, tensor: Tensor, name: str, path: Path) -> None:
-    if tensor.shape != target.shape:
-        raise EngineError(f"{path}: {name} has shape {list(tensor.shape)}, config.json says {list(target.shape)}")
+def _transfer(part: Part, tensor: Tensor, name: str, files: Mapping[str, Path]) -> Transfer:
+    path = files[name]
+    tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
+    if tuple(tensor.shape) != part.shape:
+        raise EngineError(f"{path}: {name} has shape {list(tensor.shape)}, config.json says {list(part.shape)}")
+    if tensor.dtype == part.tensor.dtype:
+        return Transfer(part.of(tensor), part.tensor)
+    if part.tensor.dtype == FP8:
+        raise EngineError(f"{path}: {name} is {_type_name(tensor)}, config.json says {_type_name(part.tensor)}")
+    if tensor.dtype == FP8 and (scale_file := files.get(f"{name}_scale")) is not None:
+        return Transfer(part.of(tensor), part.tensor, _row_scales(part, f"{name}_scale", scale_file))
     if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise EngineError(f"{path}: {name} is {str(tensor.dtype).removeprefix('torch.')}, a quantized checkpoint")
-    target.copy_(tensor)
+        raise EngineError(f"{path}: {name} is {_type_name(tensor)}, a quantized checkpoint")
+    return Transfer(part.of(tensor), part.tensor)
+
+
+def _row_scales(part: Part, name: str, path: Path) -> Tensor:
+    """What to multiply the rows of a part with: [rows, 1], float32."""
+    scale = _mapped(path, [name])[name]
+    if scale.numel() not in (1, part.shape[0]):
+        raise EngineError(f"{path}: {name} has shape {list(scale.shape)}, only one scale, or one a row, is supported")
+    rows = scale.float().reshape(-1, 1).expand(part.shape[0], 1)
+    return rows.narrow(0, part.starts[0], part.tensor.shape[0])
+
+
+def _mapped(path: Path, names: list[str]) -> dict[str, Tensor]:
+    """Views of the mapped file: nothing is read before it is copied, and the views keep the mapping."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from None
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -93,3 +200,11 @@ def _unreadable(path: Path, error: Exception) -> EngineError:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _type_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _gib(size: int) -> float:
+    return round(size / 2**30, 2)

@@ -13,7 +13,7 @@ from text_generation_router.simulation.machine import Machine
 from text_generation_router.simulation.shard import BrokenRule, SimulatedShard
 from text_generation_router.simulation.tokens import TokenPool
 from text_generation_shard import engine
-from text_generation_shard.sequences import ChosenToken, SequenceTable
+from text_generation_shard.sequences import Chosen, ChosenToken, SequenceTable
 
 BLOCK, SLOTS, BLOCKS = 4, 4, 4096
 MACHINE = Machine(0.01, 0.001, 0.001, 1e-5, 1e-6, SLOTS, BLOCK * BLOCKS, BLOCK, 16, 0.1, 8)
@@ -83,7 +83,8 @@ class Both:
                 last = at + 1 == arrival.new_tokens < arrival.max_new_tokens
                 chosen.append(ChosenToken(EOS if last else POOL.ids[arrival.answer_at + at], 0.0))
                 self.generated[slot] += 1
-        return self.real.advance(rows, chosen)
+        self.real.begin(rows)
+        return self.real.advance(rows, Chosen.of(chosen))
 
     def compare(self, steps: int) -> None:
         """Up to `steps` steps of the simulated shard as one span; as many of the real one."""

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Conf
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import WarmUpLimits
+from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.model_config import ARCHITECTURES
 
@@ -96,7 +97,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
     folder = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(folder)
-    engine = TorchEngine.build(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=16))
+    engine = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=16))
     prompts = [tuple(torch.randint(0, SHAPE["vocab_size"], (length,)).tolist()) for length in LENGTHS]
     reference = []
     with torch.inference_mode():

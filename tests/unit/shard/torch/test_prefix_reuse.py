@@ -14,6 +14,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Conf
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import FinishReason, Sampling, WarmUpLimits
+from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.model_config import ARCHITECTURES
 
@@ -53,21 +54,21 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("checkpoint")
     getattr(transformers, ARCHITECTURES[config.model_type])(config).save_pretrained(folder)
     # Few slots, so that each serves one sequence after another.
-    return TorchEngine.build(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=6))
+    return build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=6))
 
 
 @pytest.fixture
 def driver(engine: TorchEngine) -> Driver:
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     # Whoever reads a place that nobody wrote says nonsense, or nothing.
-    engine._cache._pool.fill_(torch.nan)
+    engine._executor._cache._pool.fill_(torch.nan)
     return driver
 
 
 def blocks_of(driver: Driver, blocks: list[int]) -> Tensor:
     """What some blocks hold, in every layer."""
     assert isinstance(driver.engine, TorchEngine)
-    return driver.engine._cache._pool[:, blocks].clone()
+    return driver.engine._executor._cache._pool[:, blocks].clone()
 
 
 def without_reuse(driver: Driver, prompts: list[tuple[int, ...]], new: int, sampling: Sampling) -> list[list[int]]:

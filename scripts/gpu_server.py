@@ -1,0 +1,112 @@
+"""A server of ours for the scripts that load one: started by its launcher on a free port, stopped whatever happens."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 60.0
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+SHAPES = {
+    "llama-8b": _LLAMA | dict(zip(_SIZES, (4096, 32, 32, 8, 14336), strict=True)),
+    "llama-70b": _LLAMA | dict(zip(_SIZES, (8192, 80, 64, 8, 28672), strict=True)),
+}
+"""Of models whose weights need not be there: they are served with random ones. The vocabulary is SmolLM2's."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that is ready."""
+
+    url: str
+    launcher: subprocess.Popen[bytes]
+
+
+@contextmanager
+def launched(model: Path, arguments: Sequence[str], log: Path) -> Iterator[Server]:
+    """The launcher with the torch engine on 127.0.0.1, ready for requests; what it says goes to `log`."""
+    signal.signal(signal.SIGTERM, _exit)
+    port = _free_port()
+    command = [sys.executable, "-m", "text_generation_launcher", "--model-id", str(model), "--engine", "torch"]
+    command += ["--hostname", "127.0.0.1", "--port", str(port), *arguments]
+    with log.open("wb") as output:
+        launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    server = Server(f"http://127.0.0.1:{port}", launcher)
+    try:
+        _wait_until_ready(server, log)
+        yield server
+    finally:
+        launcher.terminate()
+        try:
+            launcher.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            launcher.kill()  # its children go with it
+            launcher.wait()
+
+
+def shaped_folder(shape: str, tokenizer: Path, folder: Path) -> Path:
+    """A model folder without weights in `folder`: the shape's config.json, the tokenizer of another model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
+        if (tokenizer / name).exists():
+            shutil.copy(tokenizer / name, folder / name)
+    return folder
+
+
+def last_lines(log: Path, count: int = 20) -> str:
+    """The end of a log, for whoever has to see why."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+
+
+def _wait_until_ready(server: Server, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if (code := server.launcher.poll()) is not None:
+            raise SystemExit(f"the launcher ended with {code}:\n{last_lines(log)}")
+        try:
+            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.2)
+    raise SystemExit(f"the server was not ready within {START_TIMEOUT_S:.0f} s:\n{last_lines(log)}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _exit(_signal: int, _frame: FrameType | None) -> None:
+    """So that SIGTERM, too, ends in the `finally` that stops the launcher."""
+    raise SystemExit(143)

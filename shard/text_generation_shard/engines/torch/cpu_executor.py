@@ -1,0 +1,97 @@
+"""Steps on a CPU: laid out flat (batch), who attends to what planned (attention), computed (model), all in the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.attention import AttentionPlan
+from text_generation_shard.engines.torch.batch import build_batch
+from text_generation_shard.engines.torch.cuda.marks import CpuMark
+from text_generation_shard.engines.torch.executor import Launched
+from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape, KVCache
+from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
+from text_generation_shard.engines.torch.model import Decoder
+from text_generation_shard.engines.torch.model_config import ModelConfig
+from text_generation_shard.sequences import Row
+
+
+class CpuExecutor:
+    """See `Executor`. May use `memory_fraction` of the machine's memory, weights included."""
+
+    runs_ahead = False
+
+    def __init__(
+        self, model: Decoder, config: ModelConfig, shape: CacheShape, max_slots: int, memory_fraction: float
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._shape = shape
+        self._memory_fraction = memory_fraction
+        widths = [window for window in config.windows if window is not None]
+        self._window = max(widths) if len(widths) == config.num_layers else None
+        self._cache = KVCache(shape, 0)
+        self._block_tables = BlockTables(max_slots, config.max_sequence_length, shape.device)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._shape.block_bytes
+
+    @torch.inference_mode()
+    def launch(self, rows: list[Row], *, greedy: bool) -> Launched:
+        device = self._shape.device
+        batch = build_batch(rows, self._block_tables, self._cache, self._window, device)
+        if batch.entered_blocks.numel():
+            self._cache.clear(batch.entered_blocks)
+        plan = AttentionPlan(batch, self._block_tables, self._cache, self._shape, self._config)
+        started = CpuMark()
+        hidden = self._model.forward(batch, plan, self._cache)
+        sampling = [batch.last_token(index) for index, row in enumerate(rows) if row.samples]
+        return Launched(
+            rows=rows,
+            hidden=hidden,
+            places=[
+                (row, [(offset, span.start, span.length) for offset, span in places])
+                for row, places in zip(rows, batch.offsets, strict=True)
+                if row.prefills
+            ],
+            logits=self._model.logits(hidden[torch.tensor(sampling, device=device)]) if sampling else None,
+            chosen=None,
+            started=started,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)
+
+    def tell_chosen(self, rows: list[Row], token_ids: Tensor) -> None:
+        """They are known before the next step."""
+
+    def allocate(self, num_blocks: int) -> None:
+        # The old pool goes before the new one comes: they need not fit side by side.
+        self._cache = KVCache(self._shape, 0)
+        self._cache = KVCache(self._shape, num_blocks)
+
+    def begin_measuring(self) -> None:
+        reset_peak(self._shape.device)
+
+    def spare_bytes(self) -> int:
+        device = self._shape.device
+        return int(total_memory(device) * self._memory_fraction) - peak_memory(device)
+
+    def ready(self) -> None:
+        """Nothing to prepare."""
+
+    def reset(self) -> None:
+        self._block_tables.forget()
+
+    def is_broken_by(self, error: Exception) -> bool:
+        return False
+
+    def on_broken(self, tell: Callable[[str], None]) -> None:
+        """Nothing to tell: what breaks breaks in a call."""
+
+    def close(self) -> None:
+        self.allocate(0)
+        del self._model

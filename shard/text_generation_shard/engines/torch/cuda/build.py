@@ -1,0 +1,62 @@
+"""Builds the engine of a GPU, or of one rank of a group of them."""
+
+from __future__ import annotations
+
+import torch
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine, EngineInfo
+from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
+from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
+from text_generation_shard.engines.torch.cuda.layers import ModelWeights, Split
+from text_generation_shard.engines.torch.cuda.parallel.follower import FollowerEngine
+from text_generation_shard.engines.torch.cuda.parallel.group import join
+from text_generation_shard.engines.torch.cuda.rank import Rank
+from text_generation_shard.engines.torch.cuda.runner import Runner
+from text_generation_shard.engines.torch.cuda.toolbox import Toolbox
+from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.loading import load
+from text_generation_shard.engines.torch.model_config import ModelConfig
+from text_generation_shard.engines.torch.trace import StepTrace
+from text_generation_shard.grammar import Grammars
+
+
+@torch.inference_mode()
+def build_on_cuda(
+    config: ShardConfig, model_config: ModelConfig, info: EngineInfo, grammars: Grammars | None
+) -> Engine:
+    """The engine of rank 0, or a follower's. A group on a CPU computes with the plain toolbox: slow, but the same."""
+    device, dtype = torch.device(info.device), getattr(torch, info.dtype)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # Graphs cannot be captured on the default stream; one thread does all the engine's work, on this one.
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    group = join(config, device)
+    weights = ModelWeights(model_config, Split(config.rank, config.world_size), device, dtype)
+    load(config, weights.targets())
+    weights.seal()
+    shape = CacheShape(
+        num_layers=model_config.num_layers,
+        num_kv_heads=weights.num_kv_heads,
+        head_dim=model_config.head_dim,
+        device=device,
+        dtype=dtype,
+    )
+    toolbox = _toolbox(model_config, weights, shape, info.max_slots)
+    runner = Runner(model_config, weights, toolbox, group, shape, info.max_slots)
+    memory = DeviceMemory(device, config.cuda_memory_fraction)
+    if config.rank > 0:
+        return FollowerEngine(info, config.rank, group.follower, Rank(runner, memory, device))
+    executor = CudaExecutor(runner, memory, group, shape, info.max_slots)
+    return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps))
+
+
+def _toolbox(config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> Toolbox:
+    if shape.device.type == "cpu":
+        from text_generation_shard.engines.torch.cuda.plain_toolbox import PlainToolbox
+
+        return PlainToolbox(config.head_dim)
+    from text_generation_shard.engines.torch.cuda.gpu_toolbox import GpuToolbox
+
+    return GpuToolbox(config, weights, shape, max_slots)

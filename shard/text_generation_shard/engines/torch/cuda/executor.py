@@ -1,0 +1,134 @@
+"""Steps on a GPU, or on several that lead and follow: launched, and left to themselves until their tokens are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
+from text_generation_shard.engines.torch.cuda.marks import mark
+from text_generation_shard.engines.torch.cuda.parallel.group import Group
+from text_generation_shard.engines.torch.cuda.rank import Kind, spare_bytes
+from text_generation_shard.engines.torch.cuda.runner import Runner
+from text_generation_shard.engines.torch.cuda.slot_tables import SlotTables
+from text_generation_shard.engines.torch.cuda.staging import Staging
+from text_generation_shard.engines.torch.cuda.step_plan import Ints, Padding, StepPlan, plan_chunks, plan_decoding
+from text_generation_shard.engines.torch.executor import Launched
+from text_generation_shard.engines.torch.kv_cache import CacheShape
+from text_generation_shard.sequences import Row
+from text_generation_shard.upload import upload
+
+
+class CudaExecutor:
+    """See `Executor`. The leading rank of its group, or the only one."""
+
+    runs_ahead = True
+
+    def __init__(self, runner: Runner, memory: DeviceMemory, group: Group, shape: CacheShape, max_slots: int) -> None:
+        self._runner = runner
+        self._memory = memory
+        self._group = group
+        self._shape = shape
+        self._device = shape.device
+        self._tables = SlotTables(max_slots, runner.max_blocks)
+        self._staging = Staging(self._device)
+
+    @property
+    def block_bytes(self) -> int:
+        return self._shape.block_bytes
+
+    def launch(self, rows: list[Row], *, greedy: bool) -> Launched:
+        plan = self._plan(rows, greedy=greedy)
+        self._tell(Kind.STEP, plan.numbers.data.cast("B"))
+        started = mark(self._device)
+        outcome = self._runner.start(plan)
+        # A graph chooses for its padding too.
+        sampling = plan.choosing if plan.sizes.chunks else len(rows)
+        return Launched(
+            rows=rows,
+            hidden=outcome.normed,
+            places=_places(rows),
+            logits=None if outcome.logits is None else outcome.logits[:sampling],
+            chosen=None if outcome.chosen is None else outcome.chosen[:, :sampling],
+            started=started,
+        )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._runner.logits(hidden)
+
+    def tell_chosen(self, rows: list[Row], token_ids: Tensor) -> None:
+        slots = upload([row.sequence.slot for row in rows if row.samples], torch.int64, self._device)
+        self._runner.tell_chosen(slots, token_ids)
+
+    def allocate(self, num_blocks: int) -> None:
+        self._tell(Kind.ALLOCATE, num_blocks.to_bytes(8, "little"))
+        self._runner.allocate(num_blocks)
+
+    def begin_measuring(self) -> None:
+        self._tell(Kind.BEGIN_MEASURING)
+        self._memory.begin_measuring()
+
+    def spare_bytes(self) -> int:
+        self._tell(Kind.SPARE_BYTES)
+        spare = spare_bytes(self._runner, self._memory)
+        return spare if self._group.place.size == 1 else min([spare, *self._group.leader.gather()])
+
+    def ready(self) -> None:
+        self._tell(Kind.READY)
+        self._runner.capture()
+
+    def reset(self) -> None:
+        """What the tables hold of sequences that are gone is overwritten by those to come."""
+
+    def is_broken_by(self, error: Exception) -> bool:
+        """Ranks that no longer do the same cannot go on; nor can a device after an error of its own, whatever is asked of it."""
+        if self._group.place.size > 1:
+            return True
+        if isinstance(error, torch.OutOfMemoryError) or self._device.type != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            return True
+        return False
+
+    def on_broken(self, tell: Callable[[str], None]) -> None:
+        if self._group.place.size > 1:
+            self._group.leader.watch(tell)
+
+    def close(self) -> None:
+        self._runner.allocate(0)
+        self._group.close()
+        del self._runner
+
+    def _plan(self, rows: list[Row], *, greedy: bool) -> StepPlan:
+        updates = self._tables.updates(rows)
+        if rows[-1].prefills:  # decoding rows come first
+            decoding = [row for row in rows if not row.prefills]
+            return plan_chunks(decoding, rows[len(decoding) :], updates, greedy=greedy, memory=self._memory_for_plan)
+        graphs = self._runner.graphs
+        padding = None if graphs is None else graphs.padding(len(rows), len(updates))
+        exact = Padding(len(rows), len(updates), self._tables.dummy_slot, (0, 0))
+        return plan_decoding(rows, updates, padding or exact, greedy=greedy, memory=self._memory_for_plan)
+
+    def _memory_for_plan(self, length: int) -> Ints:
+        numbers: Ints = self._staging.take(length).numpy()
+        return numbers
+
+    def _tell(self, kind: Kind, payload: bytes | memoryview = b"") -> None:
+        if self._group.place.size > 1:
+            self._group.leader.broadcast(kind, payload)
+
+
+def _places(rows: list[Row]) -> list[tuple[Row, list[tuple[int, int, int]]]]:
+    if not rows[-1].prefills:
+        return []
+    places: list[tuple[Row, list[tuple[int, int, int]]]] = []
+    at = 0
+    for row in rows:
+        if row.prefills:
+            places.append((row, [(at, row.start, row.length)]))
+        at += row.length
+    return places

@@ -1,0 +1,48 @@
+"""The toolbox of a GPU: Triton kernels of ours, and FlashInfer for the chunks of prompts."""
+
+from __future__ import annotations
+
+from text_generation_shard.engines.torch.cuda.chunk_attention import ChunkAttention
+from text_generation_shard.engines.torch.cuda.kernels.activation import activate
+from text_generation_shard.engines.torch.cuda.kernels.decode_attention import DecodeAttention
+from text_generation_shard.engines.torch.cuda.kernels.embedding import embed
+from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedyChoice
+from text_generation_shard.engines.torch.cuda.kernels.matvec import (
+    MAX_ROWS,
+    matvec_add,
+    norm_matvec,
+    norm_matvec_activate,
+)
+from text_generation_shard.engines.torch.cuda.kernels.norm import add_rms_norm, rms_norm
+from text_generation_shard.engines.torch.cuda.kernels.rope import rotate_and_append
+from text_generation_shard.engines.torch.cuda.kernels.tables import update_tables
+from text_generation_shard.engines.torch.cuda.layers import ModelWeights
+from text_generation_shard.engines.torch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.model_config import ModelConfig
+
+NARROW = 1024
+"""Hidden size."""
+
+
+class GpuToolbox:
+    """See `Toolbox`. Holds the workspaces."""
+
+    update_tables = staticmethod(update_tables)
+    embed = staticmethod(embed)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    rotate_and_append = staticmethod(rotate_and_append)
+    activate = staticmethod(activate)
+    norm_matvec = staticmethod(norm_matvec)
+    norm_matvec_activate = staticmethod(norm_matvec_activate)
+    matvec_add = staticmethod(matvec_add)
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> None:
+        heads = (weights.num_heads, weights.num_kv_heads, config.head_dim)
+        # Measured on an H200: wide products beat cuBLAS at one row only, narrow ones, where each launch counts, at a few.
+        self.fused_tokens = MAX_ROWS if config.hidden_size <= NARROW else 1
+        self._chunks = ChunkAttention(*heads, frozenset(config.windows), shape.dtype)
+        self.plan_chunks = self._chunks.plan
+        self.chunk_attention = self._chunks.run
+        self.decode_attention = DecodeAttention(*heads, max_slots, shape.device).run
+        self.choose_greedily = GreedyChoice(max_slots, config.vocab_size, shape.device).run

@@ -1,0 +1,359 @@
+"""Attention of one query token a row over the paged cache: flash decoding, with the keys of a row split over programs.
+
+A program takes one KV head of one row and a range of its keys, with all query heads that share the KV head as the rows of
+one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and values are read once. Where a row is split,
+each program leaves its own softmax-weighted mean and the log of its sum of weights, and these are merged (Flash-Decoding,
+Dao et al. 2023; the running maximum and sum are FlashAttention's, Dao et al. 2022).
+
+Lengths and block tables are read on the device. The number of programs depends on the number of rows only, so that a CUDA
+graph can be replayed with other lengths, and a row's result does not depend on how long the others are.
+"""
+
+# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.kernels.arrival import arrives_last
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+
+NO_WINDOW = 1 << 30
+"""A window that no sequence is longer than."""
+
+LOG2_E = math.log2(math.e)
+
+MAX_SPLITS = 32
+FLOATS_PER_WARP = 2048
+"""Results that a warp can hold in registers, and partial results that it merges at a time."""
+LONG_ROW_TOKENS = 1024
+"""Where rows alone occupy the device, a split is at least so long: rows up to this length are not split."""
+LONG_ROW_SPLITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What the attention of every layer in a step needs to know about its tokens."""
+
+    positions: Tensor
+    """int32 [T]: keys 0 … position are attended to."""
+    slots: Tensor
+    """int32 [T]: the line of the block table."""
+    block_tables: Tensor
+    """int32 [slots, blocks of the longest sequence]."""
+    scale: float
+    """What a product of query and key is multiplied with: 1 / √head_dim as a rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """How the work of a launch is cut."""
+
+    splits: int
+    """Programs for each (row, KV head). Those that a short row does not need leave at once."""
+    least_blocks: int
+    """A row is not cut into pieces of fewer blocks."""
+    warps: int
+    stages: int
+    """Depth of the software pipeline: so many blocks less one are on their way while one is worked on."""
+
+
+def config_for(rows: int, num_heads: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> LaunchConfig:
+    """The configuration for a number of rows; the same for every length."""
+    programs = rows * num_kv_heads
+    results = _group_rows(num_heads, num_kv_heads) * triton.next_power_of_2(head_dim)
+    stages = 4 if head_dim > 64 else 6
+    # A warp alone waits for no other, but has to hold the results in its registers.
+    warps = min(4, -(-results // FLOATS_PER_WARP))
+    if programs >= 6 * multiprocessors:
+        return LaunchConfig(LONG_ROW_SPLITS, LONG_ROW_TOKENS // BLOCK_SIZE, warps, stages)
+    splits = min(MAX_SPLITS, triton.next_power_of_2(-(-4 * multiprocessors // programs)))
+    # Where so few rows leave the device idle, more warps start and merge the pieces sooner.
+    return LaunchConfig(splits, 1, warps if splits <= 8 else 4, stages)
+
+
+def _group_rows(num_heads: int, num_kv_heads: int) -> int:
+    """Rows of the product of a KV head's queries with its keys: a matrix instruction takes 16."""
+    rows: int = triton.next_power_of_2(num_heads // num_kv_heads)
+    return max(16, rows)
+
+
+class DecodeAttention:
+    """Decode attention of layers of one shape, with the workspaces that split rows need.
+
+    `last_arrival_merges`: whether the program that is done last with a row merges it, or a second kernel does. `config`
+    stands for what `config_for` finds, for every number of rows.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        device: torch.device,
+        *,
+        last_arrival_merges: bool = True,
+        config: LaunchConfig | None = None,
+    ) -> None:
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._group_rows = _group_rows(num_heads, num_kv_heads)
+        self._width = triton.next_power_of_2(head_dim)
+        self._last_arrival_merges = last_arrival_merges
+        gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        multiprocessors = gpu.multi_processor_count if gpu else 1
+        self._configs = [
+            config or config_for(rows, num_heads, num_kv_heads, head_dim, multiprocessors)
+            for rows in range(1, max_rows + 1)
+        ]
+        pieces = max(rows * config.splits for rows, config in enumerate(self._configs, start=1))
+        self._partials = torch.empty(pieces, num_heads, head_dim, dtype=torch.float32, device=device)
+        self._logs = torch.empty(pieces, num_heads, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
+
+    def run(self, queries: Tensor, cache_layer: Tensor, step: DecodeStep, window: int | None, out: Tensor) -> None:
+        """Write softmax(scale · q·kᵀ)·v to `out` [T, num_heads · head_dim], in the dtype of `queries`.
+
+        `queries` [T, num_heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, num_kv_heads,
+        BLOCK_SIZE, head_dim], contiguous. With a `window`, keys position − window < key <= position only.
+        """
+        rows = queries.shape[0]
+        config = self._configs[rows - 1]
+        _attend_kernel[(self._num_kv_heads, rows, config.splits)](
+            queries,
+            cache_layer,
+            step.positions,
+            step.slots,
+            step.block_tables,
+            out,
+            self._partials,
+            self._logs,
+            self._arrivals,
+            step.scale * LOG2_E,
+            NO_WINDOW if window is None else window,
+            config.least_blocks,
+            queries.stride(0),
+            step.block_tables.stride(0),
+            out.stride(0),
+            LAST_ARRIVAL_MERGES=self._last_arrival_merges,
+            HAS_WINDOW=window is not None,
+            MERGED=FLOATS_PER_WARP * config.warps,
+            KV_HEADS=self._num_kv_heads,
+            GROUP=self._num_heads // self._num_kv_heads,
+            GROUP_ROWS=self._group_rows,
+            HEAD_DIM=self._head_dim,
+            WIDTH=self._width,
+            BLOCK=BLOCK_SIZE,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+        if config.splits > 1 and not self._last_arrival_merges:
+            _merge_kernel[(self._num_heads, rows)](
+                step.positions,
+                out,
+                self._partials,
+                self._logs,
+                NO_WINDOW if window is None else window,
+                config.splits,
+                config.least_blocks,
+                out.stride(0),
+                BLOCK=BLOCK_SIZE,
+                HEADS=self._num_heads,
+                HEAD_DIM=self._head_dim,
+                WIDTH=self._width,
+                MERGED=FLOATS_PER_WARP * 4,
+                num_warps=4,
+            )
+
+
+@triton.jit(do_not_specialize=["window", "least_blocks", "table_stride"])
+def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat, and one loop is its whole idea
+    queries: tl.tensor,
+    cache_layer: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    block_tables: tl.tensor,
+    out: tl.tensor,
+    partials: tl.tensor,
+    logs: tl.tensor,
+    arrivals: tl.tensor,
+    scale: float,
+    window: int,
+    least_blocks: int,
+    query_stride: int,
+    table_stride: int,
+    out_stride: int,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MERGED: tl.constexpr,
+    LAST_ARRIVAL_MERGES: tl.constexpr,
+) -> None:
+    # The split is the slowest dimension: those without work come last, where they take nobody's place.
+    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row)
+    first_block, end_block, blocks_per_piece, pieces = _pieces(position, window, splits, least_blocks, BLOCK)
+    # No slot is negative: asked so that the slot is fetched together with the position, not after this.
+    if (split >= pieces) | (slot < 0):
+        return
+
+    heads = kv_head * GROUP + tl.arange(0, GROUP_ROWS)
+    dims = tl.arange(0, WIDTH)
+    is_head = tl.arange(0, GROUP_ROWS)[:, None] < GROUP
+    is_dim = (dims < HEAD_DIM)[None, :]
+    query = tl.load(
+        queries + row * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_head & is_dim, other=0.0
+    )
+    offsets = tl.arange(0, BLOCK)
+    places = offsets[:, None] * HEAD_DIM + dims[None, :]
+    keys_of_head = cache_layer + kv_head * (BLOCK * HEAD_DIM)
+    table = block_tables + slot.to(tl.int64) * table_stride
+    begin = first_block + split * blocks_per_piece
+    end = min(begin + blocks_per_piece, end_block)
+
+    # Scores in units of log 2: exp2 is what the hardware has.
+    maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
+    # Block numbers are read one iteration before they are needed.
+    number = tl.load(table + begin)
+    for block in range(begin, end):
+        next_number = tl.load(table + tl.minimum(block + 1, end - 1))
+        # A block has at least one visible key, so the maximum is finite. What is not visible is not read: it may be NaN.
+        visible = offsets <= position - block * BLOCK
+        if HAS_WINDOW:
+            visible &= offsets > position - window - block * BLOCK
+        sources = keys_of_head + number.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + places
+        key = tl.load(sources, mask=visible[:, None] & is_dim, other=0.0)
+        value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=visible[:, None] & is_dim, other=0.0)
+        scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=1)
+        mean = tl.dot(weights.to(value.dtype), value, mean * decay[:, None])
+        maximum = new_maximum
+        number = next_number
+    mean = mean / total[:, None]
+
+    if pieces == 1:
+        targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(targets, mean.to(out.dtype.element_ty), mask=is_head & is_dim)
+    else:
+        lines = (row * splits + split) * (KV_HEADS * GROUP) + heads
+        tl.store(partials + lines[:, None] * HEAD_DIM + dims[None, :], mean, mask=is_head & is_dim)
+        tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
+        if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – decided while compiling, the other one while running
+            if arrives_last(arrivals + row * KV_HEADS + kv_head, pieces):
+                _merge(
+                    partials,
+                    logs,
+                    out,
+                    row,
+                    splits,
+                    pieces,
+                    kv_head * GROUP,
+                    out_stride,
+                    KV_HEADS * GROUP,
+                    GROUP,
+                    HEAD_DIM,
+                    WIDTH,
+                    MERGED,
+                )
+
+
+@triton.jit(do_not_specialize=["window", "splits", "least_blocks"])
+def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    positions: tl.tensor,
+    out: tl.tensor,
+    partials: tl.tensor,
+    logs: tl.tensor,
+    window: int,
+    splits: int,
+    least_blocks: int,
+    out_stride: int,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MERGED: tl.constexpr,
+) -> None:
+    head, row = tl.program_id(0), tl.program_id(1)
+    _, _, _, pieces = _pieces(tl.load(positions + row), window, splits, least_blocks, BLOCK)
+    if pieces > 1:
+        _merge(partials, logs, out, row, splits, pieces, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
+
+
+@triton.jit
+def _pieces(
+    position: tl.tensor, window: int, splits: int, least_blocks: int, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """How a row is split: its first block and the one after its last, blocks in a piece, number of pieces."""
+    first_block = tl.maximum(position - window + 1, 0) // BLOCK
+    end_block = position // BLOCK + 1
+    blocks = end_block - first_block
+    blocks_per_piece = tl.maximum(tl.cdiv(blocks, splits), least_blocks)
+    return first_block, end_block, blocks_per_piece, tl.cdiv(blocks, blocks_per_piece)
+
+
+@triton.jit
+def _merge(  # noqa: PLR0913 – called from kernels only, whose arguments are flat
+    partials: tl.tensor,
+    logs: tl.tensor,
+    out: tl.tensor,
+    row: tl.tensor,
+    splits: int,
+    pieces: tl.tensor,
+    first_head: tl.tensor,
+    out_stride: int,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MERGED: tl.constexpr,
+) -> None:
+    """Mean of the pieces' means for `GROUP` heads of a row, each weighted with its sum, of which `logs` has log 2."""
+    rows: tl.constexpr = triton.next_power_of_2(GROUP)
+    chunk: tl.constexpr = MERGED // (rows * WIDTH) if rows * WIDTH < MERGED else 1
+    group = tl.arange(0, rows)
+    # Places past the group repeat its last head.
+    heads = first_head + tl.minimum(group, GROUP - 1)
+    dims = tl.arange(0, WIDTH)
+    is_dim = dims < HEAD_DIM
+    maximum = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    mean = tl.zeros([rows, WIDTH], tl.float32)
+    for first in range(0, pieces, chunk):
+        piece = first + tl.arange(0, chunk)
+        is_piece = piece < pieces
+        lines = (row * splits + piece)[:, None] * HEADS + heads[None, :]
+        # Other programs may have written these a moment ago: past this processor's own cache.
+        log = tl.load(logs + lines, mask=is_piece[:, None], other=float("-inf"), cache_modifier=".cg")
+        partial = tl.load(
+            partials + lines[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=is_piece[:, None, None] & is_dim[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_maximum = tl.maximum(maximum, tl.max(log, axis=0))
+        weights = tl.exp2(log - new_maximum[None, :])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=0)
+        mean = mean * decay[:, None] + tl.sum(weights[:, :, None] * partial, axis=0)
+        maximum = new_maximum
+    mean = mean / total[:, None]
+    targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(targets, mean.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & is_dim[None, :])

@@ -1,0 +1,56 @@
+"""The residual stream's beginning: each token's row of the embedding table, its id known to the host or only to the device."""
+
+# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+"""Columns a program copies: eight a thread, with four warps."""
+
+
+def embed(ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor) -> None:
+    """residual[t] = float(table[id]), where id is ids[t], or, if that is negative, last_tokens[slots[t]].
+
+    `ids` and `slots` int32 [tokens], `last_tokens` int32 [slots], `table` [vocabulary, hidden] in any float dtype,
+    `residual` float32 [tokens, hidden]. Nothing checks that the ids are rows of the table.
+    """
+    tokens, hidden = residual.shape
+    _embed_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
+        ids,
+        slots,
+        last_tokens,
+        table,
+        residual,
+        table.stride(0),
+        residual.stride(0),
+        HIDDEN=hidden,
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+# These are read a number at a time, from anywhere in a buffer: aligned or not, the compiled kernel is the same.
+@triton.jit(do_not_specialize_on_alignment=["ids", "slots", "last_tokens"])
+def _embed_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    ids: tl.tensor,
+    slots: tl.tensor,
+    last_tokens: tl.tensor,
+    table: tl.tensor,
+    residual: tl.tensor,
+    table_stride: int,
+    residual_stride: int,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    known = tl.load(ids + token)
+    if known < 0:
+        known = tl.load(last_tokens + tl.load(slots + token))
+    row = table + known.to(tl.int64) * table_stride  # a table may have more than 2³¹ elements
+    values = tl.load(row + columns, mask=inside).to(tl.float32)
+    tl.store(residual + token * residual_stride + columns, values, mask=inside)

@@ -1,0 +1,79 @@
+"""Root-mean-square norm of the residual stream (Zhang and Sennrich 2019, arXiv 1910.07467), alone or after an addition to it.
+
+A program a row, which stays in registers between the sum of its squares and its scaling. A row is read once.
+"""
+
+# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+from __future__ import annotations
+
+from functools import cache
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS_PER_THREAD = 8
+
+
+def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """out = residual · rsqrt(mean(residual²) + eps) · weight, computed in float32 and rounded once.
+
+    `residual` float32 [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype.
+    """
+    _launch(None, residual, weight, eps, out)
+
+
+def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """residual += update, in place; then the norm of `rms_norm`. `update` [tokens, hidden] is of any float dtype."""
+    _launch(update, residual, weight, eps, out)
+
+
+def _launch(update: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    tokens, hidden = residual.shape
+    block, num_warps = _tile(hidden)
+    _norm_kernel[(tokens,)](
+        update,
+        residual,
+        weight,
+        out,
+        0 if update is None else update.stride(0),
+        residual.stride(0),
+        out.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+
+
+@cache
+def _tile(hidden: int) -> tuple[int, int]:
+    """Elements and warps of a program."""
+    block = triton.next_power_of_2(hidden)
+    return block, min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), 32)
+
+
+@triton.jit
+def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    update: tl.tensor | None,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    update_stride: int,
+    residual_stride: int,
+    out_stride: int,
+    eps: float,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    values = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        values += tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(residual + row * residual_stride + columns, values, mask=inside)
+    scale = tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)
+    normed = values * scale * factors
+    tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)

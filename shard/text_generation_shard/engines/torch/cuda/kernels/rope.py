@@ -1,0 +1,170 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): queries are rotated where they lie, keys and values go to
+their places in the KV cache, in one pass over the fused projection.
+
+A program takes some heads of one token: few where there are few tokens, so that many programs share the work, and more where
+there are many.
+"""
+
+# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+
+_TABLE_CHUNK = 4096
+"""Positions whose angles are held at once while a table is made."""
+_MANY_TOKENS = 128
+"""From here on there are enough programs even if each takes many heads."""
+_ELEMENTS_PER_THREAD = 8
+"""Of each half of a head: 16 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeStep:
+    """What rotation knows of a step, the same for all of its layers."""
+
+    positions: Tensor
+    """int32 [tokens]."""
+    slots: Tensor
+    """int32 [tokens]."""
+    block_tables: Tensor
+    """int32 [slots, blocks]."""
+    table: Tensor
+    """float32 [max_positions, 2, head_dim / 2], of `rotary_table`."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    """Of the norm of heads."""
+
+
+def rotary_table(frequencies: Tensor, scale: float, max_positions: int, device: torch.device) -> Tensor:
+    """cos and sin times `scale` for positions 0..max_positions - 1: float32 [max_positions, 2, head_dim / 2].
+
+    `frequencies` float32 [head_dim / 2] and `scale` are what `inverse_frequencies` gives. An angle is the float32 product of
+    position and frequency, as transformers has it: a more precise one would be another model far from the beginning.
+    """
+    frequencies = frequencies.to(device)
+    table = torch.empty(max_positions, 2, len(frequencies), dtype=torch.float32, device=device)
+    for start in range(0, max_positions, _TABLE_CHUNK):
+        chunk = table[start : start + _TABLE_CHUNK]
+        positions = torch.arange(start, start + len(chunk), device=device).unsqueeze(1).float()
+        angles = positions * frequencies
+        torch.cos(angles, out=chunk[:, 0])
+        torch.sin(angles, out=chunk[:, 1])
+    return table.mul_(scale)
+
+
+def rotate_and_append(
+    qkv: Tensor, step: RopeStep, cache_layer: Tensor, head_norms: tuple[Tensor, Tensor] | None
+) -> None:
+    """Rotate queries in place, x·cos + rotate_half(x)·sin; write rotated keys, and values as they are, to the cache.
+
+    `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads. `cache_layer` [blocks, 2,
+    num_kv_heads, BLOCK_SIZE, head_dim], contiguous, of the same dtype. `head_norms`, if there are, are the weights [head_dim] of
+    a root-mean-square norm of each query head and each key head before the rotation. Norm and rotation are computed in
+    float32 and rounded once. If tokens share a slot and a position, any one's keys and values remain.
+    """
+    tokens = len(qkv)
+    group, half_block, num_groups, num_warps = _tile(
+        step.num_heads + 2 * step.num_kv_heads, step.head_dim, tokens >= _MANY_TOKENS
+    )
+    query_weight, key_weight = (None, None) if head_norms is None else head_norms
+    _rotate_and_append_kernel[(tokens, num_groups)](
+        qkv,
+        cache_layer,
+        step.positions,
+        step.slots,
+        step.block_tables,
+        step.table,
+        query_weight,
+        key_weight,
+        qkv.stride(0),
+        step.block_tables.stride(0),
+        step.eps,
+        NUM_HEADS=step.num_heads,
+        NUM_KV_HEADS=step.num_kv_heads,
+        HALF=step.head_dim // 2,
+        BLOCK_SIZE=BLOCK_SIZE,
+        GROUP=group,
+        HALF_BLOCK=half_block,
+        num_warps=num_warps,
+    )
+
+
+@cache
+def _tile(num_pieces: int, head_dim: int, many_tokens: bool) -> tuple[int, int, int, int]:  # noqa: FBT001 – a cache key
+    """Heads of a program, half a head's width as a power of two, programs of a token, and warps of a program."""
+    half_block = triton.next_power_of_2(head_dim // 2)
+    warp = 32 * _ELEMENTS_PER_THREAD
+    group = max((4 if many_tokens else 1) * warp // half_block, 1)
+    group = min(group, triton.next_power_of_2(num_pieces))
+    return group, half_block, triton.cdiv(num_pieces, group), max(group * half_block // warp, 1)
+
+
+# These are read a number at a time, from anywhere in a buffer: aligned or not, the compiled kernel is the same.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots", "block_tables"])
+def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    qkv: tl.tensor,
+    cache_layer: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    block_tables: tl.tensor,
+    table: tl.tensor,
+    query_weight: tl.tensor | None,
+    key_weight: tl.tensor | None,
+    qkv_stride: int,
+    block_tables_stride: int,
+    eps: float,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+) -> None:
+    token = tl.program_id(0)
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token)
+    block = tl.load(block_tables + slot * block_tables_stride + position // BLOCK_SIZE)
+
+    heads = (tl.program_id(1) * GROUP + tl.arange(0, GROUP))[:, None]
+    columns = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = columns < HALF
+    is_query = heads < NUM_HEADS
+    is_value = heads >= NUM_HEADS + NUM_KV_HEADS
+    is_real = heads < NUM_HEADS + 2 * NUM_KV_HEADS
+
+    sources = qkv + token * qkv_stride + heads * (2 * HALF) + columns
+    first = tl.load(sources, mask=is_real & inside, other=0.0).to(tl.float32)
+    second = tl.load(sources + HALF, mask=is_real & inside, other=0.0).to(tl.float32)
+    factors = table + position * (2 * HALF) + columns
+    cos = tl.load(factors, mask=inside, other=0.0)
+    sin = tl.load(factors + HALF, mask=inside, other=0.0)
+
+    normed_first, normed_second = first, second
+    if query_weight is not None:
+        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)
+        weights = tl.where(is_query, query_weight, key_weight) + columns
+        normed_first *= scale * tl.load(weights, mask=inside, other=0.0).to(tl.float32)
+        normed_second *= scale * tl.load(weights + HALF, mask=inside, other=0.0).to(tl.float32)
+    first = tl.where(is_value, first, normed_first * cos - normed_second * sin)
+    second = tl.where(is_value, second, normed_second * cos + normed_first * sin)
+
+    dtype = qkv.dtype.element_ty
+    tl.store(sources, first.to(dtype), mask=is_query & inside)
+    tl.store(sources + HALF, second.to(dtype), mask=is_query & inside)
+    # A block's keys and values of all heads lie one after another, as they do in qkv. A cache may have more than 2³¹ elements.
+    pieces = block.to(tl.int64) * (2 * NUM_KV_HEADS) + (heads - NUM_HEADS)
+    targets = cache_layer + (pieces * BLOCK_SIZE + position % BLOCK_SIZE) * (2 * HALF) + columns
+    is_cached = is_real & ~is_query
+    tl.store(targets, first.to(dtype), mask=is_cached & inside)
+    tl.store(targets + HALF, second.to(dtype), mask=is_cached & inside)

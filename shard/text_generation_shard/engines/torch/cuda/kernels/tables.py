@@ -1,0 +1,22 @@
+"""Writes what is new into the block tables."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 256
+
+
+def update_tables(cells: Tensor, blocks: Tensor, tables: Tensor) -> None:
+    """tables.flatten()[cells] = blocks, all int32; a cell named twice is given the same block twice."""
+    count = cells.shape[0]
+    _update[(triton.cdiv(count, BLOCK),)](cells, blocks, tables, count, BLOCK=BLOCK)
+
+
+@triton.jit
+def _update(cells, blocks, tables, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < count
+    tl.store(tables + tl.load(cells + places, mask, 0), tl.load(blocks + places, mask, 0), mask)

@@ -1,0 +1,192 @@
+"""What one step computes, as one row of int32: built on the host, sent to every rank and copied to the device as it is.
+
+    header | ids | positions | slots | places | cells | blocks | pages | query indptr | page indptr | last pages
+
+The tokens of a step lie side by side, first those of decoding rows, one each, then the chunks of prompts. `places` are the
+tokens whose next one is chosen; a plan of decoding rows alone has none: all of them choose. Block tables live on the device
+and are told what is new in them: `cells` of the flattened tables, and the `blocks` that go there. The last four columns are
+for the chunks, in the words of FlashInfer's planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.sequences import Row
+
+Ints = NDArray[np.int32]
+
+LAST_CHOSEN = -1
+"""Instead of a token id: the last token chosen for the slot, which the device knows."""
+COLUMNS = (
+    "ids",
+    "positions",
+    "slots",
+    "places",
+    "cells",
+    "blocks",
+    "pages",
+    "query_indptr",
+    "page_indptr",
+    "last_pages",
+)
+HEADER = 8
+"""Numbers before the first column, of which the first six say something."""
+ALIGNED = 4
+"""Columns begin at multiples of so many numbers, 16 bytes: a kernel is compiled anew for a pointer that is aligned less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How long the columns of a plan are."""
+
+    tokens: int
+    places: int
+    updates: int
+    pages: int = 0
+    chunks: int = 0
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Where each of COLUMNS begins and ends."""
+        ends = self.chunks + 1 if self.chunks else 0
+        at = HEADER
+        spans = []
+        for length in (*(self.tokens,) * 3, self.places, *(self.updates,) * 2, self.pages, ends, ends, self.chunks):
+            spans.append((at, at + length))
+            at += -(-length // ALIGNED) * ALIGNED
+        return spans
+
+
+Memory = Callable[[int], Ints]
+"""Gives so many numbers of it."""
+
+
+def any_memory(length: int) -> Ints:
+    """Memory of no particular kind."""
+    return np.empty(length, dtype=np.int32)
+
+
+Update = tuple[int, int]
+"""A cell of the flattened block tables, and the block that goes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """To what a plan of decoding rows is filled up, so that it fits a CUDA graph."""
+
+    tokens: int
+    updates: int
+    slot: int
+    """A slot that belongs to nobody."""
+    update: Update
+    """An update that changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step of one or more tokens."""
+
+    numbers: Ints
+    """The whole row; the first HEADER tell the sizes, and whether the tokens are chosen greedily with the forward pass."""
+    sizes: Sizes
+    spans: list[tuple[int, int]]
+    greedy: bool
+
+    @classmethod
+    def blank(cls, sizes: Sizes, *, greedy: bool, memory: Memory) -> StepPlan:
+        """A plan to fill in, in memory that is taken for it."""
+        spans = sizes.spans()
+        numbers = memory(spans[-1][1])
+        numbers[:HEADER] = (sizes.tokens, sizes.places, sizes.updates, sizes.pages, sizes.chunks, greedy, 0, 0)
+        return cls(numbers, sizes, spans, greedy)
+
+    @classmethod
+    def read(cls, numbers: Ints) -> StepPlan:
+        """The plan that another rank has built."""
+        tokens, places, updates, pages, chunks, greedy, *_ = numbers[:HEADER].tolist()
+        sizes = Sizes(tokens, places, updates, pages, chunks)
+        return cls(numbers, sizes, sizes.spans(), bool(greedy))
+
+    @classmethod
+    def idle(cls, padding: Padding) -> StepPlan:
+        """A plan of padding alone."""
+        return plan_decoding((), (), padding, greedy=True)
+
+    def column(self, name: str) -> Ints:
+        """One of COLUMNS, to read or to write."""
+        start, end = self.spans[COLUMNS.index(name)]
+        return self.numbers[start:end]
+
+    @property
+    def decoding(self) -> int:
+        """How many of the tokens are those of decoding rows."""
+        return self.sizes.tokens - int(self.column("query_indptr")[-1]) if self.sizes.chunks else self.sizes.tokens
+
+    @property
+    def choosing(self) -> int:
+        """How many tokens are chosen."""
+        return self.sizes.places if self.sizes.chunks else self.sizes.tokens
+
+
+def plan_decoding(
+    rows: Sequences[Row], updates: Sequences[Update], padding: Padding, *, greedy: bool, memory: Memory = any_memory
+) -> StepPlan:
+    """One token for each of `rows`, in order. There are no more rows and updates than `padding` has room for."""
+    plan = StepPlan.blank(Sizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=memory)
+    plan.column("ids")[:] = LAST_CHOSEN
+    _fill(plan.column("positions"), [row.start for row in rows], 0)
+    _fill(plan.column("slots"), [row.sequence.slot for row in rows], padding.slot)
+    _fill(plan.column("cells"), [cell for cell, _ in updates], padding.update[0])
+    _fill(plan.column("blocks"), [block for _, block in updates], padding.update[1])
+    return plan
+
+
+def plan_chunks(
+    decoding: Sequences[Row],
+    chunks: Sequences[Row],
+    updates: Sequences[Update],
+    *,
+    greedy: bool,
+    memory: Memory = any_memory,
+) -> StepPlan:
+    """One token for each row of `decoding`, then the tokens of each of `chunks`, of which there is at least one."""
+    ends = [row.start + row.length for row in chunks]
+    tables = [row.sequence.blocks[: -(-end // BLOCK_SIZE)] for row, end in zip(chunks, ends, strict=True)]
+    chunk_tokens = sum(row.length for row in chunks)
+    places = len(decoding) + sum(row.samples for row in chunks)
+    sizes = Sizes(len(decoding) + chunk_tokens, places, len(updates), pages=sum(map(len, tables)), chunks=len(chunks))
+    plan = StepPlan.blank(sizes, greedy=greedy, memory=memory)
+    ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
+    first = len(decoding)
+    ids[:first] = LAST_CHOSEN
+    positions[:first] = [row.start for row in decoding]
+    slots[:first] = [row.sequence.slot for row in decoding]
+    choosing = list(range(first))
+    at = first
+    for row, end in zip(chunks, ends, strict=True):
+        after = at + row.length
+        ids[at:after] = row.sequence.tokens[row.start : end]
+        positions[at:after] = np.arange(row.start, end, dtype=np.int32)
+        slots[at:after] = row.sequence.slot
+        if row.samples:
+            choosing.append(after - 1)
+        at = after
+    plan.column("places")[:] = choosing
+    plan.column("cells")[:] = [cell for cell, _ in updates]
+    plan.column("blocks")[:] = [block for _, block in updates]
+    plan.column("pages")[:] = [block for table in tables for block in table]
+    plan.column("query_indptr")[:] = np.cumsum([0, *(row.length for row in chunks)])
+    plan.column("page_indptr")[:] = np.cumsum([0, *map(len, tables)])
+    plan.column("last_pages")[:] = [(end - 1) % BLOCK_SIZE + 1 for end in ends]
+    return plan
+
+
+def _fill(column: Ints, values: list[int], rest: int) -> None:
+    column[: len(values)] = values
+    column[len(values) :] = rest

@@ -1,0 +1,69 @@
+"""What a forward pass is made of besides matrix products: on a GPU the kernels of `kernels` and FlashInfer's attention.
+
+Tests put a plain toolbox in its place, which runs on a CPU and is the reference of the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.cuda.kernels.decode_attention import DecodeStep
+    from text_generation_shard.engines.torch.cuda.kernels.rope import RopeStep
+
+
+class Toolbox(Protocol):
+    """See the kernels of the same names for shapes. Whatever is called in a forward pass can be captured in a CUDA graph,
+    save the attention of chunks, which is planned on the host for each step."""
+
+    fused_tokens: int
+    """Up to so many tokens in a step, products fused with what is around them are faster than products alone."""
+
+    def update_tables(self, cells: Tensor, blocks: Tensor, tables: Tensor) -> None: ...
+
+    def embed(self, ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor) -> None: ...
+
+    def rms_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+
+    def add_rms_norm(self, update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+
+    def rotate_and_append(
+        self, qkv: Tensor, step: RopeStep, cache_layer: Tensor, head_norms: tuple[Tensor, Tensor] | None
+    ) -> None: ...
+
+    def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None: ...
+
+    def norm_matvec(
+        self, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out: Tensor, bias: Tensor | None
+    ) -> None: ...
+
+    def norm_matvec_activate(
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        kind: str,
+        out: Tensor,
+        bias: Tensor | None,
+    ) -> None: ...
+
+    def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> None: ...
+
+    def decode_attention(
+        self, queries: Tensor, cache_layer: Tensor, step: DecodeStep, window: int | None, out: Tensor
+    ) -> None: ...
+
+    def plan_chunks(self, plan: StepPlan, pages: Tensor) -> None:
+        """Ready `chunk_attention` for the chunks of a plan, whose pages lie on the device as well."""
+
+    def chunk_attention(self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor) -> None:
+        """softmax(q·kᵀ·scale)·v for the tokens of the chunks: `queries` [tokens, heads, head_dim], `out` likewise flat."""
+
+    def choose_greedily(
+        self, logits: Tensor, slots: Tensor, last_tokens: Tensor, token_ids: Tensor, logprobs: Tensor
+    ) -> None: ...

@@ -1,0 +1,114 @@
+"""What a checkpoint's config says about its quantization: FP8 as compressed-tensors and ModelOpt write it, nothing else.
+
+Both hold weights in float8_e4m3fn beside a scale for the tensor or for each row, and round what the weights are multiplied
+with to the same type: by a scale that the checkpoint brings along (static), or by the values at hand (dynamic).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, TypeGuard
+
+KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Where checkpoints say how they would have the KV cache rounded."""
+METHODS = ("compressed-tensors", "modelopt")
+REGEX = "re:"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Scheme:
+    """Which projections are in FP8, and how they are scaled."""
+
+    scale_per_row: bool
+    """A weight_scale for each row of a weight (shape [outputs, 1]), or one for all of them."""
+    static_inputs: bool
+    """Activations are scaled by the checkpoint's input_scale; else each token's by its own largest value."""
+    ignored: tuple[str, ...] = ()
+    """Modules left as they were: names, patterns with *, or regular expressions after `re:`."""
+
+    def covers(self, module: str) -> bool:
+        """Whether the module of this name, such as model.layers.0.mlp.down_proj, is in FP8."""
+        return not any(_matches(module, pattern) for pattern in self.ignored)
+
+
+class UnsupportedSchemeError(ValueError):
+    """In one line, what the config asks for that is not done."""
+
+
+def read_scheme(given: object) -> Fp8Scheme:
+    """The scheme of config.json's `quantization_config`, or of hf_quant_config.json's `quantization`."""
+    if not isinstance(given, dict):
+        raise UnsupportedSchemeError(f"quantized checkpoints ({given}) are not supported")
+    method = given.get("quant_method", "modelopt")
+    if method == "modelopt":
+        return _modelopt(given)
+    if method == "compressed-tensors":
+        return _compressed_tensors(given)
+    raise UnsupportedSchemeError(
+        f"quantized checkpoints ({method}) are not supported, only FP8 of {' and '.join(METHODS)}"
+    )
+
+
+def _modelopt(given: dict[str, Any]) -> Fp8Scheme:
+    algorithm = given.get("quant_algo")
+    if algorithm != "FP8":
+        raise UnsupportedSchemeError(f"quantized checkpoints (modelopt, {algorithm}) are not supported, only FP8")
+    return Fp8Scheme(
+        scale_per_row=False, static_inputs=True, ignored=_names(given.get("ignore") or given.get("exclude_modules"))
+    )
+
+
+def _compressed_tensors(given: dict[str, Any]) -> Fp8Scheme:
+    groups = given.get("config_groups")
+    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
+    if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
+        raise UnsupportedSchemeError("compressed-tensors: only one config group, of all Linear, is supported")
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not _is_fp8(weights) or weights.get("strategy") not in ("tensor", "channel"):
+        raise UnsupportedSchemeError(f"compressed-tensors: weights {_words(weights)} are not supported, only FP8")
+    if not _is_fp8(inputs):
+        raise UnsupportedSchemeError(f"compressed-tensors: activations {_words(inputs)} are not supported, only FP8")
+    if group.get("output_activations") or given.get("transform_config"):
+        raise UnsupportedSchemeError("compressed-tensors: output_activations and transform_config are not supported")
+    dynamic = inputs.get("dynamic") is True
+    if inputs.get("strategy") not in (("token", "tensor") if dynamic else ("tensor",)):
+        raise UnsupportedSchemeError(f"compressed-tensors: activations {_words(inputs)} are not supported")
+    return Fp8Scheme(
+        scale_per_row=weights["strategy"] == "channel", static_inputs=not dynamic, ignored=_names(given.get("ignore"))
+    )
+
+
+def _is_fp8(values: object) -> TypeGuard[dict[str, Any]]:
+    return (
+        isinstance(values, dict)
+        and (values.get("num_bits"), values.get("type")) == (8, "float")
+        and values.get("symmetric") is not False
+    )
+
+
+def _words(values: object) -> str:
+    """The three words that name a scheme of compressed-tensors."""
+    if not isinstance(values, dict):
+        return str(values)
+    return f"{values.get('type')}{values.get('num_bits')} by {values.get('strategy')}"
+
+
+def _names(given: object) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise UnsupportedSchemeError("the modules that a quantization ignores must be a list of names")
+    for name in given:
+        try:
+            re.compile(name.removeprefix(REGEX) if name.startswith(REGEX) else "")
+        except re.error as error:
+            raise UnsupportedSchemeError(f"{name!r}, a module to ignore, is no regular expression: {error}") from None
+    return tuple(given)
+
+
+def _matches(module: str, pattern: str) -> bool:
+    if pattern.startswith(REGEX):
+        return re.match(pattern.removeprefix(REGEX), module) is not None
+    return fnmatchcase(module, pattern)

@@ -1,0 +1,71 @@
+"""What each step cost, written to a file as it goes: one JSON line a step.
+
+    {"step": 7, "kind": "decode", "rows": 256, "tokens": 256, "host_us": 312.0, "wall_us": 398.1, "device_us": 11870.1, "gap_us": 3.1}
+
+`host_us` is the processor time of the engine's thread between the tokens of the last step and the wait for this one's:
+orders, records, reports, the launch of the step after. `wall_us` is how long that took on the clock: other threads of the
+process run meanwhile, and may be what this one waits for. `device_us` is the device's time from a step's first kernel to its
+last, `gap_us` what the device waited before that. Host and gap are left out of the first step after a pause.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import orjson
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.cuda.marks import Mark
+from text_generation_shard.sequences import Row
+
+
+class StepTrace:
+    """Writes the file. Without a path it does nothing."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._file = Path(path).open("wb") if path else None  # noqa: SIM115 – closed by `close`
+        except OSError as error:
+            raise EngineError(f"the trace of steps cannot be written: {error}") from None
+        self._step = 0
+        self._busy_since: tuple[int, int] | None = None
+        """The clock, and the thread's own."""
+        self._end: Mark | None = None
+        self._busy_ns: tuple[int, int] | None = None
+
+    def before_wait(self) -> None:
+        """The engine's thread has nothing left to do before a step's tokens are there."""
+        if self._file is not None and self._busy_since is not None:
+            wall, own = self._busy_since
+            self._busy_ns = time.perf_counter_ns() - wall, time.thread_time_ns() - own
+
+    def after_wait(self, rows: list[Row], started: Mark, ended: Mark) -> None:
+        """They are there."""
+        self._step += 1
+        if self._file is not None:
+            self._busy_since, busy = (time.perf_counter_ns(), time.thread_time_ns()), self._busy_ns
+            line: dict[str, object] = {
+                "step": self._step,
+                "kind": "prefill" if any(row.prefills for row in rows) else "decode",
+                "rows": len(rows),
+                "tokens": sum(row.length for row in rows),
+                "device_us": ended.ns_since(started) / 1000,
+            }
+            if busy is not None:
+                line["wall_us"], line["host_us"] = busy[0] / 1000, busy[1] / 1000
+            if self._end is not None:
+                line["gap_us"] = started.ns_since(self._end) / 1000
+            self._file.write(orjson.dumps(line) + b"\n")
+        self._end = ended
+
+    def pause(self) -> None:
+        """There is nothing to compute."""
+        self._busy_since = self._busy_ns = self._end = None
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._file is not None:
+            self._file.close()

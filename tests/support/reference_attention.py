@@ -1,0 +1,32 @@
+"""Decode attention over a paged cache and greedy choice, as plainly as they can be written, in any float dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZE = 16
+
+
+def keys_and_values(cache_layer: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """[KV heads, length, head_dim] of each, from a layer [blocks, 2, KV heads, BLOCK_SIZE, head_dim] and one table."""
+    blocks = cache_layer[table[: -(-length // BLOCK_SIZE)].long()]
+    keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+    return keys, values
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    """[heads, head_dim]: what one query [heads, head_dim] that stands at the last key sees."""
+    if window is not None:
+        keys, values = keys[:, -window:], values[:, -window:]
+    share = query.shape[0] // keys.shape[0]
+    keys, values = (tensor.repeat_interleave(share, dim=0) for tensor in (keys, values))
+    scores = torch.einsum("hd,hkd->hk", query, keys) * scale
+    return torch.einsum("hk,hkd->hd", scores.softmax(1), values)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index of each row's maximum, and the logarithm of its probability."""
+    best = logits.max(1, keepdim=True).values
+    tokens = (logits == best).int().argmax(1)
+    return tokens, logits.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)

@@ -1,0 +1,34 @@
+"""The gated activations, every one that configs can name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference_ops import activate, rounded_once
+
+from text_generation_shard.engines.torch.cuda.kernels import activation
+from text_generation_shard.engines.torch.model import ACTIVATIONS
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: 1 / (1 + ∞) is meant
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 1536), (5, 1536), (2, 4864), (3, 1531), (4, 48)])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_the_activation_is_that_of_float64_rounded_once(
+    kind: str, tokens: int, inner: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    # Gates wide enough to saturate on both sides.
+    gate_up = (torch.randn(tokens, 2 * inner, device=device) * 8).to(dtype)
+    out = torch.full((tokens, inner), torch.nan, device=device, dtype=dtype)
+    activation.activate(gate_up, kind, out)
+    assert rounded_once(out, activate(gate_up.double(), kind))
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_the_activation_is_exact_in_float32(kind: str, device: torch.device) -> None:
+    """Which tells the two kinds of gelu apart, whatever their outputs are rounded to."""
+    buffer = torch.randn(6, 200, device=device)
+    out = torch.full((6, 90), torch.nan, device=device)
+    activation.activate(buffer[1:5, :160], kind, out[1:5, :80])
+    assert rounded_once(out[1:5, :80], activate(buffer[1:5, :160].double(), kind))
+    out[1:5, :80] = torch.nan
+    assert out.isnan().all()

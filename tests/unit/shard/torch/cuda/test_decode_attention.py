@@ -1,0 +1,184 @@
+"""Decode attention over the paged cache, against the plain formula in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from reference_attention import BLOCK_SIZE, attend, keys_and_values
+from torch import Tensor
+from triton_interpreter import allow_computed_bounds
+
+from text_generation_shard.engines.torch.cuda.kernels import decode_attention
+from text_generation_shard.engines.torch.cuda.kernels.decode_attention import (
+    DecodeAttention,
+    DecodeStep,
+    LaunchConfig,
+    config_for,
+)
+
+TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
+H200_MULTIPROCESSORS = 132
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    if device.type == "cpu":
+        allow_computed_bounds(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+CUT = LaunchConfig(splits=3, least_blocks=1, warps=4, stages=3)
+SMOL = Shape(9, 3, 64)
+LLAMA = Shape(8, 2, 128)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of some lengths; whatever of the cache no row may look at is NaN."""
+
+    shape: Shape
+    qkv: Tensor
+    cache_layer: Tensor
+    step: DecodeStep
+
+    @property
+    def queries(self) -> Tensor:
+        return self.qkv[:, : self.shape.heads * self.shape.head_dim].view(-1, self.shape.heads, self.shape.head_dim)
+
+    def expected(self, window: int | None) -> Tensor:
+        rows = []
+        for row, (position, slot) in enumerate(
+            zip(self.step.positions.tolist(), self.step.slots.tolist(), strict=True)
+        ):
+            table = self.step.block_tables[slot]
+            keys, values = keys_and_values(self.cache_layer.double(), table, position + 1)
+            rows.append(attend(self.queries[row].double(), keys, values, self.step.scale, window).flatten())
+        return torch.stack(rows)
+
+    def run(
+        self, attention: DecodeAttention, window: int | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        shape, out_dtype = self.shape, out_dtype or self.qkv.dtype
+        out = torch.full(
+            (len(self.qkv), shape.heads * shape.head_dim), torch.nan, dtype=out_dtype, device=self.qkv.device
+        )
+        attention.run(self.queries, self.cache_layer, self.step, window, out)
+        return out
+
+
+def a_case(
+    shape: Shape, lengths: list[int], device: torch.device, dtype: torch.dtype, window: int | None = None
+) -> Case:
+    """Rows in slots of any order, their blocks anywhere in the pool."""
+    slots = torch.randperm(len(lengths) + 3)[: len(lengths)]
+    sizes = [-(-length // BLOCK_SIZE) for length in lengths]
+    numbers = torch.randperm(sum(sizes) + 5).int()
+    tables = torch.full((len(lengths) + 3, max(sizes)), 1 << 30, dtype=torch.int32)
+    cache = torch.full((len(numbers), 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim), torch.nan, dtype=dtype)
+    for slot, length, own in zip(slots, lengths, numbers.split([*sizes, 5]), strict=False):
+        tables[slot, : len(own)] = own
+        for position in range(0 if window is None else max(0, length - window), length):
+            cache[own[position // BLOCK_SIZE], :, :, position % BLOCK_SIZE] = torch.randn(
+                2, shape.kv_heads, shape.head_dim
+            )
+    qkv = 2 * torch.randn(len(lengths), (shape.heads + 2 * shape.kv_heads) * shape.head_dim, dtype=dtype)
+    positions = torch.tensor(lengths, dtype=torch.int32) - 1
+    step = DecodeStep(positions.to(device), slots.int().to(device), tables.to(device), shape.head_dim**-0.5)
+    return Case(shape, qkv.to(device), cache.to(device), step)
+
+
+def an_attention(
+    shape: Shape, rows: int, device: torch.device, config: LaunchConfig, **options: bool
+) -> DecodeAttention:
+    return DecodeAttention(shape.heads, shape.kv_heads, shape.head_dim, rows, device, config=config, **options)
+
+
+def error(result: Tensor, expected: Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    "shape",
+    [SMOL, LLAMA, Shape(14, 2, 64), Shape(2, 2, 32), Shape(24, 1, 96), Shape(2, 1, 256)],
+    ids=lambda shape: f"{shape.heads}-{shape.kv_heads}x{shape.head_dim}",
+)
+def test_rows_of_any_length_match_the_formula(
+    shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    case = a_case(shape, [1, 16, 70, 17], device, dtype, window)
+    result = case.run(an_attention(shape, 4, device, CUT), window)
+    assert error(result, case.expected(window)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_second_kernel_may_merge(window: int | None, device: torch.device, dtype: torch.dtype) -> None:
+    case = a_case(LLAMA, [100, 1, 33], device, dtype, window)
+    result = case.run(an_attention(LLAMA, 3, device, CUT, last_arrival_merges=False), window)
+    assert error(result, case.expected(window)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("last_arrival_merges", [True, False])
+def test_a_long_row_alone_is_cut_into_many_pieces(
+    last_arrival_merges: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    shape = Shape(8, 1, 128)
+    config = config_for(1, shape.heads, shape.kv_heads, shape.head_dim, H200_MULTIPROCESSORS)
+    assert config.splits == decode_attention.MAX_SPLITS
+    case = a_case(shape, [700], device, dtype)
+    attention = an_attention(shape, 1, device, config, last_arrival_merges=last_arrival_merges)
+    first, second = case.run(attention), case.run(attention)
+    assert error(first, case.expected(None)) < TOLERANCES[dtype]
+    assert torch.equal(first, second)
+
+
+def test_short_rows_are_not_cut_where_there_are_many(device: torch.device, dtype: torch.dtype) -> None:
+    config = config_for(6, SMOL.heads, SMOL.kv_heads, SMOL.head_dim, multiprocessors=1)
+    assert config.splits > 1
+    config = replace(config, least_blocks=config.least_blocks // 32)
+    case = a_case(SMOL, [32, 33], device, dtype)
+    result = case.run(an_attention(SMOL, 2, device, config), out_dtype=torch.float32)
+    uncut = case.run(an_attention(SMOL, 2, device, replace(config, splits=1)), out_dtype=torch.float32)
+    assert error(result, case.expected(None)) < TOLERANCES[dtype]
+    assert [torch.equal(row, other) for row, other in zip(result, uncut, strict=True)] == [True, False]
+
+
+def test_a_launch_leaves_nothing_behind_for_the_next(device: torch.device, dtype: torch.dtype) -> None:
+    attention = an_attention(LLAMA, 1, device, CUT)
+    for length in (48, 20, 40):  # three pieces, two, three
+        case = a_case(LLAMA, [length], device, dtype)
+        assert error(case.run(attention), case.expected(None)) < TOLERANCES[dtype]
+
+
+def test_a_row_does_not_depend_on_the_lengths_of_others(device: torch.device, dtype: torch.dtype) -> None:
+    case = a_case(LLAMA, [90, 50], device, dtype)
+    attention = an_attention(LLAMA, 2, device, CUT)
+    shorter = replace(case.step, positions=torch.tensor([89, 3], dtype=torch.int32, device=device))
+    assert torch.equal(case.run(attention)[0], replace(case, step=shorter).run(attention)[0])
+
+
+def test_rows_of_the_dummy_slot_may_be_any_number(device: torch.device, dtype: torch.dtype) -> None:
+    case = a_case(SMOL, [40, 1], device, dtype)
+    slots = case.step.slots[[0, 1, 1]]
+    padded = replace(
+        case, qkv=case.qkv[[0, 1, 1]], step=replace(case.step, slots=slots, positions=case.step.positions[[0, 1, 1]])
+    )
+    assert error(padded.run(an_attention(SMOL, 3, device, CUT)), padded.expected(None)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 64), (1, 256)])
+def test_the_workspace_is_bounded_and_the_device_full(kv_heads: int, head_dim: int) -> None:
+    for rows in range(1, 513):
+        config = config_for(rows, 4 * kv_heads, kv_heads, head_dim, H200_MULTIPROCESSORS)
+        assert rows * config.splits * kv_heads * head_dim * 4 < 12 << 20  # bytes, for each head of a group
+        assert (
+            rows * config.splits * kv_heads > 2 * H200_MULTIPROCESSORS or config.splits == decode_attention.MAX_SPLITS
+        )

@@ -1,0 +1,33 @@
+"""Embedding rows of ids that the host knows, and of ids that only the device knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from text_generation_shard.engines.torch.cuda.kernels.embedding import embed
+
+VOCABULARY = 101
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 576), (9, 4096), (5, 1025), (3, 13)])
+def test_each_token_gets_its_row_as_it_is(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    table = torch.randn(VOCABULARY, hidden, device=device).to(dtype)
+    ids = torch.randint(VOCABULARY, (tokens,), device=device, dtype=torch.int32)
+    slots = torch.zeros(tokens, device=device, dtype=torch.int32)
+    last_tokens = torch.full((1,), 7, device=device, dtype=torch.int32)
+    residual = torch.full((tokens, hidden), torch.nan, device=device)
+    embed(ids, slots, last_tokens, table, residual)
+    assert torch.equal(residual, table[ids.long()].float())
+
+
+def test_an_unknown_id_is_the_last_token_of_the_tokens_slot(device: torch.device) -> None:
+    table = torch.randn(VOCABULARY, 64, device=device)
+    ids = torch.tensor([-1, 5, -1, 0, -1], device=device, dtype=torch.int32)
+    slots = torch.tensor([3, 0, 1, 2, 4], device=device, dtype=torch.int32)
+    last_tokens = torch.tensor([11, 22, 33, 44, 0], device=device, dtype=torch.int32)
+    buffer = torch.full((7, 64), torch.nan, device=device)
+    embed(ids, slots, last_tokens, table, buffer[:5])
+    assert torch.equal(buffer[:5], table[[44, 5, 22, 0, 0]])
+    assert buffer[5:].isnan().all()

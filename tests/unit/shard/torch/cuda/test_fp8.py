@@ -1,0 +1,203 @@
+"""FP8: rounding of activations, products, and checkpoints that hold it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoint import (
+    COMPRESSED_DYNAMIC,
+    MODELOPT_STATIC,
+    dequantized,
+    quantized,
+    random_tensors,
+    write_checkpoint,
+)
+from torch import Tensor
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.cuda.fp8 import Fp8Linear
+from text_generation_shard.engines.torch.cuda.kernels.quantize import quantize_rows
+from text_generation_shard.engines.torch.cuda.layers import ModelWeights, Split
+from text_generation_shard.engines.torch.cuda.linear import Linear
+from text_generation_shard.engines.torch.model_config import read_model_config
+from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
+
+FP8 = torch.float8_e4m3fn
+FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",), "gate_up": ("gate_proj", "up_proj")}
+INPUT_SCALE = 0.004
+"""Times 448: the few values beyond 1.8 of inputs drawn from N(0, 1) are cut off."""
+SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a scale a row, dynamic": (COMPRESSED_DYNAMIC, {"per_row": True}),
+    "a scale a tensor, static": (MODELOPT_STATIC, {"per_row": False, "input_scale": INPUT_SCALE}),
+}
+
+
+def rounded(values: Tensor) -> Tensor:
+    """float64 values rounded to the nearest of float8_e4m3fn, ties to even, cut off at ±448."""
+    exponents = values.abs().log2().floor().clamp(min=-6.0)
+    steps = torch.exp2(exponents - 3)
+    return ((values / steps).round() * steps).clamp(-448.0, 448.0)
+
+
+def scale_of(x: Tensor, fixed: Tensor | None) -> Tensor:
+    """float64 [rows, 1]."""
+    if fixed is not None:
+        return fixed.double().expand(x.shape[0], 1)
+    return (x.double().abs().amax(1, keepdim=True) / 448).clamp_min(1 / (448 * 512))
+
+
+def without_defects(x: Tensor, fixed: Tensor | None) -> Tensor:
+    """x, for Triton's interpreter (3.6) with zeros for what it rounds wrongly: subnormals, and up to a power of two."""
+    if x.device.type == "cuda":
+        return x
+    values = (x.double() / scale_of(x, fixed)).abs()
+    fraction = values / torch.exp2(values.log2().floor())
+    return x.masked_fill((values < 2**-6) | (fraction > 1.9) & (values < 448), 0.0)
+
+
+def error(ours: Tensor, reference: Tensor) -> float:
+    return float((ours.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 576), (7, 1536), (3, 131)])
+def test_rows_are_rounded_to_the_nearest(
+    device: torch.device, dtype: torch.dtype, static: bool, rows: int, columns: int
+) -> None:
+    fixed = torch.tensor([0.005], device=device) if static else None
+    wide = torch.randn(rows, columns + 16, device=device) * torch.tensor(3.0, device=device).pow(
+        torch.arange(rows, device=device).unsqueeze(1) - 2
+    )
+    x = without_defects(wide.to(dtype)[:, :columns], fixed)
+    out = torch.full((rows, columns), float("nan"), device=device).to(FP8)
+    scales = torch.full((rows, 1), float("nan"), device=device)
+    quantize_rows(x, out, scales, fixed)
+    assert error(scales, scale_of(x, fixed)) < 1e-6
+    values = x.double() / scales.double()
+    # The middle of two numbers is as near to either: the interpreter rounds it up, a GPU to even.
+    nearest = (rounded(values) - values).abs()
+    assert ((out.double() - values).abs() <= nearest + 1e-6 * values.abs()).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, in the interpreter
+def test_rows_of_zeros_stay_zeros_and_what_is_not_finite_shows(device: torch.device) -> None:
+    x = torch.randn(4, 64, device=device)
+    x[0] = 0.0
+    x[1, 5] = float("nan")
+    x[2, 7] = float("inf")
+    out, scales = torch.empty(4, 64, device=device).to(FP8), torch.empty(4, 1, device=device)
+    quantize_rows(x, out, scales)
+    values = out.float() * scales
+    assert values[0].eq(0).all()
+    assert values.isnan().any(1).tolist() == [False, True, True, False]
+    assert scales.isfinite().flatten().tolist() == [True, False, False, True]
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def load(folder: Path, device: torch.device, split: Split | None = None) -> ModelWeights:
+    weights = ModelWeights(read_model_config(folder), split or Split(), device, dtype_on(device))
+    load_weights(folder, weights.targets())
+    weights.seal()
+    return weights
+
+
+def reference_product(tensors: dict[str, Tensor], modules: tuple[str, ...], x: Tensor) -> Tensor:
+    """In float64 from a checkpoint's tensors: fused projections share the largest input scale."""
+    named = [name for name in tensors if name.startswith("model.layers.1.") and name.split(".")[-2] in modules]
+    by_module = sorted(
+        (name for name in named if name.endswith(".weight")), key=lambda name: modules.index(name.split(".")[-2])
+    )
+    weight = torch.cat([dequantized(tensors)[name] for name in by_module]).double()
+    inputs = [tensors[name] for name in named if name.endswith("input_scale")]
+    fixed = torch.stack(inputs).max().view(1) if inputs else None
+    scale = scale_of(x, fixed)
+    return (rounded(x.double() / scale) * scale) @ weight.t()
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_computes_with_what_its_numbers_stand_for(
+    tmp_path: Path, device: torch.device, scheme: str, size: int
+) -> None:
+    config, how = SCHEMES[scheme]
+    tensors = quantized(random_tensors(), **how)
+    write_checkpoint(tmp_path, tensors, {"quantization_config": config})
+    x = torch.randn(5, 64).to(dtype_on(device)).float()
+    for rank in range(size):
+        weights = load(tmp_path, device, Split(rank, size))
+        inputs = x.to(device, weights.embedding.dtype)
+        out = torch.full((5, 192 // size), float("nan"), device=device, dtype=inputs.dtype)
+        weights.layers[1].gate_up(inputs, out)
+        whole = reference_product(tensors, FUSED["gate_up"], x)
+        expected = torch.cat([half.chunk(size, 1)[rank] for half in whole.chunk(2, 1)], 1)
+        # In bfloat16 the product is rounded, and summed with about 14 bits on the way.
+        assert error(out.cpu(), expected) < (1e-2 if device.type == "cuda" else 1e-3)
+        assert isinstance(weights.layers[1].down, Fp8Linear)
+        assert weights.head.weight.dtype == weights.embedding.dtype
+    if size == 1:
+        qkv = weights.layers[1].qkv(inputs).cpu()
+        assert error(qkv, reference_product(tensors, FUSED["qkv"], x)) < (1e-2 if device.type == "cuda" else 1e-3)
+
+
+def test_rounding_activations_costs_little_against_weights_alone(tmp_path: Path, device: torch.device) -> None:
+    tensors = quantized(random_tensors(), per_row=True)
+    write_checkpoint(tmp_path, tensors, {"quantization_config": COMPRESSED_DYNAMIC})
+    layer = load(tmp_path, device).layers[0]
+    x = torch.randn(9, 96)
+    expected = x.double() @ dequantized(tensors)["model.layers.0.mlp.down_proj.weight"].double().t()
+    assert 1e-3 < error(layer.down(x.to(device, layer.mlp_norm.dtype)).cpu(), expected) < 4e-2
+
+
+def test_biases_are_added(tmp_path: Path, device: torch.device) -> None:
+    changes = {"attention_bias": True, "mlp_bias": True, "quantization_config": COMPRESSED_DYNAMIC}
+    tensors = quantized(random_tensors(changes), per_row=True)
+    layer = load(write_checkpoint(tmp_path, tensors, changes), device).layers[1]
+    out = layer.qkv(torch.zeros(2, 64, device=device, dtype=layer.mlp_norm.dtype))
+    expected = torch.cat([tensors[f"model.layers.1.self_attn.{name}.bias"] for name in FUSED["qkv"]])
+    assert error(out.cpu(), expected.double().expand(2, -1)) < 1e-2
+
+
+def test_ignored_modules_stay_as_they_are(tmp_path: Path, device: torch.device) -> None:
+    changes = {"quantization_config": COMPRESSED_DYNAMIC | {"ignore": ["lm_head", "re:.*down_proj"]}}
+    tensors = random_tensors()
+    kept = {name: tensors[name] for name in tensors if "down_proj" in name}
+    write_checkpoint(tmp_path, quantized(tensors, per_row=True) | kept, changes)
+    layer = load(tmp_path, device).layers[0]
+    assert [type(linear) for linear in layer.linears] == [Fp8Linear, Fp8Linear, Fp8Linear, Linear]
+
+
+def test_projections_of_one_product_must_agree(tmp_path: Path) -> None:
+    config = COMPRESSED_DYNAMIC | {"ignore": ["model.layers.1.self_attn.k_proj"]}
+    folder = write_checkpoint(tmp_path, {}, {"quantization_config": config})
+    with pytest.raises(EngineError, match="all of them must be in FP8, or none"):
+        ModelWeights(read_model_config(folder), Split(), torch.device("cpu"), torch.float32)
+
+
+def test_sizes_without_a_product_in_fp8_are_widened_as_they_are_loaded(tmp_path: Path, device: torch.device) -> None:
+    changes = {"intermediate_size": 88, "quantization_config": COMPRESSED_DYNAMIC}
+    tensors = quantized(random_tensors(changes), per_row=True)
+    layer = load(write_checkpoint(tmp_path, tensors, changes), device).layers[1]
+    assert isinstance(layer.down, Linear)
+    expected = dequantized(tensors)["model.layers.1.mlp.down_proj.weight"].to(layer.down.weight.dtype)
+    assert torch.equal(layer.down.weight.cpu(), expected)
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_dummy_weights_have_the_usual_spread(tmp_path: Path, device: torch.device, scheme: str) -> None:
+    config: dict[str, Any] = {"quantization_config": SCHEMES[scheme][0]}
+    folder = write_checkpoint(tmp_path, {}, config)
+    weights = ModelWeights(read_model_config(folder), Split(), device, torch.bfloat16)
+    fill_dummy(weights.targets())
+    weights.seal()
+    down = weights.layers[0].down
+    assert isinstance(down, Fp8Linear)
+    assert (down.weight.float() * down.weight_scale.t()).std().item() == pytest.approx(0.02, rel=0.1)
+    x = torch.randn(3, 96, device=device, dtype=torch.bfloat16)
+    assert error(down(x), x.double() @ (down.weight.double() * down.weight_scale.double().t()).t()) < 0.05

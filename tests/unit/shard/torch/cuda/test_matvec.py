@@ -1,0 +1,164 @@
+"""Products of a weight with few rows against their formulas in float64: sizes that fill no block, any number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import pytest
+import torch
+from reference_ops import activate, rms_norm, rounded_once
+from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.kernels import matvec as kernels
+from text_generation_shard.engines.torch.cuda.kernels.matvec import (
+    MAX_ROWS,
+    MatvecConfig,
+    config_for,
+    matvec,
+    matvec_add,
+    norm_matvec,
+    norm_matvec_activate,
+)
+
+EPS = 1e-5
+# (outputs, inputs): less than a warp's width, and odd; an odd width; a power of two, as is nothing else here; more than one warp.
+SHAPES = [(5, 24), (3, 577), (8, 512), (7, 1536)]
+
+
+@pytest.fixture(params=[264, 1], autouse=True, ids=["programs of one row", "programs of more"])
+def programs_wanted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights as small as these are cut into single rows, unless fewer programs will do."""
+    monkeypatch.setattr(kernels, "_PROGRAMS_WANTED", request.param)
+
+
+@dataclass(frozen=True)
+class Make:
+    """Makes tensors, in the type of weights unless told."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(dtype or self.dtype)
+
+    def poisoned(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.full(shape, torch.nan, device=self.device, dtype=dtype or self.dtype)
+
+
+@pytest.fixture
+def make(device: torch.device, dtype: torch.dtype) -> Make:
+    return Make(device, dtype)
+
+
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_the_product_is_that_of_float64(make: Make, rows: int, outputs: int, inputs: int) -> None:
+    x, weight = make.normal(rows, inputs), make.normal(outputs, inputs)
+    out = make.poisoned(rows, outputs, dtype=torch.float32)
+    matvec(x, weight, out)
+    assert rounded_once(out, x.double() @ weight.double().T)
+
+
+def test_a_bias_is_added_before_the_one_rounding(make: Make) -> None:
+    x, weight, bias = make.normal(2, 96), make.normal(6, 96), 100 * make.normal(6)
+    out = make.poisoned(2, 6)
+    matvec(x, weight, out, bias)
+    assert rounded_once(out, x.double() @ weight.double().T + bias.double())
+
+
+@pytest.mark.parametrize(("rows", "biased"), [(1, False), (MAX_ROWS, True)])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_the_norm_is_part_of_the_product(make: Make, rows: int, outputs: int, inputs: int, biased: bool) -> None:
+    residual = 7 * make.normal(rows, inputs, dtype=torch.float32)
+    norm_weight, weight = make.normal(inputs), make.normal(outputs, inputs)
+    bias = make.normal(outputs) if biased else None
+    out = make.poisoned(rows, outputs)
+    norm_matvec(residual, norm_weight, EPS, weight, out, bias)
+    expected = rms_norm(residual.double(), norm_weight.double(), EPS) @ weight.double().T
+    assert rounded_once(out, expected if bias is None else expected + bias.double())
+
+
+def test_eps_keeps_a_row_of_zeros_finite(make: Make) -> None:
+    residual, weight = torch.zeros(1, 64, device=make.device), make.normal(5, 64)
+    out = make.poisoned(1, 5)
+    norm_matvec(residual, make.normal(64), EPS, weight, out)
+    assert out.tolist() == [[0.0] * 5]
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("rows", "inner", "inputs", "biased"), [(1, 6, 576, False), (MAX_ROWS, 5, 24, True)])
+def test_gate_and_up_meet_in_one_program(
+    make: Make, kind: str, rows: int, inner: int, inputs: int, biased: bool
+) -> None:
+    residual = make.normal(rows, inputs, dtype=torch.float32)
+    norm_weight = make.normal(inputs)
+    weight = make.normal(2 * inner, inputs) / inputs**0.5
+    bias = make.normal(2 * inner) if biased else None
+    out = make.poisoned(rows, inner)
+    norm_matvec_activate(residual, norm_weight, EPS, weight, kind, out, bias)
+    gate_up = rms_norm(residual.double(), norm_weight.double(), EPS) @ weight.double().T
+    assert rounded_once(out, activate(gate_up if bias is None else gate_up + bias.double(), kind))
+
+
+@pytest.mark.parametrize("rows", [1, MAX_ROWS])
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_the_product_is_added_to_the_residual(make: Make, rows: int, outputs: int, inputs: int) -> None:
+    x, weight, bias = (make.normal(*shape) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
+    residual = 50 * make.normal(rows, outputs, dtype=torch.float32)
+    expected = residual.double() + x.double() @ weight.double().T
+    matvec_add(x, weight, residual)
+    assert rounded_once(residual, expected)
+    matvec_add(x, weight, residual, bias)
+    assert rounded_once(residual, expected + x.double() @ weight.double().T + bias.double())
+
+
+def test_rows_of_wider_buffers_are_read_and_nothing_beside_them_is_written(make: Make) -> None:
+    wide_x, wide_out = make.normal(2, 128), make.poisoned(2, 64)
+    weight = make.normal(7, 96)
+    matvec(wide_x[:, :96], weight, wide_out[:, :7])
+    assert rounded_once(wide_out[:, :7], wide_x[:, :96].double() @ weight.double().T)
+    assert wide_out[:, 7:].isnan().all()
+
+
+def test_a_row_s_result_does_not_depend_on_its_neighbours(make: Make) -> None:
+    residual = make.normal(2, 576, dtype=torch.float32)
+    norm_weight, weight = make.normal(576), make.normal(10, 576)
+    outs = make.poisoned(2, 2, 10)
+    for out in outs:
+        norm_matvec(residual, norm_weight, EPS, weight, out)
+        residual[1] = torch.nan
+    assert outs[0, 0].equal(outs[1, 0])
+    assert outs[1, 1].isnan().all()
+
+
+def test_chained_products_wait_for_each_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they overlap; in the interpreter there is nothing to chain, and only the path is tested."""
+    layers, size = (24, 2048) if make.device.type == "cuda" else (3, 16)
+    weights, norm_weight = make.normal(layers, size, size) / size**0.5, make.normal(size)
+    ends: list[Tensor] = []
+    for order in get_args(kernels.Order):
+        monkeypatch.setitem(kernels.TUNED, (1, size, size), MatvecConfig(block_n=4, num_warps=4, order=order))
+        residual, x = torch.ones(1, size, device=make.device), make.poisoned(1, size)
+        for weight in weights:
+            norm_matvec(residual, norm_weight, EPS, weight, x)
+            matvec_add(x, weight, residual)
+        ends.append(residual)
+    assert ends[0].isfinite().all()
+    assert all(end.equal(ends[0]) for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(960, 576), (6144, 4096), (4096, 14336), (128256, 8192), (8192, 28672)]
+)
+def test_no_thread_is_given_too_much_and_no_multiprocessor_nothing(
+    outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "TUNED", {})  # what was measured to be best may be anything
+    for rows in range(1, MAX_ROWS + 1):
+        for parts in (1, 2):
+            config = config_for(rows, outputs, inputs, gated=parts == 2)
+            elements = parts * config.block_n * inputs / (32 * config.num_warps)
+            room = 128 if rows == 1 else 64  # elements, two to a register, of which a thread has 255
+            assert config.block_n == 1 or elements <= room
+            assert config.block_n == 1 or outputs // parts // config.block_n >= kernels._PROGRAMS_WANTED

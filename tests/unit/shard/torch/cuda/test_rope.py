@@ -1,0 +1,147 @@
+"""Rotated queries, and keys and values in their places in the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from reference_ops import rms_norm, rotate, rounded_once
+from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.kernels.rope import RopeStep, rotary_table, rotate_and_append
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.model_config import Rope
+from text_generation_shard.engines.torch.rope import RotaryEmbedding, inverse_frequencies
+
+SLOTS, POSITIONS = 4, 160
+SCRATCH_BLOCK = SLOTS * POSITIONS // BLOCK_SIZE
+SCALE = 1.25
+EPS = 1e-2
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How a model's fused projection is divided."""
+
+    queries: int
+    kv: int
+    dim: int
+
+    @property
+    def width(self) -> int:
+        return (self.queries + 2 * self.kv) * self.dim
+
+
+SMOLLM2, LLAMA_8B, QWEN2 = Heads(9, 3, 64), Heads(32, 8, 128), Heads(14, 2, 64)
+HEADS = [SMOLLM2, LLAMA_8B, QWEN2, Heads(4, 4, 96), Heads(5, 1, 256), Heads(2, 1, 32)]
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed heads"])
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_queries_are_rotated_and_keys_and_values_stored(
+    heads: Heads, tokens: int, normed: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    _check(heads, tokens, normed, dtype, device)
+
+
+def test_many_tokens_are_dealt_out_otherwise_to_the_same_effect(dtype: torch.dtype, device: torch.device) -> None:
+    _check(QWEN2, 128, True, dtype, device)
+
+
+def test_tokens_of_the_dummy_slot_are_written_to_its_block_alone(device: torch.device) -> None:
+    heads = SMOLLM2
+    step = _step(heads, 4, device)
+    step.slots[1:] = SLOTS
+    step.positions[1:] = 0
+    qkv = torch.randn(4, heads.width, device=device)
+    cache = _empty_cache(heads, torch.float32, device)
+    rotate_and_append(qkv, step, cache, None)
+    assert not cache[SCRATCH_BLOCK, :, :, 0].isnan().any()
+    cache[SCRATCH_BLOCK] = torch.nan
+    block = step.block_tables[int(step.slots[0]), int(step.positions[0]) // BLOCK_SIZE]
+    cache[block, :, :, int(step.positions[0]) % BLOCK_SIZE] = torch.nan
+    assert cache.isnan().all()
+
+
+def test_rows_of_a_larger_buffer(device: torch.device) -> None:
+    heads = SMOLLM2
+    step = _step(heads, 3, device)
+    buffer = torch.randn(5, heads.width + 16, device=device)
+    before = buffer.clone()
+    rotate_and_append(buffer[1:4, : heads.width], step, _empty_cache(heads, torch.float32, device), None)
+    queries = heads.queries * heads.dim
+    changed = buffer != before
+    assert changed[1:4, :queries].any()
+    changed[1:4, :queries] = False
+    assert not changed.any()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope("llama3", 500_000.0, factor=8.0, original_max_positions=8192),
+        Rope("yarn", 10_000.0, factor=4.0, original_max_positions=2048),
+    ],
+    ids=["llama3", "yarn"],
+)
+def test_the_table_holds_what_the_cpu_path_computes(rope: Rope, device: torch.device) -> None:
+    frequencies, scale = inverse_frequencies(rope, 64)
+    positions = torch.arange(10_007, device=device)  # not a whole number of chunks
+    table = rotary_table(frequencies, scale, len(positions), device)
+    assert (table.dtype, table.shape) == (torch.float32, (10_007, 2, 32))
+    cos, sin = RotaryEmbedding(rope, 64, device, torch.float32).factors(positions)
+    torch.testing.assert_close(table[:, 0], cos[:, 0, 32:], rtol=0, atol=1e-6)
+    torch.testing.assert_close(table[:, 1], sin[:, 0, 32:], rtol=0, atol=1e-6)
+
+
+def _check(heads: Heads, tokens: int, normed: bool, dtype: torch.dtype, device: torch.device) -> None:
+    step = _step(heads, tokens, device)
+    qkv = torch.randn(tokens, heads.width, device=device).to(dtype)
+    weights = torch.randn(2, heads.dim, device=device).to(dtype)
+    pieces = qkv.double().view(tokens, -1, heads.dim)
+    queries, keys, values = pieces.split([heads.queries, heads.kv, heads.kv], dim=1)
+    if normed:
+        queries, keys = rms_norm(queries, weights[0].double(), EPS), rms_norm(keys, weights[1].double(), EPS)
+    cache = _empty_cache(heads, dtype, device)
+    before = qkv.clone()
+    rotate_and_append(qkv, step, cache, (weights[0], weights[1]) if normed else None)
+
+    queries = rotate(queries, step.positions, _frequencies(heads, device), SCALE)
+    keys = rotate(keys, step.positions, _frequencies(heads, device), SCALE)
+    rotated, rest = qkv.split([heads.queries * heads.dim, 2 * heads.kv * heads.dim], dim=1)
+    assert rounded_once(rotated.reshape(queries.shape), queries)
+    assert torch.equal(rest, before[:, heads.queries * heads.dim :])
+
+    blocks = step.block_tables[step.slots, step.positions // BLOCK_SIZE]
+    stored = cache[blocks, :, :, step.positions % BLOCK_SIZE]
+    assert rounded_once(stored[:, 0], keys)
+    assert torch.equal(stored[:, 1].double(), values)
+    cache[blocks, :, :, step.positions % BLOCK_SIZE] = torch.nan
+    assert cache.isnan().all()
+
+
+def _step(heads: Heads, tokens: int, device: torch.device) -> RopeStep:
+    """A step whose tokens lie anywhere, no two in one place. The last slot is the dummy one, its block the cache's last."""
+    places = torch.randperm(SLOTS * POSITIONS, device=device)[:tokens].int()
+    blocks = torch.randperm(SCRATCH_BLOCK, device=device).int().view(SLOTS, -1)
+    return RopeStep(
+        positions=places % POSITIONS,
+        slots=places // POSITIONS,
+        block_tables=torch.cat((blocks, torch.full_like(blocks[:1], SCRATCH_BLOCK))),
+        table=rotary_table(_frequencies(heads, device), SCALE, POSITIONS, device),
+        num_heads=heads.queries,
+        num_kv_heads=heads.kv,
+        head_dim=heads.dim,
+        eps=EPS,
+    )
+
+
+def _frequencies(heads: Heads, device: torch.device) -> Tensor:
+    return inverse_frequencies(Rope("default", 10_000.0), heads.dim)[0].to(device)
+
+
+def _empty_cache(heads: Heads, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """All NaN, so that what is written shows."""
+    return torch.full((SCRATCH_BLOCK + 1, 2, heads.kv, BLOCK_SIZE, heads.dim), torch.nan, device=device, dtype=dtype)

@@ -1,0 +1,88 @@
+"""The search for a threshold against a sort in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.kernels import threshold
+from text_generation_shard.engines.torch.cuda.kernels.threshold import kth_largest, smallest_set_threshold
+
+
+def sorted_threshold(keys: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
+    """What is searched for, by its definition."""
+    ordered, order = keys.sort(-1, descending=True)
+    reached = weights.double().gather(1, order).cumsum(-1) >= mass
+    first = torch.where(reached.any(-1), reached.int().argmax(-1), keys.shape[1] - 1)
+    return ordered.gather(1, first.unsqueeze(1))
+
+
+def some_keys(n: int, scale: float, device: torch.device) -> Tensor:
+    """Four rows; one of them half −inf, one with many ties."""
+    keys = torch.randn(4, n, generator=torch.Generator().manual_seed(n)) * scale
+    keys[1, ::2] = -torch.inf
+    keys[2] = keys[2].mul(2).round()
+    return keys.to(device)
+
+
+def column(*values: float, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("n", [1, 7, 2500])
+def test_the_smallest_set_of_a_given_mass(n: int, scale: float, device: torch.device) -> None:
+    keys = some_keys(n, scale, device)
+    weights = keys.softmax(-1)
+    mass = column(0.25, 0.9, 0.6, 0.999, device=device)
+    assert torch.equal(smallest_set_threshold(keys, weights, mass), sorted_threshold(keys, weights, mass))
+
+
+@pytest.mark.parametrize("capacity", [1, 500])
+def test_keys_that_share_too_many_digits_to_be_held_aside(
+    capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threshold, "CAPACITY", capacity)
+    keys = 1 + some_keys(1500, 0.01, device)
+    weights = keys.softmax(-1)
+    mass = column(0.25, 0.4, 0.6, 0.9, device=device)
+    assert torch.equal(smallest_set_threshold(keys, weights, mass), sorted_threshold(keys, weights, mass))
+
+
+def test_weights_that_have_nothing_to_do_with_the_order(device: torch.device) -> None:
+    keys = some_keys(1300, 3.0, device)
+    weights = torch.rand(keys.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    weights[weights < 0.5] = 0.0
+    mass = column(1e-9, 40.0, 300.0, 1.0, device=device)
+    assert torch.equal(smallest_set_threshold(keys, weights, mass), sorted_threshold(keys, weights, mass))
+
+
+def test_a_mass_that_is_never_reached_takes_every_key(device: torch.device) -> None:
+    keys = some_keys(300, 3.0, device)
+    thresholds = smallest_set_threshold(keys, keys.softmax(-1), column(2.0, 2.0, torch.inf, 2.0, device=device))
+    assert torch.equal(thresholds, keys.amin(-1, keepdim=True))
+
+
+def test_the_kth_largest(device: torch.device) -> None:
+    keys = some_keys(2500, 3.0, device)
+    k = torch.tensor([[1], [2500], [700], [50]], device=device)
+    expected = keys.sort(-1, descending=True).values.gather(1, k - 1)
+    assert torch.equal(kth_largest(keys, k), expected)
+
+
+def test_rows_that_lie_apart(device: torch.device) -> None:
+    wide = torch.full((4, 1024), torch.nan, device=device)
+    keys = wide[:, :1000]
+    keys.copy_(some_keys(1000, 3.0, device))
+    k = torch.tensor([[3], [4], [5], [6]], device=device)
+    assert torch.equal(kth_largest(keys, k), keys.sort(-1, descending=True).values.gather(1, k - 1))
+
+
+def test_a_row_of_nan_ends_and_leaves_its_neighbours_alone(device: torch.device) -> None:
+    keys = some_keys(300, 3.0, device)
+    keys[0] = torch.nan
+    weights = keys.softmax(-1)
+    mass = column(0.5, 0.5, 0.5, 0.5, device=device)
+    found = smallest_set_threshold(keys, weights, mass)
+    assert torch.equal(found[1:], sorted_threshold(keys[1:], weights[1:], mass[1:]))

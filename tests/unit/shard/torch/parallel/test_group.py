@@ -1,0 +1,133 @@
+"""The collectives of a group: real processes, over gloo on the CPU, over NCCL and symmetric memory where there are GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.cuda.parallel.group import TensorParallel, join
+
+MEMBER = """
+import os, sys, torch
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.torch.cuda.parallel.group import join
+rank, size, address, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], torch.device(sys.argv[4])
+group = join(ShardConfig(rank=rank, world_size=size, group_address=address), device, 60)
+assert (group.place.rank, group.place.size) == (rank, size)
+everyone = range(size)
+
+def expect(found, expected):
+    assert torch.equal(found.cpu(), torch.as_tensor(expected).to(found.dtype)), (found, expected)
+
+# Small ones and one that is too large for one kernel; odd sizes; each type.
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for shape in ((1,), (3, 5), (7, 576), (256, 4096)):
+        tensor = torch.full(shape, float(rank + 1), dtype=dtype, device=device)
+        group.all_reduce(tensor)
+        expect(tensor, torch.full(shape, float(sum(r + 1 for r in everyone))))
+
+mine = torch.arange(6.0, device=device).view(2, 3) + 10 * rank
+out = torch.full((2, 3 * size), torch.nan, device=device)
+group.all_gather_last_dim(mine, out)
+expect(out, torch.cat([torch.arange(6.0).view(2, 3) + 10 * r for r in everyone], dim=1))
+
+tensor = torch.full((4,), float(rank + 7), device=device)
+group.broadcast(tensor)
+expect(tensor, [7.0] * 4)
+
+if device.type == "cuda":
+    assert group._all_reduce.is_one_shot
+    static = torch.zeros(64, 4096, dtype=torch.bfloat16, device=device)
+    graph = torch.cuda.CUDAGraph()
+    group.all_reduce(static)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        group.all_reduce(static)
+        group.all_reduce(static)
+    for round in range(100):
+        static.fill_(rank + round % 3)
+        graph.replay()
+        expect(static, torch.full(static.shape, float(size * sum(r + round % 3 for r in everyone))))
+
+if rank == 0:
+    group.leader.broadcast(9, b"bye")
+    assert group.leader.gather() == [r for r in everyone if r]
+else:
+    assert bytes(group.follower.receive()[1]) == b"bye"
+    group.follower.answer(rank)
+group.close()
+print("done")
+"""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield f"unix://{folder}/group"
+
+
+def run(size: int, address: str, device: str) -> list[tuple[int, str, str]]:
+    """Exit code, output and complaints of each member. Each sees a GPU of its own, if any."""
+    members = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", MEMBER, str(rank), str(size), address, device],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [member.communicate(timeout=100) for member in members]
+    finally:
+        for member in members:
+            member.kill()
+    return [(member.returncode, *words) for member, words in zip(members, said, strict=True)]
+
+
+def test_two_processes_compute_together(address: str) -> None:
+    for code, output, complaints in run(2, address, "cpu"):
+        assert complaints == ""  # torch.distributed says nothing that would end up in our log
+        assert code == 0
+        assert output.endswith("done\n")
+        assert "joined" in output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_compute_together_and_in_a_graph(address: str) -> None:
+    for code, _, complaints in run(torch.cuda.device_count(), address, "cuda:0"):
+        assert code == 0, complaints
+
+
+def test_a_group_of_one_joins_nothing() -> None:
+    group = join(ShardConfig(), torch.device("cpu"))
+    assert group.place == TensorParallel(0, 1)
+    tensor = torch.tensor([1.0, 2.0])
+    out = torch.full((1, 2), torch.nan)
+    group.all_reduce(tensor)
+    group.broadcast(tensor)
+    group.all_gather_last_dim(tensor.view(1, 2), out)
+    group.close()
+    assert tensor.tolist() == out[0].tolist() == [1.0, 2.0]
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_group_that_does_not_gather_is_an_error_in_one_line(address: str) -> None:
+    config = ShardConfig(rank=0, world_size=3, group_address=address)
+    with pytest.raises(EngineError, match=r"^ranks 1, 2 did not come within 0\.05 s$"):
+        join(config, torch.device("cpu"), timeout=0.05)
+    config = ShardConfig(rank=2, world_size=3, group_address=address)
+    with pytest.raises(EngineError, match=r"^rank 0 was not to be met at"):
+        join(config, torch.device("cpu"), timeout=0.05)
+    assert not Path(address.removeprefix("unix://")).exists()

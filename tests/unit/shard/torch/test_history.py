@@ -1,0 +1,55 @@
+"""Token histories: always what the sequence says, whoever was in the slot before."""
+
+from __future__ import annotations
+
+import torch
+
+from text_generation_shard.engine import Sampling, Stopping
+from text_generation_shard.engines.torch.history import TokenHistories
+from text_generation_shard.sequences import Sequence
+
+CPU = torch.device("cpu")
+
+
+def a_sequence(slot: int, tokens: list[int], max_new_tokens: int = 8) -> Sequence:
+    return Sequence(
+        slot=slot,
+        tokens=tokens,
+        prompt_length=len(tokens),
+        blocks=[],
+        computed=0,
+        generated=0,
+        generated_before=0,
+        sampling=Sampling(),
+        stopping=Stopping(max_new_tokens),
+        top_n=0,
+        prompt_scores=None,
+    )
+
+
+def test_tokens_follow_sequences_that_grow_and_change_places() -> None:
+    histories = TokenHistories(CPU)
+    sequences = [a_sequence(0, [1, 2, 3]), a_sequence(5, [7]), a_sequence(2, [9, 9])]
+    for step in range(6):
+        for sequence in sequences:
+            sequence.tokens.append(100 * step + sequence.slot)
+        if step == 2:
+            sequences[1] = a_sequence(5, [4, 4, 4, 4])
+        if step == 4:
+            # Longer than any before, in a slot beyond all: there is no room as yet.
+            sequences.append(a_sequence(11, list(range(50))))
+        histories.update(sequences[:2])
+        for sequence in sequences:
+            assert histories.tokens(sequence).tolist() == sequence.tokens
+
+
+def test_what_is_up_to_date_is_not_written_again() -> None:
+    histories = TokenHistories(CPU)
+    sequence = a_sequence(1, [5, 6, 7])
+    held = histories.tokens(sequence)
+    held[0] = 55  # as a mark
+    sequence.tokens.append(8)
+    histories.update([sequence])
+    assert histories.tokens(sequence).tolist() == [55, 6, 7, 8]
+    histories.forget()
+    assert histories.tokens(sequence).tolist() == [5, 6, 7, 8]

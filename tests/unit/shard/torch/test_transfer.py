@@ -1,0 +1,99 @@
+"""Copies by several readers, each through buffers of its own. To a GPU where there is one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch import transfer
+from text_generation_shard.engines.torch.transfer import Transfer, copy_all, copy_through
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class BufferLane:
+    """A lane between places in host memory, through a buffer of a few bytes, as PinnedLane goes through its own."""
+
+    def __init__(self, meeting: threading.Barrier | None = None) -> None:
+        self.copied: list[Transfer] = []
+        self.waited = False
+        self._meeting = meeting
+        self._buffer = torch.empty(128, dtype=torch.uint8)
+
+    def copy(self, transfer: Transfer) -> None:
+        if self._meeting is not None and not self.copied:
+            self._meeting.wait(10)
+        self.copied.append(transfer)
+        for piece in transfer.pieces(128):
+            staged = self._buffer[: piece.target.nbytes].view(piece.target.dtype).view(piece.target.shape)
+            piece.write(staged, one_thread=True)
+            piece.target.copy_(staged)
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def sources() -> list[Tensor]:
+    wide = torch.randn(7, 30)
+    return [
+        wide[1:6, 3:20],
+        wide.to(torch.bfloat16),
+        wide.flatten().half(),
+        torch.ones(1),
+        torch.randn(3, 8).to(torch.float8_e4m3fn),
+    ]
+
+
+def transfers(device: torch.device) -> list[Transfer]:
+    same = [Transfer(source, torch.full(source.shape, 7.0, device=device).to(source.dtype)) for source in sources()]
+    other = [Transfer(source, torch.zeros(source.shape, device=device)) for source in sources()[:4]]
+    scaled = Transfer(sources()[4], torch.zeros(3, 8, device=device), torch.tensor([[2.0], [3.0], [5.0]]))
+    return [*same, *other, scaled]
+
+
+def assert_copied(all_transfers: Sequence[Transfer]) -> None:
+    for each in all_transfers:
+        scales = 1.0 if each.row_scales is None else each.row_scales
+        assert torch.equal(each.target.cpu().float(), each.source.float() * scales)
+
+
+@pytest.mark.parametrize("staging_bytes", [128, 1 << 20])
+def test_everything_arrives_as_it_is_or_converted(monkeypatch: pytest.MonkeyPatch, staging_bytes: int) -> None:
+    monkeypatch.setattr(transfer, "STAGING_BYTES", staging_bytes)
+    wanted = transfers(DEVICE)
+    assert list(copy_all(wanted)) == [each.source.nbytes for each in wanted]
+    assert_copied(wanted)
+
+
+def test_readers_work_at_once_and_are_waited_for() -> None:
+    """Each lane holds its first copy back until all of them have one."""
+    meeting = threading.Barrier(3)
+    lanes = [BufferLane(meeting) for _ in range(3)]
+    wanted = transfers(torch.device("cpu")) * 3
+    with torch.inference_mode():
+        inside = Transfer(torch.ones(4), torch.zeros(4))
+    assert sum(copy_through(lanes, [*wanted, inside])) == sum(each.source.nbytes for each in wanted) + 16
+    assert_copied([*wanted, inside])
+    assert all(lane.copied and lane.waited for lane in lanes)
+
+
+def test_the_first_error_ends_it() -> None:
+    lane = BufferLane()
+    wrong = Transfer(torch.ones(3), torch.zeros(4))
+    wanted = [wrong, *transfers(torch.device("cpu")) * 50]
+    with pytest.raises((ValueError, RuntimeError)):
+        list(copy_through([lane], wanted))
+    assert lane.waited
+    assert len(lane.copied) < len(wanted)
+
+
+def test_pieces_are_whole_rows_of_at_most_so_many_bytes() -> None:
+    whole = Transfer(torch.arange(20.0).view(5, 4), torch.zeros(5, 4, dtype=torch.bfloat16))
+    assert [piece.target.shape[0] for piece in whole.pieces(17)] == [2, 2, 1]
+    assert [piece.target.shape[0] for piece in whole.pieces(1)] == [1] * 5
+    assert torch.equal(torch.cat([piece.source for piece in whole.pieces(17)]), whole.source)
+    assert list(copy_all([])) == []
