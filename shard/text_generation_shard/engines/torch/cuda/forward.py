@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.cuda.fp8 import Fp8Linear
 from text_generation_shard.engines.torch.cuda.kernels.decode_attention import DecodeStep
 from text_generation_shard.engines.torch.cuda.kernels.rope import RopeStep, rotary_table
 from text_generation_shard.engines.torch.cuda.layers import LayerWeights, ModelWeights
@@ -94,7 +95,7 @@ class Forward:
         self._rotary = rotary_table(frequencies, scale, config.max_sequence_length, self._device)
         self._scale = config.head_dim**-0.5
         self._windows = [layer.window for layer in weights.layers]
-        can_fuse = group.place.size == 1 and all(isinstance(linear, Linear) for linear in weights.linears)
+        can_fuse = all(isinstance(linear, Linear) for linear in weights.linears)
         self._fused_tokens = toolbox.fused_tokens if can_fuse else 0
         self.num_pieces = len(weights.layers) + 1
 
@@ -227,7 +228,7 @@ class Forward:
             tools.norm_matvec(residual, layer.input_norm, eps, layer.qkv.weight, activations.qkv, layer.qkv.bias)
             self._rotate(index, work)
             attend(index)
-            tools.matvec_add(activations.attended, layer.output.weight, residual, layer.output.bias)
+            self._add_product(activations.attended, layer.output, residual)
             inner = activations.normed.new_empty(residual.shape[0], layer.gate_up.weight.shape[0] // 2)
             tools.norm_matvec_activate(
                 residual,
@@ -238,8 +239,16 @@ class Forward:
                 inner,
                 layer.gate_up.bias,
             )
-            tools.matvec_add(inner, layer.down.weight, residual, layer.down.bias)
+            self._add_product(inner, layer.down, residual)
         tools.rms_norm(residual, self._weights.norm, eps, activations.normed)
+
+    def _add_product(self, x: Tensor, linear: Linear | Fp8Linear, residual: Tensor) -> None:
+        """residual += x · weightᵀ, summed over the ranks: the residual stream itself is rank 0's share of the sum."""
+        if self._group.place.rank == 0:
+            self._tools.matvec_add(x, linear.weight, residual, linear.bias)
+        else:
+            self._tools.matvec(x, linear.weight, residual, linear.bias)
+        self._group.all_reduce(residual)
 
     def _norm(self, update: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor) -> None:
         if update is None:

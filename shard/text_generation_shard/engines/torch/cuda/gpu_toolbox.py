@@ -9,6 +9,7 @@ from text_generation_shard.engines.torch.cuda.kernels.embedding import embed
 from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedyChoice
 from text_generation_shard.engines.torch.cuda.kernels.matvec import (
     MAX_ROWS,
+    matvec,
     matvec_add,
     norm_matvec,
     norm_matvec_activate,
@@ -35,6 +36,7 @@ class GpuToolbox:
     activate = staticmethod(activate)
     norm_matvec = staticmethod(norm_matvec)
     norm_matvec_activate = staticmethod(norm_matvec_activate)
+    matvec = staticmethod(matvec)
     matvec_add = staticmethod(matvec_add)
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> None:

@@ -8,7 +8,7 @@ its own belong to the dummy slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -110,7 +110,8 @@ class DecodeGraphs:
             return None
         graph.numbers.copy_(numbers, non_blocking=True)
         graph.graph.replay()
-        return graph.outcome
+        # A graph always chooses greedily. Where that is not how a row chooses, it means nothing.
+        return graph.outcome if plan.greedy else replace(graph.outcome, chosen=None)
 
     def __len__(self) -> int:
         return len(self._paddings)

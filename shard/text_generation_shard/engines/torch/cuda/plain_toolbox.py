@@ -82,6 +82,9 @@ class PlainToolbox:
     ) -> None:
         self.activate(_product(_normed(residual, eps) * norm_weight, weight, bias), kind, out)
 
+    def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        out.copy_(_product(x.to(out.dtype), weight, bias))
+
     def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> None:
         residual += _product(x.to(residual.dtype), weight, bias)
 

@@ -12,8 +12,10 @@ program's sum in a fixed order: the same inputs give the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -63,7 +65,20 @@ def config_for(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> 
     block_n = max((16 if rows == 1 else 8) * num_warps // loads_of_a_row // parts, 1)
     while block_n > 1 and outputs // parts < block_n * _PROGRAMS_WANTED:
         block_n //= 2
-    return MatvecConfig(block_n, num_warps)
+    return MatvecConfig(block_n, num_warps, "chained" if rows == 1 else "free")
+
+
+def _order(config: MatvecConfig, weight: Tensor) -> Order:
+    """The order asked for, where the device knows it."""
+    if not weight.is_cuda:
+        return "free"
+    return config.order if config.order != "chained" or _can_chain(weight.device.index) else "ahead"
+
+
+@cache
+def _can_chain(device: int) -> bool:
+    """Whether a kernel can begin before the one ahead of it has ended: from Hopper on."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def matvec(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -107,7 +122,7 @@ def norm_matvec_activate(
     rows, inputs = residual.shape
     inner = out.shape[1]
     config = config_for(rows, 2 * inner, inputs, gated=True)
-    order = config.order if weight.is_cuda else "free"
+    order = _order(config, weight)
     _gated_kernel[(triton.cdiv(inner, config.block_n),)](
         residual,
         norm_weight,
@@ -140,7 +155,7 @@ def _launch(
 ) -> None:
     outputs, inputs = weight.shape
     config = config_for(len(x), outputs, inputs)
-    order = config.order if weight.is_cuda else "free"
+    order = _order(config, weight)
     _matvec_kernel[(triton.cdiv(outputs, config.block_n),)](
         x,
         norm[0],
