@@ -9,8 +9,10 @@ with nothing else running, some of the requests that were finished are sent agai
     up to where the two answers part, each token has the same log-probability in both, but for rounding (--tolerance);
     where greedy answers part, the two tokens were nearly as probable (--tolerance, too)
 
-Rounding differs with the company a sequence has, so the answers themselves may differ. The exit code is 1 if something was beyond
-its bar, a request failed, nothing was preempted, or memory grew.
+Rounding differs with the company a sequence has, so the answers themselves may differ. In bfloat16 a small model has single
+positions, one in a thousand on such prompts, at which rounding moves a log-probability by one or two: a few are let pass
+(--outliers). What a wrong key, token or position leaves behind shows in every token after it. The exit code is 1 if something
+was beyond its bar, a request failed, nothing was preempted, or memory grew.
 """
 
 from __future__ import annotations
@@ -166,10 +168,15 @@ async def replay(options: argparse.Namespace, url: str, answers: Sequence[Answer
     print(
         f"replayed alone: {same[True]} of {greedy} greedy and {same[False]} of {len(chosen) - greedy} seeded are identical"
     )
-    good = line(
-        "log-probability of the same token", f"{max(drifts):.3f} apart at most", good=max(drifts) <= options.tolerance
-    )
-    return good & line("greedy answers that part", f"gap {max(gaps):.3f} at most", good=max(gaps) <= options.tolerance)
+    good = _within("log-probability of the same token", drifts, options)
+    return good & _within("gap where greedy answers part", gaps, options)
+
+
+def _within(name: str, differences: Sequence[float], options: argparse.Namespace) -> bool:
+    """Whether all but a few are within the tolerance: a share of them, and one in any case."""
+    beyond = sum(difference > options.tolerance for difference in differences)
+    text = f"{max(differences):.3f} at most, {beyond} of {len(differences)} beyond {options.tolerance}"
+    return line(name, text, good=beyond <= max(1, options.outliers * len(differences)))
 
 
 def report(soak: Soak, preemptions: float) -> bool:
@@ -233,10 +240,11 @@ def _options() -> argparse.Namespace:
     add("--model", type=Path, required=True, help="folder of the model")
     add("--minutes", type=float, default=5.0)
     add("--clients", type=int, default=96, help="requests open at once")
-    add("--kv-tokens", type=int, default=16384, help="tokens of the KV pool")
+    add("--kv-tokens", type=int, default=6144, help="tokens of the KV pool")
     add("--longest", type=int, default=2048, help="prompt and new tokens of a request, at most")
     add("--replays", type=int, default=200, help="answers to compare with those of the same requests alone")
     add("--tolerance", type=float, default=0.25, help="of log-probabilities")
+    add("--outliers", type=float, default=0.005, help="share of what is compared that may be beyond it")
     add("--seed", type=int, default=0)
     add("--launcher-args", default="", help="more arguments for the launcher, in one string")
     return parser.parse_args()

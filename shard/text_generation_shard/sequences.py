@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from collections.abc import Sequence as Sequences
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from text_generation_shard.checks import admission_problem
+from text_generation_shard.chosen import Chosen
 from text_generation_shard.engine import (
     Admission,
     EngineInfo,
@@ -87,7 +87,7 @@ class Sequence:
         """Tokens that may not be chosen next, because they would end the sequence too early."""
         if self.generated >= self.stopping.min_new_tokens:
             return frozenset()
-        return self.stopping.eos_token_ids | self.stopping.stop_token_ids
+        return self.enders
 
 
 @dataclass(slots=True)
@@ -104,39 +104,6 @@ class Row:
     def prefills(self) -> bool:
         """Whether these are tokens of the prompt."""
         return self.start < self.sequence.prompt_length
-
-
-@dataclass(slots=True)
-class ChosenToken:
-    """What a row chose, or why it could not."""
-
-    token_id: int
-    logprob: float
-    failure: str | None = None
-    failure_code: FailureCode = FailureCode.NUMERICS
-    ends: bool = False
-    """The grammar is complete: the sequence is over, whatever its stopping says."""
-
-
-@dataclass(slots=True)
-class Chosen:
-    """What the rows of a step that sample chose, in order, in columns: exceptions are rare."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    failures: dict[int, tuple[FailureCode, str]] = field(default_factory=dict)
-    """By place: why there is no token."""
-    ends: set[int] = field(default_factory=set)
-    """Places where the grammar is complete: the sequence is over, whatever its stopping says."""
-
-    @classmethod
-    def of(cls, tokens: Sequences[ChosenToken]) -> Chosen:
-        return cls(
-            [token.token_id for token in tokens],
-            [token.logprob for token in tokens],
-            {i: (token.failure_code, token.failure) for i, token in enumerate(tokens) if token.failure is not None},
-            {i for i, token in enumerate(tokens) if token.ends},
-        )
 
 
 @dataclass(slots=True)

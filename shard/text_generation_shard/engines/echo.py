@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from text_generation_shard.chosen import Chosen, ChosenToken
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
@@ -29,7 +30,7 @@ from text_generation_shard.engine import (
 from text_generation_shard.grammar import Grammars, load_grammars
 from text_generation_shard.kv_ledger import KVLedger
 from text_generation_shard.masks import Mask, TokenMasks
-from text_generation_shard.sequences import Chosen, ChosenToken, Row, Sequence, SequenceTable
+from text_generation_shard.sequences import Row, Sequence, SequenceTable
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1 << 20

@@ -23,6 +23,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from text_generation_shard.chosen import Chosen
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
@@ -44,7 +45,7 @@ from text_generation_shard.grammar import Grammars
 from text_generation_shard.masks import Mask, TokenMasks
 from text_generation_shard.sampling import choose
 from text_generation_shard.sampling_rows import SamplingRow, needs_history
-from text_generation_shard.sequences import Chosen, Row, SequenceTable
+from text_generation_shard.sequences import Row, SequenceTable
 from text_generation_shard.top_candidates import TopCandidates, top_candidates
 from text_generation_shard.upload import download
 

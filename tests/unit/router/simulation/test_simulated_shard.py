@@ -13,7 +13,8 @@ from text_generation_router.simulation.machine import Machine
 from text_generation_router.simulation.shard import BrokenRule, SimulatedShard
 from text_generation_router.simulation.tokens import TokenPool
 from text_generation_shard import engine
-from text_generation_shard.sequences import Chosen, ChosenToken, SequenceTable
+from text_generation_shard.chosen import Chosen, ChosenToken
+from text_generation_shard.sequences import SequenceTable
 
 BLOCK, SLOTS, BLOCKS = 4, 4, 4096
 MACHINE = Machine(0.01, 0.001, 0.001, 1e-5, 1e-6, SLOTS, BLOCK * BLOCKS, BLOCK, 16, 0.1, 8)

@@ -30,6 +30,10 @@ def build_on_cuda(
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Where a product is cut along its sum, the parts are added up in float32: in bfloat16 the logits of a small model
+        # are a tenth further off.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         # Graphs cannot be captured on the default stream; one thread does all the engine's work, on this one.
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     group = join(config, device)
