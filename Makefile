@@ -10,6 +10,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
+# What a GPU needs is only installed where there is one.
+EXTRAS := torch,dev$(if $(wildcard /dev/nvidiactl),$(shell echo ,cuda))
 MODEL := .cache/models/SmolLM2-135M-Instruct
 NODE := .cache/node
 PROTOS := text_generation_proto/v1/shard.proto \
@@ -33,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 		|| { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 …"; exit 1; }
 	@echo "install: $$($(PYTHON) --version) in $(VENV); the first time takes a few minutes"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[torch,dev]'
+	$(PY) -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[$(EXTRAS)]'
 	@# TGI's own client, for its tests: it declares a huggingface-hub of years ago, but works with today's.
 	$(PY) -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt --no-deps text-generation
 	@touch $@
@@ -100,17 +102,19 @@ bench-scheduling: model ## Measure what scheduling does for clients (ARGS="chats
 
 # A load of another origin, where it is there: LOAD=…, with the arguments and the table of scripts/stream_load.py.
 LOAD ?= ../shared/bench/load.py
+# Whoever names a model has it already.
+MADE := $(if $(filter file,$(origin MODEL)),model,$(STAMP))
 
 .PHONY: bench-gpu
-bench-gpu: $(STAMP) ## Measure the torch engine on a GPU (MODEL=folder ARGS="--shape llama-8b --streams 1,32 --num-shard 2 …")
+bench-gpu: $(MADE) ## Measure the torch engine on a GPU (MODEL=folder ARGS="--shape llama-8b --streams 1,32 --num-shard 2 …")
 	$(PY) scripts/bench_gpu.py --model $(MODEL) $(if $(wildcard $(LOAD)),--load $(LOAD)) $(ARGS)
 
 .PHONY: check-gpu
-check-gpu: $(STAMP) ## Compare the torch engine on a GPU with transformers (MODEL=folder ARGS=…)
+check-gpu: $(MADE) ## Compare the torch engine on a GPU with transformers (MODEL=folder ARGS=…)
 	$(PY) scripts/check_gpu.py --model $(MODEL) $(ARGS)
 
 .PHONY: soak-gpu
-soak-gpu: $(STAMP) ## Soak the torch engine on a GPU in mixed traffic (MODEL=folder ARGS="--minutes 5 …")
+soak-gpu: $(MADE) ## Soak the torch engine on a GPU in mixed traffic (MODEL=folder ARGS="--minutes 5 …")
 	$(PY) scripts/soak_gpu.py --model $(MODEL) $(ARGS)
 
 .PHONY: simulate

@@ -117,8 +117,8 @@ class Recorder:
             for offset, first, length in places:
                 for at in range(0, length, POSITIONS_AT_ONCE):
                     count = min(POSITIONS_AT_ONCE, length - at)
-                    hidden = launched.hidden[offset + at : offset + at + count]
-                    self._compare(self.by_prompt[prompt], first + at, self.inner.logits(hidden).float())
+                    logits = self.inner.logits(launched.hidden, offset + at, offset + at + count)
+                    self._compare(self.by_prompt[prompt], first + at, logits.float())
         return launched
 
     def _compare(self, index: int, first: int, logits: Tensor) -> None:

@@ -219,6 +219,8 @@ def _shard(config: LauncherConfig, around: Surroundings, replica: int, rank: int
         "max_batch_size": config.max_batch_size or 0,
         "lifeline_fd": around.lifeline_fd,
     }
+    if config.trace_steps and config.num_replicas > 1:
+        settings["trace_steps"] = f"{config.trace_steps}-{replica}"
     env = child_env(around.environ, ShardConfig)
     if config.engine == "tensorrt-llm":
         # It sees its own devices and no other, and counts them from 0: no number of ours means anything to it.

@@ -54,7 +54,8 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     hang_timeout: Annotated[float, Field(gt=0)] = 120.0
     """Seconds without a token, a millisecond more for each prompt token that waits, after which tensorrt-llm counts as hung."""
     trace_steps: str = ""
-    """File to which the torch engine writes one JSON line a step: times of host and device."""
+    """File to which the torch engine writes one JSON line a step: times of host and device; of several replicas, FILE-0, ….
+    Of a model on several GPUs the first one writes."""
     gateway: bool = True
     """Serve the protocol of TensorRT-LLM's own gRPC server as well, where the engine schedules for itself."""
     reflection: bool = False

@@ -13,7 +13,7 @@ from text_generation_shard.sampling import Choices
 from text_generation_shard.upload import download, upload
 
 TIES = 16
-"""How many more tokens than asked for are fetched of a row, in case they tie with the last of those."""
+"""How many more tokens than asked for are fetched of a row on a GPU, in case they tie with the last of those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TopCandidates:
     def top(self, place: int, n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Ids and logprobs of the n most probable tokens of the row at `place` among those asked for.
 
-        Best first, the lower id first on a tie; more on a tie at the nth (up to `TIES`), none of probability 0.
+        Best first, the lower id first on a tie; more on a tie at the nth (on a GPU up to `TIES`), none of probability 0.
         """
         scores = self.scores[place].tolist()
         nth = scores[min(n, len(scores)) - 1]
@@ -43,6 +43,11 @@ def top_candidates(choices: Choices, rows: Sequence[int], n: int) -> TopCandidat
     """
     index = upload(rows, torch.int64, choices.scores.device)
     scores = choices.scores.index_select(0, index)
-    best = scores.topk(min(n + TIES, scores.shape[1]), dim=-1)
+    count = min(n + TIES, scores.shape[1])
+    if not scores.is_cuda and not scores.is_meta:
+        # Here it costs nothing to look: all that tie with the nth.
+        nth = scores.topk(min(n, scores.shape[1]), dim=-1).values[:, -1:]
+        count = int((scores >= nth).sum(1).max())
+    best = scores.topk(count, dim=-1)
     logprobs = best.values - choices.normalizers.index_select(0, index).unsqueeze(1)
     return TopCandidates(download(best.indices), download(best.values), download(logprobs))

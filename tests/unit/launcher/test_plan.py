@@ -222,6 +222,12 @@ def test_one_replica_chooses_among_all_devices() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in plan(TWO_GPUS).shards[0].env
 
 
+def test_each_replica_traces_its_steps_to_a_file_of_its_own() -> None:
+    assert shard_of(plan(trace_steps="/tmp/steps")).trace_steps == "/tmp/steps"
+    made = plan(num_replicas=2, trace_steps="/tmp/steps")
+    assert [shard.trace_steps for shard in shards_of(made)] == ["/tmp/steps-0", "/tmp/steps-1"]
+
+
 def test_more_replicas_than_devices_are_refused() -> None:
     with pytest.raises(PlanError) as error:
         plan(TWO_GPUS, num_replicas=3)

@@ -49,6 +49,7 @@ class CpuExecutor:
         started = CpuMark()
         hidden = self._model.forward(batch, plan, self._cache)
         sampling = [batch.last_token(index) for index, row in enumerate(rows) if row.samples]
+        logits = self._model.logits(hidden[torch.tensor(sampling, device=device)]) if sampling else None
         return Launched(
             rows=rows,
             hidden=hidden,
@@ -57,13 +58,14 @@ class CpuExecutor:
                 for row, places in zip(rows, batch.offsets, strict=True)
                 if row.prefills
             ],
-            logits=self._model.logits(hidden[torch.tensor(sampling, device=device)]) if sampling else None,
+            logits=logits,
             chosen=None,
             started=started,
+            computed=CpuMark(),
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits(hidden)
+    def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
+        return self._model.logits(hidden[first:end])
 
     def tell_chosen(self, rows: list[Row], token_ids: Tensor) -> None:
         """They are known before the next step."""
@@ -74,11 +76,10 @@ class CpuExecutor:
         self._cache = KVCache(self._shape, num_blocks)
 
     def begin_measuring(self) -> None:
-        reset_peak(self._shape.device)
+        reset_peak()
 
     def spare_bytes(self) -> int:
-        device = self._shape.device
-        return int(total_memory(device) * self._memory_fraction) - peak_memory(device)
+        return int(total_memory() * self._memory_fraction) - peak_memory()
 
     def ready(self) -> None:
         """Nothing to prepare."""

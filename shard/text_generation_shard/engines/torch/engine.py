@@ -56,7 +56,11 @@ Masks = dict[int, Mask]
 class _Step:
     """A step under way."""
 
-    launched: Launched
+    rows: list[Row]
+    started: Mark
+    computed: Mark
+    launched: Launched | None
+    """Until the tokens are chosen: its tensors are large, and nobody needs them longer."""
     masking: Future[Masks] | None = None
     masks: Masks = field(default_factory=dict)
     """Of its rows with a grammar, by slot."""
@@ -67,10 +71,6 @@ class _Step:
     """Which of the rows that sample are told the most probable tokens too, and `tops` of these."""
     tops: TopCandidates | None = None
     done: Mark | None = None
-
-    @property
-    def rows(self) -> list[Row]:
-        return self.launched.rows
 
 
 class TorchEngine(InProcess):
@@ -101,15 +101,16 @@ class TorchEngine(InProcess):
             self._table.apply(worst.orders)
             rows = self._table.rows()
             self._record(self._choose(self._launch(rows)))
+            self.reset()
+            # The peak holds the pool of the warm-up step, whose place the real pool takes.
+            available = executor.spare_bytes() + worst.num_blocks * executor.block_bytes
+            num_blocks = pool_blocks(self.info, limits, executor.block_bytes, available)
+            self._allocate(num_blocks)
+            executor.ready()
         except torch.OutOfMemoryError:
             raise InsufficientMemory("the largest step does not fit: lower max_batch_prefill_tokens") from None
         finally:
             self.reset()
-        # The peak holds the pool of the warm-up step, whose place the real pool takes.
-        available = executor.spare_bytes() + worst.num_blocks * executor.block_bytes
-        num_blocks = pool_blocks(self.info, limits, executor.block_bytes, available)
-        self._allocate(num_blocks)
-        executor.ready()
         return num_blocks
 
     def apply(self, orders: Orders) -> list[Failure]:
@@ -192,12 +193,13 @@ class TorchEngine(InProcess):
         greedy = ahead and all(_is_greedy(row) for row in rows if row.samples)
         launched = self._executor.launch(rows, greedy=greedy)
         self._table.begin(rows)
-        return _Step(launched, masking)
+        return _Step(rows, launched.started, launched.computed, launched, masking)
 
     @torch.inference_mode()
     def _choose(self, step: _Step) -> _Step:
         """Choose a step's tokens, and have what it brings copied to the host."""
-        launched = step.launched
+        launched, step.launched = step.launched, None
+        assert launched is not None
         step.scores = start_scores(launched, self._executor.logits)
         chosen = launched.chosen
         if launched.logits is not None and chosen is None:
@@ -223,7 +225,7 @@ class TorchEngine(InProcess):
         assert step.done is not None
         self._trace.before_wait()
         step.done.wait()
-        self._trace.after_wait(step.rows, step.launched.started, step.done)
+        self._trace.after_wait(step.rows, step.started, step.done)
         for scores in step.scores:
             scores.finish()
         chosen = Chosen([], []) if step.chosen is None else _read(step.chosen)
@@ -231,7 +233,7 @@ class TorchEngine(InProcess):
         tops = self._top_tokens(step, chosen)
         result = self._table.advance(step.rows, chosen)
         result.top_tokens = tops
-        result.forward_ns = step.done.ns_since(step.launched.started)
+        result.forward_ns = step.computed.ns_since(step.started)
         return result
 
     def _top_tokens(self, step: _Step, chosen: Chosen) -> list[TopTokens]:

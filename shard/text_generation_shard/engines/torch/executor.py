@@ -26,6 +26,8 @@ class Launched:
     chosen: Tensor | None
     """int32 [2, rows that sample], if they were chosen greedily along with it: token ids, and the bits of their logprobs."""
     started: Mark
+    computed: Mark
+    """When the model's part is done."""
 
 
 class Executor(Protocol):
@@ -45,8 +47,8 @@ class Executor(Protocol):
         """Start the forward pass of some rows, `greedy` if nothing but the most probable token can be chosen in any."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, vocabulary] for some rows of the hidden states."""
+    def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
+        """[end - first, vocabulary] for rows first <= row < end of the hidden states launched last."""
         ...
 
     def tell_chosen(self, rows: list[Row], token_ids: Tensor) -> None:

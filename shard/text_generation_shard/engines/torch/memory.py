@@ -1,4 +1,4 @@
-"""How much memory a device has, and the most this process has used of it."""
+"""How much memory the machine has, and the most this process has used of it: for the CPU."""
 
 from __future__ import annotations
 
@@ -25,20 +25,15 @@ def keep_freed_memory() -> None:
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 
 
-def total_memory(device: torch.device) -> int:
-    """Bytes of the device; of the machine, or the container if that is less, for the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+def total_memory() -> int:
+    """Bytes of the machine, or of the container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = (path.read_text(encoding="ascii").strip() for path in CGROUP_LIMITS if path.is_file())
     return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-def reset_peak(device: torch.device) -> None:
+def reset_peak() -> None:
     """Measure the peak anew from here on."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -46,10 +41,8 @@ def reset_peak(device: torch.device) -> None:
         return
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most bytes in use at once since `reset_peak`: by torch on CUDA, by the whole process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+def peak_memory() -> int:
+    """The most bytes this process has had in use at once since `reset_peak`."""
     status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():

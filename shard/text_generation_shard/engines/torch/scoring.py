@@ -38,10 +38,10 @@ class PendingScores:
             self.scores.tops[places] = [(tuple(ids), tuple(logprobs)) for ids, logprobs in pairs]
 
 
-def start_scores(launched: Launched, logits: Callable[[Tensor], Tensor]) -> list[PendingScores]:
+def start_scores(launched: Launched, logits: Callable[[Tensor, int, int], Tensor]) -> list[PendingScores]:
     """Launch the scoring of what prompt tokens a step's hidden states predict, for the rows that ask.
 
-    `logits` gives those of some hidden states. They are the model's own: no stage of sampling touches them. Position i
+    `logits` gives those of rows first <= row < end of the hidden states. They are the model's own: no stage of sampling touches them. Position i
     predicts token i + 1.
     """
     pending: list[PendingScores] = []
@@ -53,8 +53,8 @@ def start_scores(launched: Launched, logits: Callable[[Tensor], Tensor]) -> list
             last = min(first + length, len(scores.logprobs) - 1)
             for start in range(first, last, POSITIONS_AT_ONCE):
                 end = min(start + POSITIONS_AT_ONCE, last)
-                hidden = launched.hidden[offset + start - first : offset + end - first]
-                pending.append(_start(row.sequence, scores, start + 1, logits(hidden)))
+                predicting = logits(launched.hidden, offset + start - first, offset + end - first)
+                pending.append(_start(row.sequence, scores, start + 1, predicting))
     return pending
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, EngineInfo
+from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights, Split
@@ -28,6 +30,8 @@ def build_on_cuda(
 ) -> Engine:
     """The engine of rank 0, or a follower's. A group on a CPU computes with the plain toolbox: slow, but the same."""
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
+    if device.type == "cuda" and dtype == torch.float32:
+        raise EngineError("dtype float32 is not served on CUDA: --dtype bfloat16 or float16")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Where a product is cut along its sum, the parts are added up in float32: in bfloat16 the logits of a small model
@@ -36,6 +40,8 @@ def build_on_cuda(
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         # Graphs cannot be captured on the default stream; one thread does all the engine's work, on this one.
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    elif find_spec("triton") is None:
+        raise EngineError("a model in parts needs Triton, on CPU as well: pip install triton")
     group = join(config, device)
     weights = ModelWeights(model_config, Split(config.rank, config.world_size), device, dtype)
     load(config, weights.targets())
@@ -49,7 +55,8 @@ def build_on_cuda(
     )
     toolbox = _toolbox(model_config, weights, shape, info.max_slots)
     runner = Runner(model_config, weights, toolbox, group, shape, info.max_slots)
-    memory = DeviceMemory(device, config.cuda_memory_fraction)
+    on_cuda = device.type == "cuda"
+    memory = DeviceMemory(device, config.cuda_memory_fraction if on_cuda else config.cpu_memory_fraction)
     if config.rank > 0:
         return FollowerEngine(info, config.rank, group.follower, Rank(runner, memory, device))
     executor = CudaExecutor(runner, memory, group, shape, info.max_slots)

@@ -10,7 +10,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.marks import mark
 from text_generation_shard.engines.torch.cuda.parallel.group import Group
-from text_generation_shard.engines.torch.cuda.rank import Kind, spare_bytes
+from text_generation_shard.engines.torch.cuda.rank import SPAN, Kind, spare_bytes
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.slot_tables import SlotTables
 from text_generation_shard.engines.torch.cuda.staging import Staging
@@ -53,12 +53,15 @@ class CudaExecutor:
             logits=None if outcome.logits is None else outcome.logits[:sampling],
             chosen=None if outcome.chosen is None else outcome.chosen[:, :sampling],
             started=started,
+            computed=mark(self._device),
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._runner.logits(hidden)
+    def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
+        self._tell(Kind.LOGITS, SPAN.pack(first, end))
+        return self._runner.logits(hidden[first:end])
 
     def tell_chosen(self, rows: list[Row], token_ids: Tensor) -> None:
+        self._tell(Kind.CHOSEN)
         slots = upload([row.sequence.slot for row in rows if row.samples], torch.int64, self._device)
         self._runner.tell_chosen(slots, token_ids)
 
@@ -86,9 +89,10 @@ class CudaExecutor:
         """Ranks that no longer do the same cannot go on; nor can a device after an error of its own, whatever is asked of it."""
         if self._group.place.size > 1:
             return True
-        if isinstance(error, torch.OutOfMemoryError) or self._device.type != "cuda":
+        if self._device.type != "cuda":
             return False
         try:
+            # Nobody will wait for this step, and its memory on the host is used again.
             torch.cuda.synchronize(self._device)
         except RuntimeError:
             return True

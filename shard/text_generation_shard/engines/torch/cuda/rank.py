@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 
 import numpy as np
@@ -16,6 +17,10 @@ GRAPH_BYTES = 4 << 20
 """What the driver keeps for a graph beside its tensors."""
 
 
+SPAN = struct.Struct("<2q")
+"""Rows of hidden states: the first, and the one after the last."""
+
+
 class Kind(IntEnum):
     """Of a message on the control channel."""
 
@@ -24,6 +29,8 @@ class Kind(IntEnum):
     BEGIN_MEASURING = 18
     SPARE_BYTES = 19
     READY = 20
+    LOGITS = 21
+    CHOSEN = 22
 
 
 class Rank:
@@ -34,6 +41,8 @@ class Rank:
         self._runner = runner
         self._memory = memory
         self._staging = Staging(device)
+        self._hidden = torch.empty(0)
+        """Of the step started last."""
 
     def mirror(self, kind: int, payload: memoryview) -> int | None:
         """Do it; the answer, if there is one. `payload` is free again afterwards."""
@@ -46,9 +55,7 @@ class Rank:
                 numbers = self._staging.take(received.size).numpy()
                 numbers[:] = received
                 plan = StepPlan.read(numbers)
-                self._runner.start(plan)
-                if plan.choosing and not plan.greedy:
-                    self._runner.hear_chosen()
+                self._hidden = self._runner.start(plan).normed
             case Kind.ALLOCATE:
                 self._runner.allocate(int.from_bytes(payload, "little"))
             case Kind.BEGIN_MEASURING:
@@ -57,6 +64,11 @@ class Rank:
                 return spare_bytes(self._runner, self._memory)
             case Kind.READY:
                 self._runner.capture()
+            case Kind.CHOSEN:
+                self._runner.hear_chosen()
+            case Kind.LOGITS:
+                first, end = SPAN.unpack(payload)
+                self._runner.logits(self._hidden[first:end])
             case _:
                 raise ValueError(f"message {kind} is of no known kind")
         return None

@@ -96,10 +96,12 @@ class Runner:
         self._last_tokens.index_copy_(0, slots, token_ids.int())
         self.hear_chosen()
 
+    @torch.inference_mode()
     def hear_chosen(self) -> None:
         """On the other ranks: take over what `tell_chosen` tells."""
         self._group.broadcast(self._last_tokens)
 
+    @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
         """float32 [rows, vocabulary]: of a few of the hidden states of a step."""
         return self._forward.logits(normed)
