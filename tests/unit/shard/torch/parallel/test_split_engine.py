@@ -1,0 +1,79 @@
+"""A model in two parts, in two processes on a CPU, says what the whole one says: whatever is asked of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import Driver, Stream
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine, Sampling, WarmUpLimits
+from text_generation_shard.engines import build_engine
+
+SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=7)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=199,  # which two ranks cannot have equal parts of
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=600,
+        initializer_range=0.3,
+    )
+    path = tmp_path_factory.mktemp("checkpoint")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def split(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    group = f"unix://{tmp_path}/group"
+    words = {"model-path": folder, "device": "cpu", "world-size": 2, "group-address": group, "max-batch-size": 8}
+    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "text_generation_shard", *flags, "--rank", "1", "--address", f"unix://{tmp_path}/one"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    engine = build_engine(
+        ShardConfig(model_path=str(folder), device="cpu", world_size=2, group_address=group, max_batch_size=8)
+    )
+    yield engine
+    engine.close()
+    # It ends by itself once its leader has left.
+    assert follower.wait(20) is not None
+
+
+def answers(engine: Engine) -> list[Stream]:
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
+    streams = [
+        driver.admit(range(3, 30), 9, chunk=10, prompt_logprobs=True, prompt_top_n=2, top_n=2),
+        driver.admit(range(40, 95), 12, sampling=SAMPLED, chunk=16, prompt_logprobs=True),
+    ]
+    for _ in range(3):
+        driver.step()
+    streams += [driver.admit(range(7, 9), 5), driver.admit(range(100, 140), 7, sampling=SAMPLED)]
+    driver.run()
+    return streams
+
+
+def test_a_split_model_says_what_the_whole_one_does(folder: Path, split: Engine) -> None:
+    whole = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8))
+    for expected, got in zip(answers(whole), answers(split), strict=True):
+        assert (got.tokens, got.finish, got.failure) == (expected.tokens, expected.finish, None)
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert [top.token_ids for top in got.top_tokens] == [top.token_ids for top in expected.top_tokens]
+        for scores, exact in zip(got.prompt_logprobs, expected.prompt_logprobs, strict=True):
+            assert scores[1:] == pytest.approx(exact[1:], abs=1e-4)
