@@ -7,40 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from engine_driver import Driver
-from transformers import LlamaConfig, LlamaForCausalLM
+from poisoned_checkpoint import POISON, write_poisoned_checkpoint
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, FailureCode, InsufficientMemory, Sampling, WarmUpLimits
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 
-POISON = 199
-"""A token whose embedding is NaN in the poisoned checkpoint."""
 PROMPT = tuple(range(5, 38))
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=200,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=600,
-            initializer_range=0.3,
-        )
-    )
-    with torch.no_grad():
-        model.model.embed_tokens.weight[POISON] = torch.nan
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
-    return folder
+    return write_poisoned_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights, Split
+from text_generation_shard.engines.torch.cuda.layers import ModelWeights
 from text_generation_shard.engines.torch.cuda.parallel.follower import FollowerEngine
 from text_generation_shard.engines.torch.cuda.parallel.group import join
 from text_generation_shard.engines.torch.cuda.rank import Rank
@@ -43,7 +43,7 @@ def build_on_cuda(
     elif find_spec("triton") is None:
         raise EngineError("a model in parts needs Triton, on CPU as well: pip install triton")
     group = join(config, device)
-    weights = ModelWeights(model_config, Split(config.rank, config.world_size), device, dtype)
+    weights = ModelWeights(model_config, group.place, device, dtype)
     load(config, weights.targets())
     weights.seal()
     shape = CacheShape(

@@ -8,7 +8,6 @@ rank; the head's rows are divided, and the logits put together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,35 +15,9 @@ from torch import Tensor
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.fp8 import Fp8Linear, can_multiply
 from text_generation_shard.engines.torch.cuda.linear import Head, Linear, Projection, Span
+from text_generation_shard.engines.torch.cuda.split import Split
 from text_generation_shard.engines.torch.model_config import ModelConfig
 from text_generation_shard.engines.torch.weights import Part
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Which of how many ranks this is."""
-
-    rank: int = 0
-    size: int = 1
-
-    def even(self, total: int, what: str) -> Span:
-        """This rank's equal part of `total`, counted in the unit that `what` names."""
-        if total % self.size:
-            raise EngineError(f"{total} {what} cannot be divided among {self.size} shards")
-        length = total // self.size
-        return Span(self.rank * length, length, total)
-
-    def kv_heads(self, total: int) -> Span:
-        """Equal parts; with more ranks than heads, each head is on several ranks, beside the queries that look at it."""
-        if self.size > total and self.size % total == 0:
-            return Span(self.rank * total // self.size, 1, total)
-        return self.even(total, "key-value heads")
-
-    def padded(self, total: int) -> Span:
-        """Equal parts of `total` rounded up; the last ranks may have less of it, or nothing."""
-        length = -(-total // self.size)
-        start = min(self.rank * length, total)
-        return Span(start, min(length, total - start), total)
 
 
 class LayerWeights:

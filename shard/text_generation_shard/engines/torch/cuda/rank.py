@@ -34,7 +34,7 @@ class Kind(IntEnum):
 
 
 class Rank:
-    """The `Executor` of a follower: does what comes on the channel."""
+    """The `Mirror` of a follower: does what comes on the channel."""
 
     def __init__(self, runner: Runner, memory: DeviceMemory, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

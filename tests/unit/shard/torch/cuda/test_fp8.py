@@ -20,8 +20,9 @@ from torch import Tensor
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.fp8 import Fp8Linear
 from text_generation_shard.engines.torch.cuda.kernels.quantize import quantize_rows
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights, Split
+from text_generation_shard.engines.torch.cuda.layers import ModelWeights
 from text_generation_shard.engines.torch.cuda.linear import Linear
+from text_generation_shard.engines.torch.cuda.split import Split
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
 

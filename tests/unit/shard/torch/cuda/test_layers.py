@@ -11,7 +11,8 @@ from tiny_checkpoint import CONFIG, random_tensors, write_checkpoint
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights, Split
+from text_generation_shard.engines.torch.cuda.layers import ModelWeights
+from text_generation_shard.engines.torch.cuda.split import Split
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
 

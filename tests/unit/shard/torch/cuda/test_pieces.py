@@ -16,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from text_generation_shard.engine import Admission, EngineInfo, Orders, Scheduling, Stopping
 from text_generation_shard.engines.torch.cuda.graphs import GraphPool, Outcome
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights, Split
-from text_generation_shard.engines.torch.cuda.parallel.group import Group, TensorParallel
+from text_generation_shard.engines.torch.cuda.layers import ModelWeights
+from text_generation_shard.engines.torch.cuda.parallel.group import Group
 from text_generation_shard.engines.torch.cuda.pieces import BUCKETS, Pieces, Work, bucket_for
 from text_generation_shard.engines.torch.cuda.plain_toolbox import PlainToolbox
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.slot_tables import SlotTables
+from text_generation_shard.engines.torch.cuda.split import Split
 from text_generation_shard.engines.torch.cuda.step_plan import Padding, StepPlan, plan_chunks, plan_decoding
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import read_model_config
@@ -147,7 +148,7 @@ def make_runner(folder: Path, device: torch.device) -> Runner:
     load_weights(folder, weights.targets())
     weights.seal()
     shape = CacheShape(LAYERS, weights.num_kv_heads, config.head_dim, device, torch.float32)
-    runner = Runner(config, weights, PlainToolbox(config.head_dim), Group(TensorParallel()), shape, SLOTS)
+    runner = Runner(config, weights, PlainToolbox(config.head_dim), Group(Split()), shape, SLOTS)
     runner.allocate(BLOCKS)
     return runner
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import Driver, Stream
-from transformers import LlamaConfig, LlamaForCausalLM
+from poisoned_checkpoint import POISON, write_poisoned_checkpoint
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
@@ -31,8 +31,6 @@ from text_generation_shard.engines.torch.build import engine_info
 from text_generation_shard.engines.torch.cuda.build import build_on_cuda
 from text_generation_shard.engines.torch.model_config import read_model_config
 
-POISON = 199
-"""A token whose embedding is NaN."""
 SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, output_presence_penalty=0.5)
 
 
@@ -44,23 +42,7 @@ class Engines:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=200,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=600,
-            initializer_range=0.3,
-        )
-    )
-    with torch.no_grad():
-        model.model.embed_tokens.weight[POISON] = torch.nan
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
+    folder = write_poisoned_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     trace = tmp_path_factory.mktemp("trace") / "steps.jsonl"
     config = ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8, trace_steps=str(trace))
     shape = read_model_config(Path(folder))

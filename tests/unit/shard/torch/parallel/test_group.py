@@ -14,7 +14,8 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.parallel.group import TensorParallel, join
+from text_generation_shard.engines.torch.cuda.parallel.group import join
+from text_generation_shard.engines.torch.cuda.split import Split
 
 MEMBER = """
 import os, sys, torch
@@ -112,7 +113,7 @@ def test_gpus_compute_together_and_in_a_graph(address: str) -> None:
 
 def test_a_group_of_one_joins_nothing() -> None:
     group = join(ShardConfig(), torch.device("cpu"))
-    assert group.place == TensorParallel(0, 1)
+    assert group.place == Split(0, 1)
     tensor = torch.tensor([1.0, 2.0])
     out = torch.full((1, 2), torch.nan)
     group.all_reduce(tensor)

@@ -1,6 +1,6 @@
 """The engine of a rank above 0: it computes what rank 0 computes, when rank 0 says so, and answers nobody else.
 
-One thread waits at the control channel and hands what comes to the executor. Where the group breaks, or a step does, there is
+One thread waits at the control channel and hands what comes to its mirror. Where the group breaks, or a step does, there is
 nothing left to follow: the shard is told, and its process ends.
 """
 
@@ -24,7 +24,7 @@ STUCK_AFTER = 0.5
 log = structlog.get_logger()
 
 
-class Executor(Protocol):
+class Mirror(Protocol):
     """What computes on this device."""
 
     def mirror(self, kind: int, payload: memoryview) -> int | None:
@@ -35,11 +35,11 @@ class Executor(Protocol):
 class FollowerEngine(InProcess):
     """See the module. Follows from the moment it is made."""
 
-    def __init__(self, info: EngineInfo, rank: int, channel: Follower, executor: Executor) -> None:
+    def __init__(self, info: EngineInfo, rank: int, channel: Follower, mirror: Mirror) -> None:
         self.info = info
         self._rank = rank
         self._channel = channel
-        self._executor = executor
+        self._mirror = mirror
         self._tell: Callable[[str], None] | None = None
         self._broken: str | None = None
         self._closing = False
@@ -97,7 +97,7 @@ class FollowerEngine(InProcess):
                 if kind == GOODBYE:
                     self._leave("rank 0 has left")
                     return
-                if (answer := self._executor.mirror(kind, payload)) is not None:
+                if (answer := self._mirror.mirror(kind, payload)) is not None:
                     self._channel.answer(answer)
         except GroupBroken as error:
             self._break(str(error))

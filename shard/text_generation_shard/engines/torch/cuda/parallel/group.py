@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ from text_generation_shard.engines.torch.cuda.parallel.channel import (
     gather_group,
     meet_leader,
 )
+from text_generation_shard.engines.torch.cuda.split import Split
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -50,14 +50,6 @@ _PORT = struct.Struct("<H")
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorParallel:
-    """A place in a group: which part of each split matrix is held here."""
-
-    rank: int = 0
-    size: int = 1
-
-
 class Group:
     """The collectives of a model, and the control channel. Made by `join`; alone, the collectives do nothing.
 
@@ -65,7 +57,7 @@ class Group:
     """
 
     def __init__(
-        self, place: TensorParallel, channel: Leader | Follower | None = None, all_reduce: AllReduce | None = None
+        self, place: Split, channel: Leader | Follower | None = None, all_reduce: AllReduce | None = None
     ) -> None:
         self.place = place
         self.channel = channel
@@ -128,7 +120,7 @@ def join(config: ShardConfig, device: torch.device, timeout: float = MEETING_TIM
 
     Raises EngineError, in one line, if they do not come or cannot talk to each other.
     """
-    place = TensorParallel(config.rank, config.world_size)
+    place = Split(config.rank, config.world_size)
     if place.size == 1:
         return Group(place)
     path = socket_path(config.group_address)
@@ -153,7 +145,7 @@ def join(config: ShardConfig, device: torch.device, timeout: float = MEETING_TIM
     return Group(place, channel, all_reduce)
 
 
-def _share_store(channel: Leader | Follower, place: TensorParallel) -> Store:
+def _share_store(channel: Leader | Follower, place: Split) -> Store:
     """The store in which the ranks find each other's addresses; it listens on this machine's own interface alone."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is public, but torch does not say so
 
@@ -178,7 +170,7 @@ def _share_store(channel: Leader | Follower, place: TensorParallel) -> Store:
     return store
 
 
-def _open_process_group(place: TensorParallel, device: torch.device, store: Store) -> None:
+def _open_process_group(place: Split, device: torch.device, store: Store) -> None:
     import torch.distributed as dist
 
     on_cuda = device.type == "cuda"
