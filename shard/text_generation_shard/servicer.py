@@ -175,7 +175,9 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             if error is not None:
                 self.crashed.set()
             reports.put_nowait(None)
-            if error is not None:
+            if isinstance(error, EngineError):
+                log.error("the engine failed", reason=str(error))
+            elif error is not None:
                 log.error("the engine failed", exc_info=error)
             log.info("session closed")
 

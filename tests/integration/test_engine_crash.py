@@ -17,6 +17,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 CRASHING = """
     import sys
     from text_generation_shard.__main__ import main
+    from text_generation_shard.engine import EngineError
     from text_generation_shard.engines.echo import EchoEngine
 
     working = EchoEngine.step
@@ -24,7 +25,7 @@ CRASHING = """
     def step(self):
         self.steps = getattr(self, "steps", 0) + 1
         if self.steps == 3:
-            raise RuntimeError("the device is gone")
+            raise {error}("the device is gone")
         return working(self)
 
     EchoEngine.step = step
@@ -32,13 +33,16 @@ CRASHING = """
 """
 
 
-@pytest.mark.parametrize("log_format", ["--json-output", "--no-json-output"])
-async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, log_format: str) -> None:
+@pytest.mark.parametrize(
+    ("raised", "log_format"),
+    [("RuntimeError", "--json-output"), ("RuntimeError", "--no-json-output"), ("EngineError", "--no-json-output")],
+)
+async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, raised: str, log_format: str) -> None:
     address = f"unix://{tmp_path}/s"
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        textwrap.dedent(CRASHING),
+        textwrap.dedent(CRASHING).format(error=raised),
         "--engine=echo",
         f"--address={address}",
         log_format,
@@ -64,4 +68,6 @@ async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, log_form
         assert await process.wait() == ExitCode.BUG
     [record] = [line for line in logged.splitlines() if "the engine failed" in line]
     assert "the device is gone" in record
+    # What an engine can say in a line needs no traceback.
+    assert ("session.py" in record) == (raised == "RuntimeError")
     assert not (tmp_path / "s").exists()

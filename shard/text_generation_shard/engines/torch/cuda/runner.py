@@ -10,6 +10,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.forward import DeviceStep, Forward
 from text_generation_shard.engines.torch.cuda.graphs import DecodeGraphs, GraphPool, Outcome
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
+from text_generation_shard.engines.torch.cuda.parallel.channel import NamingTheLost
 from text_generation_shard.engines.torch.cuda.parallel.group import Group
 from text_generation_shard.engines.torch.cuda.pieces import Pieces, Recorder
 from text_generation_shard.engines.torch.cuda.step_plan import ALIGNED, COLUMNS, StepPlan
@@ -36,6 +37,7 @@ class Runner:
     ) -> None:
         self._toolbox = toolbox
         self._group = group
+        self._naming_the_lost = NamingTheLost(group.channel)
         self._shape = shape
         self._device = shape.device
         self._max_slots = max_slots
@@ -86,10 +88,11 @@ class Runner:
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Outcome:
-        """Start a step; the plan's numbers may be used again only when it is over."""
+        """Start a step; the plan's numbers may be used again only when it is over. Raises GroupBroken, as do those below."""
         numbers = torch.from_numpy(plan.numbers)
-        outcome = None if self.graphs is None else self.graphs.replay(plan, numbers)
-        return outcome or self._run(plan, numbers.to(self._device, non_blocking=True))
+        with self._naming_the_lost:
+            outcome = None if self.graphs is None else self.graphs.replay(plan, numbers)
+            return outcome or self._run(plan, numbers.to(self._device, non_blocking=True))
 
     def tell_chosen(self, slots: Tensor, token_ids: Tensor) -> None:
         """Let the steps to come know what was chosen for some slots; on the leading rank."""
@@ -99,12 +102,14 @@ class Runner:
     @torch.inference_mode()
     def hear_chosen(self) -> None:
         """On the other ranks: take over what `tell_chosen` tells."""
-        self._group.broadcast(self._last_tokens)
+        with self._naming_the_lost:
+            self._group.broadcast(self._last_tokens)
 
     @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
         """float32 [rows, vocabulary]: of a few of the hidden states of a step."""
-        return self._forward.logits(normed)
+        with self._naming_the_lost:
+            return self._forward.logits(normed)
 
     def _pool(self, num_blocks: int) -> tuple[Tensor, ...]:
         """Of each layer [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]. Zeros: what no sequence wrote is finite."""

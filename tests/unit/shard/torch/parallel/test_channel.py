@@ -116,6 +116,20 @@ def test_a_leader_notices_that_a_follower_is_gone(path: Path) -> None:
             second.receive()
 
 
+def test_who_is_lost_is_known_or_seen_soon(path: Path) -> None:
+    with group(path, 3) as (leader, (first, second)):
+        assert leader.lost(0.0) is None
+        assert second.lost(0.0) is None
+        with ThreadPoolExecutor(1) as pool:
+            seen = pool.submit(leader.lost, SOON)
+            second.close()
+            assert seen.result() == "rank 2 is gone"
+        assert second.lost(SOON) is None
+        leader.close()
+        assert first.lost(SOON) == "rank 0 is gone"
+        assert leader.lost(SOON) is None
+
+
 def test_gathering_ends_when_a_follower_is_gone(path: Path) -> None:
     with group(path, 3) as (leader, (first, second)):
         first.answer(1)

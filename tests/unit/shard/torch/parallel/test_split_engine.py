@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Sampling, WarmUpLimits
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.cuda.parallel.channel import GroupBroken
 
 SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=7)
+KILLED_IN_A_STEP = """
+    import os, signal
+    from text_generation_shard.__main__ import main
+    from text_generation_shard.engines.torch.cuda.runner import Runner
+
+    Runner.start = lambda self, plan: os.kill(os.getpid(), signal.SIGKILL)
+    main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +48,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def split(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+@contextmanager
+def split(folder: Path, tmp_path: Path, *program: str) -> Iterator[Engine]:
+    """Rank 0's engine; rank 1 is a shard, which `program` may change."""
     group = f"unix://{tmp_path}/group"
     words = {"model-path": folder, "device": "cpu", "world-size": 2, "group-address": group, "max-batch-size": 8}
     flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     follower = subprocess.Popen(
-        [sys.executable, "-m", "text_generation_shard", *flags, "--rank", "1", "--address", f"unix://{tmp_path}/one"],
+        [sys.executable, *program, *flags, "--rank", "1", "--address", f"unix://{tmp_path}/one"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     engine = build_engine(
         ShardConfig(model_path=str(folder), device="cpu", world_size=2, group_address=group, max_batch_size=8)
     )
-    yield engine
-    engine.close()
-    # It ends by itself once its leader has left.
-    assert follower.wait(20) is not None
+    try:
+        yield engine
+    finally:
+        engine.close()
+        # It ends by itself once its leader has left.
+        assert follower.wait(20) is not None
 
 
 def answers(engine: Engine) -> list[Stream]:
@@ -69,11 +83,21 @@ def answers(engine: Engine) -> list[Stream]:
     return streams
 
 
-def test_a_split_model_says_what_the_whole_one_does(folder: Path, split: Engine) -> None:
-    whole = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8))
-    for expected, got in zip(answers(whole), answers(split), strict=True):
+def test_a_split_model_says_what_the_whole_one_does(folder: Path, tmp_path: Path) -> None:
+    whole = answers(build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8)))
+    with split(folder, tmp_path, "-m", "text_generation_shard") as engine:
+        parts = answers(engine)
+    for expected, got in zip(whole, parts, strict=True):
         assert (got.tokens, got.finish, got.failure) == (expected.tokens, expected.finish, None)
         assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert [top.token_ids for top in got.top_tokens] == [top.token_ids for top in expected.top_tokens]
         for scores, exact in zip(got.prompt_logprobs, expected.prompt_logprobs, strict=True):
             assert scores[1:] == pytest.approx(exact[1:], abs=1e-4)
+
+
+def test_a_rank_that_dies_in_a_step_is_named(folder: Path, tmp_path: Path) -> None:
+    with (
+        split(folder, tmp_path, "-c", textwrap.dedent(KILLED_IN_A_STEP)) as engine,
+        pytest.raises(GroupBroken, match=r"^rank 1 is gone$"),
+    ):
+        engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048))

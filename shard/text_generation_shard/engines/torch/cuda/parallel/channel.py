@@ -8,7 +8,8 @@ A unix socket in a folder of its owner's alone: no port, no key. It is on the pa
 call to send and two to receive, by blocking sockets. What the kinds mean is the business of those who use the channel.
 
 Whoever ends, and however, closes its sockets: the other side then raises GroupBroken where it reads or writes, and `watch`
-sees it even while a thread of ours is stuck in a device call that waits for the dead process for ever.
+sees it even while a thread of ours is stuck in a device call that waits for the dead process for ever. A collective that
+fails instead, in words of its library's, says the same in one line within `NamingTheLost`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ GOODBYE = 0
 """The kind of the last message: the leader leaves in order. Kinds of others are positive."""
 RETRY_EVERY = 0.02
 """Seconds between two tries to connect. There is no event for "somebody listens there now"."""
+LOST_WITHIN = 0.5
+"""Seconds in which a process is seen to be gone whose end a collective has just failed of: its connections do not end at once."""
 
 _MAGIC = 0x54475031
 """Begins a greeting: whoever connects by mistake is told apart."""
@@ -41,7 +44,7 @@ _HEADER = struct.Struct("<II")
 _ANSWER = struct.Struct("<q")
 
 
-class GroupBroken(RuntimeError):
+class GroupBroken(EngineError):
     """A process of the group is gone: no step can be computed any more."""
 
 
@@ -65,6 +68,10 @@ class Leader:
     def watch(self, tell: Callable[[str], None]) -> None:
         """Have `tell` called, from a thread of the channel's own, when a follower is gone; never after `close`."""
         _watch(list(self._followers.values()), tell)
+
+    def lost(self, within: float) -> str | None:
+        """Which follower is gone, in words, or will be in `within` seconds; None if all are there, or are to leave."""
+        return _lost(list(self._followers.values()), within)
 
     def close(self) -> None:
         """Say goodbye and close."""
@@ -103,6 +110,10 @@ class Follower:
         """Have `tell` called, from a thread of the channel's own, when the leader is gone; never after `close`."""
         _watch([self._leader], tell)
 
+    def lost(self, within: float) -> str | None:
+        """That the leader is gone, in words, or will be in `within` seconds; None if it is there, or this side has closed."""
+        return _lost([self._leader], within)
+
     def close(self) -> None:
         """Close. A `receive` that waits raises GroupBroken."""
         self._leader.close()
@@ -121,6 +132,11 @@ class _Peer:
     def duplicate(self) -> int:
         """Another descriptor of the same connection."""
         return os.dup(self._socket.fileno())
+
+    @property
+    def end(self) -> str | None:
+        """In words, when the connection has ended; None if that was expected."""
+        return None if self.leaving else f"{self.name} is gone"
 
     def send(self, message: bytes) -> None:
         try:
@@ -152,22 +168,55 @@ class _Peer:
         return GroupBroken(f"{self.name} is gone" if error is None else f"{self.name} is gone: {error.strerror}")
 
 
+class _Ends:
+    """Waits for the first of some connections to end, by descriptors of its own: these stay valid whoever closes theirs."""
+
+    def __init__(self, peers: list[_Peer]) -> None:
+        self._poll = select.poll()
+        self._peers = {peer.duplicate(): peer for peer in peers}
+        for descriptor in self._peers:
+            # Of a unix socket: the other end was closed. What there is to read is not asked for.
+            self._poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
+
+    def wait(self, seconds: float | None = None) -> str | None:
+        """What there is to be said of the end of the first; None after `seconds`. To be called once."""
+        try:
+            events = self._poll.poll(None if seconds is None else seconds * 1e3)
+        finally:
+            for descriptor in self._peers:
+                os.close(descriptor)
+        return self._peers[events[0][0]].end if events else None
+
+
 def _watch(peers: list[_Peer], tell: Callable[[str], None]) -> None:
-    poll = select.poll()
-    by_descriptor = {peer.duplicate(): peer for peer in peers}  # ours: valid until the thread has ended
-    for descriptor in by_descriptor:
-        # Of a unix socket: the other end was closed. What there is to read is not asked for.
-        poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
+    ends = _Ends(peers)
 
     def wait() -> None:
-        gone = by_descriptor[poll.poll()[0][0]]
-        for descriptor in by_descriptor:
-            os.close(descriptor)
-        if not gone.leaving:
-            tell(f"{gone.name} is gone")
+        if (end := ends.wait()) is not None:
+            tell(end)
 
     # What the log says of every record lives in the context.
     threading.Thread(target=copy_context().run, args=(wait,), name="group watch", daemon=True).start()
+
+
+def _lost(peers: list[_Peer], within: float) -> str | None:
+    return None if any(peer.leaving for peer in peers) else _Ends(peers).wait(within)
+
+
+class NamingTheLost:
+    """A context for collectives: one that fails since a process is gone raises GroupBroken, which says who; any other error stays."""
+
+    def __init__(self, channel: Leader | Follower | None) -> None:
+        self._channel = channel
+
+    def __enter__(self) -> None:
+        """Once a step and more: nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._channel is None or not isinstance(error, RuntimeError):  # which those of torch.distributed are
+            return
+        if lost := self._channel.lost(LOST_WITHIN):
+            raise GroupBroken(lost) from error
 
 
 def gather_group(path: Path, size: int, timeout: float) -> Leader:
