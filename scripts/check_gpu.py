@@ -33,7 +33,7 @@ from text_generation_shard.engine import WarmUpLimits
 from text_generation_shard.engines.torch.build import build_torch_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor, Launched
-from text_generation_shard.sequences import Row
+from text_generation_shard.steady import StepRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
@@ -110,7 +110,7 @@ class Recorder:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def launch(self, rows: list[Row], *, greedy: bool) -> Launched:
+    def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         launched = self.inner.launch(rows, greedy=greedy)
         for row, places in launched.places:
             prompt = tuple(row.sequence.tokens[: row.start + row.length])

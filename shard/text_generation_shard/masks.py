@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from text_generation_shard.grammar import Grammars, Matcher
-from text_generation_shard.sequences import Sequence
+from text_generation_shard.sequence import Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor

@@ -12,14 +12,16 @@ A sequence whose whole prompt is computed always has exactly one token to comput
 A step is *begun* when its computing is: from then on its positions count as computed, and what comes after can be begun
 too, although the token it hangs on is known to the device only. A step is *recorded* when its tokens are known here. An
 engine may be one step ahead of what is recorded; what a step brings for a sequence that is gone by then is dropped.
+
+Where the device knows what was chosen last, a sequence of which nothing but the most probable token is asked becomes
+*steady* with its first token: from then on it is a place in columns (steady.py), its tokens are not kept here, and
+`computed` stands still.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from text_generation_shard.checks import admission_problem
 from text_generation_shard.chosen import Chosen
@@ -28,82 +30,13 @@ from text_generation_shard.engine import (
     EngineInfo,
     Failure,
     FailureCode,
-    FinishReason,
     Orders,
-    PromptScores,
-    Sampling,
     StepResult,
-    Stopping,
 )
-from text_generation_shard.grammar import GrammarError, Matcher
+from text_generation_shard.grammar import GrammarError
 from text_generation_shard.kv_ledger import KVLedger
-
-PLAIN = Sampling()
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One sequence: its tokens, how far they are computed, and what it was admitted with."""
-
-    slot: int
-    tokens: list[int]
-    prompt_length: int
-    blocks: list[int]
-    computed: int
-    generated: int
-    """New tokens since this admission, as far as they are recorded."""
-    generated_before: int
-    """Trailing prompt tokens that were generated before this admission."""
-    sampling: Sampling
-    stopping: Stopping
-    top_n: int
-    prompt_scores: PromptScores | None
-    """Filled chunk by chunk while the prompt is computed; None if not asked for."""
-    prompt_top_n: int = 0
-    building: Future[Matcher] | None = None
-    """The matcher of its grammar, until it is there: no token can be chosen before."""
-    matcher: Matcher | None = None
-    """None: no grammar."""
-    chunk: int = 0
-    """Prompt tokens ordered for the next step."""
-    told_blocks: int = 0
-    """How many of the blocks a device with tables of its own knows."""
-    plain_from: float = math.inf
-    """The position from which on the most probable token follows, whatever came before, and nothing else is told of it."""
-    enders: frozenset[int] = frozenset()
-    """Tokens that may end it."""
-    is_held: bool = True
-    """False once it is dropped: a step under way may still bring a token for it."""
-    end: int = 0
-    """The position that its grant, or its last token, does not go beyond: see `settle_end`."""
-
-    def settle_end(self, block_size: int) -> None:
-        """Find `end` anew, after a grant. The last token chosen is never computed."""
-        last = self.prompt_length + self.stopping.max_new_tokens - 1
-        self.end = min(last, len(self.blocks) * block_size)
-
-    @property
-    def suppressed(self) -> frozenset[int]:
-        """Tokens that may not be chosen next, because they would end the sequence too early."""
-        if self.generated >= self.stopping.min_new_tokens:
-            return frozenset()
-        return self.enders
-
-
-@dataclass(slots=True)
-class Row:
-    """A sequence's part in a step: compute positions [start, start + length)."""
-
-    sequence: Sequence
-    start: int
-    length: int
-    samples: bool
-    """Whether the step also chooses the token after the last of these positions."""
-
-    @property
-    def prefills(self) -> bool:
-        """Whether these are tokens of the prompt."""
-        return self.start < self.sequence.prompt_length
+from text_generation_shard.sequence import Row, Sequence, admitted, finish_reason
+from text_generation_shard.steady import SteadyRows, SteadyTable
 
 
 @dataclass(slots=True)
@@ -114,7 +47,10 @@ class SequenceTable:
     num_blocks: int = 0
     ledger: KVLedger | None = None
     """Checks whose each block is and what it holds; None: whoever orders is believed."""
+    steady: SteadyTable | None = None
+    """Of an engine whose device knows what was chosen last."""
     _sequences: dict[int, Sequence] = field(default_factory=dict)
+    _unsteady: dict[int, Sequence] = field(default_factory=dict)
     _chunked: list[Sequence] = field(default_factory=list)
     """Sequences with a chunk ordered for the next step."""
     _building: list[Sequence] = field(default_factory=list)
@@ -160,11 +96,7 @@ class SequenceTable:
                 if problem := self._grant_problem(blocks):
                     failed.append(self._drop(sequence, FailureCode.INVALID, problem))
                 else:
-                    sequence.blocks.extend(blocks)
-                    sequence.settle_end(self.info.block_size)
-                    self._hold(blocks)
-                    if self.ledger is not None:
-                        self.ledger.grant(sequence, blocks)
+                    self._grant(sequence, blocks)
         for slot, tokens in orders.prefill:
             if sequence := self._sequences.get(slot):
                 if problem := self._chunk_problem(sequence, tokens):
@@ -175,10 +107,11 @@ class SequenceTable:
         return failed
 
     def rows(self) -> list[Row]:
-        """What the next step computes: every decoding sequence with room in its grant, then the ordered chunks."""
+        """What the next step computes, besides what `steady` has: every decoding sequence with room in its grant, then the
+        ordered chunks."""
         rows = [
             Row(sequence, sequence.computed, 1, True)  # noqa: FBT003 – once a row, a step
-            for sequence in self._sequences.values()
+            for sequence in self._unsteady.values()
             if sequence.prompt_length <= sequence.computed < sequence.end
         ]
         waiting: list[Sequence] = []
@@ -198,15 +131,13 @@ class SequenceTable:
         for row in rows:
             row.sequence.computed += row.length
 
-    def holds(self, row: Row) -> bool:
-        """Whether the row's sequence is still there."""
-        return row.sequence.is_held
-
-    def advance(self, rows: list[Row], chosen: Chosen) -> StepResult:
-        """Record a step begun before: `chosen` has one token for each row with `samples`, in order."""
+    def advance(self, rows: list[Row], chosen: Chosen, steady: SteadyRows | None = None) -> StepResult:
+        """Record a step begun before: `chosen` has one token for each of `steady`, then for each row with `samples`, in order."""
         result = StepResult()
+        if steady is not None:
+            self._advance_steady(steady, chosen, result)
         token_ids, failures, ends = chosen.token_ids, chosen.failures, chosen.ends
-        place = -1
+        place = -1 if steady is None else len(steady) - 1
         # Once a row, a step: whatever is looked up here is looked up hundreds of thousands of times a second.
         for row in rows:
             sequence = row.sequence
@@ -230,27 +161,70 @@ class SequenceTable:
             result.token_ids.append(token_id)
             result.logprobs.append(chosen.logprobs[place])
             may_end = generated >= sequence.stopping.max_new_tokens or token_id in sequence.enders or place in ends
-            if may_end and (reason := _finish_reason(sequence, token_id, ends=place in ends)):
+            if may_end and (reason := finish_reason(sequence.stopping, generated, token_id, ends=place in ends)):
                 result.finished.append((sequence.slot, reason))
                 self._remove(sequence.slot)
             elif sequence.matcher is not None:
                 sequence.matcher.accept(token_id)
+            elif self.steady is not None:
+                self._settle(sequence)
         return result
 
-    def fail(self, rows: list[Row], message: str) -> StepResult:
+    def _advance_steady(self, rows: SteadyRows, chosen: Chosen, result: StepResult) -> None:
+        assert self.steady is not None
+        token_ids, logprobs = chosen.token_ids[: len(rows)], chosen.logprobs[: len(rows)]
+        slots: list[int] = rows.slots.tolist()
+        gone = set(rows.not_held()) if self.steady.has_lost(rows) else set()
+        for place, failure in chosen.failures.items():
+            if place < len(rows) and place not in gone:
+                result.failed.append(self._drop(rows.sequences[place], *failure))
+                gone.add(place)
+        for place in rows.remarkable(token_ids):
+            sequence, token_id = rows.sequences[place], token_ids[place]
+            if not sequence.is_held:
+                continue
+            # A token follows the one at `starts`, and the prompt comes before the first of them.
+            generated = int(rows.starts[place]) + 2 - sequence.prompt_length
+            if reason := finish_reason(sequence.stopping, generated, token_id, ends=False):
+                result.finished.append((sequence.slot, reason))
+                self._remove(sequence.slot)
+        if gone:
+            left = [place for place in range(len(rows)) if place not in gone]
+            slots, token_ids = [slots[place] for place in left], [token_ids[place] for place in left]
+            logprobs = [logprobs[place] for place in left]
+        result.slots += slots
+        result.token_ids += token_ids
+        result.logprobs += logprobs
+
+    def fail(self, sequences: Iterable[Sequence], message: str) -> StepResult:
         """Drop the sequences of a step that failed as a whole."""
         return StepResult(
-            failed=[self._drop(row.sequence, FailureCode.STEP, message) for row in rows if self.holds(row)]
+            failed=[self._drop(sequence, FailureCode.STEP, message) for sequence in sequences if sequence.is_held]
         )
 
     def _admit(self, admission: Admission) -> None:
-        sequence = self._sequences[admission.slot] = _admitted(admission)
+        sequence = self._sequences[admission.slot] = self._unsteady[admission.slot] = admitted(admission)
         sequence.settle_end(self.info.block_size)
         if sequence.building is not None:
             self._building.append(sequence)
         self._hold(sequence.blocks)
         if self.ledger is not None:
             self.ledger.admit(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """It becomes steady, if it is not, and if nothing is asked of it from now on. A step under way has it as a row yet."""
+        if sequence.plain_from <= sequence.computed + 1 and self._unsteady.pop(sequence.slot, None) is not None:
+            assert self.steady is not None
+            self.steady.join(sequence)
+
+    def _grant(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
+        sequence.blocks.extend(blocks)
+        sequence.settle_end(self.info.block_size)
+        if self.steady is not None and sequence.slot not in self._unsteady:
+            self.steady.grant(sequence)
+        self._hold(blocks)
+        if self.ledger is not None:
+            self.ledger.grant(sequence, blocks)
 
     def _hold(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -265,6 +239,8 @@ class SequenceTable:
         if sequence is None:
             return
         sequence.is_held = False
+        if self._unsteady.pop(slot, None) is None and self.steady is not None:
+            self.steady.leave()
         if sequence.building is not None:
             sequence.building.cancel()
         for block in sequence.blocks:
@@ -320,50 +296,3 @@ class SequenceTable:
         if end > len(sequence.blocks) * self.info.block_size:
             return "a chunk runs past the blocks granted"
         return None
-
-
-def _admitted(admission: Admission) -> Sequence:
-    scored = len(admission.prompt) - admission.generated_tokens
-    return Sequence(
-        slot=admission.slot,
-        tokens=list(admission.prompt),
-        prompt_length=len(admission.prompt),
-        blocks=list(admission.blocks),
-        computed=admission.computed_tokens,
-        generated=0,
-        generated_before=admission.generated_tokens,
-        sampling=admission.sampling,
-        stopping=admission.stopping,
-        top_n=admission.top_n,
-        prompt_top_n=admission.prompt_top_n,
-        # The first token has nothing before it, and cached ones are not computed again: NaN, as the contract says.
-        prompt_scores=PromptScores(
-            admission.slot, [float("nan")] * scored, [((), ())] * scored if admission.prompt_top_n else None
-        )
-        if admission.prompt_logprobs
-        else None,
-        building=admission.matcher,
-        enders=admission.stopping.eos_token_ids | admission.stopping.stop_token_ids,
-        plain_from=len(admission.prompt) + admission.stopping.min_new_tokens if _is_plain(admission) else math.inf,
-    )
-
-
-def _is_plain(admission: Admission) -> bool:
-    # Where nothing is drawn the seed means nothing.
-    return replace(admission.sampling, seed=0) == PLAIN and not admission.top_n and admission.grammar is None
-
-
-def _finish_reason(sequence: Sequence, token_id: int, *, ends: bool) -> FinishReason | None:
-    """LENGTH wins over EOS_TOKEN, which wins over STOP_TOKEN, on the same token."""
-    stopping = sequence.stopping
-    if sequence.generated >= stopping.max_new_tokens:
-        return FinishReason.LENGTH
-    if ends:
-        return FinishReason.EOS_TOKEN
-    if sequence.generated <= stopping.min_new_tokens:
-        return None
-    if token_id in stopping.eos_token_ids:
-        return FinishReason.EOS_TOKEN
-    if token_id in stopping.stop_token_ids:
-        return FinishReason.STOP_TOKEN
-    return None

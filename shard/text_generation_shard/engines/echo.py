@@ -30,7 +30,8 @@ from text_generation_shard.engine import (
 from text_generation_shard.grammar import Grammars, load_grammars
 from text_generation_shard.kv_ledger import KVLedger
 from text_generation_shard.masks import Mask, TokenMasks
-from text_generation_shard.sequences import Row, Sequence, SequenceTable
+from text_generation_shard.sequence import Row, Sequence
+from text_generation_shard.sequences import SequenceTable
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1 << 20
@@ -114,7 +115,7 @@ class EchoEngine(InProcess):
         masks = {} if pending is None else pending.result()
         chosen = [self._choose(sequence, masks.get(sequence.slot)) for sequence in sampling]
         if any(token.token_id == self.fail_step_token for token in chosen):
-            return self._table.fail(rows, "the step failed, as the echo engine was told")
+            return self._table.fail([row.sequence for row in rows], "the step failed, as the echo engine was told")
         for row in rows:
             self._score_prompt(row)
         self._table.begin(rows)

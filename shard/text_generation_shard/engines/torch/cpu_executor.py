@@ -15,7 +15,7 @@ from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
 from text_generation_shard.engines.torch.model import Decoder
 from text_generation_shard.engines.torch.model_config import ModelConfig
-from text_generation_shard.sequences import Row
+from text_generation_shard.steady import StepRows
 
 
 class CpuExecutor:
@@ -40,22 +40,23 @@ class CpuExecutor:
         return self._shape.block_bytes
 
     @torch.inference_mode()
-    def launch(self, rows: list[Row], *, greedy: bool) -> Launched:
+    def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         device = self._shape.device
-        batch = build_batch(rows, self._block_tables, self._cache, self._window, device)
+        # None are steady: here a step is over before the next one is made up.
+        batch = build_batch(rows.others, self._block_tables, self._cache, self._window, device)
         if batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
         plan = AttentionPlan(batch, self._block_tables, self._cache, self._shape, self._config)
         started = CpuMark()
         hidden = self._model.forward(batch, plan, self._cache)
-        sampling = [batch.last_token(index) for index, row in enumerate(rows) if row.samples]
+        sampling = [batch.last_token(index) for index, row in enumerate(rows.others) if row.samples]
         logits = self._model.logits(hidden[torch.tensor(sampling, device=device)]) if sampling else None
         return Launched(
             rows=rows,
             hidden=hidden,
             places=[
                 (row, [(offset, span.start, span.length) for offset, span in places])
-                for row, places in zip(rows, batch.offsets, strict=True)
+                for row, places in zip(rows.others, batch.offsets, strict=True)
                 if row.prefills
             ],
             logits=logits,
@@ -67,7 +68,7 @@ class CpuExecutor:
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         return self._model.logits(hidden[first:end])
 
-    def tell_chosen(self, rows: list[Row], token_ids: Tensor) -> None:
+    def tell_chosen(self, rows: StepRows, token_ids: Tensor) -> None:
         """They are known before the next step."""
 
     def allocate(self, num_blocks: int) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from math import isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +35,8 @@ from text_generation_shard.engine import (
     TopTokens,
     WarmUpLimits,
 )
-from text_generation_shard.engines.torch.cuda.marks import Mark, mark
+from text_generation_shard.engines.torch.cuda.marks import Mark, Marks
+from text_generation_shard.engines.torch.cuda.staging import Staging
 from text_generation_shard.engines.torch.executor import Executor, Launched
 from text_generation_shard.engines.torch.history import TokenHistories
 from text_generation_shard.engines.torch.scoring import PendingScores, start_scores
@@ -45,18 +46,23 @@ from text_generation_shard.grammar import Grammars
 from text_generation_shard.masks import Mask, TokenMasks
 from text_generation_shard.sampling import choose
 from text_generation_shard.sampling_rows import SamplingRow, needs_history
-from text_generation_shard.sequences import Row, SequenceTable
+from text_generation_shard.sequence import PLAIN, Row
+from text_generation_shard.sequences import SequenceTable
+from text_generation_shard.steady import SteadyTable, StepRows
 from text_generation_shard.top_candidates import TopCandidates, top_candidates
-from text_generation_shard.upload import download
 
 Masks = dict[int, Mask]
+
+NO_TOKEN = (FailureCode.NUMERICS, "the logits leave no token to choose")
+STEADY_ROW = SamplingRow(PLAIN, 0, 0)
+"""A steady sequence among rows that are not all chosen greedily: the most probable token, wherever it is."""
 
 
 @dataclass(slots=True)
 class _Step:
     """A step under way."""
 
-    rows: list[Row]
+    rows: StepRows
     started: Mark
     computed: Mark
     launched: Launched | None
@@ -64,11 +70,11 @@ class _Step:
     masking: Future[Masks] | None = None
     masks: Masks = field(default_factory=dict)
     """Of its rows with a grammar, by slot."""
-    chosen: tuple[Tensor, Tensor] | None = None
-    """Token ids and logprobs of the rows that sample, on the host once `done` has come."""
+    chosen: Tensor | None = None
+    """As `Launched.chosen`, on the host once `done` has come."""
     scores: list[PendingScores] = field(default_factory=list)
-    asking: list[int] = field(default_factory=list)
-    """Which of the rows that sample are told the most probable tokens too, and `tops` of these."""
+    asking: list[tuple[int, Row]] = field(default_factory=list)
+    """Those of the rows that sample, and their places, that are told the most probable tokens too, and `tops` of these."""
     tops: TopCandidates | None = None
     done: Mark | None = None
 
@@ -85,8 +91,11 @@ class TorchEngine(InProcess):
         self._executor = executor
         self._trace = trace or StepTrace("")
         self._device = torch.device(info.device)
-        self._table = SequenceTable(info)
+        self._marks = Marks(self._device)
+        self._table = SequenceTable(info, steady=SteadyTable() if executor.runs_ahead else None)
         self._histories = TokenHistories(self._device)
+        self._landing = Staging(self._device)
+        """What steps choose arrives here."""
         self._under_way: _Step | None = None
         """Launched and not read yet, where the executor runs ahead."""
 
@@ -99,7 +108,7 @@ class TorchEngine(InProcess):
         try:
             self._allocate(worst.num_blocks)
             self._table.apply(worst.orders)
-            rows = self._table.rows()
+            rows = self._rows()
             self._record(self._choose(self._launch(rows)))
             self.reset()
             # The peak holds the pool of the warm-up step, whose place the real pool takes.
@@ -117,7 +126,7 @@ class TorchEngine(InProcess):
         return self._table.apply(orders)
 
     def step(self) -> StepResult | None:
-        rows = self._table.rows()
+        rows = self._rows()
         before, self._under_way = self._under_way, None
         if not rows and before is None:
             self._trace.pause()
@@ -167,7 +176,11 @@ class TorchEngine(InProcess):
         self._executor.allocate(num_blocks)
         self._table.num_blocks = num_blocks
 
-    def _launch_or_fail(self, rows: list[Row]) -> _Step | StepResult:
+    def _rows(self) -> StepRows:
+        steady = self._table.steady
+        return StepRows(None if steady is None else steady.rows(), self._table.rows())
+
+    def _launch_or_fail(self, rows: StepRows) -> _Step | StepResult:
         try:
             return self._launch(rows)
         except Exception as error:  # noqa: BLE001 – see `_fail`
@@ -179,20 +192,22 @@ class TorchEngine(InProcess):
         except Exception as error:  # noqa: BLE001 – see `_fail`
             return self._fail(step.rows, error)
 
-    def _fail(self, rows: list[Row], error: Exception) -> StepResult:
+    def _fail(self, rows: StepRows, error: Exception) -> StepResult:
         """Whatever a kernel raises costs this step's sequences, and only those – unless nothing can be computed any more."""
         if self._executor.is_broken_by(error):
             raise error
-        return self._table.fail(rows, f"the step failed: {_one_line(error)}")
+        return self._table.fail(rows.sequences, f"the step failed: {_one_line(error)}")
 
     @torch.inference_mode()
-    def _launch(self, rows: list[Row]) -> _Step:
+    def _launch(self, rows: StepRows) -> _Step:
         ahead = self._executor.runs_ahead
         # On a CPU the masks are computed beside the forward pass; on a GPU they hang on tokens that are not read yet.
         masking = None if ahead else self._start_masks(rows)
-        greedy = ahead and all(_is_greedy(row) for row in rows if row.samples)
+        greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
         launched = self._executor.launch(rows, greedy=greedy)
-        self._table.begin(rows)
+        self._table.begin(rows.others)
+        if rows.steady is not None and self._table.steady is not None:
+            self._table.steady.begin(rows.steady)
         return _Step(rows, launched.started, launched.computed, launched, masking)
 
     @torch.inference_mode()
@@ -203,21 +218,22 @@ class TorchEngine(InProcess):
         step.scores = start_scores(launched, self._executor.logits)
         chosen = launched.chosen
         if launched.logits is not None and chosen is None:
-            rows = [row for row in launched.rows if row.samples]
-            masking = step.masking or self._start_masks(rows)
+            rows, first = step.rows.sampling, step.rows.num_steady
+            masking = step.masking or self._start_masks(step.rows)
             step.masks = {} if masking is None else masking.result()
             self._histories.update(row.sequence for row in rows if needs_history(row.sequence.sampling))
-            choices = choose(launched.logits, [self._sampling_row(row, step.masks) for row in rows])
-            self._executor.tell_chosen(rows, choices.token_ids)
-            step.asking = [index for index, row in enumerate(rows) if row.sequence.top_n]
+            asked = [self._sampling_row(row, step.masks) for row in rows]
+            choices = choose(launched.logits, [STEADY_ROW] * first + asked)
+            self._executor.tell_chosen(step.rows, choices.token_ids)
+            step.asking = [(place, row) for place, row in enumerate(rows, first) if row.sequence.top_n]
             if step.asking:
-                most = max(rows[index].sequence.top_n for index in step.asking)
-                step.tops = top_candidates(choices, step.asking, most)
+                most = max(row.sequence.top_n for _, row in step.asking)
+                step.tops = top_candidates(choices, [place for place, _ in step.asking], most)
             chosen = torch.stack((choices.token_ids.int(), choices.logprobs.view(torch.int32)))
         if chosen is not None:
-            host = download(chosen)
-            step.chosen = host[0], host[1].view(torch.float32)
-        step.done = mark(self._device)
+            step.chosen = self._landing.take(chosen.numel()).view(chosen.shape)
+            step.chosen.copy_(chosen, non_blocking=True)
+        step.done = self._marks.set()
         return step
 
     def _record(self, step: _Step) -> StepResult:
@@ -228,10 +244,10 @@ class TorchEngine(InProcess):
         self._trace.after_wait(step.rows, step.started, step.done)
         for scores in step.scores:
             scores.finish()
-        chosen = Chosen([], []) if step.chosen is None else _read(step.chosen)
+        chosen = Chosen([], []) if step.chosen is None else _read(step.chosen, step.rows.num_sampling)
         _judge(step, chosen)
         tops = self._top_tokens(step, chosen)
-        result = self._table.advance(step.rows, chosen)
+        result = self._table.advance(step.rows.others, chosen, step.rows.steady)
         result.top_tokens = tops
         result.forward_ns = step.computed.ns_since(step.started)
         return result
@@ -239,20 +255,19 @@ class TorchEngine(InProcess):
     def _top_tokens(self, step: _Step, chosen: Chosen) -> list[TopTokens]:
         if step.tops is None:
             return []
-        rows = [row for row in step.rows if row.samples]
         return [
-            TopTokens(rows[index].sequence.slot, 0, *step.tops.top(place, rows[index].sequence.top_n))
-            for place, index in enumerate(step.asking)
-            if index not in chosen.failures and self._table.holds(rows[index])
+            TopTokens(row.sequence.slot, 0, *step.tops.top(index, row.sequence.top_n))
+            for index, (place, row) in enumerate(step.asking)
+            if place not in chosen.failures and row.sequence.is_held
         ]
 
-    def _start_masks(self, rows: list[Row]) -> Future[Masks] | None:
+    def _start_masks(self, rows: StepRows) -> Future[Masks] | None:
         """What the grammars allow next, computed beside whatever else is done.
 
         If the step fails, so do the sequences whose matchers are in use here: nobody asks these again.
         """
         constrained = [
-            row.sequence for row in rows if row.samples and row.sequence.matcher is not None and self._table.holds(row)
+            row.sequence for row in rows.sampling if row.sequence.matcher is not None and row.sequence.is_held
         ]
         return self._masks.start(constrained) if constrained and self._masks is not None else None
 
@@ -276,25 +291,22 @@ def _is_greedy(row: Row) -> bool:
     return row.start + row.length >= row.sequence.plain_from
 
 
-def _read(chosen: tuple[Tensor, Tensor]) -> Chosen:
-    token_ids, logprobs = chosen[0].tolist(), chosen[1].tolist()
-    return Chosen(
-        token_ids,
-        logprobs,
-        # A NaN or an infinity among the logits is in their sum, and so in the logprob.
-        {
-            place: (FailureCode.NUMERICS, "the logits leave no token to choose")
-            for place, logprob in enumerate(logprobs)
-            if not isfinite(logprob)
-        },
-    )
+def _read(chosen: Tensor, rows: int) -> Chosen:
+    token_ids, bits = chosen.numpy()[:, :rows]
+    logprobs = bits.view(np.float32)
+    read = Chosen(token_ids.tolist(), logprobs.tolist())
+    # A NaN or an infinity among the logits is in their sum, and so in the logprob.
+    valid = np.isfinite(logprobs)
+    if not valid.all():
+        read.failures = dict.fromkeys(np.flatnonzero(~valid).tolist(), NO_TOKEN)
+    return read
 
 
 def _judge(step: _Step, chosen: Chosen) -> None:
     """Add what the masks say of the tokens chosen under them."""
     if not step.masks:
         return
-    for place, row in enumerate(row for row in step.rows if row.samples):
+    for place, row in enumerate(step.rows.sampling, step.rows.num_steady):
         if mask := step.masks.get(row.sequence.slot):
             if mask.is_complete:
                 chosen.ends.add(place)

@@ -9,22 +9,24 @@ from typing import Protocol
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.marks import Mark
-from text_generation_shard.sequences import Row
+from text_generation_shard.sequence import Row
+from text_generation_shard.steady import StepRows
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A forward pass that has been launched. What its tensors hold may be known to the device only."""
 
-    rows: list[Row]
+    rows: StepRows
     hidden: Tensor
     """[tokens, hidden] of all tokens, ready for `Executor.logits`."""
     places: list[tuple[Row, list[tuple[int, int, int]]]]
     """Rows of prompts, and where their tokens are: (offset in `hidden`, first position, tokens)."""
     logits: Tensor | None
-    """[rows that sample, vocabulary], in order; None if none samples."""
+    """[rows that sample, vocabulary], in order: the steady ones do; None if none samples."""
     chosen: Tensor | None
-    """int32 [2, rows that sample], if they were chosen greedily along with it: token ids, and the bits of their logprobs."""
+    """int32 [2, rows that sample or a few more], if they were chosen greedily along with it: token ids, and the bits of their
+    logprobs. The whole of the memory they were left in: cut to size it could not be copied at one go."""
     started: Mark
     computed: Mark
     """When the model's part is done."""
@@ -43,7 +45,7 @@ class Executor(Protocol):
         """Memory of a KV block."""
         ...
 
-    def launch(self, rows: list[Row], *, greedy: bool) -> Launched:
+    def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         """Start the forward pass of some rows, `greedy` if nothing but the most probable token can be chosen in any."""
         ...
 
@@ -51,7 +53,7 @@ class Executor(Protocol):
         """[end - first, vocabulary] for rows first <= row < end of the hidden states launched last."""
         ...
 
-    def tell_chosen(self, rows: list[Row], token_ids: Tensor) -> None:
+    def tell_chosen(self, rows: StepRows, token_ids: Tensor) -> None:
         """What was chosen for rows that sample, for the steps to come."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from text_generation_shard.sequences import Sequence
+from text_generation_shard.sequence import Sequence
 from text_generation_shard.upload import upload
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from text_generation_shard.engine import PromptScores
 from text_generation_shard.engines.torch.executor import Launched
-from text_generation_shard.sequences import Sequence
+from text_generation_shard.sequence import Sequence
 from text_generation_shard.upload import download, upload
 
 POSITIONS_AT_ONCE = 64

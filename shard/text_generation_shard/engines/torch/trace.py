@@ -17,7 +17,7 @@ import orjson
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.marks import Mark
-from text_generation_shard.sequences import Row
+from text_generation_shard.steady import StepRows
 
 
 class StepTrace:
@@ -40,16 +40,16 @@ class StepTrace:
             wall, own = self._busy_since
             self._busy_ns = time.perf_counter_ns() - wall, time.thread_time_ns() - own
 
-    def after_wait(self, rows: list[Row], started: Mark, ended: Mark) -> None:
+    def after_wait(self, rows: StepRows, started: Mark, ended: Mark) -> None:
         """They are there."""
         self._step += 1
         if self._file is not None:
             self._busy_since, busy = (time.perf_counter_ns(), time.thread_time_ns()), self._busy_ns
             line: dict[str, object] = {
                 "step": self._step,
-                "kind": "prefill" if any(row.prefills for row in rows) else "decode",
+                "kind": "prefill" if rows.prefills else "decode",
                 "rows": len(rows),
-                "tokens": sum(row.length for row in rows),
+                "tokens": rows.tokens,
                 "device_us": ended.ns_since(started) / 1000,
             }
             if busy is not None:

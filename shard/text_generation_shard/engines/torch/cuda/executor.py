@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
-from text_generation_shard.engines.torch.cuda.marks import mark
+from text_generation_shard.engines.torch.cuda.marks import Marks
 from text_generation_shard.engines.torch.cuda.parallel.group import Group
 from text_generation_shard.engines.torch.cuda.rank import SPAN, Kind, spare_bytes
 from text_generation_shard.engines.torch.cuda.runner import Runner
@@ -17,7 +17,8 @@ from text_generation_shard.engines.torch.cuda.staging import Staging
 from text_generation_shard.engines.torch.cuda.step_plan import Ints, Padding, StepPlan, plan_chunks, plan_decoding
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import CacheShape
-from text_generation_shard.sequences import Row
+from text_generation_shard.sequence import Row
+from text_generation_shard.steady import StepRows
 from text_generation_shard.upload import upload
 
 
@@ -34,35 +35,37 @@ class CudaExecutor:
         self._device = shape.device
         self._tables = SlotTables(max_slots, runner.max_blocks)
         self._staging = Staging(self._device)
+        self._marks = Marks(self._device)
 
     @property
     def block_bytes(self) -> int:
         return self._shape.block_bytes
 
-    def launch(self, rows: list[Row], *, greedy: bool) -> Launched:
+    def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         plan = self._plan(rows, greedy=greedy)
         self._tell(Kind.STEP, plan.numbers.data.cast("B"))
-        started = mark(self._device)
+        started = self._marks.set()
         outcome = self._runner.start(plan)
         # A graph chooses for its padding too.
         sampling = plan.choosing if plan.sizes.chunks else len(rows)
         return Launched(
             rows=rows,
             hidden=outcome.normed,
-            places=_places(rows),
+            places=_places(rows) if rows.prefills else [],
             logits=None if outcome.logits is None else outcome.logits[:sampling],
-            chosen=None if outcome.chosen is None else outcome.chosen[:, :sampling],
+            chosen=outcome.chosen,
             started=started,
-            computed=mark(self._device),
+            computed=self._marks.set(),
         )
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         self._tell(Kind.LOGITS, SPAN.pack(first, end))
         return self._runner.logits(hidden[first:end])
 
-    def tell_chosen(self, rows: list[Row], token_ids: Tensor) -> None:
+    def tell_chosen(self, rows: StepRows, token_ids: Tensor) -> None:
         self._tell(Kind.CHOSEN)
-        slots = upload([row.sequence.slot for row in rows if row.samples], torch.int64, self._device)
+        steady = [] if rows.steady is None else rows.steady.slots.tolist()
+        slots = upload([*steady, *(row.sequence.slot for row in rows.sampling)], torch.int64, self._device)
         self._runner.tell_chosen(slots, token_ids)
 
     def allocate(self, num_blocks: int) -> None:
@@ -107,11 +110,10 @@ class CudaExecutor:
         self._group.close()
         del self._runner
 
-    def _plan(self, rows: list[Row], *, greedy: bool) -> StepPlan:
+    def _plan(self, rows: StepRows, *, greedy: bool) -> StepPlan:
         updates = self._tables.updates(rows)
-        if rows[-1].prefills:  # decoding rows come first
-            decoding = [row for row in rows if not row.prefills]
-            return plan_chunks(decoding, rows[len(decoding) :], updates, greedy=greedy, memory=self._memory_for_plan)
+        if rows.prefills:
+            return plan_chunks(rows, updates, greedy=greedy, memory=self._memory_for_plan)
         graphs = self._runner.graphs
         padding = None if graphs is None else graphs.padding(len(rows), len(updates))
         exact = Padding(len(rows), len(updates), self._tables.dummy_slot, (0, 0))
@@ -126,12 +128,10 @@ class CudaExecutor:
             self._group.leader.broadcast(kind, payload)
 
 
-def _places(rows: list[Row]) -> list[tuple[Row, list[tuple[int, int, int]]]]:
-    if not rows[-1].prefills:
-        return []
+def _places(rows: StepRows) -> list[tuple[Row, list[tuple[int, int, int]]]]:
     places: list[tuple[Row, list[tuple[int, int, int]]]] = []
-    at = 0
-    for row in rows:
+    at = rows.num_steady
+    for row in rows.others:
         if row.prefills:
             places.append((row, [(at, row.start, row.length)]))
         at += row.length

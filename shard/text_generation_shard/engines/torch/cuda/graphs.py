@@ -32,7 +32,7 @@ class Outcome:
     logits: Tensor | None
     """float32 [choosing, vocabulary]; None if nothing is chosen."""
     chosen: Tensor | None
-    """int32 [2, choosing], if chosen greedily: token ids, and the bits of their log-probabilities."""
+    """int32 [2, choosing or a few more], if chosen greedily: token ids, and the bits of their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

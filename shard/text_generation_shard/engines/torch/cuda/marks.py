@@ -23,6 +23,9 @@ class CudaMark:
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def set(self) -> None:
+        """It is the moment after everything launched so far."""
         self._event.record()
 
     def wait(self) -> None:
@@ -47,6 +50,21 @@ class CpuMark:
         return self._at - earlier._at
 
 
-def mark(device: torch.device) -> Mark:
-    """The moment after everything given to the device so far."""
-    return CudaMark() if device.type == "cuda" else CpuMark()
+class Marks:
+    """Marks of a device's work. A GPU's take turns: one is set again IN_USE marks later."""
+
+    IN_USE = 16
+    """More than are looked at: those of the steps under way, and of the one before them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [CudaMark() for _ in range(self.IN_USE)] if device.type == "cuda" else []
+        self._turn = 0
+
+    def set(self) -> Mark:
+        """The moment after everything given to the device so far."""
+        if not self._events:
+            return CpuMark()
+        self._turn = (self._turn + 1) % self.IN_USE
+        event = self._events[self._turn]
+        event.set()
+        return event

@@ -138,8 +138,9 @@ class Runner:
             return Outcome(normed, logits, None)
         # Aligned, as the columns of a plan are.
         width = -(-plan.choosing // ALIGNED) * ALIGNED
-        chosen = torch.empty(2, width, dtype=torch.int32, device=self._device)[:, : plan.choosing]
-        self._toolbox.choose_greedily(logits, slots, self._last_tokens, chosen[0], chosen[1].view(torch.float32))
+        chosen = torch.empty(2, width, dtype=torch.int32, device=self._device)
+        token_ids, bits = chosen[:, : plan.choosing]
+        self._toolbox.choose_greedily(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
         return Outcome(normed, logits, chosen)
 
     def _normed(self, plan: StepPlan, numbers: Tensor) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from text_generation_shard.engines.torch.cuda.step_plan import Update
-from text_generation_shard.sequences import Row
+from text_generation_shard.steady import StepRows
 
 
 class SlotTables:
@@ -15,11 +13,14 @@ class SlotTables:
         self.dummy_slot = max_slots
         self.max_blocks = max_blocks
 
-    def updates(self, rows: Iterable[Row]) -> list[Update]:
+    def updates(self, rows: StepRows) -> list[Update]:
         """What has to change before a step of `rows`; from now on that counts as known."""
         updates: list[Update] = []
-        for row in rows:
-            sequence = row.sequence
+        # Of the steady ones, only those that say so have anything new.
+        sequences = [row.sequence for row in rows.others]
+        if rows.steady is not None:
+            sequences += [sequence for sequence in rows.steady.changed if sequence.is_held]
+        for sequence in sequences:
             told = sequence.told_blocks
             if told < len(sequence.blocks):
                 # A grant may reach beyond the longest sequence; nobody ever reads there.

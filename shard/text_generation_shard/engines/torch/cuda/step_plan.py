@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.sequences import Row
+from text_generation_shard.sequence import Row
+from text_generation_shard.steady import StepRows
 
 Ints = NDArray[np.int32]
 
@@ -116,7 +117,7 @@ class StepPlan:
     @classmethod
     def idle(cls, padding: Padding) -> StepPlan:
         """A plan of padding alone."""
-        return plan_decoding((), (), padding, greedy=True)
+        return plan_decoding(StepRows(None, []), (), padding, greedy=True)
 
     def column(self, name: str) -> Ints:
         """One of COLUMNS, to read or to write."""
@@ -135,38 +136,31 @@ class StepPlan:
 
 
 def plan_decoding(
-    rows: Sequences[Row], updates: Sequences[Update], padding: Padding, *, greedy: bool, memory: Memory = any_memory
+    rows: StepRows, updates: Sequences[Update], padding: Padding, *, greedy: bool, memory: Memory = any_memory
 ) -> StepPlan:
     """One token for each of `rows`, in order. There are no more rows and updates than `padding` has room for."""
     plan = StepPlan.blank(Sizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=memory)
-    plan.column("ids")[:] = LAST_CHOSEN
-    _fill(plan.column("positions"), [row.start for row in rows], 0)
-    _fill(plan.column("slots"), [row.sequence.slot for row in rows], padding.slot)
-    _fill(plan.column("cells"), [cell for cell, _ in updates], padding.update[0])
-    _fill(plan.column("blocks"), [block for _, block in updates], padding.update[1])
+    count = _put_decoding(plan, rows, rows.others)
+    plan.column("positions")[count:] = 0
+    plan.column("slots")[count:] = padding.slot
+    plan.column("ids")[count:] = LAST_CHOSEN
+    _put_updates(plan, updates, padding.update)
     return plan
 
 
-def plan_chunks(
-    decoding: Sequences[Row],
-    chunks: Sequences[Row],
-    updates: Sequences[Update],
-    *,
-    greedy: bool,
-    memory: Memory = any_memory,
-) -> StepPlan:
-    """One token for each row of `decoding`, then the tokens of each of `chunks`, of which there is at least one."""
+def plan_chunks(rows: StepRows, updates: Sequences[Update], *, greedy: bool, memory: Memory = any_memory) -> StepPlan:
+    """One token for each row that decodes, then the tokens of each chunk, of which there is at least one."""
+    decoding = [row for row in rows.others if not row.prefills]
+    chunks = rows.others[len(decoding) :]
+    first = rows.num_steady + len(decoding)
     ends = [row.start + row.length for row in chunks]
     tables = [row.sequence.blocks[: -(-end // BLOCK_SIZE)] for row, end in zip(chunks, ends, strict=True)]
     chunk_tokens = sum(row.length for row in chunks)
-    places = len(decoding) + sum(row.samples for row in chunks)
-    sizes = Sizes(len(decoding) + chunk_tokens, places, len(updates), pages=sum(map(len, tables)), chunks=len(chunks))
+    places = first + sum(row.samples for row in chunks)
+    sizes = Sizes(first + chunk_tokens, places, len(updates), pages=sum(map(len, tables)), chunks=len(chunks))
     plan = StepPlan.blank(sizes, greedy=greedy, memory=memory)
+    _put_decoding(plan, rows, decoding)
     ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
-    first = len(decoding)
-    ids[:first] = LAST_CHOSEN
-    positions[:first] = [row.start for row in decoding]
-    slots[:first] = [row.sequence.slot for row in decoding]
     choosing = list(range(first))
     at = first
     for row, end in zip(chunks, ends, strict=True):
@@ -178,8 +172,7 @@ def plan_chunks(
             choosing.append(after - 1)
         at = after
     plan.column("places")[:] = choosing
-    plan.column("cells")[:] = [cell for cell, _ in updates]
-    plan.column("blocks")[:] = [block for _, block in updates]
+    _put_updates(plan, updates, (0, 0))
     plan.column("pages")[:] = [block for table in tables for block in table]
     plan.column("query_indptr")[:] = np.cumsum([0, *(row.length for row in chunks)])
     plan.column("page_indptr")[:] = np.cumsum([0, *map(len, tables)])
@@ -187,6 +180,24 @@ def plan_chunks(
     return plan
 
 
-def _fill(column: Ints, values: list[int], rest: int) -> None:
-    column[: len(values)] = values
-    column[len(values) :] = rest
+def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[Row]) -> int:
+    """The tokens of the steady rows, and of those of the others that decode; how many these are."""
+    ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
+    first = rows.num_steady
+    if rows.steady is not None:
+        positions[:first] = rows.steady.starts
+        slots[:first] = rows.steady.slots
+    count = first + len(decoding)
+    if decoding:
+        positions[first:count] = [row.start for row in decoding]
+        slots[first:count] = [row.sequence.slot for row in decoding]
+    ids[:count] = LAST_CHOSEN
+    return count
+
+
+def _put_updates(plan: StepPlan, updates: Sequences[Update], padding: Update) -> None:
+    cells, blocks = plan.column("cells"), plan.column("blocks")
+    if updates:
+        cells[: len(updates)] = [cell for cell, _ in updates]
+        blocks[: len(updates)] = [block for _, block in updates]
+    cells[len(updates) :], blocks[len(updates) :] = padding

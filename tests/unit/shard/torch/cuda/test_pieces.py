@@ -27,7 +27,8 @@ from text_generation_shard.engines.torch.cuda.step_plan import Padding, StepPlan
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import load_weights
-from text_generation_shard.sequences import Chosen, Row, SequenceTable
+from text_generation_shard.sequences import Chosen, SequenceTable
+from text_generation_shard.steady import StepRows
 
 LAYERS, SLOTS, LONGEST, BLOCKS = 2, 6, 1280, 128
 CHANGES: dict[str, Any] = {
@@ -126,20 +127,19 @@ class Rig:
         """What is left of one step by either runner, and its plan."""
         assert self.table.apply(orders) == []
         rows = self.table.rows()
-        plan = self._plan(rows, greedy)
+        plan = self._plan(StepRows(None, rows), greedy)
         self.replayed.clear()
         outcome, ours = self.whole.start(plan), self.cut.start(plan)
         self.table.begin(rows)
-        sampling = [0] * plan.choosing if outcome.chosen is None else outcome.chosen[0].tolist()
+        sampling = [0] * plan.choosing if outcome.chosen is None else outcome.chosen[0, : plan.choosing].tolist()
         self.table.advance(rows, Chosen(sampling, [0.0] * len(sampling)))
         return outcome, ours, plan
 
-    def _plan(self, rows: list[Row], greedy: bool) -> StepPlan:
+    def _plan(self, rows: StepRows, greedy: bool) -> StepPlan:
         updates = self._told.updates(rows)
-        decoding = [row for row in rows if not row.prefills]
-        if len(decoding) == len(rows):
-            return plan_decoding(rows, updates, Padding(len(rows), len(updates), SLOTS, (0, 0)), greedy=greedy)
-        return plan_chunks(decoding, rows[len(decoding) :], updates, greedy=greedy)
+        if rows.prefills:
+            return plan_chunks(rows, updates, greedy=greedy)
+        return plan_decoding(rows, updates, Padding(len(rows), len(updates), SLOTS, (0, 0)), greedy=greedy)
 
 
 def make_runner(folder: Path, device: torch.device) -> Runner:
@@ -191,7 +191,7 @@ def check(rig: Rig, orders: Orders, bucket: int | None, *, greedy: bool = True) 
     if reference.logits is not None and ours.logits is not None:
         assert error(ours.logits, reference.logits) < 1e-5
     if reference.chosen is not None and ours.chosen is not None:
-        assert ours.chosen[0].tolist() == reference.chosen[0].tolist()
+        assert ours.chosen[0, : plan.choosing].tolist() == reference.chosen[0, : plan.choosing].tolist()
     for layer, expected in zip(rig.cut._cache, rig.whole._cache, strict=True):
         # All blocks but the scratch block, which padding is written to.
         assert error(layer[:-1], expected[:-1]) < 1e-5

@@ -69,7 +69,9 @@ def traffic(driver: Driver, seed: int) -> list[Stream]:
     for number in range(8):
         prompt = [draw.randrange(3, POISON) for _ in range(draw.randrange(1, 60))]
         new = draw.randrange(2, 30)
-        stopping = Stopping(new, frozenset(draw.sample(range(200), 12)), frozenset({5}), draw.randrange(0, 2))
+        stopping = Stopping(
+            new, frozenset(draw.sample(range(200), 12)), frozenset({5}), min(draw.choice((0, 1, 9)), new - 1)
+        )
         streams.append(
             driver.admit(
                 prompt,
@@ -90,7 +92,7 @@ def traffic(driver: Driver, seed: int) -> list[Stream]:
 @pytest.mark.parametrize("seed", range(6))
 def test_it_says_the_same(engines: Engines, seed: int) -> None:
     expected, got = traffic(warm(engines.at_once), seed), traffic(warm(engines.ahead), seed)
-    assert any(stream.finish is FinishReason.EOS_TOKEN for stream in expected) or seed
+    assert any(stream.finish is FinishReason.EOS_TOKEN for stream in expected) or seed != 1
     for one, other in zip(expected, got, strict=True):
         assert (other.tokens, other.finish, other.failure) == (one.tokens, one.finish, one.failure)
         assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
