@@ -12,12 +12,15 @@ prints one table. Times are medians unless said otherwise, in ms:
     floor     of such a step: the bytes of the weights and of the KV cache it reads, by the bandwidth of a copy on the same device
               (bytes read and written, measured before the server starts). The cache is taken half way through the answers.
     itl/floor what a client waits, as a multiple of that
+
+With --launcher-args "--num-replicas 2", streams are taken to be spread evenly: a step has those of one replica.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -67,19 +70,22 @@ def main() -> None:
             arguments += ["--num-shard", str(options.num_shard)]
         trace, log = options.trace or Path(scratch, "trace"), Path(scratch, "log")
         config = read_model_config(model)
-        print(f"{options.shape or model.name}, {options.num_shard} GPU(s), a copy moves {bandwidth / 1e12:.2f} TB/s")
+        traces = trace_files(trace, options.replicas)
+        gpus = options.replicas * options.num_shard
+        print(f"{options.shape or model.name}, {gpus} GPU(s), a copy moves {bandwidth / 1e12:.2f} TB/s")
         started = time.monotonic()
         with launched(model, [*arguments, "--trace-steps", str(trace)], log) as server:
             print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
             rows, steps = [], []
             for streams in options.streams:
-                before = trace.stat().st_size
+                starts = sizes(traces)
                 rows.append(load(options, config, server.url, streams))
-                steps.append(read_trace(trace, before))
+                steps.append(read_traces(traces, starts))
         if any(row.errors for row in rows):
             print(f"requests failed; the server's last words:\n{last_lines(log)}")
-    floors = [floor_s(options, config, row.streams, bandwidth) for row in rows]
-    print_table(rows, steps, floors)
+    shares = [math.ceil(row.streams / options.replicas) for row in rows]
+    floors = [floor_s(options, config, share, bandwidth) for share in shares]
+    print_table(rows, shares, steps, floors)
     print_trace([step for some in steps for step in some])
 
 
@@ -96,15 +102,26 @@ def load(options: argparse.Namespace, config: ModelConfig, url: str, streams: in
     return Row(streams, rate, (ttft50, ttft99), (itl50, itl99), int(errors), client)
 
 
-def read_trace(trace: Path, start: int) -> list[dict[str, float]]:
-    """The steps written past `start`, once the engine has paused, which is when it writes the last of them."""
-    size = -1
-    while size != trace.stat().st_size:
-        size = trace.stat().st_size
+def trace_files(trace: Path, replicas: int) -> list[Path]:
+    """Those that the launcher has its engines write: one a replica."""
+    return [trace] if replicas == 1 else [trace.with_name(f"{trace.name}-{replica}") for replica in range(replicas)]
+
+
+def sizes(files: list[Path]) -> list[int]:
+    return [file.stat().st_size for file in files]
+
+
+def read_traces(traces: list[Path], starts: list[int]) -> list[dict[str, float]]:
+    """The steps written past `starts`, once the engines have paused, which is when they write the last of them."""
+    before: list[int] = []
+    while before != (now := sizes(traces)):
+        before = now
         time.sleep(0.5)
-    with trace.open("rb") as file:
-        file.seek(start)
-        return [json.loads(line) for line in file.read().splitlines()]
+    return [
+        json.loads(line)
+        for trace, start in zip(traces, starts, strict=True)
+        for line in trace.read_bytes()[start:].splitlines()
+    ]
 
 
 def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, bandwidth: float) -> float:
@@ -122,14 +139,14 @@ def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, band
     return float((layers + head + cache) / options.num_shard / bandwidth)
 
 
-def print_table(rows: list[Row], steps: list[list[dict[str, float]]], floors: list[float]) -> None:
-    """One line a level."""
+def print_table(rows: list[Row], shares: list[int], steps: list[list[dict[str, float]]], floors: list[float]) -> None:
+    """One line a level; `shares` are a replica's streams."""
     print(
         "\nstreams  tokens/s  ttft50  ttft99   itl50   itl99  device   floor  itl/floor  device/floor  host µs  gap µs"
         "  errors  client"
     )
-    for row, some, floor in zip(rows, steps, floors, strict=True):
-        full = [step for step in some if step["tokens"] == step["rows"] and step["rows"] >= NEARLY_ALL * row.streams]
+    for row, share, some, floor in zip(rows, shares, steps, floors, strict=True):
+        full = [step for step in some if step["tokens"] == step["rows"] and step["rows"] >= NEARLY_ALL * share]
         device = median(full, "device_us") / 1e3
         print(
             f"{row.streams:7d} {row.tokens_per_s:9.1f} {row.ttft[0]:7.1f} {row.ttft[1]:7.1f} {row.itl[0]:7.2f} "
@@ -214,13 +231,14 @@ def _options() -> argparse.Namespace:
     add("--procs", type=int, default=8, help="processes of the load")
     add("--num-shard", type=int, default=1, help="GPUs the model is spread over")
     add("--launcher-args", default="", help="more arguments for the launcher, in one string")
-    add("--trace", type=Path, help="keep the engine's trace of its steps in this file")
+    add("--trace", type=Path, help="keep the engine's trace of its steps in this file; a replica's in FILE-0, …")
     add("--load", type=Path, help="another load with the arguments and the table of stream_load.py")
     add("--bandwidth", type=float, default=0.0, help="GB/s of a copy; default: measured")
     add("--copy-bandwidth", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.model is None and not options.copy_bandwidth:
         parser.error("--model is missing")
+    options.replicas = int(_flag(options.launcher_args, "--num-replicas") or 1)
     return options
 
 

@@ -76,10 +76,6 @@ class Fp8Linear:
         if self._input_scales is not None:
             self.input_scale = self._input_scales.max().view(1)
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + self.weight_scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """y [rows, outputs] for x [rows, inputs], in `out` if that is given."""
         if x.device.type == "cpu":

@@ -67,12 +67,6 @@ class LayerWeights:
         for linear in self.linears:
             linear.seal()
 
-    @property
-    def nbytes(self) -> int:
-        norms = (self.input_norm, self.mlp_norm, *(self.head_norms or ()))
-        parts: tuple[Linear | Fp8Linear | Tensor, ...] = (*self.linears, *norms)
-        return sum(part.nbytes for part in parts)
-
     def _linear(self, parts: Sequence[tuple[str, Span, Span]], *, bias: bool) -> Linear | Fp8Linear:
         projections = [Projection(f"{self._prefix}{name}", outputs, inputs) for name, outputs, inputs in parts]
         scheme = self._config.quantization
@@ -128,11 +122,6 @@ class ModelWeights:
         """Ready the loaded weights for use."""
         for layer in self.layers:
             layer.seal()
-
-    @property
-    def nbytes(self) -> int:
-        head = 0 if self.tied else self.head.weight.nbytes
-        return sum(layer.nbytes for layer in self.layers) + self.norm.nbytes + self.embedding.nbytes + head
 
 
 def _of_heads(heads: Span, head_dim: int) -> Span:

@@ -62,10 +62,6 @@ class Linear:
     def seal(self) -> None:
         """Ready the loaded weight for use: it is, as it lies."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """y [rows, outputs] for x [rows, inputs], in `out` if that is given."""
         if self.bias is None:

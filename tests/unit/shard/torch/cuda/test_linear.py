@@ -33,7 +33,6 @@ def test_a_product_goes_where_it_is_told_or_to_a_new_tensor(
     assert error(buffer[:5], reference) < ROUNDING[dtype]
     assert returned.data_ptr() == buffer.data_ptr()
     assert buffer[5:].isnan().all()
-    assert linear.nbytes == 32 * (41 if bias else 40) * dtype.itemsize
 
 
 def test_targets_are_the_rows_of_each_projection(device: torch.device) -> None:
