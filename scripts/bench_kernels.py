@@ -1,6 +1,6 @@
 """What the kernels of the CUDA path cost on this device: µs, and the share of the bandwidth of a copy.
 
-python scripts/bench_kernels.py [--only matvec,attention,elementwise,gemm] [--sweep [--rows 1,2,4]] [--flashinfer]
+python scripts/bench_kernels.py [--only matvec,attention,elementwise,gemm] [--sweep [--rows 1,2,4] [--num-shard 2]] [--flashinfer]
 
 Each operation is captured 32 times in a CUDA graph, every time with the next of several weights or caches, together larger than
 the L2 cache (but for SmolLM2's), as the layers of a model are; the time is that of a replay, by events, divided by 32. --sweep
@@ -15,7 +15,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -39,7 +39,12 @@ from kernel_timing import (
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.kernels import activation, embedding, matvec, norm, rope
-from text_generation_shard.engines.torch.cuda.kernels.decode_attention import DecodeAttention, DecodeStep
+from text_generation_shard.engines.torch.cuda.kernels.decode_attention import (
+    DecodeAttention,
+    DecodeStep,
+    Merge,
+    config_for,
+)
 from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedyChoice
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
@@ -77,8 +82,9 @@ def cuts(product: Product, rows: int) -> Iterator[matvec.MatvecConfig]:
             yield matvec.MatvecConfig(block_n, num_warps, order)
 
 
-def sweep(table: Table, rows_tried: Sequence[int]) -> None:
-    for product, rows in itertools.product((*LLAMA_8B, HEAD), rows_tried):
+def sweep(table: Table, rows_tried: Sequence[int], num_shard: int) -> None:
+    products = [product.part(num_shard) for product in (*LLAMA_8B, HEAD)]
+    for product, rows in itertools.product(products, rows_tried):
         key = (rows, product.outputs, product.inputs)
         launches, found = fused(product, rows), []
         before = matvec.config_for(rows, product.outputs, product.inputs, gated=product.gated)
@@ -95,7 +101,7 @@ def sweep(table: Table, rows_tried: Sequence[int]) -> None:
         print(f"    {key}: MatvecConfig({best.block_n}, {best.num_warps}, {best.order!r}),")
 
 
-CONTEXTS = ((1, 600), (8, 600), (32, 600), (128, 600), (256, 600), (1, 32768))
+CONTEXTS = ((1, 600), (8, 600), (16, 600), (32, 600), (128, 600), (256, 600), (1, 32768))
 HEADS = ((8, 4, 128), (3, 3, 64))
 """KV heads, query heads of each, head_dim."""
 
@@ -138,8 +144,11 @@ def attend(table: Table, case: Attended, *, flashinfer: bool) -> None:
     step = DecodeStep(ints([case.context - 1] * rows), ints(range(rows)), block_tables, head_dim**-0.5)
     out = empty(rows, num_heads * head_dim)
     name = f"attention {case.num_kv_heads} × {case.group} × {head_dim}, {case.context} tokens"
-    for title, merges in ((name, True), ("  merged by a second kernel", False)):
-        kernel = DecodeAttention(num_heads, case.num_kv_heads, head_dim, rows, DEVICE, last_arrival_merges=merges)
+    multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    found = config_for(rows, num_heads, case.num_kv_heads, head_dim, multiprocessors)
+    other: Merge = "last arrival" if found.merge == "second kernel" else "second kernel"
+    for title, config in ((name, found), (f"  {other} merges", replace(found, merge=other))):
+        kernel = DecodeAttention(num_heads, case.num_kv_heads, head_dim, rows, DEVICE, config=config)
         call = partial(lambda kernel, cache: kernel.run(queries, cache, step, None, out), kernel)
         table.row(title, rows, timed(one_each(caches, call)), case.num_bytes)
     if not flashinfer:
@@ -258,11 +267,12 @@ def main() -> None:
     parser.add_argument("--only", default="matvec,attention,elementwise,gemm")
     parser.add_argument("--sweep", action="store_true", help="of the products with few rows, and nothing else")
     parser.add_argument("--rows", default="1", help="rows that --sweep tries")
+    parser.add_argument("--num-shard", type=int, default=1, help="GPUs that share the products --sweep tries")
     parser.add_argument("--flashinfer", action="store_true")
     arguments = parser.parse_args()
     table = Table()
     if arguments.sweep:
-        sweep(table, [int(rows) for rows in arguments.rows.split(",")])
+        sweep(table, [int(rows) for rows in arguments.rows.split(",")], arguments.num_shard)
         return
     parts: dict[str, Callable[[Table], None]] = {
         "matvec": matvecs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -100,6 +100,12 @@ class Product:
     @property
     def num_bytes(self) -> int:
         return 2 * self.outputs * self.inputs
+
+    def part(self, num_shard: int) -> Product:
+        """What one of so many GPUs has of it: where the sum comes after, some of its inputs, else some of its outputs."""
+        if self.kind == "add":
+            return replace(self, inputs=self.inputs // num_shard)
+        return replace(self, outputs=self.outputs // num_shard)
 
     def weights(self) -> Tensor:
         return randn(copies(self.num_bytes), self.outputs, self.inputs)

@@ -15,6 +15,7 @@ from text_generation_shard.engines.torch.cuda.kernels.decode_attention import (
     DecodeAttention,
     DecodeStep,
     LaunchConfig,
+    Merge,
     config_for,
 )
 
@@ -35,7 +36,7 @@ class Shape:
     head_dim: int
 
 
-CUT = LaunchConfig(splits=3, least_blocks=1, warps=4, stages=3)
+CUT = LaunchConfig(splits=3, least_blocks=1, warps=4, stages=3, merge="last arrival")
 SMOL = Shape(9, 3, 64)
 LLAMA = Shape(8, 2, 128)
 
@@ -95,10 +96,8 @@ def a_case(
     return Case(shape, qkv.to(device), cache.to(device), step)
 
 
-def an_attention(
-    shape: Shape, rows: int, device: torch.device, config: LaunchConfig, **options: bool
-) -> DecodeAttention:
-    return DecodeAttention(shape.heads, shape.kv_heads, shape.head_dim, rows, device, config=config, **options)
+def an_attention(shape: Shape, rows: int, device: torch.device, config: LaunchConfig) -> DecodeAttention:
+    return DecodeAttention(shape.heads, shape.kv_heads, shape.head_dim, rows, device, config=config)
 
 
 def error(result: Tensor, expected: Tensor) -> float:
@@ -122,19 +121,17 @@ def test_rows_of_any_length_match_the_formula(
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_second_kernel_may_merge(window: int | None, device: torch.device, dtype: torch.dtype) -> None:
     case = a_case(LLAMA, [100, 1, 33], device, dtype, window)
-    result = case.run(an_attention(LLAMA, 3, device, CUT, last_arrival_merges=False), window)
+    result = case.run(an_attention(LLAMA, 3, device, replace(CUT, merge="second kernel")), window)
     assert error(result, case.expected(window)) < TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("last_arrival_merges", [True, False])
-def test_a_long_row_alone_is_cut_into_many_pieces(
-    last_arrival_merges: bool, device: torch.device, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
+def test_a_long_row_alone_is_cut_into_many_pieces(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
     shape = Shape(8, 1, 128)
     config = config_for(1, shape.heads, shape.kv_heads, shape.head_dim, H200_MULTIPROCESSORS)
     assert config.splits == decode_attention.MAX_SPLITS
     case = a_case(shape, [700], device, dtype)
-    attention = an_attention(shape, 1, device, config, last_arrival_merges=last_arrival_merges)
+    attention = an_attention(shape, 1, device, replace(config, merge=merge))
     first, second = case.run(attention), case.run(attention)
     assert error(first, case.expected(None)) < TOLERANCES[dtype]
     assert torch.equal(first, second)
@@ -172,6 +169,11 @@ def test_rows_of_the_dummy_slot_may_be_any_number(device: torch.device, dtype: t
         case, qkv=case.qkv[[0, 1, 1]], step=replace(case.step, slots=slots, positions=case.step.positions[[0, 1, 1]])
     )
     assert error(padded.run(an_attention(SMOL, 3, device, CUT)), padded.expected(None)) < TOLERANCES[dtype]
+
+
+def test_a_second_kernel_merges_what_few_programs_leave() -> None:
+    ways = [config_for(rows, 32, 8, 128, H200_MULTIPROCESSORS).merge for rows in (1, 8, 32, 128)]
+    assert ways == ["second kernel", "second kernel", "last arrival", "last arrival"]
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 64), (1, 256)])

@@ -21,6 +21,7 @@ MEMBER = """
 import os, sys, torch
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.cuda.parallel.group import join
+from text_generation_shard.engines.torch.cuda.parallel.symmetric import all_succeed
 rank, size, address, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], torch.device(sys.argv[4])
 group = join(ShardConfig(rank=rank, world_size=size, group_address=address), device, 60)
 assert (group.place.rank, group.place.size) == (rank, size)
@@ -29,35 +30,50 @@ everyone = range(size)
 def expect(found, expected):
     assert torch.equal(found.cpu(), torch.as_tensor(expected).to(found.dtype)), (found, expected)
 
-# Small ones and one that is too large for one kernel; odd sizes; each type.
+# What is exchanged, what is summed by one kernel, and what is too large for either; odd sizes; each type.
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    for shape in ((1,), (3, 5), (7, 576), (256, 4096)):
+    for shape in ((1,), (3, 5), (7, 576), (5, 4096), (256, 4096)):
         tensor = torch.full(shape, float(rank + 1), dtype=dtype, device=device)
         group.all_reduce(tensor)
         expect(tensor, torch.full(shape, float(sum(r + 1 for r in everyone))))
 
-mine = torch.arange(6.0, device=device).view(2, 3) + 10 * rank
-out = torch.full((2, 3 * size), torch.nan, device=device)
-group.all_gather_last_dim(mine, out)
-expect(out, torch.cat([torch.arange(6.0).view(2, 3) + 10 * r for r in everyone], dim=1))
+# A small one and one that is too large to be exchanged; rows are padded.
+for rows, width in ((2, 3), (2, 150_000)):
+    parts = [torch.arange(float(rows * width)).view(rows, width) + 10 * r for r in everyone]
+    out = torch.full((rows, width * size + 1), torch.nan, device=device)
+    group.all_gather_last_dim(parts[rank].to(device), out[:, :-1])
+    expect(out[:, :-1], torch.cat(parts, dim=1))
+    assert out[:, -1].isnan().all()
 
 tensor = torch.full((4,), float(rank + 7), device=device)
 group.broadcast(tensor)
 expect(tensor, [7.0] * 4)
 
+# What one rank cannot have, none has.
+stages = []
+def fail():
+    if rank == 1:
+        raise RuntimeError("nothing to be had")
+steps = (lambda: stages.append("first"), fail, lambda: stages.append("last"))
+assert not all_succeed(steps, device, "done without") and stages == ["first"]
+
 if device.type == "cuda":
-    assert group._all_reduce.is_one_shot
-    static = torch.zeros(64, 4096, dtype=torch.bfloat16, device=device)
-    graph = torch.cuda.CUDAGraph()
-    group.all_reduce(static)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    assert group._all_reduce.is_one_shot and group._exchange is not None
+    # One-shot, and exchanged.
+    for static in (
+        torch.zeros(64, 4096, dtype=torch.bfloat16, device=device),
+        torch.zeros(4, 4096, dtype=torch.float32, device=device),
+    ):
+        graph = torch.cuda.CUDAGraph()
         group.all_reduce(static)
-        group.all_reduce(static)
-    for round in range(100):
-        static.fill_(rank + round % 3)
-        graph.replay()
-        expect(static, torch.full(static.shape, float(size * sum(r + round % 3 for r in everyone))))
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            group.all_reduce(static)
+            group.all_reduce(static)
+        for round in range(100):
+            static.fill_(rank + round % 3)
+            graph.replay()
+            expect(static, torch.full(static.shape, float(size * sum(r + round % 3 for r in everyone))))
 
 if rank == 0:
     group.leader.broadcast(9, b"bye")

@@ -3,7 +3,8 @@
 A program takes one KV head of one row and a range of its keys, with all query heads that share the KV head as the rows of
 one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and values are read once. Where a row is split,
 each program leaves its own softmax-weighted mean and the log of its sum of weights, and these are merged (Flash-Decoding,
-Dao et al. 2023; the running maximum and sum are FlashAttention's, Dao et al. 2022).
+Dao et al. 2023; the running maximum and sum are FlashAttention's, Dao et al. 2022): by a second kernel where there are few,
+else by the program that is done last with a row.
 
 Lengths and block tables are read on the device. The number of programs depends on the number of rows only, so that a CUDA
 graph can be replayed with other lengths, and a row's result does not depend on how long the others are.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -34,6 +36,12 @@ FLOATS_PER_WARP = 2048
 LONG_ROW_TOKENS = 1024
 """Where rows alone occupy the device, a split is at least so long: rows up to this length are not split."""
 LONG_ROW_SPLITS = 4
+SECOND_KERNEL_PROGRAMS = 64
+"""Rows times KV heads up to which a second kernel merges the pieces. An H200, 8 KV heads of 4 query heads, head_dim 128, 600
+tokens: 6.8 µs by a second kernel and 11.4 by the last arrival at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12. 3 KV heads
+of 3 query heads, head_dim 64: 4.4 and 5.1 at one row, 10.5 and 13.9 at 20, but 8.4 and 6.9 at 24."""
+
+Merge = Literal["second kernel", "last arrival"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,9 @@ class LaunchConfig:
     warps: int
     stages: int
     """Depth of the software pipeline: so many blocks less one are on their way while one is worked on."""
+    merge: Merge
+    """What puts the pieces of a row together: a kernel after the one that computes them, whose heads are merged side by side, or
+    that one's program which is done last, which saves a launch."""
 
 
 def config_for(rows: int, num_heads: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> LaunchConfig:
@@ -71,10 +82,11 @@ def config_for(rows: int, num_heads: int, num_kv_heads: int, head_dim: int, mult
     # A warp alone waits for no other, but has to hold the results in its registers.
     warps = min(4, -(-results // FLOATS_PER_WARP))
     if programs >= 6 * multiprocessors:
-        return LaunchConfig(LONG_ROW_SPLITS, LONG_ROW_TOKENS // BLOCK_SIZE, warps, stages)
+        return LaunchConfig(LONG_ROW_SPLITS, LONG_ROW_TOKENS // BLOCK_SIZE, warps, stages, "last arrival")
     splits = min(MAX_SPLITS, triton.next_power_of_2(-(-4 * multiprocessors // programs)))
+    merge: Merge = "second kernel" if programs <= SECOND_KERNEL_PROGRAMS else "last arrival"
     # Where so few rows leave the device idle, more warps start and merge the pieces sooner.
-    return LaunchConfig(splits, 1, warps if splits <= 8 else 4, stages)
+    return LaunchConfig(splits, 1, warps if splits <= 8 else 4, stages, merge)
 
 
 def _group_rows(num_heads: int, num_kv_heads: int) -> int:
@@ -86,8 +98,7 @@ def _group_rows(num_heads: int, num_kv_heads: int) -> int:
 class DecodeAttention:
     """Decode attention of layers of one shape, with the workspaces that split rows need.
 
-    `last_arrival_merges`: whether the program that is done last with a row merges it, or a second kernel does. `config`
-    stands for what `config_for` finds, for every number of rows.
+    `config` stands for what `config_for` finds, for every number of rows.
     """
 
     def __init__(
@@ -98,7 +109,6 @@ class DecodeAttention:
         max_rows: int,
         device: torch.device,
         *,
-        last_arrival_merges: bool = True,
         config: LaunchConfig | None = None,
     ) -> None:
         self._num_heads = num_heads
@@ -106,7 +116,6 @@ class DecodeAttention:
         self._head_dim = head_dim
         self._group_rows = _group_rows(num_heads, num_kv_heads)
         self._width = triton.next_power_of_2(head_dim)
-        self._last_arrival_merges = last_arrival_merges
         gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         multiprocessors = gpu.multi_processor_count if gpu else 1
         self._configs = [
@@ -142,7 +151,7 @@ class DecodeAttention:
             queries.stride(0),
             step.block_tables.stride(0),
             out.stride(0),
-            LAST_ARRIVAL_MERGES=self._last_arrival_merges,
+            LAST_ARRIVAL_MERGES=config.merge == "last arrival",
             HAS_WINDOW=window is not None,
             MERGED=FLOATS_PER_WARP * config.warps,
             KV_HEADS=self._num_kv_heads,
@@ -154,7 +163,7 @@ class DecodeAttention:
             num_warps=config.warps,
             num_stages=config.stages,
         )
-        if config.splits > 1 and not self._last_arrival_merges:
+        if config.splits > 1 and config.merge == "second kernel":
             _merge_kernel[(self._num_heads, rows)](
                 step.positions,
                 out,

@@ -4,22 +4,21 @@ Such a product takes as long as its weight takes to be read, and each kernel bes
 before a product, the gated activation after it and the addition to the residual stream are done on the way.
 
 A program owns some rows of the weight over all of K. It asks for them before it asks for x, so that the longest wait begins
-first; it may even do so before the kernel that computes x has ended (programmatic dependent launch). Each result is one
-program's sum in a fixed order: the same inputs give the same bits.
+first; it may even do so before the kernel that computes x has ended (see chaining.py). Each result is one program's sum in a fixed
+order: the same inputs give the same bits.
 """
 
 # ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
+
+from text_generation_shard.engines.torch.cuda.kernels.chaining import can_chain, let_next_begin, wait_for_previous
 
 MAX_ROWS = 4
 """Beyond, a product of matrices is the better tool."""
@@ -49,6 +48,10 @@ TUNED: dict[tuple[int, int, int], MatvecConfig] = {
     (1, 28672, 4096): MatvecConfig(2, 4, "chained"),
     (1, 4096, 14336): MatvecConfig(2, 16, "chained"),
     (1, 49152, 4096): MatvecConfig(2, 2, "chained"),
+    # The same for one of two GPUs.
+    (1, 3072, 4096): MatvecConfig(4, 8, "chained"),
+    (1, 4096, 2048): MatvecConfig(8, 4, "chained"),
+    (1, 4096, 7168): MatvecConfig(2, 8, "chained"),
 }
 """By (rows, outputs, inputs): the best of scripts/bench_kernels.py --sweep, where it is not what `config_for` derives."""
 
@@ -72,13 +75,7 @@ def _order(config: MatvecConfig, weight: Tensor) -> Order:
     """The order asked for, where the device knows it."""
     if not weight.is_cuda:
         return "free"
-    return config.order if config.order != "chained" or _can_chain(weight.device.index) else "ahead"
-
-
-@cache
-def _can_chain(device: int) -> bool:
-    """Whether a kernel can begin before the one ahead of it has ended: from Hopper on."""
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return config.order if config.order != "chained" or can_chain(weight) else "ahead"
 
 
 def matvec(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -195,7 +192,7 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    _let_next_begin(ORDER)
+    let_next_begin(ORDER == "chained")
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < outputs
@@ -237,7 +234,7 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    _let_next_begin(ORDER)
+    let_next_begin(ORDER == "chained")
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < inner
@@ -258,18 +255,10 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 
 
 @triton.jit
-def _let_next_begin(ORDER: tl.constexpr) -> None:
-    """Let the next kernel ask for its weights once all programs of this one have begun, if it was launched so."""
-    if ORDER == "chained":
-        cuda.gdc_launch_dependents()
-
-
-@triton.jit
 def _wait_for_x(ORDER: tl.constexpr) -> None:
     """What another kernel writes may be touched after this only. No load is moved across it."""
-    if ORDER == "chained":
-        cuda.gdc_wait()
-    elif ORDER == "ahead":
+    wait_for_previous(ORDER == "chained")
+    if ORDER == "ahead":
         tl.debug_barrier()
 
 

@@ -2,7 +2,8 @@
 
     join    rank 0 listens on the group's socket ─► the others connect ─► rank 0 says where its store listens ─► the
             process group: NCCL between GPUs, gloo between CPUs
-    step    the control channel says which (channel.py); sums and gathers inside it are the process group's
+    step    the control channel says which (channel.py); sums and gathers inside it are kernels of ours
+            or torch's between GPUs if they are small, else the process group's
 
 A model on one device joins nothing: its collectives do nothing, and torch.distributed is not touched.
 """
@@ -36,6 +37,7 @@ from text_generation_shard.engines.torch.cuda.split import Split
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+    from text_generation_shard.engines.torch.cuda.kernels.exchange import Exchange
     from text_generation_shard.engines.torch.cuda.parallel.all_reduce import AllReduce
 
 MEETING_TIMEOUT = 120.0
@@ -57,11 +59,16 @@ class Group:
     """
 
     def __init__(
-        self, place: Split, channel: Leader | Follower | None = None, all_reduce: AllReduce | None = None
+        self,
+        place: Split,
+        channel: Leader | Follower | None = None,
+        all_reduce: AllReduce | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.place = place
         self.channel = channel
         self._all_reduce = all_reduce
+        self._exchange = exchange
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor`, contiguous, over the ranks, in place."""
@@ -73,6 +80,9 @@ class Group:
         size = self.place.size
         if size == 1:
             out.copy_(tensor)
+            return
+        if self._exchange is not None and self._exchange.takes(tensor):
+            self._exchange.gather(tensor, out)
             return
         import torch.distributed as dist
 
@@ -107,7 +117,7 @@ class Group:
         if self.channel is None:
             return
         self.channel.close()
-        self._all_reduce = None
+        self._all_reduce = self._exchange = None
         # NCCL's communicators end with the process: their own end would wait for peers that may be gone.
         import torch.distributed as dist
 
@@ -136,13 +146,21 @@ def join(config: ShardConfig, device: torch.device, timeout: float = MEETING_TIM
         store = _share_store(channel, place)
         _open_process_group(place, device, store)
         from text_generation_shard.engines.torch.cuda.parallel.all_reduce import AllReduce
+        from text_generation_shard.engines.torch.cuda.parallel.symmetric import open_exchange
 
-        all_reduce = AllReduce(device)
+        exchange = open_exchange(device) if device.type == "cuda" else None
+        all_reduce = AllReduce(device, exchange)
     except (GroupBroken, RuntimeError, ValueError) as error:  # torch.distributed's own errors are RuntimeErrors
         channel.close()
         raise EngineError(f"the group could not be joined: {' '.join(str(error).split())}") from error
-    log.info("joined", rank=place.rank, world_size=place.size, one_shot=all_reduce.is_one_shot)
-    return Group(place, channel, all_reduce)
+    log.info(
+        "joined",
+        rank=place.rank,
+        world_size=place.size,
+        exchange=exchange is not None,
+        one_shot=all_reduce.is_one_shot,
+    )
+    return Group(place, channel, all_reduce, exchange)
 
 
 def _share_store(channel: Leader | Follower, place: Split) -> Store:
