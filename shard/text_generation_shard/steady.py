@@ -131,12 +131,12 @@ class SteadyTable:
             if sequence.is_held:
                 granted[self._places[sequence.slot]] = sequence.end
         has_room = computed < granted
-        if not has_room.any():
-            return None
         sequences, starts = self._sequences, computed.copy()
         if not has_room.all():
             slots, starts, ends = slots[has_room], starts[has_room], ends[has_room]
             sequences = [sequences[place] for place in np.flatnonzero(has_room).tolist()]
+        if not sequences:
+            return None
         return SteadyRows(sequences, slots, starts, ends, self._enders, self._changed, self._epoch)
 
     def begin(self, rows: SteadyRows) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import isfinite
 
 import numpy as np
 import torch
@@ -99,6 +100,7 @@ class TorchEngine(InProcess):
         self._under_way: _Step | None = None
         """Launched and not read yet, where the executor runs ahead."""
 
+    @torch.inference_mode()
     def warm_up(self, limits: WarmUpLimits) -> int:
         executor = self._executor
         self.reset()
@@ -125,6 +127,7 @@ class TorchEngine(InProcess):
     def apply(self, orders: Orders) -> list[Failure]:
         return self._table.apply(orders)
 
+    @torch.inference_mode()
     def step(self) -> StepResult | None:
         rows = self._rows()
         before, self._under_way = self._under_way, None
@@ -198,7 +201,6 @@ class TorchEngine(InProcess):
             raise error
         return self._table.fail(rows.sequences, f"the step failed: {_one_line(error)}")
 
-    @torch.inference_mode()
     def _launch(self, rows: StepRows) -> _Step:
         ahead = self._executor.runs_ahead
         # On a CPU the masks are computed beside the forward pass; on a GPU they hang on tokens that are not read yet.
@@ -210,7 +212,6 @@ class TorchEngine(InProcess):
             self._table.steady.begin(rows.steady)
         return _Step(rows, launched.started, launched.computed, launched, masking)
 
-    @torch.inference_mode()
     def _choose(self, step: _Step) -> _Step:
         """Choose a step's tokens, and have what it brings copied to the host."""
         launched, step.launched = step.launched, None
@@ -293,12 +294,11 @@ def _is_greedy(row: Row) -> bool:
 
 def _read(chosen: Tensor, rows: int) -> Chosen:
     token_ids, bits = chosen.numpy()[:, :rows]
-    logprobs = bits.view(np.float32)
-    read = Chosen(token_ids.tolist(), logprobs.tolist())
-    # A NaN or an infinity among the logits is in their sum, and so in the logprob.
-    valid = np.isfinite(logprobs)
-    if not valid.all():
-        read.failures = dict.fromkeys(np.flatnonzero(~valid).tolist(), NO_TOKEN)
+    read = Chosen(token_ids.tolist(), bits.view(np.float32).tolist())
+    # A NaN or an infinity among the logits is in their sum, and so in the logprob, and so in the sum of these.
+    if not isfinite(sum(read.logprobs)):
+        invalid = [place for place, logprob in enumerate(read.logprobs) if not isfinite(logprob)]
+        read.failures = dict.fromkeys(invalid, NO_TOKEN)
     return read
 
 

@@ -3,7 +3,7 @@
     {"step": 7, "kind": "decode", "rows": 256, "tokens": 256, "host_us": 312.0, "wall_us": 398.1, "device_us": 11870.1, "gap_us": 3.1}
 
 `host_us` is the processor time of the engine's thread between the tokens of the last step and the wait for this one's:
-orders, records, reports, the launch of the step after. `wall_us` is how long that took on the clock: other threads of the
+orders, records, reports, the launch of the step after – not the writing of this. `wall_us` is how long that took on the clock: other threads of the
 process run meanwhile, and may be what this one waits for. `device_us` is the device's time from a step's first kernel to its
 last, `gap_us` what the device waited before that. Host and gap are left out of the first step after a pause.
 """
@@ -44,7 +44,7 @@ class StepTrace:
         """They are there."""
         self._step += 1
         if self._file is not None:
-            self._busy_since, busy = (time.perf_counter_ns(), time.thread_time_ns()), self._busy_ns
+            busy = self._busy_ns
             line: dict[str, object] = {
                 "step": self._step,
                 "kind": "prefill" if rows.prefills else "decode",
@@ -57,6 +57,7 @@ class StepTrace:
             if self._end is not None:
                 line["gap_us"] = started.ns_since(self._end) / 1000
             self._file.write(orjson.dumps(line) + b"\n")
+            self._busy_since = time.perf_counter_ns(), time.thread_time_ns()
         self._end = ended
 
     def pause(self) -> None:

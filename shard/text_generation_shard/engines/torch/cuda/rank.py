@@ -44,6 +44,7 @@ class Rank:
         self._hidden = torch.empty(0)
         """Of the step started last."""
 
+    @torch.inference_mode()
     def mirror(self, kind: int, payload: memoryview) -> int | None:
         """Do it; the answer, if there is one. `payload` is free again afterwards."""
         if self._stream is not None:

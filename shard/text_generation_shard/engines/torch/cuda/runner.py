@@ -20,7 +20,7 @@ from text_generation_shard.engines.torch.model_config import ModelConfig
 
 
 class Runner:
-    """One rank's model, KV pool, block tables and graphs.
+    """One rank's model, KV pool, block tables and graphs. Steps and what belongs to them are computed in inference mode.
 
     Tables and last tokens have one row more than there are slots, the pool one block more than there are blocks: they
     belong to the dummy slot, which pads the rows of a graph.
@@ -86,7 +86,6 @@ class Runner:
         """Free them."""
         self.graphs = self._pieces = None
 
-    @torch.inference_mode()
     def start(self, plan: StepPlan) -> Outcome:
         """Start a step; the plan's numbers may be used again only when it is over. Raises GroupBroken, as do those below."""
         numbers = torch.from_numpy(plan.numbers)
@@ -99,13 +98,11 @@ class Runner:
         self._last_tokens.index_copy_(0, slots, token_ids.int())
         self.hear_chosen()
 
-    @torch.inference_mode()
     def hear_chosen(self) -> None:
         """On the other ranks: take over what `tell_chosen` tells."""
         with self._naming_the_lost:
             self._group.broadcast(self._last_tokens)
 
-    @torch.inference_mode()
     def logits(self, normed: Tensor) -> Tensor:
         """float32 [rows, vocabulary]: of a few of the hidden states of a step."""
         with self._naming_the_lost:

@@ -15,12 +15,17 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._pin = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=torch.int32)] * TURNS
+        self._taken = [torch.empty(0, dtype=torch.int32)] * TURNS
+        """The part of each that was taken last: steps often need as many numbers as those before them."""
         self._turn = 0
 
     def take(self, length: int) -> Tensor:
         """So many numbers of the buffer whose turn it is."""
         self._turn = (self._turn + 1) % TURNS
+        if self._taken[self._turn].numel() == length:
+            return self._taken[self._turn]
         if self._buffers[self._turn].numel() < length:
             # Twice what is needed now: a pinned allocation stops the device.
             self._buffers[self._turn] = torch.empty(2 * length, dtype=torch.int32, pin_memory=self._pin)
-        return self._buffers[self._turn][:length]
+        self._taken[self._turn] = self._buffers[self._turn][:length]
+        return self._taken[self._turn]

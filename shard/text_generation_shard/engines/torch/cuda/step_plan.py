@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,7 @@ COLUMNS = (
     "page_indptr",
     "last_pages",
 )
+_COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 HEADER = 8
 """Numbers before the first column, of which the first six say something."""
 ALIGNED = 4
@@ -53,6 +55,7 @@ class Sizes:
     pages: int = 0
     chunks: int = 0
 
+    @lru_cache(maxsize=1024)  # noqa: B019 – sizes are small, and most steps have those of the step before
     def spans(self) -> list[tuple[int, int]]:
         """Where each of COLUMNS begins and ends."""
         ends = self.chunks + 1 if self.chunks else 0
@@ -121,7 +124,7 @@ class StepPlan:
 
     def column(self, name: str) -> Ints:
         """One of COLUMNS, to read or to write."""
-        start, end = self.spans[COLUMNS.index(name)]
+        start, end = self.spans[_COLUMN[name]]
         return self.numbers[start:end]
 
     @property
