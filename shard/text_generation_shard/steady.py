@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SteadyRows:
     """The part of one or more steady sequences in a step: each computes one position, and the token after it is chosen."""
 
@@ -51,7 +51,7 @@ class SteadyRows:
         return places
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRows:
     """What a step computes: steady sequences first, then others that decode, then chunks of prompts."""
 

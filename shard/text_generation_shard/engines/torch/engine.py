@@ -65,7 +65,7 @@ class _Step:
 
     rows: StepRows
     started: Mark
-    computed: Mark
+    computed: Mark | None
     launched: Launched | None
     """Until the tokens are chosen: its tensors are large, and nobody needs them longer."""
     masking: Future[Masks] | None = None
@@ -230,9 +230,9 @@ class TorchEngine(InProcess):
             if step.asking:
                 most = max(row.sequence.top_n for _, row in step.asking)
                 step.tops = top_candidates(choices, [place for place, _ in step.asking], most)
-            chosen = torch.stack((choices.token_ids.int(), choices.logprobs.view(torch.int32)))
+            chosen = torch.cat((choices.token_ids.int(), choices.logprobs.view(torch.int32)))
         if chosen is not None:
-            step.chosen = self._landing.take(chosen.numel()).view(chosen.shape)
+            step.chosen = self._landing.take(len(chosen))
             step.chosen.copy_(chosen, non_blocking=True)
         step.done = self._marks.set()
         return step
@@ -250,7 +250,7 @@ class TorchEngine(InProcess):
         tops = self._top_tokens(step, chosen)
         result = self._table.advance(step.rows.others, chosen, step.rows.steady)
         result.top_tokens = tops
-        result.forward_ns = step.computed.ns_since(step.started)
+        result.forward_ns = (step.computed or step.done).ns_since(step.started)
         return result
 
     def _top_tokens(self, step: _Step, chosen: Chosen) -> list[TopTokens]:
@@ -293,8 +293,8 @@ def _is_greedy(row: Row) -> bool:
 
 
 def _read(chosen: Tensor, rows: int) -> Chosen:
-    token_ids, bits = chosen.numpy()[:, :rows]
-    read = Chosen(token_ids.tolist(), bits.view(np.float32).tolist())
+    numbers, half = chosen.numpy(), len(chosen) // 2
+    read = Chosen(numbers[:rows].tolist(), numbers[half : half + rows].view(np.float32).tolist())
     # A NaN or an infinity among the logits is in their sum, and so in the logprob, and so in the sum of these.
     if not isfinite(sum(read.logprobs)):
         invalid = [place for place, logprob in enumerate(read.logprobs) if not isfinite(logprob)]

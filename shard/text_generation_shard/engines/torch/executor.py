@@ -13,7 +13,7 @@ from text_generation_shard.sequence import Row
 from text_generation_shard.steady import StepRows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launched:
     """A forward pass that has been launched. What its tensors hold may be known to the device only."""
 
@@ -25,11 +25,11 @@ class Launched:
     logits: Tensor | None
     """[rows that sample, vocabulary], in order: the steady ones do; None if none samples."""
     chosen: Tensor | None
-    """int32 [2, rows that sample or a few more], if they were chosen greedily along with it: token ids, and the bits of their
-    logprobs. The whole of the memory they were left in: cut to size it could not be copied at one go."""
+    """int32 [2 · n], n the rows that sample or a few more, if they were chosen greedily along with it: n token ids, and the bits
+    of their logprobs. The whole of the memory they were left in: cut to size it could not be copied at one go."""
     started: Mark
-    computed: Mark
-    """When the model's part is done."""
+    computed: Mark | None
+    """When the model's part is done; None if nothing comes after it."""
 
 
 class Executor(Protocol):

@@ -55,7 +55,7 @@ class CudaExecutor:
             logits=None if outcome.logits is None else outcome.logits[:sampling],
             chosen=outcome.chosen,
             started=started,
-            computed=self._marks.set(),
+            computed=None if outcome.chosen is not None else self._marks.set(),
         )
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:

@@ -7,9 +7,11 @@ its own belong to the dummy slot.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -32,7 +34,8 @@ class Outcome:
     logits: Tensor | None
     """float32 [choosing, vocabulary]; None if nothing is chosen."""
     chosen: Tensor | None
-    """int32 [2, choosing or a few more], if chosen greedily: token ids, and the bits of their log-probabilities."""
+    """int32 [2 · n], n the tokens choosing or a few more, if chosen greedily: n token ids, and the bits of their
+    log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +82,17 @@ class DecodeGraphs:
     def __init__(
         self, max_rows: int, dummy_slot: int, dummy_update: tuple[int, int], run: Callable[[StepPlan, Tensor], Outcome]
     ) -> None:
+        self._sizes = ladder(max_rows)
         self._paddings = [
-            Padding(size, max(UPDATES_A_TOKEN * size, MIN_UPDATES), dummy_slot, dummy_update)
-            for size in ladder(max_rows)
+            Padding(size, max(UPDATES_A_TOKEN * size, MIN_UPDATES), dummy_slot, dummy_update) for size in self._sizes
         ]
         self._run = run
         self._graphs: dict[int, _Graph] = {}
 
     def padding(self, rows: int, updates: int) -> Padding | None:
         """What to pad a decoding step to; None if no graph takes it."""
-        for padding in self._paddings:
-            if rows <= padding.tokens and updates <= padding.updates:
+        for padding in islice(self._paddings, bisect_left(self._sizes, rows), None):
+            if updates <= padding.updates:
                 return padding if padding.tokens in self._graphs else None
         return None
 

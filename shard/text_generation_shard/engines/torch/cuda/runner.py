@@ -135,8 +135,8 @@ class Runner:
             return Outcome(normed, logits, None)
         # Aligned, as the columns of a plan are.
         width = -(-plan.choosing // ALIGNED) * ALIGNED
-        chosen = torch.empty(2, width, dtype=torch.int32, device=self._device)
-        token_ids, bits = chosen[:, : plan.choosing]
+        chosen = torch.empty(2 * width, dtype=torch.int32, device=self._device)
+        token_ids, bits = chosen.view(2, width)[:, : plan.choosing]
         self._toolbox.choose_greedily(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
         return Outcome(normed, logits, chosen)
 

@@ -92,7 +92,7 @@ class Padding:
     """An update that changes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take four times as long to make, once a step
 class StepPlan:
     """A step of one or more tokens."""
 
@@ -118,9 +118,15 @@ class StepPlan:
         return cls(numbers, sizes, sizes.spans(), bool(greedy))
 
     @classmethod
-    def idle(cls, padding: Padding) -> StepPlan:
-        """A plan of padding alone."""
-        return plan_decoding(StepRows(None, []), (), padding, greedy=True)
+    @lru_cache(maxsize=1024)
+    def idle(cls, padding: Padding, *, greedy: bool = True) -> StepPlan:
+        """A plan of padding alone; not to be changed."""
+        plan = cls.blank(Sizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=any_memory)
+        plan.column("ids")[:] = LAST_CHOSEN
+        plan.column("positions")[:] = 0
+        plan.column("slots")[:] = padding.slot
+        plan.column("cells")[:], plan.column("blocks")[:] = padding.update
+        return plan
 
     def column(self, name: str) -> Ints:
         """One of COLUMNS, to read or to write."""
@@ -142,12 +148,11 @@ def plan_decoding(
     rows: StepRows, updates: Sequences[Update], padding: Padding, *, greedy: bool, memory: Memory = any_memory
 ) -> StepPlan:
     """One token for each of `rows`, in order. There are no more rows and updates than `padding` has room for."""
-    plan = StepPlan.blank(Sizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=memory)
-    count = _put_decoding(plan, rows, rows.others)
-    plan.column("positions")[count:] = 0
-    plan.column("slots")[count:] = padding.slot
-    plan.column("ids")[count:] = LAST_CHOSEN
-    _put_updates(plan, updates, padding.update)
+    idle = StepPlan.idle(padding, greedy=greedy)
+    plan = StepPlan(memory(len(idle.numbers)), idle.sizes, idle.spans, greedy)
+    plan.numbers[:] = idle.numbers
+    _put_decoding(plan, rows, rows.others)
+    _put_updates(plan, updates)
     return plan
 
 
@@ -164,6 +169,7 @@ def plan_chunks(rows: StepRows, updates: Sequences[Update], *, greedy: bool, mem
     plan = StepPlan.blank(sizes, greedy=greedy, memory=memory)
     _put_decoding(plan, rows, decoding)
     ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
+    ids[:first] = LAST_CHOSEN
     choosing = list(range(first))
     at = first
     for row, end in zip(chunks, ends, strict=True):
@@ -175,7 +181,7 @@ def plan_chunks(rows: StepRows, updates: Sequences[Update], *, greedy: bool, mem
             choosing.append(after - 1)
         at = after
     plan.column("places")[:] = choosing
-    _put_updates(plan, updates, (0, 0))
+    _put_updates(plan, updates)
     plan.column("pages")[:] = [block for table in tables for block in table]
     plan.column("query_indptr")[:] = np.cumsum([0, *(row.length for row in chunks)])
     plan.column("page_indptr")[:] = np.cumsum([0, *map(len, tables)])
@@ -183,24 +189,20 @@ def plan_chunks(rows: StepRows, updates: Sequences[Update], *, greedy: bool, mem
     return plan
 
 
-def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[Row]) -> int:
-    """The tokens of the steady rows, and of those of the others that decode; how many these are."""
-    ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
+def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[Row]) -> None:
+    """Where the steady rows are, and those of the others that decode; their tokens are known to the device."""
+    positions, slots = plan.column("positions"), plan.column("slots")
     first = rows.num_steady
     if rows.steady is not None:
         positions[:first] = rows.steady.starts
         slots[:first] = rows.steady.slots
-    count = first + len(decoding)
     if decoding:
+        count = first + len(decoding)
         positions[first:count] = [row.start for row in decoding]
         slots[first:count] = [row.sequence.slot for row in decoding]
-    ids[:count] = LAST_CHOSEN
-    return count
 
 
-def _put_updates(plan: StepPlan, updates: Sequences[Update], padding: Update) -> None:
-    cells, blocks = plan.column("cells"), plan.column("blocks")
+def _put_updates(plan: StepPlan, updates: Sequences[Update]) -> None:
     if updates:
-        cells[: len(updates)] = [cell for cell, _ in updates]
-        blocks[: len(updates)] = [block for _, block in updates]
-    cells[len(updates) :], blocks[len(updates) :] = padding
+        plan.column("cells")[: len(updates)] = [cell for cell, _ in updates]
+        plan.column("blocks")[: len(updates)] = [block for _, block in updates]

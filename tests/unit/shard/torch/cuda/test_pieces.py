@@ -131,7 +131,7 @@ class Rig:
         self.replayed.clear()
         outcome, ours = self.whole.start(plan), self.cut.start(plan)
         self.table.begin(rows)
-        sampling = [0] * plan.choosing if outcome.chosen is None else outcome.chosen[0, : plan.choosing].tolist()
+        sampling = [0] * plan.choosing if outcome.chosen is None else outcome.chosen[: plan.choosing].tolist()
         self.table.advance(rows, Chosen(sampling, [0.0] * len(sampling)))
         return outcome, ours, plan
 
@@ -191,7 +191,7 @@ def check(rig: Rig, orders: Orders, bucket: int | None, *, greedy: bool = True) 
     if reference.logits is not None and ours.logits is not None:
         assert error(ours.logits, reference.logits) < 1e-5
     if reference.chosen is not None and ours.chosen is not None:
-        assert ours.chosen[0, : plan.choosing].tolist() == reference.chosen[0, : plan.choosing].tolist()
+        assert ours.chosen[: plan.choosing].tolist() == reference.chosen[: plan.choosing].tolist()
     for layer, expected in zip(rig.cut._cache, rig.whole._cache, strict=True):
         # All blocks but the scratch block, which padding is written to.
         assert error(layer[:-1], expected[:-1]) < 1e-5
