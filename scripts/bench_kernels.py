@@ -209,12 +209,13 @@ def layer_kernels(table: Table, rows: int, angles: Tensor, embeddings: Tensor) -
     weight, ids, slots = randn(hidden), ints(range(rows)), ints([0] * rows)
     gate_up, active = randn(rows, 2 * inner), empty(rows, inner)
     qkv, layer = randn(rows, (heads + 2 * kv_heads) * head_dim), empty(blocks, 2, kv_heads, BLOCK_SIZE, head_dim)
+    queries = qkv[:, : heads * head_dim]
     step = rope.RopeStep(ids, slots, ints(range(blocks)).view(1, -1), angles, heads, kv_heads, head_dim, EPS)
     work: list[tuple[str, Launch, int]] = [
         ("embed", lambda: embedding.embed(ids, slots, ids, embeddings, residual), rows * hidden * 6),
         ("rms_norm", lambda: norm.rms_norm(residual, weight, EPS, out), rows * hidden * 6),
         ("add_rms_norm", lambda: norm.add_rms_norm(update, residual, weight, EPS, out), rows * hidden * 12),
-        ("rotate_and_append", lambda: rope.rotate_and_append(qkv, step, layer, None), 2 * qkv.nbytes),
+        ("rotate_and_append", lambda: rope.rotate_and_append(qkv, queries, step, layer, None), 2 * qkv.nbytes),
         ("activate", lambda: activation.activate(gate_up, "silu", active), rows * inner * 6),
     ]
     for name, launch, num_bytes in work:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import shlex
@@ -43,6 +44,13 @@ WORDS = "time year people way day man thing woman life child world school state 
 CANCELLED = 0.3
 SAMPLED_EVERY_S = 1.0
 KEPT = 2000
+EXTRAS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.1},
+    {"top_n_tokens": 3},
+    {"grammar": {"type": "regex", "value": "([a-z]{1,9} ){1,40}"}},
+)
+EXTRA_WEIGHTS = (7, 1, 1, 1)
 GROWTH = 1.02
 SPARE_BYTES = 64 << 20
 
@@ -71,6 +79,18 @@ class Soak:
     gpu_bytes: list[float] = field(default_factory=list)
     shard_bytes: list[float] = field(default_factory=list)
 
+    @property
+    def so_far(self) -> str:
+        """The counts, in words."""
+        return ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items()))
+
+    def keep(self, answer: Answer, draw: random.Random) -> None:
+        """One of `answers`, which are a fair sample of all that were finished (Vitter's algorithm R, 1985)."""
+        if len(self.answers) < KEPT:
+            self.answers.append(answer)
+        elif (place := draw.randrange(self.counts["finished"])) < KEPT:
+            self.answers[place] = answer
+
 
 def main() -> int:
     """Soak, replay, judge."""
@@ -94,10 +114,17 @@ async def run(options: argparse.Namespace, server: Server) -> Soak:
     soak, until = Soak(), time.monotonic() + 60 * options.minutes
     sampler = asyncio.get_running_loop().run_in_executor(None, _sample_memory, server, soak, until)
     async with _session() as session, asyncio.TaskGroup() as tasks:
+        tasks.create_task(_tell_each_minute(soak, until))
         for number in range(options.clients):
             tasks.create_task(_client(session, server.url, random.Random(options.seed + number), soak, until))
     await sampler
     return soak
+
+
+async def _tell_each_minute(soak: Soak, until: float) -> None:
+    while (left := until - time.monotonic()) > 0:
+        await asyncio.sleep(min(60, left))
+        print(f"{max(0.0, left / 60 - 1):5.1f} minutes left: {soak.so_far}", flush=True)
 
 
 async def _client(session: aiohttp.ClientSession, url: str, draw: random.Random, soak: Soak, until: float) -> None:
@@ -113,18 +140,20 @@ async def _client(session: aiohttp.ClientSession, url: str, draw: random.Random,
         is_cut = leaves_after is not None and len(answer.ids) == leaves_after
         soak.counts["cancelled" if is_cut else "finished"] += 1
         soak.counts["tokens"] += len(answer.ids)
-        if not is_cut and len(soak.answers) < KEPT:
-            soak.answers.append(answer)
+        if not is_cut:
+            soak.keep(answer, draw)
 
 
 def draw_request(draw: random.Random) -> dict[str, Any]:
-    """Half greedy, half drawn with a seed; prompts share beginnings, so that cached blocks are reused."""
+    """Half greedy, half drawn with a seed, some of either with a grammar, a penalty, top tokens; prompts share beginnings, so
+    that cached blocks are reused."""
     opening, vocabulary = random.Random(draw.randrange(20)), WORDS.split()
     words = [opening.choice(vocabulary) for _ in range(opening.randrange(1, 200))]
     words += [draw.choice(vocabulary) for _ in range(draw.randrange(1, 100))]
     parameters: dict[str, Any] = {"max_new_tokens": draw.randrange(1, 200)}
     if draw.random() < 0.5:
         parameters |= {"do_sample": True, "seed": draw.randrange(1 << 31), "temperature": 0.8, "top_p": 0.95}
+    parameters |= draw.choices(EXTRAS, weights=EXTRA_WEIGHTS)[0]
     return {"inputs": " ".join(words), "parameters": parameters}
 
 
@@ -181,7 +210,7 @@ def _within(name: str, differences: Sequence[float], options: argparse.Namespace
 
 def report(soak: Soak, preemptions: float) -> bool:
     """A line for each thing that must hold."""
-    print(", ".join(f"{count} {what}" for what, count in sorted(soak.counts.items())))
+    print(soak.so_far)
     good = line("requests that failed", str(soak.counts["failed"]), good=not soak.counts["failed"])
     good &= line("preemptions", f"{preemptions:.0f}", good=preemptions > 0)
     for name, sizes in (("memory of the GPU", soak.gpu_bytes), ("memory of the shards", soak.shard_bytes)):
@@ -214,8 +243,10 @@ def _sample_memory(server: Server, soak: Soak, until: float) -> None:
 
 
 def _gpu_bytes() -> float | None:
-    """Memory in use on all GPUs; None where there is none."""
+    """Memory in use on the GPUs; None where there is none."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command += ["--id", visible]
     try:
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
     except (OSError, subprocess.CalledProcessError):

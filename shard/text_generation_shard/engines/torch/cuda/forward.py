@@ -53,13 +53,21 @@ class Activations:
     normed: Tensor
     """[tokens, hidden]: in the end, the normed hidden states after the last layer."""
     qkv: Tensor
-    """[tokens, (num_heads + 2·num_kv_heads)·head_dim]: the fused projection, its queries rotated."""
+    """[tokens, (num_heads + 2·num_kv_heads)·head_dim]: the fused projection."""
+    queries: Tensor
+    """[tokens, num_heads·head_dim]: rotated, and in place of those of `qkv` if these have no more bits."""
     attended: Tensor
     """[tokens, num_heads·head_dim]: what attention makes of it."""
 
     def first(self, tokens: int) -> Activations:
         """The same memory, for as many tokens."""
-        return Activations(self.residual[:tokens], self.normed[:tokens], self.qkv[:tokens], self.attended[:tokens])
+        return Activations(
+            self.residual[:tokens],
+            self.normed[:tokens],
+            self.qkv[:tokens],
+            self.queries[:tokens],
+            self.attended[:tokens],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +124,18 @@ class Forward:
     def activations(self, tokens: int) -> Activations:
         """Memory for a pass of so many tokens, with whatever is in it."""
         weights, hidden, head_dim = self._weights, self._config.hidden_size, self._config.head_dim
-        queries = weights.num_heads * head_dim
+        queries, precision = weights.num_heads * head_dim, weights.precision
 
-        def empty(width: int) -> Tensor:
-            return torch.empty(tokens, width, dtype=weights.embedding.dtype, device=self._device)
+        def empty(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(tokens, width, dtype=dtype, device=self._device)
 
+        qkv = empty(queries + 2 * weights.num_kv_heads * head_dim, precision.products)
         return Activations(
-            residual=torch.empty(tokens, hidden, dtype=torch.float32, device=self._device),
-            normed=empty(hidden),
-            qkv=empty(queries + 2 * weights.num_kv_heads * head_dim),
-            attended=empty(queries),
+            residual=empty(hidden, torch.float32),
+            normed=empty(hidden, precision.normed),
+            qkv=qkv,
+            queries=qkv[:, :queries] if qkv.dtype == precision.model else empty(queries, precision.model),
+            attended=empty(queries, precision.model),
         )
 
     def begin(self, columns: Tensor, cache: Sequence[Tensor], activations: Activations) -> Pass:
@@ -146,8 +156,8 @@ class Forward:
     def piece(self, index: int, work: Pass) -> None:
         """What comes between the attention of layer `index` - 1 and that of layer `index`, for all tokens of `work`.
 
-        Piece 0 begins with the embedding, the last of `num_pieces` ends with `normed`; the others leave rotated queries in
-        `qkv` and keys and values in the cache.
+        Piece 0 begins with the embedding, the last of `num_pieces` ends with `normed`; the others leave rotated queries, and
+        keys and values in the cache.
         """
         layers, activations = self._weights.layers, work.activations
         update: Tensor | None = None
@@ -169,8 +179,8 @@ class Forward:
         All that does not change from layer to layer is found beforehand.
         """
         tools, cache, windows = self._tools, work.cache, self._windows
-        heads = work.activations.qkv[:tokens].view(tokens, -1, self._config.head_dim)
-        queries, out = heads[:, : self._weights.num_heads], work.activations.attended[:tokens]
+        queries = work.activations.queries[:tokens].view(tokens, -1, self._config.head_dim)
+        out = work.activations.attended[:tokens]
         row_queries, chunk_queries = queries[:decoding], queries[decoding:]
         row_out, chunk_out = out[:decoding], out[decoding:]
         rows = DecodeStep(work.rope.positions[:decoding], work.rope.slots[:decoding], self._block_tables, self._scale)
@@ -207,15 +217,15 @@ class Forward:
         )
 
     def _rotate(self, index: int, work: Pass) -> None:
-        head_norms = self._weights.layers[index].head_norms
-        self._tools.rotate_and_append(work.activations.qkv, work.rope, work.cache[index], head_norms)
+        head_norms, activations = self._weights.layers[index].head_norms, work.activations
+        self._tools.rotate_and_append(activations.qkv, activations.queries, work.rope, work.cache[index], head_norms)
 
     def _finish(self, layer: LayerWeights, activations: Activations) -> Tensor:
         """A layer after its attention; what is to be added to the residual stream yet."""
         residual, normed = activations.residual, activations.normed
         self._norm(self._summed(layer.output(activations.attended)), residual, layer.mlp_norm, normed)
         gate_up = layer.gate_up(normed)
-        inner = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        inner = activations.attended.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._tools.activate(gate_up, self._config.activation, inner)
         return self._summed(layer.down(inner))
 
@@ -229,7 +239,7 @@ class Forward:
             self._rotate(index, work)
             attend(index)
             self._add_product(activations.attended, layer.output, residual)
-            inner = activations.normed.new_empty(residual.shape[0], layer.gate_up.weight.shape[0] // 2)
+            inner = activations.attended.new_empty(residual.shape[0], layer.gate_up.weight.shape[0] // 2)
             tools.norm_matvec_activate(
                 residual,
                 layer.mlp_norm,

@@ -18,11 +18,9 @@ from text_generation_shard.engines.torch.cuda.kernels.norm import add_rms_norm, 
 from text_generation_shard.engines.torch.cuda.kernels.rope import rotate_and_append
 from text_generation_shard.engines.torch.cuda.kernels.tables import update_tables
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
+from text_generation_shard.engines.torch.cuda.precision import NARROW
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model_config import ModelConfig
-
-NARROW = 1024
-"""Hidden size."""
 
 
 class GpuToolbox:

@@ -15,6 +15,7 @@ from torch import Tensor
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.fp8 import Fp8Linear, can_multiply
 from text_generation_shard.engines.torch.cuda.linear import Head, Linear, Projection, Span
+from text_generation_shard.engines.torch.cuda.precision import Precision
 from text_generation_shard.engines.torch.cuda.split import Split
 from text_generation_shard.engines.torch.model_config import ModelConfig
 from text_generation_shard.engines.torch.weights import Part
@@ -23,10 +24,12 @@ from text_generation_shard.engines.torch.weights import Part
 class LayerWeights:
     """One layer: `qkv`, `output`, `gate_up` and `down`, each callable, and the weights of its norms."""
 
-    def __init__(self, config: ModelConfig, index: int, split: Split, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, split: Split, device: torch.device, precision: Precision
+    ) -> None:
         self.window = config.windows[index]
         self._prefix = f"model.layers.{index}."
-        self._config, self._device, self._dtype = config, device, dtype
+        self._config, self._device, self._precision = config, device, precision
         hidden = Span.whole(config.hidden_size)
         queries = _of_heads(split.even(config.num_heads, "attention heads"), config.head_dim)
         keys = _of_heads(split.kv_heads(config.num_kv_heads), config.head_dim)
@@ -39,12 +42,12 @@ class LayerWeights:
         first = split.rank == 0
         self.output = self._linear([("self_attn.o_proj", hidden, queries)], bias=config.output_bias and first)
         self.down = self._linear([("mlp.down_proj", hidden, inner)], bias=config.mlp_bias and first)
-        self.input_norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
+        self.input_norm = torch.empty(config.hidden_size, device=device, dtype=precision.model)
         self.mlp_norm = torch.empty_like(self.input_norm)
         self.head_norms: tuple[Tensor, Tensor] | None = None
         """Weights [head_dim] of the norms of each query and of each key."""
         if config.query_key_norm:
-            query_norm = torch.empty(config.head_dim, device=device, dtype=dtype)
+            query_norm = torch.empty(config.head_dim, device=device, dtype=precision.model)
             self.head_norms = query_norm, torch.empty_like(query_norm)
 
     @property
@@ -71,14 +74,14 @@ class LayerWeights:
         projections = [Projection(f"{self._prefix}{name}", outputs, inputs) for name, outputs, inputs in parts]
         scheme = self._config.quantization
         if scheme is None or not can_multiply(projections, self._device):
-            return Linear(projections, self._device, self._dtype, bias=bias)
+            return Linear(projections, self._device, self._precision, bias=bias)
         covered = {scheme.covers(projection.name) for projection in projections}
         if len(covered) > 1:
             names = ", ".join(projection.name for projection in projections)
             raise EngineError(f"{names} are one product here: all of them must be in FP8, or none")
         if covered == {False}:
-            return Linear(projections, self._device, self._dtype, bias=bias)
-        return Fp8Linear(projections, scheme, self._device, self._dtype, bias=bias)
+            return Linear(projections, self._device, self._precision, bias=bias)
+        return Fp8Linear(projections, scheme, self._device, self._precision.model, bias=bias)
 
 
 class ModelWeights:
@@ -87,7 +90,9 @@ class ModelWeights:
     def __init__(self, config: ModelConfig, split: Split, device: torch.device, dtype: torch.dtype) -> None:
         self.num_heads = split.even(config.num_heads, "attention heads").length
         self.num_kv_heads = split.kv_heads(config.num_kv_heads).length
-        self.layers = [LayerWeights(config, index, split, device, dtype) for index in range(config.num_layers)]
+        self.precision = Precision.of(config, dtype)
+        """Final once the weights are sealed."""
+        self.layers = [LayerWeights(config, index, split, device, self.precision) for index in range(config.num_layers)]
         self.norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
         self._vocabulary = split.padded(config.vocab_size)
         rows = -(-config.vocab_size // split.size)
@@ -119,9 +124,16 @@ class ModelWeights:
             yield from layer.linears
 
     def seal(self) -> None:
-        """Ready the loaded weights for use."""
+        """Ready the loaded weights for use. What a tied head has in another dtype than the embedding is a copy of its own."""
         for layer in self.layers:
             layer.seal()
+        norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
+        after_norms = [self.head, *(linear for layer in self.layers for linear in (layer.qkv, layer.gate_up))]
+        sealed = self.precision.sealed(norms, [each.weight for each in after_norms])
+        if sealed != self.precision:
+            self.precision = sealed
+            for each in after_norms:
+                each.weight = each.weight.to(sealed.normed)
 
 
 def _of_heads(heads: Span, head_dim: int) -> Span:

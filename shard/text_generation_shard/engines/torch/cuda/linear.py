@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.cuda.precision import Precision
 from text_generation_shard.engines.torch.weights import Part
 
 
@@ -46,12 +47,16 @@ class Projection:
 
 
 class Linear:
-    """Projections of the same inputs, fused: a weight [outputs, inputs], maybe a bias [outputs]."""
+    """Projections of the same inputs, fused: a weight [outputs, inputs], maybe a bias [outputs].
+
+    Outputs are of the dtype of `precision.products`: the weight's, or float32.
+    """
 
     def __init__(
-        self, projections: Sequence[Projection], device: torch.device, dtype: torch.dtype, *, bias: bool
+        self, projections: Sequence[Projection], device: torch.device, precision: Precision, *, bias: bool
     ) -> None:
         self.projections = tuple(projections)
+        self._products, dtype = precision.products, precision.model
         rows = sum(projection.outputs.length for projection in projections)
         self.weight = torch.empty(rows, projections[0].inputs.length, device=device, dtype=dtype)
         self.bias = torch.empty(rows, device=device, dtype=dtype) if bias else None
@@ -63,7 +68,10 @@ class Linear:
         """Ready the loaded weight for use: it is, as it lies."""
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """y [rows, outputs] for x [rows, inputs], in `out` if that is given."""
+        """y [rows, outputs] for x [rows, inputs] of the weight's dtype, in `out` if that is given."""
+        if self._products != self.weight.dtype:
+            y = float32_product(x, self.weight, out)
+            return y if self.bias is None else y.add_(self.bias)
         if self.bias is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
@@ -77,11 +85,16 @@ class Head:
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 logits [tokens, rows] for x [tokens, hidden], summed in float32 and never rounded to less."""
-        if x.dtype == torch.float32 or x.device.type == "cpu":
-            return torch.mm(x.float(), self.weight.float().t(), out=out)
-        if out is None:
-            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
-        return torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+        return float32_product(x, self.weight, out)
+
+
+def float32_product(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """x · weightᵀ for x and weight in one dtype, summed in float32 and left so; in `out` if that is given."""
+    if x.dtype == torch.float32 or x.device.type == "cpu":
+        return torch.mm(x.float(), weight.float().t(), out=out)
+    if out is None:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
 
 
 def weight_targets(projections: Sequence[Projection], weight: Tensor) -> dict[str, Part]:

@@ -1,6 +1,6 @@
 """The toolbox in plain torch: for groups on a CPU, where it only has to be right, and for the kernels' tests to compare with.
 
-Computes in the dtype it is given, in float64 as well.
+Computes in the dtype it is given, in float64 as well, but in float32 at the least; and rounds once, as kernels do.
 """
 
 from __future__ import annotations
@@ -44,22 +44,27 @@ class PlainToolbox:
         self.rms_norm(residual, weight, eps, out)
 
     def rotate_and_append(
-        self, qkv: Tensor, step: RopeStep, cache_layer: Tensor, head_norms: tuple[Tensor, Tensor] | None
+        self,
+        qkv: Tensor,
+        queries: Tensor,
+        step: RopeStep,
+        cache_layer: Tensor,
+        head_norms: tuple[Tensor, Tensor] | None,
     ) -> None:
         heads = qkv.view(qkv.shape[0], -1, step.head_dim)
-        queries, keys, values = torch.split(heads, [step.num_heads, step.num_kv_heads, step.num_kv_heads], dim=1)
+        unrotated, keys, values = torch.split(heads, [step.num_heads, step.num_kv_heads, step.num_kv_heads], dim=1)
         positions = step.positions.long()
         cos, sin = step.table[positions].to(torch.promote_types(qkv.dtype, torch.float32)).unsqueeze(2).unbind(1)
         if head_norms is None:
-            rotated_queries, rotated_keys = _rotated(queries, cos, sin), _rotated(keys, cos, sin)
+            rotated_queries, rotated_keys = _rotated(unrotated, cos, sin), _rotated(keys, cos, sin)
         else:
             query_weight, key_weight = head_norms
-            rotated_queries = _rotated(_normed(queries.to(cos.dtype), step.eps) * query_weight, cos, sin)
+            rotated_queries = _rotated(_normed(unrotated.to(cos.dtype), step.eps) * query_weight, cos, sin)
             rotated_keys = _rotated(_normed(keys.to(cos.dtype), step.eps) * key_weight, cos, sin)
-        queries.copy_(rotated_queries)
+        queries.copy_(rotated_queries.flatten(1))
         blocks = step.block_tables[step.slots.long(), positions // BLOCK_SIZE].long()
-        cache_layer[blocks, 0, :, positions % BLOCK_SIZE] = rotated_keys.to(qkv.dtype)
-        cache_layer[blocks, 1, :, positions % BLOCK_SIZE] = values
+        cache_layer[blocks, 0, :, positions % BLOCK_SIZE] = rotated_keys.to(cache_layer.dtype)
+        cache_layer[blocks, 1, :, positions % BLOCK_SIZE] = values.to(cache_layer.dtype)
 
     def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
         gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
@@ -145,7 +150,8 @@ def _attend(
     queries: Tensor, cache_layer: Tensor, table: Tensor, length: int, window: int | None, scale: float
 ) -> Tensor:
     """[tokens, heads · head_dim]: what the last tokens of a sequence of `length` see; `queries` [tokens, heads, head_dim]."""
-    blocks = cache_layer[table[: -(-length // BLOCK_SIZE)].long()]
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    queries, blocks = queries.to(dtype), cache_layer[table[: -(-length // BLOCK_SIZE)].long()].to(dtype)
     keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
     share = queries.shape[1] // keys.shape[0]
     keys, values = keys.repeat_interleave(share, dim=0), values.repeat_interleave(share, dim=0)

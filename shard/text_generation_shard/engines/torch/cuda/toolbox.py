@@ -32,7 +32,12 @@ class Toolbox(Protocol):
     def add_rms_norm(self, update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
 
     def rotate_and_append(
-        self, qkv: Tensor, step: RopeStep, cache_layer: Tensor, head_norms: tuple[Tensor, Tensor] | None
+        self,
+        qkv: Tensor,
+        queries: Tensor,
+        step: RopeStep,
+        cache_layer: Tensor,
+        head_norms: tuple[Tensor, Tensor] | None,
     ) -> None: ...
 
     def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None: ...

@@ -11,13 +11,14 @@ from text_generation_shard.engines.torch.model import ACTIVATIONS
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: 1 / (1 + ∞) is meant
+@pytest.mark.parametrize("exact", [False, True], ids=["rounded product", "float32 product"])
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 1536), (5, 1536), (2, 4864), (3, 1531), (4, 48)])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_the_activation_is_that_of_float64_rounded_once(
-    kind: str, tokens: int, inner: int, dtype: torch.dtype, device: torch.device
+    kind: str, tokens: int, inner: int, exact: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     # Gates wide enough to saturate on both sides.
-    gate_up = (torch.randn(tokens, 2 * inner, device=device) * 8).to(dtype)
+    gate_up = (torch.randn(tokens, 2 * inner, device=device) * 8).to(torch.float32 if exact else dtype)
     out = torch.full((tokens, inner), torch.nan, device=device, dtype=dtype)
     activation.activate(gate_up, kind, out)
     assert rounded_once(out, activate(gate_up.double(), kind))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from text_generation_shard.engines.torch.cuda.linear import Head, Linear, Projection, Span
+from text_generation_shard.engines.torch.cuda.precision import Precision
 
 PROJECTIONS = [Projection("a", Span.whole(24), Span.whole(40)), Projection("b", Span(8, 8, 16), Span.whole(40))]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -21,7 +22,7 @@ def error(out: torch.Tensor, reference: torch.Tensor) -> float:
 def test_a_product_goes_where_it_is_told_or_to_a_new_tensor(
     device: torch.device, dtype: torch.dtype, bias: bool
 ) -> None:
-    linear = Linear(PROJECTIONS, device, dtype, bias=bias)
+    linear = Linear(PROJECTIONS, device, Precision(dtype, dtype, dtype), bias=bias)
     linear.weight.normal_()
     if linear.bias is not None:
         linear.bias.normal_()
@@ -35,8 +36,25 @@ def test_a_product_goes_where_it_is_told_or_to_a_new_tensor(
     assert buffer[5:].isnan().all()
 
 
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_may_be_left_in_float32(device: torch.device, bias: bool, converted: bool) -> None:
+    linear = Linear(PROJECTIONS, device, Precision(torch.bfloat16, torch.float32, torch.bfloat16), bias=bias)
+    linear.weight.normal_()
+    if linear.bias is not None:
+        linear.bias.normal_()
+    if converted:
+        linear.weight = linear.weight.to(torch.float16)
+    x = torch.randn(5, 40, device=device).to(linear.weight.dtype)
+    reference = x.double() @ linear.weight.double().t() + (0 if linear.bias is None else linear.bias.double())
+    out = torch.full((5, 32), float("nan"), device=device)
+    for product in (linear(x), linear(x, out), out):
+        assert product.dtype == torch.float32
+        assert error(product, reference) < 1e-5
+
+
 def test_targets_are_the_rows_of_each_projection(device: torch.device) -> None:
-    linear = Linear(PROJECTIONS, device, torch.float32, bias=True)
+    linear = Linear(PROJECTIONS, device, Precision(*[torch.float32] * 3), bias=True)
     targets = linear.targets()
     assert list(targets) == ["a.weight", "b.weight", "a.bias", "b.bias"]
     assert (targets["b.weight"].shape, targets["b.weight"].starts) == ((16, 40), (8, 0))

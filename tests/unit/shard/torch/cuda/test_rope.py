@@ -38,16 +38,20 @@ HEADS = [SMOLLM2, LLAMA_8B, QWEN2, Heads(4, 4, 96), Heads(5, 1, 256), Heads(2, 1
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed heads"])
+@pytest.mark.parametrize("exact", [False, True], ids=["in place", "from float32"])
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_queries_are_rotated_and_keys_and_values_stored(
-    heads: Heads, tokens: int, normed: bool, dtype: torch.dtype, device: torch.device
+    heads: Heads, tokens: int, exact: bool, normed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    _check(heads, tokens, normed, dtype, device)
+    _check(heads, tokens, exact, normed, dtype, device)
 
 
-def test_many_tokens_are_dealt_out_otherwise_to_the_same_effect(dtype: torch.dtype, device: torch.device) -> None:
-    _check(QWEN2, 128, True, dtype, device)
+@pytest.mark.parametrize("exact", [False, True], ids=["in place", "from float32"])
+def test_many_tokens_are_dealt_out_otherwise_to_the_same_effect(
+    exact: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    _check(QWEN2, 128, exact, True, dtype, device)
 
 
 def test_tokens_of_the_dummy_slot_are_written_to_its_block_alone(device: torch.device) -> None:
@@ -57,7 +61,7 @@ def test_tokens_of_the_dummy_slot_are_written_to_its_block_alone(device: torch.d
     step.positions[1:] = 0
     qkv = torch.randn(4, heads.width, device=device)
     cache = _empty_cache(heads, torch.float32, device)
-    rotate_and_append(qkv, step, cache, None)
+    rotate_and_append(qkv, qkv[:, : heads.queries * heads.dim], step, cache, None)
     assert not cache[SCRATCH_BLOCK, :, :, 0].isnan().any()
     cache[SCRATCH_BLOCK] = torch.nan
     block = step.block_tables[int(step.slots[0]), int(step.positions[0]) // BLOCK_SIZE]
@@ -65,14 +69,17 @@ def test_tokens_of_the_dummy_slot_are_written_to_its_block_alone(device: torch.d
     assert cache.isnan().all()
 
 
-def test_rows_of_a_larger_buffer(device: torch.device) -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_rows_of_a_larger_buffer(in_place: bool, device: torch.device) -> None:
     heads = SMOLLM2
+    queries = heads.queries * heads.dim
     step = _step(heads, 3, device)
     buffer = torch.randn(5, heads.width + 16, device=device)
-    before = buffer.clone()
-    rotate_and_append(buffer[1:4, : heads.width], step, _empty_cache(heads, torch.float32, device), None)
-    queries = heads.queries * heads.dim
-    changed = buffer != before
+    target = buffer if in_place else torch.randn(5, queries + 8, device=device)
+    before = target.clone()
+    cache = _empty_cache(heads, torch.float32, device)
+    rotate_and_append(buffer[1:4, : heads.width], target[1:4, :queries], step, cache, None)
+    changed = target != before
     assert changed[1:4, :queries].any()
     changed[1:4, :queries] = False
     assert not changed.any()
@@ -96,28 +103,30 @@ def test_the_table_holds_what_the_cpu_path_computes(rope: Rope, device: torch.de
     torch.testing.assert_close(table[:, 1], sin[:, 0, 32:], rtol=0, atol=1e-6)
 
 
-def _check(heads: Heads, tokens: int, normed: bool, dtype: torch.dtype, device: torch.device) -> None:
+def _check(heads: Heads, tokens: int, exact: bool, normed: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """Queries go to a tensor of their own if qkv is `exact`, in float32; else they stay where they are."""
     step = _step(heads, tokens, device)
-    qkv = torch.randn(tokens, heads.width, device=device).to(dtype)
+    qkv = torch.randn(tokens, heads.width, device=device).to(torch.float32 if exact else dtype)
     weights = torch.randn(2, heads.dim, device=device).to(dtype)
     pieces = qkv.double().view(tokens, -1, heads.dim)
     queries, keys, values = pieces.split([heads.queries, heads.kv, heads.kv], dim=1)
     if normed:
         queries, keys = rms_norm(queries, weights[0].double(), EPS), rms_norm(keys, weights[1].double(), EPS)
     cache = _empty_cache(heads, dtype, device)
-    before = qkv.clone()
-    rotate_and_append(qkv, step, cache, (weights[0], weights[1]) if normed else None)
+    before, width = qkv.clone(), heads.queries * heads.dim
+    rotated = torch.full((tokens, width), torch.nan, device=device, dtype=dtype) if exact else qkv[:, :width]
+    rotate_and_append(qkv, rotated, step, cache, (weights[0], weights[1]) if normed else None)
 
     queries = rotate(queries, step.positions, _frequencies(heads, device), SCALE)
     keys = rotate(keys, step.positions, _frequencies(heads, device), SCALE)
-    rotated, rest = qkv.split([heads.queries * heads.dim, 2 * heads.kv * heads.dim], dim=1)
     assert rounded_once(rotated.reshape(queries.shape), queries)
-    assert torch.equal(rest, before[:, heads.queries * heads.dim :])
+    kept = slice(0 if exact else width, None)
+    assert torch.equal(qkv[:, kept], before[:, kept])
 
     blocks = step.block_tables[step.slots, step.positions // BLOCK_SIZE]
     stored = cache[blocks, :, :, step.positions % BLOCK_SIZE]
     assert rounded_once(stored[:, 0], keys)
-    assert torch.equal(stored[:, 1].double(), values)
+    assert torch.equal(stored[:, 1], values.to(dtype))
     cache[blocks, :, :, step.positions % BLOCK_SIZE] = torch.nan
     assert cache.isnan().all()
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): queries are rotated where they lie, keys and values go to
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): queries go where attention reads them, keys and values to
 their places in the KV cache, in one pass over the fused projection.
 
 A program takes some heads of one token: few where there are few tokens, so that many programs share the work, and more where
@@ -63,14 +63,19 @@ def rotary_table(frequencies: Tensor, scale: float, max_positions: int, device: 
 
 
 def rotate_and_append(
-    qkv: Tensor, step: RopeStep, cache_layer: Tensor, head_norms: tuple[Tensor, Tensor] | None
+    qkv: Tensor,
+    queries: Tensor,
+    step: RopeStep,
+    cache_layer: Tensor,
+    head_norms: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Rotate queries in place, x·cos + rotate_half(x)·sin; write rotated keys, and values as they are, to the cache.
+    """Write rotated queries, x·cos + rotate_half(x)·sin, to `queries`; rotated keys, and values as they are, to the cache.
 
-    `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads. `cache_layer` [blocks, 2,
-    num_kv_heads, BLOCK_SIZE, head_dim], contiguous, of the same dtype. `head_norms`, if there are, are the weights [head_dim] of
-    a root-mean-square norm of each query head and each key head before the rotation. Norm and rotation are computed in
-    float32 and rounded once. If tokens share a slot and a position, any one's keys and values remain.
+    `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads. `queries` [tokens,
+    num_heads·head_dim] may be the query heads of `qkv` itself. `cache_layer` [blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim],
+    contiguous. Each of these in any float dtype. `head_norms`, if there are, are the weights [head_dim] of a root-mean-square norm
+    of each query head and each key head before the rotation. Norm and rotation are computed in float32 and rounded once. If
+    tokens share a slot and a position, any one's keys and values remain.
     """
     tokens = len(qkv)
     group, half_block, num_groups, num_warps = _tile(
@@ -79,6 +84,7 @@ def rotate_and_append(
     query_weight, key_weight = (None, None) if head_norms is None else head_norms
     _rotate_and_append_kernel[(tokens, num_groups)](
         qkv,
+        queries,
         cache_layer,
         step.positions,
         step.slots,
@@ -87,6 +93,7 @@ def rotate_and_append(
         query_weight,
         key_weight,
         qkv.stride(0),
+        queries.stride(0),
         step.block_tables.stride(0),
         step.eps,
         NUM_HEADS=step.num_heads,
@@ -113,6 +120,7 @@ def _tile(num_pieces: int, head_dim: int, many_tokens: bool) -> tuple[int, int, 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots", "block_tables"])
 def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     qkv: tl.tensor,
+    queries: tl.tensor,
     cache_layer: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
@@ -121,6 +129,7 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     query_weight: tl.tensor | None,
     key_weight: tl.tensor | None,
     qkv_stride: int,
+    queries_stride: int,
     block_tables_stride: int,
     eps: float,
     NUM_HEADS: tl.constexpr,
@@ -142,7 +151,8 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     is_value = heads >= NUM_HEADS + NUM_KV_HEADS
     is_real = heads < NUM_HEADS + 2 * NUM_KV_HEADS
 
-    sources = qkv + token * qkv_stride + heads * (2 * HALF) + columns
+    elements = heads * (2 * HALF) + columns
+    sources = qkv + token * qkv_stride + elements
     first = tl.load(sources, mask=is_real & inside, other=0.0).to(tl.float32)
     second = tl.load(sources + HALF, mask=is_real & inside, other=0.0).to(tl.float32)
     factors = table + position * (2 * HALF) + columns
@@ -159,12 +169,12 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     first = tl.where(is_value, first, normed_first * cos - normed_second * sin)
     second = tl.where(is_value, second, normed_second * cos + normed_first * sin)
 
-    dtype = qkv.dtype.element_ty
-    tl.store(sources, first.to(dtype), mask=is_query & inside)
-    tl.store(sources + HALF, second.to(dtype), mask=is_query & inside)
+    rotated = queries + token * queries_stride + elements
+    tl.store(rotated, first.to(queries.dtype.element_ty), mask=is_query & inside)
+    tl.store(rotated + HALF, second.to(queries.dtype.element_ty), mask=is_query & inside)
     # A block's keys and values of all heads lie one after another, as they do in qkv. A cache may have more than 2³¹ elements.
     pieces = block.to(tl.int64) * (2 * NUM_KV_HEADS) + (heads - NUM_HEADS)
     targets = cache_layer + (pieces * BLOCK_SIZE + position % BLOCK_SIZE) * (2 * HALF) + columns
     is_cached = is_real & ~is_query
-    tl.store(targets, first.to(dtype), mask=is_cached & inside)
-    tl.store(targets + HALF, second.to(dtype), mask=is_cached & inside)
+    tl.store(targets, first.to(cache_layer.dtype.element_ty), mask=is_cached & inside)
+    tl.store(targets + HALF, second.to(cache_layer.dtype.element_ty), mask=is_cached & inside)
