@@ -15,7 +15,7 @@ PLAIN = Sampling()
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence: its tokens, how far they are computed, and what it was admitted with."""
+    """One sequence: its tokens, how far they are computed – as long as it is not steady –, and what it was admitted with."""
 
     slot: int
     tokens: list[int]

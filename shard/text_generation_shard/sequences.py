@@ -14,8 +14,8 @@ too, although the token it hangs on is known to the device only. A step is *reco
 engine may be one step ahead of what is recorded; what a step brings for a sequence that is gone by then is dropped.
 
 Where the device knows what was chosen last, a sequence of which nothing but the most probable token is asked becomes
-*steady* with its first token: from then on it is a place in columns (steady.py), its tokens are not kept here, and
-`computed` stands still.
+*steady* with its first token: from then on it is a place in columns (steady.py). What its steps bring is told, and not
+kept: its `tokens`, `computed` and `generated` stand still. A ledger needs them, and goes with no steady sequences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from text_generation_shard.engine import (
 from text_generation_shard.grammar import GrammarError
 from text_generation_shard.kv_ledger import KVLedger
 from text_generation_shard.sequence import Row, Sequence, admitted, finish_reason
-from text_generation_shard.steady import SteadyRows, SteadyTable
+from text_generation_shard.steady import SteadyRows, SteadyTable, StepRows
 
 
 @dataclass(slots=True)
@@ -106,9 +106,9 @@ class SequenceTable:
                     self._chunked.append(sequence)
         return failed
 
-    def rows(self) -> list[Row]:
-        """What the next step computes, besides what `steady` has: every decoding sequence with room in its grant, then the
-        ordered chunks."""
+    def rows(self) -> StepRows:
+        """What the next step computes: every decoding sequence with room in its grant, then the ordered chunks."""
+        steady = None if self.steady is None else self.steady.rows()
         rows = [
             Row(sequence, sequence.computed, 1, True)  # noqa: FBT003 – once a row, a step
             for sequence in self._unsteady.values()
@@ -124,22 +124,24 @@ class SequenceTable:
                 rows.append(Row(sequence, sequence.computed, sequence.chunk, samples=last))
                 sequence.chunk = 0
         self._chunked = waiting
-        return rows
+        return StepRows(steady, rows)
 
-    def begin(self, rows: list[Row]) -> None:
+    def begin(self, rows: StepRows) -> None:
         """The step of these rows is under way."""
-        for row in rows:
+        if rows.steady is not None and self.steady is not None:
+            self.steady.begin(rows.steady)
+        for row in rows.others:
             row.sequence.computed += row.length
 
-    def advance(self, rows: list[Row], chosen: Chosen, steady: SteadyRows | None = None) -> StepResult:
-        """Record a step begun before: `chosen` has one token for each of `steady`, then for each row with `samples`, in order."""
+    def advance(self, rows: StepRows, chosen: Chosen) -> StepResult:
+        """Record a step begun before: `chosen` has one token for each steady row, then for each with `samples`, in order."""
         result = StepResult()
-        if steady is not None:
-            self._advance_steady(steady, chosen, result)
+        if rows.steady is not None:
+            self._advance_steady(rows.steady, chosen, result)
         token_ids, failures, ends = chosen.token_ids, chosen.failures, chosen.ends
-        place = -1 if steady is None else len(steady) - 1
+        place = rows.num_steady - 1
         # Once a row, a step: whatever is looked up here is looked up hundreds of thousands of times a second.
-        for row in rows:
+        for row in rows.others:
             sequence = row.sequence
             place += row.samples
             if not sequence.is_held:
@@ -196,10 +198,10 @@ class SequenceTable:
         result.token_ids += token_ids
         result.logprobs += logprobs
 
-    def fail(self, sequences: Iterable[Sequence], message: str) -> StepResult:
+    def fail(self, rows: StepRows, message: str) -> StepResult:
         """Drop the sequences of a step that failed as a whole."""
         return StepResult(
-            failed=[self._drop(sequence, FailureCode.STEP, message) for sequence in sequences if sequence.is_held]
+            failed=[self._drop(sequence, FailureCode.STEP, message) for sequence in rows.sequences if sequence.is_held]
         )
 
     def _admit(self, admission: Admission) -> None:

@@ -27,8 +27,8 @@ class SteadyRows:
     slots: Ints
     starts: Ints
     """The positions."""
-    ends: Ints
-    """Of each the position that it does not go beyond, because of its longest answer."""
+    lasts: Ints
+    """`Sequence.last` of each."""
     enders: frozenset[int]
     """Every token that may end one of them."""
     changed: list[Sequence]
@@ -45,7 +45,7 @@ class SteadyRows:
 
     def remarkable(self, token_ids: list[int]) -> list[int]:
         """Places of those that may have ended with these tokens."""
-        places: list[int] = np.flatnonzero(self.starts + 1 >= self.ends).tolist()
+        places: list[int] = np.flatnonzero(self.starts + 1 >= self.lasts).tolist()
         if not self.enders.isdisjoint(token_ids):
             places += [place for place, token_id in enumerate(token_ids) if token_id in self.enders]
         return places
@@ -97,8 +97,7 @@ class SteadyTable:
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self._columns = np.empty((4, 0), dtype=np.int32)
-        """In the same order: slot, positions computed or under way, and the two that they do not go beyond, because of the
-        blocks granted and because of the longest answer."""
+        """In the same order: slot, positions computed or under way, and of each sequence `end` and `last`."""
         self._places = np.empty(0, dtype=np.int32)
         """By slot."""
         self._enders: frozenset[int] = frozenset()
@@ -126,18 +125,18 @@ class SteadyTable:
             self._forget()
         if self._coming:
             self._take()
-        slots, computed, granted, ends = self._columns
+        slots, computed, ends, lasts = self._columns
         for sequence in self._changed:
             if sequence.is_held:
-                granted[self._places[sequence.slot]] = sequence.end
-        has_room = computed < granted
+                ends[self._places[sequence.slot]] = sequence.end
+        has_room = computed < ends
         sequences, starts = self._sequences, computed.copy()
         if not has_room.all():
-            slots, starts, ends = slots[has_room], starts[has_room], ends[has_room]
+            slots, starts, lasts = slots[has_room], starts[has_room], lasts[has_room]
             sequences = [sequences[place] for place in np.flatnonzero(has_room).tolist()]
         if not sequences:
             return None
-        return SteadyRows(sequences, slots, starts, ends, self._enders, self._changed, self._epoch)
+        return SteadyRows(sequences, slots, starts, lasts, self._enders, self._changed, self._epoch)
 
     def begin(self, rows: SteadyRows) -> None:
         """The step of these rows is under way."""

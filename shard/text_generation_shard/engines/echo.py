@@ -102,7 +102,8 @@ class EchoEngine(InProcess):
         return self._table.apply(orders)
 
     def step(self) -> StepResult | None:
-        rows = self._table.rows()
+        step = self._table.rows()
+        rows = step.others
         if not rows:
             return None
         started = time.perf_counter()
@@ -115,11 +116,11 @@ class EchoEngine(InProcess):
         masks = {} if pending is None else pending.result()
         chosen = [self._choose(sequence, masks.get(sequence.slot)) for sequence in sampling]
         if any(token.token_id == self.fail_step_token for token in chosen):
-            return self._table.fail([row.sequence for row in rows], "the step failed, as the echo engine was told")
+            return self._table.fail(step, "the step failed, as the echo engine was told")
         for row in rows:
             self._score_prompt(row)
-        self._table.begin(rows)
-        result = self._table.advance(rows, Chosen.of(chosen))
+        self._table.begin(step)
+        result = self._table.advance(step, Chosen.of(chosen))
         self._add_top_tokens(rows, result)
         result.forward_ns = int((time.perf_counter() - started) * 1e9)
         return result

@@ -55,14 +55,11 @@ class Host:
     def step(self, orders: Orders) -> tuple[set[tuple[int, int]], StepResult]:
         """Where the sequences are that the step computes, and what the step before it brought."""
         self.table.apply(orders)
-        steady = None if self.table.steady is None else self.table.steady.rows()
-        rows = StepRows(steady, self.table.rows())
-        self.table.begin(rows.others)
-        if steady is not None and self.table.steady is not None:
-            self.table.steady.begin(steady)
+        rows = self.table.rows()
+        self.table.begin(rows)
         self.pending.append(rows)
         before = self.pending.popleft()
-        return set(_places(rows)), self.table.advance(before.others, _chosen(before), before.steady)
+        return set(_places(rows)), self.table.advance(before, _chosen(before))
 
 
 def _places(rows: StepRows) -> Iterator[tuple[int, int]]:

@@ -39,7 +39,6 @@ class CpuExecutor:
     def block_bytes(self) -> int:
         return self._shape.block_bytes
 
-    @torch.inference_mode()
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         device = self._shape.device
         # None are steady: here a step is over before the next one is made up.
@@ -52,7 +51,6 @@ class CpuExecutor:
         sampling = [batch.last_token(index) for index, row in enumerate(rows.others) if row.samples]
         logits = self._model.logits(hidden[torch.tensor(sampling, device=device)]) if sampling else None
         return Launched(
-            rows=rows,
             hidden=hidden,
             places=[
                 (row, [(offset, span.start, span.length) for offset, span in places])

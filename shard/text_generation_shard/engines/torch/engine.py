@@ -110,7 +110,7 @@ class TorchEngine(InProcess):
         try:
             self._allocate(worst.num_blocks)
             self._table.apply(worst.orders)
-            rows = self._rows()
+            rows = self._table.rows()
             self._record(self._choose(self._launch(rows)))
             self.reset()
             # The peak holds the pool of the warm-up step, whose place the real pool takes.
@@ -129,7 +129,7 @@ class TorchEngine(InProcess):
 
     @torch.inference_mode()
     def step(self) -> StepResult | None:
-        rows = self._rows()
+        rows = self._table.rows()
         before, self._under_way = self._under_way, None
         if not rows and before is None:
             self._trace.pause()
@@ -179,10 +179,6 @@ class TorchEngine(InProcess):
         self._executor.allocate(num_blocks)
         self._table.num_blocks = num_blocks
 
-    def _rows(self) -> StepRows:
-        steady = self._table.steady
-        return StepRows(None if steady is None else steady.rows(), self._table.rows())
-
     def _launch_or_fail(self, rows: StepRows) -> _Step | StepResult:
         try:
             return self._launch(rows)
@@ -199,7 +195,7 @@ class TorchEngine(InProcess):
         """Whatever a kernel raises costs this step's sequences, and only those – unless nothing can be computed any more."""
         if self._executor.is_broken_by(error):
             raise error
-        return self._table.fail(rows.sequences, f"the step failed: {_one_line(error)}")
+        return self._table.fail(rows, f"the step failed: {_one_line(error)}")
 
     def _launch(self, rows: StepRows) -> _Step:
         ahead = self._executor.runs_ahead
@@ -207,9 +203,7 @@ class TorchEngine(InProcess):
         masking = None if ahead else self._start_masks(rows)
         greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
         launched = self._executor.launch(rows, greedy=greedy)
-        self._table.begin(rows.others)
-        if rows.steady is not None and self._table.steady is not None:
-            self._table.steady.begin(rows.steady)
+        self._table.begin(rows)
         return _Step(rows, launched.started, launched.computed, launched, masking)
 
     def _choose(self, step: _Step) -> _Step:
@@ -248,7 +242,7 @@ class TorchEngine(InProcess):
         chosen = Chosen([], []) if step.chosen is None else _read(step.chosen, step.rows.num_sampling)
         _judge(step, chosen)
         tops = self._top_tokens(step, chosen)
-        result = self._table.advance(step.rows.others, chosen, step.rows.steady)
+        result = self._table.advance(step.rows, chosen)
         result.top_tokens = tops
         result.forward_ns = (step.computed or step.done).ns_since(step.started)
         return result

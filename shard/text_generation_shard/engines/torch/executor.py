@@ -17,7 +17,6 @@ from text_generation_shard.steady import StepRows
 class Launched:
     """A forward pass that has been launched. What its tensors hold may be known to the device only."""
 
-    rows: StepRows
     hidden: Tensor
     """[tokens, hidden] of all tokens, ready for `Executor.logits`."""
     places: list[tuple[Row, list[tuple[int, int, int]]]]

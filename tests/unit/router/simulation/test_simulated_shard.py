@@ -76,7 +76,7 @@ class Both:
     def real_step(self) -> engine.StepResult:
         rows = self.real.rows()
         chosen = []
-        for row in rows:
+        for row in rows.others:
             if row.samples:
                 slot = row.sequence.slot
                 arrival = self.by_slot[slot]

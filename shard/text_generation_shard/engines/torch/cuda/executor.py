@@ -49,7 +49,6 @@ class CudaExecutor:
         # A graph chooses for its padding too.
         sampling = plan.choosing if plan.sizes.chunks else len(rows)
         return Launched(
-            rows=rows,
             hidden=outcome.normed,
             places=_places(rows) if rows.prefills else [],
             logits=None if outcome.logits is None else outcome.logits[:sampling],

@@ -118,7 +118,7 @@ class StepPlan:
         return cls(numbers, sizes, sizes.spans(), bool(greedy))
 
     @classmethod
-    @lru_cache(maxsize=1024)
+    @lru_cache(maxsize=128)  # graphs have fewer sizes; without them every step has its own
     def idle(cls, padding: Padding, *, greedy: bool = True) -> StepPlan:
         """A plan of padding alone; not to be changed."""
         plan = cls.blank(Sizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=any_memory)

@@ -14,6 +14,7 @@ from tiny_checkpoint import CONFIG, random_tensors, write_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from text_generation_shard.chosen import Chosen
 from text_generation_shard.engine import Admission, EngineInfo, Orders, Scheduling, Stopping
 from text_generation_shard.engines.torch.cuda.graphs import GraphPool, Outcome
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
@@ -27,7 +28,7 @@ from text_generation_shard.engines.torch.cuda.step_plan import Padding, StepPlan
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import load_weights
-from text_generation_shard.sequences import Chosen, SequenceTable
+from text_generation_shard.sequences import SequenceTable
 from text_generation_shard.steady import StepRows
 
 LAYERS, SLOTS, LONGEST, BLOCKS = 2, 6, 1280, 128
@@ -127,7 +128,7 @@ class Rig:
         """What is left of one step by either runner, and its plan."""
         assert self.table.apply(orders) == []
         rows = self.table.rows()
-        plan = self._plan(StepRows(None, rows), greedy)
+        plan = self._plan(rows, greedy)
         self.replayed.clear()
         outcome, ours = self.whole.start(plan), self.cut.start(plan)
         self.table.begin(rows)

@@ -65,7 +65,7 @@ class Exchange:
         self._epochs = torch.ones(self._capacity // BLOCK, dtype=torch.int64, device=inbox.device)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether `tensor` can be exchanged."""
+        """Whether `tensor`, which is contiguous, can be exchanged."""
         return tensor.dtype == torch.float32 and tensor.numel() <= self._capacity
 
     def sum(self, tensor: Tensor) -> None:

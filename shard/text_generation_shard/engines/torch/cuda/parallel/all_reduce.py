@@ -84,12 +84,14 @@ def _set_up(device: torch.device) -> dict[torch.dtype, Tensor]:
         share(buffers[torch.float32])
 
     def prove() -> None:
-        size = dist.get_world_size()
+        # Both types before anything is said of either, as a rank that left early would leave its peers waiting.
+        size, wrong = dist.get_world_size(), 0
         for buffer in buffers.values():
             tensor = torch.full((buffer.numel(),), float(dist.get_rank() + 1), dtype=buffer.dtype, device=device)
             _one_shot(tensor, buffer)
-            if not bool((tensor == size * (size + 1) / 2).all()):
-                raise RuntimeError("a sum over symmetric memory came out wrong")
+            wrong += not bool((tensor == size * (size + 1) / 2).all())
+        if wrong:
+            raise RuntimeError("a sum over symmetric memory came out wrong")
 
     if not all_succeed((allocate, connect, prove), device, "small sums are left to NCCL"):
         return {}

@@ -57,25 +57,26 @@ def all_succeed(stages: Sequence[Callable[[], None]], device: torch.device, othe
         agreed = torch.tensor([0 if problem else 1], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
         if not agreed.item():
-            log.warning(otherwise, reason=problem or "another rank has no symmetric memory")
+            log.warning(otherwise, reason=problem or "another rank cannot do more")
             return False
     return True
 
 
 def open_exchange(device: torch.device) -> Exchange | None:
     """The exchange of the default process group; None if any rank cannot have it. A collective."""
-    from text_generation_shard.engines.torch.cuda.kernels.exchange import BLOCK, Exchange, inbox_shape
-
     rank, size = dist.get_rank(), dist.get_world_size()
-    capacity = EXCHANGED_ROW // size // BLOCK * BLOCK
     inboxes: list[Tensor] = []
     exchanges: list[Exchange] = []
 
     def allocate() -> None:
-        shape = inbox_shape(size, capacity)
+        from text_generation_shard.engines.torch.cuda.kernels.exchange import BLOCK, inbox_shape
+
+        shape = inbox_shape(size, EXCHANGED_ROW // size // BLOCK * BLOCK)
         inboxes.append(symmetric(prod(shape), torch.int64, device).zero_().view(shape))
 
     def connect() -> None:
+        from text_generation_shard.engines.torch.cuda.kernels.exchange import BLOCK, Exchange
+
         exchange = Exchange(rank, inboxes[0], share(inboxes[0]))
         # Launches nothing, but compiles: a rank that failed only in the next stage would leave its peers waiting.
         exchange.sum(torch.empty(0, device=device))
@@ -83,15 +84,18 @@ def open_exchange(device: torch.device) -> Exchange | None:
         exchanges.append(exchange)
 
     def prove() -> None:
-        (exchange,) = exchanges
+        # All rounds before anything is said of any: a rank that left early would leave its peers waiting.
+        (exchange,), capacity = exchanges, inboxes[0].shape[2]
+        wrong = 0
         numbers = torch.arange(size * capacity, dtype=torch.float32, device=device).view(1, -1)
         for _ in range(3):
             summed, gathered = numbers * (rank + 1), torch.empty_like(numbers)
             exchange.sum(summed[:, :capacity])
             exchange.gather(numbers[:, rank * capacity :][:, :capacity], gathered)
             expected = numbers[:, :capacity] * (size * (size + 1) // 2)
-            if not (torch.equal(summed[:, :capacity], expected) and torch.equal(gathered, numbers)):
-                raise RuntimeError("an exchange over symmetric memory came out wrong")
+            wrong += not (torch.equal(summed[:, :capacity], expected) and torch.equal(gathered, numbers))
+        if wrong:
+            raise RuntimeError("an exchange over symmetric memory came out wrong")
 
     if not all_succeed((allocate, connect, prove), device, "small sums and gathers are left to torch"):
         return None
