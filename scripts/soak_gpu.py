@@ -116,7 +116,9 @@ async def run(options: argparse.Namespace, server: Server) -> Soak:
     async with _session() as session, asyncio.TaskGroup() as tasks:
         tasks.create_task(_tell_each_minute(soak, until))
         for number in range(options.clients):
-            tasks.create_task(_client(session, server.url, random.Random(options.seed + number), soak, until))
+            tasks.create_task(
+                _client(session, server.url, random.Random(options.seed + number), soak, until, options.most_new)
+            )
     await sampler
     return soak
 
@@ -127,9 +129,11 @@ async def _tell_each_minute(soak: Soak, until: float) -> None:
         print(f"{max(0.0, left / 60 - 1):5.1f} minutes left: {soak.so_far}", flush=True)
 
 
-async def _client(session: aiohttp.ClientSession, url: str, draw: random.Random, soak: Soak, until: float) -> None:
+async def _client(
+    session: aiohttp.ClientSession, url: str, draw: random.Random, soak: Soak, until: float, most_new: int
+) -> None:
     while time.monotonic() < until:
-        answer = Answer(draw_request(draw))
+        answer = Answer(draw_request(draw, most_new))
         leaves_after = draw.randrange(1, 60) if draw.random() < CANCELLED else None
         try:
             await ask(session, url, answer, leaves_after)
@@ -144,13 +148,13 @@ async def _client(session: aiohttp.ClientSession, url: str, draw: random.Random,
             soak.keep(answer, draw)
 
 
-def draw_request(draw: random.Random) -> dict[str, Any]:
+def draw_request(draw: random.Random, most_new: int) -> dict[str, Any]:
     """Half greedy, half drawn with a seed, some of either with a grammar, a penalty, top tokens; prompts share beginnings, so
     that cached blocks are reused."""
     opening, vocabulary = random.Random(draw.randrange(20)), WORDS.split()
     words = [opening.choice(vocabulary) for _ in range(opening.randrange(1, 200))]
     words += [draw.choice(vocabulary) for _ in range(draw.randrange(1, 100))]
-    parameters: dict[str, Any] = {"max_new_tokens": draw.randrange(1, 200)}
+    parameters: dict[str, Any] = {"max_new_tokens": draw.randrange(1, most_new)}
     if draw.random() < 0.5:
         parameters |= {"do_sample": True, "seed": draw.randrange(1 << 31), "temperature": 0.8, "top_p": 0.95}
     parameters |= draw.choices(EXTRAS, weights=EXTRA_WEIGHTS)[0]
@@ -273,6 +277,12 @@ def _options() -> argparse.Namespace:
     add("--clients", type=int, default=96, help="requests open at once")
     add("--kv-tokens", type=int, default=6144, help="tokens of the KV pool")
     add("--longest", type=int, default=2048, help="prompt and new tokens of a request, at most")
+    add(
+        "--most-new",
+        type=int,
+        default=1000,
+        help="new tokens of an answer, at most: the longer, the more are preempted",
+    )
     add("--replays", type=int, default=200, help="answers to compare with those of the same requests alone")
     add("--tolerance", type=float, default=0.25, help="of log-probabilities")
     add("--outliers", type=float, default=0.005, help="share of what is compared that may be beyond it")

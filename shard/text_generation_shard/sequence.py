@@ -39,7 +39,7 @@ class Sequence:
     chunk: int = 0
     """Prompt tokens ordered for the next step."""
     told_blocks: int = 0
-    """How many of the blocks a device with tables of its own knows."""
+    """How many of the blocks the engine's tables of all slots know."""
     plain_from: float = math.inf
     """The position from which on the most probable token follows, whatever came before, and nothing else is told of it."""
     enders: frozenset[int] = frozenset()

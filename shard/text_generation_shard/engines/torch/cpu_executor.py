@@ -83,9 +83,6 @@ class CpuExecutor:
     def ready(self) -> None:
         """Nothing to prepare."""
 
-    def reset(self) -> None:
-        self._block_tables.forget()
-
     def is_broken_by(self, error: Exception) -> bool:
         return False
 

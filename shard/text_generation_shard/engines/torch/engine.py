@@ -163,7 +163,6 @@ class TorchEngine(InProcess):
         self._under_way = None
         self._trace.pause()
         self._table.clear()
-        self._executor.reset()
         self._histories.forget()
 
     def close(self) -> None:

@@ -72,10 +72,6 @@ class Executor(Protocol):
         """The pool has its final size: prepare what hangs on it."""
         ...
 
-    def reset(self) -> None:
-        """All sequences are gone."""
-        ...
-
     def is_broken_by(self, error: Exception) -> bool:
         """Whether no step can be computed any more after this error of one."""
         ...

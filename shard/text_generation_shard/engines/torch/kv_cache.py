@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_shard.sequence import Row, Sequence
+from text_generation_shard.sequence import Row
 
 BLOCK_SIZE = 16
 """Tokens in a block."""
@@ -88,27 +88,17 @@ class BlockTables:
     def __init__(self, max_slots: int, max_sequence_length: int, device: torch.device) -> None:
         self._max_blocks = -(-max_sequence_length // BLOCK_SIZE)
         self._table = torch.zeros(max_slots, self._max_blocks, dtype=torch.int64, device=device)
-        self._known: dict[int, tuple[Sequence, int]] = {}
-        """For each slot the sequence whose blocks are in the table, and how many of them."""
 
     def update(self, rows: list[Row]) -> None:
         """Take in the blocks that came since a sequence's last step."""
         for row in rows:
             sequence = row.sequence
-            tenant, count = self._known.get(sequence.slot, (None, 0))
-            if tenant is not sequence:
-                count = 0
-            blocks = sequence.blocks[count : self._max_blocks]
+            told = sequence.told_blocks
+            blocks = sequence.blocks[told : self._max_blocks]
             if blocks:
-                self._table[sequence.slot, count : count + len(blocks)] = torch.tensor(
-                    blocks, device=self._table.device
-                )
-                self._known[sequence.slot] = (sequence, count + len(blocks))
+                self._table[sequence.slot, told : told + len(blocks)] = torch.tensor(blocks, device=self._table.device)
+                sequence.told_blocks += len(blocks)
 
     def lookup(self, slots: Tensor, indices: Tensor) -> Tensor:
         """The block number at each (slot, index in its table); the two broadcast."""
         return self._table[slots, indices]
-
-    def forget(self) -> None:
-        """Every slot is empty."""
-        self._known.clear()

@@ -84,9 +84,6 @@ class CudaExecutor:
         self._tell(Kind.READY)
         self._runner.capture()
 
-    def reset(self) -> None:
-        """What the tables hold of sequences that are gone is overwritten by those to come."""
-
     def is_broken_by(self, error: Exception) -> bool:
         """Ranks that no longer do the same cannot go on; nor can a device after an error of its own, whatever is asked of it."""
         if self._group.place.size > 1:
