@@ -100,7 +100,6 @@ class TorchEngine(InProcess):
         self._under_way: _Step | None = None
         """Launched and not read yet, where the executor runs ahead."""
 
-    @torch.inference_mode()
     def warm_up(self, limits: WarmUpLimits) -> int:
         executor = self._executor
         self.reset()
@@ -111,7 +110,8 @@ class TorchEngine(InProcess):
             self._allocate(worst.num_blocks)
             self._table.apply(worst.orders)
             rows = self._table.rows()
-            self._record(self._choose(self._launch(rows)))
+            with torch.inference_mode():
+                self._record(self._choose(self._launch(rows)))
             self.reset()
             # The peak holds the pool of the warm-up step, whose place the real pool takes.
             available = executor.spare_bytes() + worst.num_blocks * executor.block_bytes

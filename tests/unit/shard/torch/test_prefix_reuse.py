@@ -61,8 +61,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def driver(engine: TorchEngine) -> Driver:
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     # Whoever reads a place that nobody wrote says nonsense, or nothing.
-    with torch.inference_mode():  # as it was made
-        engine._executor._cache._pool.fill_(torch.nan)
+    engine._executor._cache._pool.fill_(torch.nan)
     return driver
 
 
