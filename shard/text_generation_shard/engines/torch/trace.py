@@ -1,6 +1,6 @@
 """What each step cost, written to a file as it goes: one JSON line a step.
 
-    {"step": 7, "kind": "decode", "rows": 256, "tokens": 256, "host_us": 312.0, "wall_us": 398.1, "device_us": 11870.1, "gap_us": 3.1}
+    {"step": 7, "kind": "decode", "rows": 256, "tokens": 256, "host_us": 312.0, "wall_us": 398.1, "device_us": 11870.1, "gap_us": 1.3}
 
 `host_us` is the processor time of the engine's thread between the tokens of the last step and the wait for this one's:
 orders, records, reports, the launch of the step after – not the writing of this. `wall_us` is how long that took on the clock: other threads of the
