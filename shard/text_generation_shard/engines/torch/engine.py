@@ -199,7 +199,7 @@ class TorchEngine(InProcess):
     def _launch(self, rows: StepRows) -> _Step:
         ahead = self._executor.runs_ahead
         # On a CPU the masks are computed beside the forward pass; on a GPU they hang on tokens that are not read yet.
-        masking = None if ahead else self._start_masks(rows)
+        masking = None if ahead else self._start_masks(rows.sampling)
         greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
         launched = self._executor.launch(rows, greedy=greedy)
         self._table.begin(rows)
@@ -213,7 +213,7 @@ class TorchEngine(InProcess):
         chosen = launched.chosen
         if launched.logits is not None and chosen is None:
             rows, first = step.rows.sampling, step.rows.num_steady
-            masking = step.masking or self._start_masks(step.rows)
+            masking = step.masking or self._start_masks(rows)
             step.masks = {} if masking is None else masking.result()
             self._histories.update(row.sequence for row in rows if needs_history(row.sequence.sampling))
             asked = [self._sampling_row(row, step.masks) for row in rows]
@@ -255,14 +255,12 @@ class TorchEngine(InProcess):
             if place not in chosen.failures and row.sequence.is_held
         ]
 
-    def _start_masks(self, rows: StepRows) -> Future[Masks] | None:
-        """What the grammars allow next, computed beside whatever else is done.
+    def _start_masks(self, rows: list[Row]) -> Future[Masks] | None:
+        """What the grammars allow next in rows that sample, computed beside whatever else is done.
 
         If the step fails, so do the sequences whose matchers are in use here: nobody asks these again.
         """
-        constrained = [
-            row.sequence for row in rows.sampling if row.sequence.matcher is not None and row.sequence.is_held
-        ]
+        constrained = [row.sequence for row in rows if row.sequence.matcher is not None and row.sequence.is_held]
         return self._masks.start(constrained) if constrained and self._masks is not None else None
 
     def _sampling_row(self, row: Row, masks: Masks) -> SamplingRow:

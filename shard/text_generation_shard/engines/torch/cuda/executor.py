@@ -46,12 +46,11 @@ class CudaExecutor:
         self._tell(Kind.STEP, plan.numbers.data.cast("B"))
         started = self._marks.set()
         outcome = self._runner.start(plan)
-        # A graph chooses for its padding too.
-        sampling = plan.choosing if plan.sizes.chunks else len(rows)
         return Launched(
             hidden=outcome.normed,
             places=_places(rows) if rows.prefills else [],
-            logits=None if outcome.logits is None else outcome.logits[:sampling],
+            # A graph computes those of its padding too.
+            logits=None if outcome.logits is None else outcome.logits[: rows.num_sampling],
             chosen=outcome.chosen,
             started=started,
             computed=None if outcome.chosen is not None else self._marks.set(),
@@ -112,8 +111,9 @@ class CudaExecutor:
             return plan_chunks(rows, updates, greedy=greedy, memory=self._memory_for_plan)
         graphs = self._runner.graphs
         padding = None if graphs is None else graphs.padding(len(rows), len(updates))
-        exact = Padding(len(rows), len(updates), self._tables.dummy_slot, (0, 0))
-        return plan_decoding(rows, updates, padding or exact, greedy=greedy, memory=self._memory_for_plan)
+        if padding is None:
+            padding = Padding(len(rows), len(updates), self._tables.dummy_slot, (0, 0))
+        return plan_decoding(rows, updates, padding, greedy=greedy, memory=self._memory_for_plan)
 
     def _memory_for_plan(self, length: int) -> Ints:
         numbers: Ints = self._staging.take(length).numpy()

@@ -35,9 +35,8 @@ class _Set:
 
 
 class Pieces:
-    """Sets of pieces in the same memory. `cache` has a layer in each place."""
+    """Sets of pieces in the same memory. `cache` has a layer in each place. All is called in inference mode."""
 
-    @torch.inference_mode()
     def __init__(self, forward: Forward, cache: Sequence[Tensor], dummy_slot: int) -> None:
         self._forward = forward
         self._cache = cache
@@ -49,7 +48,6 @@ class Pieces:
         self._activations.attended.zero_()
         self._sets: dict[int, _Set] = {}
 
-    @torch.inference_mode()
     def record(self, record: Recorder, *, only_largest: bool = False) -> None:
         """Make all sets, or the largest to see what memory that takes; it comes first: the others use its memory."""
         for tokens in [BUCKETS[-1]] if only_largest else reversed(BUCKETS):

@@ -46,6 +46,12 @@ def _activate_kernel(
     row = gate_up + token * gate_up_stride
     gate = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(row + INNER + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * out_stride + columns, (activated(gate, KIND) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activated(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """act(gate), in float32."""
     if KIND == "silu":
         active = gate * tl.sigmoid(gate)
     elif KIND == "gelu":
@@ -54,4 +60,4 @@ def _activate_kernel(
         tl.static_assert(KIND == "gelu_pytorch_tanh", "unknown activation")
         # (1 + tanh z) / 2 is the sigmoid of 2z.
         active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out + token * out_stride + columns, (active * up).to(out.dtype.element_ty), mask=inside)
+    return active

@@ -118,14 +118,10 @@ def _sum_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     CHAINED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    let_next_begin(CHAINED)
     region = tl.program_id(0)
     places = region * BLOCK + tl.arange(0, BLOCK)
     inside = places < numel
-    wait_for_previous(CHAINED)
-    own = tl.load(values + places, mask=inside, other=0.0)
-    epoch = tl.load(epochs + region)
-    _send(own, epoch, places, addresses, CAPACITY, RANK, SIZE)
+    own, epoch = _begin(values, epochs + region, places, inside, addresses, CAPACITY, RANK, SIZE, CHAINED)
     # Looks at all peers' slots at once: their loads are under way together. Triton 3.7 wants a loop's scalars made after its
     # tensors: else it cannot compile one whose tensor is only written.
     total = own
@@ -162,15 +158,11 @@ def _gather_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     CHAINED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    let_next_begin(CHAINED)
     region = tl.program_id(0)
     places = region * BLOCK + tl.arange(0, BLOCK)
     inside = places < numel
     targets = out + places // width * out_stride + places % width
-    wait_for_previous(CHAINED)
-    own = tl.load(values + places, mask=inside, other=0.0)
-    epoch = tl.load(epochs + region)
-    _send(own, epoch, places, addresses, CAPACITY, RANK, SIZE)
+    own, epoch = _begin(values, epochs + region, places, inside, addresses, CAPACITY, RANK, SIZE, CHAINED)
     for source in tl.static_range(SIZE):
         part = own
         if source != RANK:
@@ -183,20 +175,27 @@ def _gather_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 
 
 @triton.jit
-def _send(
+def _begin(  # noqa: PLR0913 – called from kernels only, whose arguments are flat
     values: tl.tensor,
-    epoch: tl.tensor,
+    epochs: tl.tensor,
     places: tl.tensor,
+    inside: tl.tensor,
     addresses: tl.tuple,
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
-) -> None:
-    """Write float32 `values` into the inboxes of all peers."""
-    packed = (values.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch << 32)
+    CHAINED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Write the float32 `values` of a region into the inboxes of all peers; these, and the number that goes with them."""
+    let_next_begin(CHAINED)
+    wait_for_previous(CHAINED)
+    own = tl.load(values + places, mask=inside, other=0.0)
+    epoch = tl.load(epochs)
+    packed = (own.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) | (epoch << 32)
     for peer in tl.static_range(SIZE):
         if peer != RANK:
             tl.store(_slots(addresses[peer], epoch, RANK, places, CAPACITY, SIZE), packed)
+    return own, epoch
 
 
 @triton.jit

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.cuda.kernels.activation import activated
 from text_generation_shard.engines.torch.cuda.kernels.chaining import can_chain, let_next_begin, wait_for_previous
+from text_generation_shard.engines.torch.cuda.kernels.norm import norm_scale
 
 MAX_ROWS = 4
 """Beyond, a product of matrices is the better tool."""
@@ -210,7 +212,7 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         values = _vector(x + row * x_stride, K, BLOCK_K)
         if norm_weight is not None:
             # The scale waits for the whole row, so it comes last.
-            sums = _times(tile, values * factors) * _norm_scale(values, eps, K)
+            sums = _times(tile, values * factors) * norm_scale(values, eps, K)
         else:
             sums = _times(tile, values)
         tl.store(targets, (sums + addend).to(out.dtype.element_ty), mask=inside)
@@ -244,13 +246,13 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     _wait_for_x(ORDER)
     for row in tl.static_range(ROWS):
         values = _vector(x + row * x_stride, K, BLOCK_K)
-        scale = _norm_scale(values, eps, K)
+        scale = norm_scale(values, eps, K)
         gate = _times(gate_tile, values * factors) * scale
         up = _times(up_tile, values * factors) * scale
         if bias is not None:
             gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
             up += tl.load(bias + inner + columns, mask=inside, other=0.0).to(tl.float32)
-        gated = _activated(gate, KIND) * up
+        gated = activated(gate, KIND) * up
         tl.store(out + row * out_stride + columns, gated.to(out.dtype.element_ty), mask=inside)
 
 
@@ -288,24 +290,6 @@ def _vector(start: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tens
 
 
 @triton.jit
-def _norm_scale(values: tl.tensor, eps: tl.tensor, K: tl.constexpr) -> tl.tensor:
-    return tl.rsqrt(tl.sum(values * values) / K + eps)
-
-
-@triton.jit
 def _times(tile: tl.tensor, vector: tl.tensor) -> tl.tensor:
     """tile [BLOCK_N, BLOCK_K] · vector [BLOCK_K], in float32."""
     return tl.sum(tile.to(tl.float32) * vector[None, :], axis=1)
-
-
-@triton.jit
-def _activated(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    if KIND == "silu":
-        active = gate * tl.sigmoid(gate)
-    elif KIND == "gelu":
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        tl.static_assert(KIND == "gelu_pytorch_tanh", "unknown activation")
-        # (1 + tanh z) / 2 is the sigmoid of 2z.
-        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    return active

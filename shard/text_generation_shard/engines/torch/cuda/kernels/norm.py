@@ -6,11 +6,11 @@ A program a row, which stays in registers between the sum of its squares and its
 # ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.kernels.rows import row_tile
 
 _ELEMENTS_PER_THREAD = 8
 
@@ -30,7 +30,7 @@ def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float, o
 
 def _launch(update: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     tokens, hidden = residual.shape
-    block, num_warps = _tile(hidden)
+    block, num_warps = row_tile(hidden, _ELEMENTS_PER_THREAD)
     _norm_kernel[(tokens,)](
         update,
         residual,
@@ -44,13 +44,6 @@ def _launch(update: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
         BLOCK=block,
         num_warps=num_warps,
     )
-
-
-@cache
-def _tile(hidden: int) -> tuple[int, int]:
-    """Elements and warps of a program."""
-    block = triton.next_power_of_2(hidden)
-    return block, min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), 32)
 
 
 @triton.jit
@@ -74,6 +67,11 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     if update is not None:
         values += tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(residual + row * residual_stride + columns, values, mask=inside)
-    scale = tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)
-    normed = values * scale * factors
+    normed = values * norm_scale(values, eps, HIDDEN) * factors
     tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_scale(values: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr) -> tl.tensor:
+    """rsqrt(mean(values²) + eps) of a row of HIDDEN float32 values; what is beyond them is zero."""
+    return tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)

@@ -6,11 +6,11 @@ A program a row, which stays in registers between the search for its largest val
 # ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.kernels.rows import row_tile
 
 FP8_MAX = 448.0
 """The largest finite number of float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433)."""
@@ -27,7 +27,7 @@ def quantize_rows(x: Tensor, out: Tensor, scales: Tensor, fixed: Tensor | None =
     scaled by their own values; a fixed scale keeps NaN and cuts infinity off.
     """
     rows, columns = x.shape
-    block, num_warps = _tile(columns)
+    block, num_warps = row_tile(columns, _ELEMENTS_PER_THREAD)
     _quantize_kernel[(rows,)](
         x,
         out,
@@ -41,13 +41,6 @@ def quantize_rows(x: Tensor, out: Tensor, scales: Tensor, fixed: Tensor | None =
         MIN_SCALE=MIN_SCALE,
         num_warps=num_warps,
     )
-
-
-@cache
-def _tile(columns: int) -> tuple[int, int]:
-    """Elements and warps of a program."""
-    block = triton.next_power_of_2(columns)
-    return block, min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), 32)
 
 
 @triton.jit
