@@ -17,10 +17,10 @@ import json
 import multiprocessing
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
+from bench_scheduling.client import quantile
 
 TIMEOUT_S = 900.0
 WARM_UP_REQUESTS = 4
@@ -113,18 +113,12 @@ def measure(options: argparse.Namespace, streams: int) -> str:
     gaps = [gap * 1e3 for answer in good for gap in answer.gaps]
     tokens, events = sum(answer.tokens for answer in good), sum(answer.events for answer in good)
     row = (
-        f"{streams:4d} {requests:4d} {tokens / seconds:8.1f} {share(first, 0.5):7.1f} {share(first, 0.99):7.1f} "
-        f"{share(gaps, 0.5):7.2f} {share(gaps, 0.99):7.2f} {share([answer.seconds for answer in good], 0.5):6.2f} "
+        f"{streams:4d} {requests:4d} {tokens / seconds:8.1f} {quantile(first, 0.5):7.1f} {quantile(first, 0.99):7.1f} "
+        f"{quantile(gaps, 0.5):7.2f} {quantile(gaps, 0.99):7.2f} {quantile([answer.seconds for answer in good], 0.5):6.2f} "
         f"{len(answers) - len(good):4d} {events / max(tokens, 1):6.2f} {max(busy for _, busy in parts):6.2f}"
     )
     errors = [answer.error for answer in answers if answer.error]
     return row + (f"\n     first error: {errors[0]}" if errors else "")
-
-
-def share(values: Sequence[float], part: float) -> float:
-    """The value below which `part` of them lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("nan")
 
 
 def _shares(total: int, parts: int) -> list[int]:
