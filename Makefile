@@ -90,36 +90,36 @@ proto-check: $(STAMP) ## Check that the committed stubs are those of the .proto 
 
 .PHONY: bench-router
 bench-router: model ## Measure what the router costs, with the echo engine
-	$(PY) scripts/bench_router.py --model $(MODEL)
+	$(PY) -m text_generation_bench.router --model $(MODEL)
 
 .PHONY: bench-trtllm
 bench-trtllm: model ## Measure what router and shard cost under the TensorRT-LLM engine, over its stand-in
-	$(PY) scripts/bench_trtllm.py --model $(MODEL)
+	$(PY) -m text_generation_bench.trtllm --model $(MODEL)
 
 .PHONY: bench-scheduling
 bench-scheduling: model ## Measure what scheduling does for clients (ARGS="chats", "long-prompt", "tenants", "overload", "kill", …)
-	PYTHONPATH=scripts $(PY) -m bench_scheduling $(ARGS)
+	$(PY) -m text_generation_bench.scheduling $(ARGS)
 
-# A load of another origin, where it is there: LOAD=…, with the arguments and the table of scripts/stream_load.py.
+# A load of another origin, where it is there: LOAD=…, with the arguments and the table of bench/text_generation_bench/stream_load.py.
 LOAD ?= ../shared/bench/load.py
 # Whoever names a model has it already.
 MADE := $(if $(filter file,$(origin MODEL)),model,$(STAMP))
 
 .PHONY: bench-gpu
 bench-gpu: $(MADE) ## Measure the torch engine on a GPU (MODEL=folder ARGS="--shape llama-8b --streams 1,32 --num-shard 2 …")
-	$(PY) scripts/bench_gpu.py --model $(MODEL) $(if $(wildcard $(LOAD)),--load $(LOAD)) $(ARGS)
+	$(PY) -m text_generation_bench.gpu --model $(MODEL) $(if $(wildcard $(LOAD)),--load $(LOAD)) $(ARGS)
 
 .PHONY: check-gpu
 check-gpu: $(MADE) ## Compare the torch engine on a GPU with transformers (MODEL=folder ARGS=…)
-	$(PY) scripts/check_gpu.py --model $(MODEL) $(ARGS)
+	$(PY) -m text_generation_bench.check_gpu --model $(MODEL) $(ARGS)
 
 .PHONY: soak-gpu
 soak-gpu: $(MADE) ## Soak the torch engine on a GPU in mixed traffic (MODEL=folder ARGS="--minutes 5 …")
-	$(PY) scripts/soak_gpu.py --model $(MODEL) $(ARGS)
+	$(PY) -m text_generation_bench.soak_gpu --model $(MODEL) $(ARGS)
 
 .PHONY: simulate
 simulate: $(STAMP) ## Play traces through the scheduler; tables and pictures go to .cache/simulation (ARGS="--scenario chats")
-	$(PY) -m text_generation_router.simulation --out .cache/simulation $(ARGS)
+	$(PY) -m text_generation_bench.simulator --out .cache/simulation $(ARGS)
 
 .PHONY: clean
 clean: ## Remove everything that make made

@@ -8,14 +8,14 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from text_generation_bench.simulator.arrivals import Arrival
+from text_generation_bench.simulator.ledger import Targets
+from text_generation_bench.simulator.machine import Machine
+from text_generation_bench.simulator.setup import Outage, Setup
+from text_generation_bench.simulator.tokens import TokenPool
+from text_generation_bench.simulator.world import World
 from text_generation_router.request import Priority, TenantId
 from text_generation_router.scheduling.policy import Dispatch, Policy
-from text_generation_router.simulation.arrivals import Arrival
-from text_generation_router.simulation.ledger import Targets
-from text_generation_router.simulation.machine import Machine
-from text_generation_router.simulation.setup import Outage, Setup
-from text_generation_router.simulation.tokens import TokenPool
-from text_generation_router.simulation.world import World
 
 POOL = TokenPool(2)
 MACHINE = Machine(0.01, 0.0005, 0.0005, 1e-6, 1e-7, 4, 512, 8, 32, 0.03, 24)

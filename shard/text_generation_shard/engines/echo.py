@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from text_generation_shard.chosen import Chosen, ChosenToken
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
@@ -28,10 +27,11 @@ from text_generation_shard.engine import (
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, load_grammars
-from text_generation_shard.kv_ledger import KVLedger
-from text_generation_shard.masks import Mask, TokenMasks
-from text_generation_shard.sequence import Row, Sequence
-from text_generation_shard.sequences import SequenceTable
+from text_generation_shard.step.chosen import Chosen, ChosenToken
+from text_generation_shard.step.kv_ledger import KVLedger
+from text_generation_shard.step.masks import Mask, TokenMasks
+from text_generation_shard.step.sequence import Row, Sequence
+from text_generation_shard.step.table import SequenceTable
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1 << 20

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Admission, FailureCode, Orders, Stopping, WarmUpLimits
 from text_generation_shard.engines import build_engine
-from text_generation_shard.kv_ledger import KVLedger
+from text_generation_shard.step.kv_ledger import KVLedger
 
 PROMPT = tuple(range(7, 47))
 OTHER = (99,) * 40

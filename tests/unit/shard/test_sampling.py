@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from text_generation_shard.engine import Sampling
-from text_generation_shard.sampling import Choices, choose, uniforms
-from text_generation_shard.sampling_rows import SamplingRow
-from text_generation_shard.top_candidates import top_candidates
+from text_generation_shard.engines.torch.sampling.choose import Choices, choose, uniforms
+from text_generation_shard.engines.torch.sampling.rows import SamplingRow
+from text_generation_shard.engines.torch.sampling.top_candidates import top_candidates
 
 VOCABULARY = 6000
 """More than the sampler sorts at first, or second."""

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from text_generation_shard.engine import Sampling
-from text_generation_shard.sampling import choose
-from text_generation_shard.sampling_rows import SamplingRow
-from text_generation_shard.top_candidates import top_candidates
+from text_generation_shard.engines.torch.sampling.choose import choose
+from text_generation_shard.engines.torch.sampling.rows import SamplingRow
+from text_generation_shard.engines.torch.sampling.top_candidates import top_candidates
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "meta")

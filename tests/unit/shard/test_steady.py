@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from text_generation_shard.chosen import Chosen
 from text_generation_shard.engine import (
     Admission,
     EngineInfo,
@@ -21,9 +20,10 @@ from text_generation_shard.engine import (
     StepResult,
     Stopping,
 )
-from text_generation_shard.sequence import Sequence
-from text_generation_shard.sequences import SequenceTable
-from text_generation_shard.steady import SteadyTable, StepRows
+from text_generation_shard.step.chosen import Chosen
+from text_generation_shard.step.sequence import Sequence
+from text_generation_shard.step.steady import SteadyTable, StepRows
+from text_generation_shard.step.table import SequenceTable
 
 BLOCK_SIZE = 4
 BLOCKS = 4096

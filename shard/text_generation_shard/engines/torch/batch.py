@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, KVCache
-from text_generation_shard.sequence import Row
+from text_generation_shard.step.sequence import Row
 
 SPAN_TOKENS = 128
 GROUP_COST = 2048

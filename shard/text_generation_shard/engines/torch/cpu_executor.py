@@ -15,7 +15,7 @@ from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
 from text_generation_shard.engines.torch.model import Decoder
 from text_generation_shard.engines.torch.model_config import ModelConfig
-from text_generation_shard.steady import StepRows
+from text_generation_shard.step.steady import StepRows
 
 
 class CpuExecutor:

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_shard.chosen import Chosen
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
@@ -40,17 +39,18 @@ from text_generation_shard.engines.torch.cuda.marks import Mark, Marks
 from text_generation_shard.engines.torch.cuda.staging import Staging
 from text_generation_shard.engines.torch.executor import Executor, Launched
 from text_generation_shard.engines.torch.history import TokenHistories
+from text_generation_shard.engines.torch.sampling.choose import choose
+from text_generation_shard.engines.torch.sampling.rows import SamplingRow, needs_history
+from text_generation_shard.engines.torch.sampling.top_candidates import TopCandidates, top_candidates
 from text_generation_shard.engines.torch.scoring import PendingScores, start_scores
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
 from text_generation_shard.grammar import Grammars
-from text_generation_shard.masks import Mask, TokenMasks
-from text_generation_shard.sampling import choose
-from text_generation_shard.sampling_rows import SamplingRow, needs_history
-from text_generation_shard.sequence import PLAIN, Row
-from text_generation_shard.sequences import SequenceTable
-from text_generation_shard.steady import SteadyTable, StepRows
-from text_generation_shard.top_candidates import TopCandidates, top_candidates
+from text_generation_shard.step.chosen import Chosen
+from text_generation_shard.step.masks import Mask, TokenMasks
+from text_generation_shard.step.sequence import PLAIN, Row
+from text_generation_shard.step.steady import SteadyTable, StepRows
+from text_generation_shard.step.table import SequenceTable
 
 Masks = dict[int, Mask]
 

@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.marks import Mark
-from text_generation_shard.sequence import Row
-from text_generation_shard.steady import StepRows
+from text_generation_shard.step.sequence import Row
+from text_generation_shard.step.steady import StepRows
 
 
 @dataclass(slots=True)

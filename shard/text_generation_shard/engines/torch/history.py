@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from text_generation_shard.sequence import Sequence
-from text_generation_shard.upload import upload
+from text_generation_shard.engines.torch.upload import upload
+from text_generation_shard.step.sequence import Sequence
 
 
 class TokenHistories:

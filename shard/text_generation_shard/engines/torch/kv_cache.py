@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_shard.sequence import Row
+from text_generation_shard.step.sequence import Row
 
 BLOCK_SIZE = 16
 """Tokens in a block."""

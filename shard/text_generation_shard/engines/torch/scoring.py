@@ -10,8 +10,8 @@ from torch import Tensor
 
 from text_generation_shard.engine import PromptScores
 from text_generation_shard.engines.torch.executor import Launched
-from text_generation_shard.sequence import Sequence
-from text_generation_shard.upload import download, upload
+from text_generation_shard.engines.torch.upload import download, upload
+from text_generation_shard.step.sequence import Sequence
 
 POSITIONS_AT_ONCE = 64
 """Positions whose logits are held at the same time: a whole prompt's would take gigabytes."""

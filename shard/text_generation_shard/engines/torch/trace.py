@@ -17,7 +17,7 @@ import orjson
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.marks import Mark
-from text_generation_shard.steady import StepRows
+from text_generation_shard.step.steady import StepRows
 
 
 class StepTrace:

@@ -16,7 +16,7 @@ from text_generation_shard.engines.torch.batch import (
     build_batch,
 )
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, KVCache
-from text_generation_shard.sequence import Row, Sequence
+from text_generation_shard.step.sequence import Row, Sequence
 
 CPU = torch.device("cpu")
 

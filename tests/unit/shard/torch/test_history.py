@@ -6,7 +6,7 @@ import torch
 
 from text_generation_shard.engine import Sampling, Stopping
 from text_generation_shard.engines.torch.history import TokenHistories
-from text_generation_shard.sequence import Sequence
+from text_generation_shard.step.sequence import Sequence
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from text_generation_shard.engines.torch.cuda.staging import Staging
 from text_generation_shard.engines.torch.cuda.step_plan import Ints, Padding, StepPlan, plan_chunks, plan_decoding
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import CacheShape
-from text_generation_shard.sequence import Row
-from text_generation_shard.steady import StepRows
-from text_generation_shard.upload import upload
+from text_generation_shard.engines.torch.upload import upload
+from text_generation_shard.step.sequence import Row
+from text_generation_shard.step.steady import StepRows
 
 
 class CudaExecutor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from text_generation_shard.engines.torch.cuda.step_plan import Update
-from text_generation_shard.steady import StepRows
+from text_generation_shard.step.steady import StepRows
 
 
 class SlotTables:

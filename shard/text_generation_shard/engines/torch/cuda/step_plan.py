@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.sequence import Row
-from text_generation_shard.steady import StepRows
+from text_generation_shard.step.sequence import Row
+from text_generation_shard.step.steady import StepRows
 
 Ints = NDArray[np.int32]
 

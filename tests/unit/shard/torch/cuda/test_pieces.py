@@ -14,7 +14,6 @@ from tiny_checkpoint import CONFIG, random_tensors, write_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from text_generation_shard.chosen import Chosen
 from text_generation_shard.engine import Admission, EngineInfo, Orders, Scheduling, Stopping
 from text_generation_shard.engines.torch.cuda.graphs import GraphPool, Outcome
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
@@ -28,8 +27,9 @@ from text_generation_shard.engines.torch.cuda.step_plan import Padding, StepPlan
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import load_weights
-from text_generation_shard.sequences import SequenceTable
-from text_generation_shard.steady import StepRows
+from text_generation_shard.step.chosen import Chosen
+from text_generation_shard.step.steady import StepRows
+from text_generation_shard.step.table import SequenceTable
 
 LAYERS, SLOTS, LONGEST, BLOCKS = 2, 6, 1280, 128
 CHANGES: dict[str, Any] = {

@@ -55,7 +55,7 @@ TUNED: dict[tuple[int, int, int], MatvecConfig] = {
     (1, 4096, 2048): MatvecConfig(8, 4, "chained"),
     (1, 4096, 7168): MatvecConfig(2, 8, "chained"),
 }
-"""By (rows, outputs, inputs): the best of scripts/bench_kernels.py --sweep, where it is not what `config_for` derives."""
+"""By (rows, outputs, inputs): the best of -m text_generation_bench.kernels --sweep, where it is not what `config_for` derives."""
 
 
 def config_for(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> MatvecConfig:

@@ -1,0 +1,109 @@
+"""Steps and tokens a second of the torch engine alone, without router and wire.
+
+python -m text_generation_bench.engine MODEL_FOLDER
+python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --prompt 512 --new 128 --sequences 1 32 128 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Admission, Engine, Orders, Stopping, WarmUpLimits
+from text_generation_shard.engines import build_engine
+
+ROUNDS = 3
+
+
+@dataclass
+class Run:
+    """All sequences from their admission to the last token of the last."""
+
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between the results of two steps that chose a token for every sequence."""
+
+
+def run(engine: Engine, sequences: int, prompt_tokens: int, new_tokens: int) -> Run:
+    """Prompts are computed in steps of as many tokens as the engine suggests."""
+    blocks = -(-(prompt_tokens + new_tokens) // engine.info.block_size)
+    draw = random.Random(sequences)
+    admissions = tuple(
+        Admission(
+            slot=slot,
+            prompt=tuple(draw.randrange(engine.info.vocab_size) for _ in range(prompt_tokens)),
+            stopping=Stopping(max_new_tokens=new_tokens),
+            blocks=tuple(range(slot * blocks, (slot + 1) * blocks)),
+        )
+        for slot in range(sequences)
+    )
+    at_once = max(1, engine.info.suggested_prefill_tokens // prompt_tokens)
+    done, number, outcome = 0, 0, Run()
+    started = last = time.perf_counter()
+    while True:
+        starting = admissions[done : done + at_once]
+        done += len(starting)
+        number += 1
+        chunks = tuple((admission.slot, prompt_tokens) for admission in starting)
+        engine.apply(Orders(number=number, admit=starting, prefill=chunks))
+        if (result := engine.step()) is None:
+            break
+        now = time.perf_counter()
+        if len(result.slots) == sequences and not result.prefilled:
+            outcome.gaps.append(now - last)
+        elif not outcome.gaps:
+            outcome.prefill_seconds = now - started
+        last = now
+    outcome.seconds = last - started
+    return outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--trace", default="")
+    parser.add_argument("--prompt", type=int, default=30)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 48])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    args = parser.parse_args()
+    started = time.perf_counter()
+    engine = build_engine(
+        ShardConfig(
+            engine="torch",
+            model_path=args.model,
+            load_format=args.load_format,
+            dtype=args.dtype,
+            device=args.device,
+            trace_steps=args.trace,
+        )
+    )
+    loaded = time.perf_counter()
+    blocks = engine.warm_up(WarmUpLimits())
+    warm = time.perf_counter()
+    print(
+        f"loaded in {loaded - started:.1f} s, warm-up {warm - loaded:.1f} s, {blocks} KV blocks, "
+        f"{engine.info.dtype} on {engine.info.device}"
+    )
+    for sequences in args.sequences:
+        runs = [run(engine, sequences, args.prompt, args.new) for _ in range(args.rounds)]
+        best = min(runs, key=lambda outcome: outcome.seconds)
+        gap = statistics.median(best.gaps) * 1e3 if best.gaps else float("nan")
+        print(
+            f"{sequences:4} sequences: {sequences * args.new / best.seconds:8.1f} tokens/s, decoding step {gap:7.3f} ms, "
+            f"{len(best.gaps)} of them, prompts in {best.prefill_seconds * 1e3:7.1f} ms",
+            flush=True,
+        )
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

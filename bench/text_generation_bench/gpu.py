@@ -1,0 +1,245 @@
+"""What the torch engine serves on a GPU, from HTTP down, against what the memory of the device would allow.
+
+make bench-gpu MODEL=/models/Llama-3.1-8B ARGS="--streams 1,32,128,256"
+make bench-gpu ARGS="--shape llama-8b"            random weights of a Llama-8B's shape
+
+Starts text-generation-launcher on 127.0.0.1, keeps so many greedy streams of 512 prompt and 128 new tokens open, and
+prints one table. Times are medians unless said otherwise, in ms:
+
+    itl       between two events of a stream, as a client sees it; ttft: to its first
+    device    of a decoding step with (nearly) all streams in it, by the engine's own trace; host and gap, in µs: what its thread
+              did beside, what the device waited before it
+    floor     of such a step: the bytes of the weights and of the KV cache it reads, by the bandwidth of a copy on the same device
+              (bytes read and written, measured before the server starts). The cache is taken half way through the answers.
+    itl/floor what a client waits, as a multiple of that
+
+With --launcher-args "--num-replicas 2", streams are taken to be spread evenly: a step has those of one replica.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from text_generation_bench.gpu_server import SHAPES, last_lines, launched, shaped_folder
+from text_generation_shard.engines.torch.model_config import ModelConfig, read_model_config
+
+COPY_BYTES = 4 << 30
+COPIES = 20
+OWN_LOAD = Path(__file__).with_name("stream_load.py")
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NEARLY_ALL = 0.9
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the load's table: streams, requests, tokens a second, then ms."""
+
+    streams: int
+    tokens_per_s: float
+    ttft: tuple[float, float]
+    itl: tuple[float, float]
+    errors: int
+    client: float
+
+
+def main() -> None:
+    """Print the table."""
+    options = _options()
+    if options.copy_bandwidth:
+        print(copy_bandwidth())
+        return
+    bandwidth = options.bandwidth * 1e9 if options.bandwidth else float(_own_child("--copy-bandwidth"))
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
+        model, arguments = options.model, ["--max-concurrent-requests", "1024", *shlex.split(options.launcher_args)]
+        if options.shape:
+            model = shaped_folder(options.shape, options.model, Path(scratch, options.shape))
+            arguments += ["--load-format", "dummy"]
+        if options.num_shard > 1:
+            arguments += ["--num-shard", str(options.num_shard)]
+        trace, log = options.trace or Path(scratch, "trace"), Path(scratch, "log")
+        config = read_model_config(model)
+        traces = trace_files(trace, options.replicas)
+        gpus = options.replicas * options.num_shard
+        print(f"{options.shape or model.name}, {gpus} GPU(s), a copy moves {bandwidth / 1e12:.2f} TB/s")
+        started = time.monotonic()
+        with launched(model, [*arguments, "--trace-steps", str(trace)], log) as server:
+            print(f"ready after {time.monotonic() - started:.0f} s", flush=True)
+            rows, steps = [], []
+            for streams in options.streams:
+                starts = sizes(traces)
+                rows.append(load(options, config, server.url, streams))
+                steps.append(read_traces(traces, starts))
+        if any(row.errors for row in rows):
+            print(f"requests failed; the server's last words:\n{last_lines(log)}")
+    shares = [math.ceil(row.streams / options.replicas) for row in rows]
+    floors = [floor_s(options, config, share, bandwidth) for share in shares]
+    print_table(rows, shares, steps, floors)
+    print_trace([step for some in steps for step in some])
+
+
+def load(options: argparse.Namespace, config: ModelConfig, url: str, streams: int) -> Row:
+    """One level of the load."""
+    command = [sys.executable, str(options.load or OWN_LOAD), "--url", url, "--conc", str(streams)]
+    command += ["--isl", str(options.isl), "--osl", str(options.osl), "--rounds", str(options.rounds)]
+    command += ["--procs", str(options.procs), "--vocab", str(config.vocab_size)]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    print(out, end="", flush=True)
+    lines = [line.split() for line in out.splitlines()]
+    values = next(line for line in lines if line and line[0] == str(streams))
+    _, _, rate, ttft50, ttft99, itl50, itl99, _, errors, _, client = map(float, values)
+    return Row(streams, rate, (ttft50, ttft99), (itl50, itl99), int(errors), client)
+
+
+def trace_files(trace: Path, replicas: int) -> list[Path]:
+    """Those that the launcher has its engines write: one a replica."""
+    return [trace] if replicas == 1 else [trace.with_name(f"{trace.name}-{replica}") for replica in range(replicas)]
+
+
+def sizes(files: list[Path]) -> list[int]:
+    return [file.stat().st_size for file in files]
+
+
+def read_traces(traces: list[Path], starts: list[int]) -> list[dict[str, float]]:
+    """The steps written past `starts`, once the engines have paused, which is when they write the last of them."""
+    before: list[int] = []
+    while before != (now := sizes(traces)):
+        before = now
+        time.sleep(0.5)
+    return [
+        json.loads(line)
+        for trace, start in zip(traces, starts, strict=True)
+        for line in trace.read_bytes()[start:].splitlines()
+    ]
+
+
+def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, bandwidth: float) -> float:
+    """Seconds in which a GPU could read what a decoding step of so many streams needs of its memory."""
+    size = ELEMENT_BYTES[_flag(options.launcher_args, "--dtype") or config.dtype]
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    layers = config.num_layers * layer * (size if config.quantization is None else 1)
+    # Of the embedding a step reads a row a stream; of the head, tied to it or not, all.
+    head = config.vocab_size * config.hidden_size * size
+    context = options.isl + options.osl / 2
+    seen = sum(context if window is None else min(context, window) for window in config.windows)
+    cache = streams * seen * 2 * config.num_kv_heads * config.head_dim * size
+    return float((layers + head + cache) / options.num_shard / bandwidth)
+
+
+def print_table(rows: list[Row], shares: list[int], steps: list[list[dict[str, float]]], floors: list[float]) -> None:
+    """One line a level; `shares` are a replica's streams."""
+    print(
+        "\nstreams  tokens/s  ttft50  ttft99   itl50   itl99  device   floor  itl/floor  device/floor  host µs  gap µs"
+        "  errors  client"
+    )
+    for row, share, some, floor in zip(rows, shares, steps, floors, strict=True):
+        full = [step for step in some if step["tokens"] == step["rows"] and step["rows"] >= NEARLY_ALL * share]
+        device = median(full, "device_us") / 1e3
+        print(
+            f"{row.streams:7d} {row.tokens_per_s:9.1f} {row.ttft[0]:7.1f} {row.ttft[1]:7.1f} {row.itl[0]:7.2f} "
+            f"{row.itl[1]:7.2f} {device:7.2f} {floor * 1e3:7.2f} {row.itl[0] / floor / 1e3:10.2f} "
+            f"{device / floor / 1e3:13.2f} {median(full, 'host_us'):8.0f} {median(full, 'gap_us'):7.0f} "
+            f"{row.errors:7d} {row.client:7.2f}"
+        )
+
+
+def print_trace(steps: list[dict[str, float]]) -> None:
+    """Decoding steps by their size, those with prompts in them by their tokens."""
+    print("\nsteps                     count  device ms   host µs  gap µs  (medians)")
+    _summarise(steps, "decode, rows", lambda step: step["rows"], lambda step: step["tokens"] == step["rows"])
+    _summarise(steps, "prompts, tokens", lambda step: step["tokens"], lambda step: step["tokens"] > step["rows"])
+
+
+def _summarise(
+    steps: list[dict[str, float]],
+    name: str,
+    size: Callable[[dict[str, float]], float],
+    chosen: Callable[[dict[str, float]], bool],
+) -> None:
+    """A line for each power of two in which sizes lie."""
+    groups: dict[int, list[dict[str, float]]] = {}
+    for step in filter(chosen, steps):
+        groups.setdefault(1 << max(0, int(size(step)) - 1).bit_length(), []).append(step)
+    for top, some in sorted(groups.items()):
+        print(
+            f"{name + f' ≤ {top}':<25} {len(some):6d} {median(some, 'device_us') / 1e3:10.3f} "
+            f"{median(some, 'host_us'):9.0f} {median(some, 'gap_us'):7.0f}"
+        )
+
+
+def median(steps: list[dict[str, float]], name: str) -> float:
+    """Of the steps that have the figure."""
+    values = [step[name] for step in steps if name in step]
+    return statistics.median(values) if values else float("nan")
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a copy within the device reads and writes; where there is no GPU, within the machine's memory."""
+    import torch  # here: the parent shall hold no device while the server runs
+
+    on_gpu = torch.cuda.is_available()
+    source = torch.empty(
+        COPY_BYTES if on_gpu else COPY_BYTES >> 4, dtype=torch.uint8, device="cuda" if on_gpu else "cpu"
+    )
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(COPIES):
+        if on_gpu:
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        target.copy_(source)
+        if on_gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - started)
+    return 2 * source.numel() / best
+
+
+def _own_child(argument: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "text_generation_bench.gpu", argument], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
+
+
+def _flag(arguments: str, name: str) -> str | None:
+    """The value of a flag among the launcher's, given in either way."""
+    words = [part for word in shlex.split(arguments) for part in word.split("=", 1)]
+    return words[words.index(name) + 1] if name in words else None
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, help="folder of the model; with --shape: the one whose tokenizer is taken")
+    add("--shape", choices=sorted(SHAPES), help="serve random weights of this shape")
+    add("--streams", type=lambda text: [int(word) for word in text.split(",")], default=[1, 32, 128, 256])
+    add("--isl", type=int, default=512, help="prompt tokens")
+    add("--osl", type=int, default=128, help="new tokens")
+    add("--rounds", type=int, default=4, help="requests a stream")
+    add("--procs", type=int, default=8, help="processes of the load")
+    add("--num-shard", type=int, default=1, help="GPUs the model is spread over")
+    add("--launcher-args", default="", help="more arguments for the launcher, in one string")
+    add("--trace", type=Path, help="keep the engine's trace of its steps in this file; a replica's in FILE-0, …")
+    add("--load", type=Path, help="another load with the arguments and the table of stream_load.py")
+    add("--bandwidth", type=float, default=0.0, help="GB/s of a copy; default: measured")
+    add("--copy-bandwidth", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.model is None and not options.copy_bandwidth:
+        parser.error("--model is missing")
+    options.replicas = int(_flag(options.launcher_args, "--num-replicas") or 1)
+    return options
+
+
+if __name__ == "__main__":
+    main()

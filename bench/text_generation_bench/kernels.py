@@ -1,0 +1,289 @@
+"""What the kernels of the CUDA path cost on this device: µs, and the share of the bandwidth of a copy.
+
+python -m text_generation_bench.kernels [--only matvec,attention,elementwise,gemm] [--sweep [--rows 1,2,4] [--num-shard 2]] [--flashinfer]
+
+Each operation is captured 32 times in a CUDA graph, every time with the next of several weights or caches, together larger than
+the L2 cache (but for SmolLM2's), as the layers of a model are; the time is that of a replay, by events, divided by 32. --sweep
+tries the ways to cut each product with one to four rows and prints the best as lines for TUNED in kernels/matvec.py.
+--flashinfer compares with FlashInfer's decode attention, if it is there; its first run may compile for minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from text_generation_bench.kernel_timing import (
+    DEVICE,
+    DTYPE,
+    HEAD,
+    LAUNCHES,
+    LLAMA_8B,
+    PRODUCTS,
+    Launch,
+    Product,
+    Table,
+    copies,
+    empty,
+    ints,
+    one_each,
+    randn,
+    timed,
+)
+from text_generation_shard.engines.torch.cuda.kernels import activation, embedding, matvec, norm, rope
+from text_generation_shard.engines.torch.cuda.kernels.decode_attention import (
+    DecodeAttention,
+    DecodeStep,
+    Merge,
+    config_for,
+)
+from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedyChoice
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+
+EPS = 1e-5
+FEW_ROWS = (1, 2, 3, 4)
+
+
+def fused(product: Product, rows: int) -> list[Launch]:
+    """The fused kernel with each of several weights; operands are random."""
+    x, residual = randn(rows, product.inputs), randn(rows, product.inputs, dtype=torch.float32)
+    norm_weight, out = randn(product.inputs), empty(rows, product.outputs)
+    target, inner = torch.zeros_like(out, dtype=torch.float32), empty(rows, product.outputs // 2)
+    calls: dict[str, Callable[[Tensor], object]] = {
+        "norm": lambda weight: matvec.norm_matvec(residual, norm_weight, EPS, weight, out),
+        "gated": lambda weight: matvec.norm_matvec_activate(residual, norm_weight, EPS, weight, "silu", inner),
+        "add": lambda weight: matvec.matvec_add(x, weight, target),
+        "plain": lambda weight: matvec.matvec(x, weight, target),
+    }
+    return one_each(product.weights(), calls[product.kind])
+
+
+def matvecs(table: Table) -> None:
+    for product, rows in itertools.product(PRODUCTS, FEW_ROWS):
+        table.row(product.title, rows, timed(fused(product, rows)), product.num_bytes)
+        table.row("  torch.mm alone", rows, timed(product.reference(rows)), product.num_bytes)
+
+
+def cuts(product: Product, rows: int) -> Iterator[matvec.MatvecConfig]:
+    """Those where a thread reads four to 32 times 16 bytes of the weight."""
+    loads_of_a_row = max(product.inputs // 256, 1) * (2 if product.gated else 1)
+    orders: tuple[matvec.Order, ...] = ("free", "ahead", "chained")
+    for block_n, num_warps, order in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), orders):
+        loads = block_n * loads_of_a_row / num_warps
+        if 4 <= loads <= (16 if rows == 1 else 8):
+            yield matvec.MatvecConfig(block_n, num_warps, order)
+
+
+def sweep(table: Table, rows_tried: Sequence[int], num_shard: int) -> None:
+    products = [product.part(num_shard) for product in (*LLAMA_8B, HEAD)]
+    for product, rows in itertools.product(products, rows_tried):
+        key = (rows, product.outputs, product.inputs)
+        launches, found = fused(product, rows), []
+        before = matvec.config_for(rows, product.outputs, product.inputs, gated=product.gated)
+        table.row(f"{product.title} as it is", rows, timed(launches), product.num_bytes)
+        for config in cuts(product, rows):
+            matvec.TUNED[key] = config
+            found.append((timed(launches), config))
+        matvec.TUNED[key] = before
+        for us, config in sorted(found, key=lambda pair: pair[0])[:4]:
+            table.row(
+                f"  {config.block_n} a program, {config.num_warps} warps, {config.order}", rows, us, product.num_bytes
+            )
+        best = min(found, key=lambda pair: pair[0])[1]
+        print(f"    {key}: MatvecConfig({best.block_n}, {best.num_warps}, {best.order!r}),")
+
+
+CONTEXTS = ((1, 600), (8, 600), (16, 600), (32, 600), (128, 600), (256, 600), (1, 32768))
+HEADS = ((8, 4, 128), (3, 3, 64))
+"""KV heads, query heads of each, head_dim."""
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Rows of the same length over a pool of random keys and values."""
+
+    rows: int
+    context: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.context // BLOCK_SIZE)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.context * 2 * self.num_kv_heads * self.head_dim * 2
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Caches of the layers, queries, block tables in a random order."""
+        pool = self.rows * self.blocks
+        shape = (pool + 1, 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim)
+        caches = randn(copies(2 * math.prod(shape)), *shape)
+        queries = randn(self.rows, self.num_kv_heads * self.group, self.head_dim)
+        return caches, queries, torch.randperm(pool, device=DEVICE).to(torch.int32).view(self.rows, self.blocks)
+
+
+def attentions(table: Table, *, flashinfer: bool) -> None:
+    for heads, (rows, context) in itertools.product(HEADS, CONTEXTS):
+        attend(table, Attended(rows, context, *heads), flashinfer=flashinfer)
+
+
+def attend(table: Table, case: Attended, *, flashinfer: bool) -> None:
+    caches, queries, block_tables = case.operands()
+    rows, num_heads, head_dim = queries.shape
+    step = DecodeStep(ints([case.context - 1] * rows), ints(range(rows)), block_tables, head_dim**-0.5)
+    out = empty(rows, num_heads * head_dim)
+    name = f"attention {case.num_kv_heads} × {case.group} × {head_dim}, {case.context} tokens"
+    multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    found = config_for(rows, num_heads, case.num_kv_heads, head_dim, multiprocessors)
+    other: Merge = "last arrival" if found.merge == "second kernel" else "second kernel"
+    for title, config in ((name, found), (f"  {other} merges", replace(found, merge=other))):
+        kernel = DecodeAttention(num_heads, case.num_kv_heads, head_dim, rows, DEVICE, config=config)
+        call = partial(lambda kernel, cache: kernel.run(queries, cache, step, None, out), kernel)
+        table.row(title, rows, timed(one_each(caches, call)), case.num_bytes)
+    if not flashinfer:
+        return
+    for title, tensor_cores in (("  FlashInfer", False), ("  FlashInfer, tensor cores", True)):
+        try:
+            us = timed(flashinfer_launches(case, caches, queries, block_tables, tensor_cores=tensor_cores))
+        except Exception as error:  # noqa: BLE001 – not ours; the table goes on without it
+            table.failed(title, rows, error)
+        else:
+            table.row(title, rows, us, case.num_bytes)
+
+
+def flashinfer_launches(
+    case: Attended, caches: Tensor, queries: Tensor, block_tables: Tensor, *, tensor_cores: bool
+) -> list[Launch]:
+    indptr, indices = ints(range(0, (case.rows + 1) * case.blocks, case.blocks)), block_tables.flatten()
+    last_page = ints([(case.context - 1) % BLOCK_SIZE + 1] * case.rows)
+    wrapper = importlib.import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(256 << 20, dtype=torch.uint8, device=DEVICE),
+        "HND",
+        use_cuda_graph=True,
+        use_tensor_cores=tensor_cores,
+        paged_kv_indptr_buffer=indptr,
+        paged_kv_indices_buffer=indices,
+        paged_kv_last_page_len_buffer=last_page,
+    )
+    wrapper.plan(
+        indptr.clone(),
+        indices.clone(),
+        last_page.clone(),
+        queries.shape[1],
+        case.num_kv_heads,
+        case.head_dim,
+        BLOCK_SIZE,
+        q_data_type=DTYPE,
+        kv_data_type=DTYPE,
+    )
+    out = torch.empty_like(queries)
+    return one_each(caches, lambda cache: wrapper.run(queries, cache, out=out))
+
+
+def elementwise(table: Table) -> None:
+    """A Llama-8B layer's kernels beside its products, and the choice of tokens among SmolLM2's."""
+    angles = rope.rotary_table(torch.rand(64, device=DEVICE), 1.0, 8192, DEVICE)
+    embeddings = randn(49152, 4096)
+    for rows in (1, 32, 256, 8192):
+        layer_kernels(table, rows, angles, embeddings)
+    for rows in (1, 32, 256):
+        greedy_choice(table, rows, len(embeddings))
+
+
+def layer_kernels(table: Table, rows: int, angles: Tensor, embeddings: Tensor) -> None:
+    """`rows` tokens of one sequence."""
+    hidden, inner, heads, kv_heads, head_dim = 4096, 14336, 32, 8, 128
+    blocks = -(-rows // BLOCK_SIZE)
+    residual, update, out = randn(rows, hidden, dtype=torch.float32), randn(rows, hidden), empty(rows, hidden)
+    weight, ids, slots = randn(hidden), ints(range(rows)), ints([0] * rows)
+    gate_up, active = randn(rows, 2 * inner), empty(rows, inner)
+    qkv, layer = randn(rows, (heads + 2 * kv_heads) * head_dim), empty(blocks, 2, kv_heads, BLOCK_SIZE, head_dim)
+    queries = qkv[:, : heads * head_dim]
+    step = rope.RopeStep(ids, slots, ints(range(blocks)).view(1, -1), angles, heads, kv_heads, head_dim, EPS)
+    work: list[tuple[str, Launch, int]] = [
+        ("embed", lambda: embedding.embed(ids, slots, ids, embeddings, residual), rows * hidden * 6),
+        ("rms_norm", lambda: norm.rms_norm(residual, weight, EPS, out), rows * hidden * 6),
+        ("add_rms_norm", lambda: norm.add_rms_norm(update, residual, weight, EPS, out), rows * hidden * 12),
+        ("rotate_and_append", lambda: rope.rotate_and_append(qkv, queries, step, layer, None), 2 * qkv.nbytes),
+        ("activate", lambda: activation.activate(gate_up, "silu", active), rows * inner * 6),
+    ]
+    for name, launch, num_bytes in work:
+        table.row(name, rows, timed([launch] * LAUNCHES), num_bytes)
+
+
+def greedy_choice(table: Table, rows: int, vocabulary: int) -> None:
+    logits, greedy = randn(rows, vocabulary, dtype=torch.float32), GreedyChoice(rows, vocabulary, DEVICE)
+    slots, last, chosen = ints(range(rows)), ints([0] * rows), ints([0] * rows)
+    logprobs = empty(rows, dtype=torch.float32)
+    us = timed([lambda: greedy.run(logits, slots, last, chosen, logprobs)] * LAUNCHES)
+    table.row(f"greedy choice of {vocabulary}", rows, us, logits.nbytes)
+
+
+MANY_ROWS = (1, 32, 128, 256, 640, 2048, 4096, 8192)
+
+
+def gemms(table: Table) -> None:
+    """cuBLAS on a Llama-8B layer, the head with logits in float32, and a product added to a float32 residual."""
+    for product in (*LLAMA_8B, HEAD):
+        weights = product.weights()
+        for rows in MANY_ROWS:
+            gemm(table, product, weights, rows)
+
+
+def gemm(table: Table, product: Product, weights: Tensor, rows: int) -> None:
+    x, out = randn(rows, product.inputs), empty(rows, product.outputs)
+    exact = torch.zeros_like(out, dtype=torch.float32)
+    wide = torch.float32
+    ways: dict[str, Callable[[Tensor], object]] = {"torch.mm": lambda weight: torch.mm(x, weight.T, out=out)}
+    if product.kind == "plain":
+        ways["  torch.mm, float32 out"] = lambda weight: torch.mm(x, weight.T, out_dtype=wide, out=exact)
+    if product.kind == "add":
+        ways["  torch.addmm, float32 in place"] = lambda weight: torch.addmm(
+            exact, x, weight.T, out_dtype=wide, out=exact
+        )
+    for way, call in ways.items():
+        name = f"{way} [{product.outputs} × {product.inputs}]"
+        try:
+            us = timed(one_each(weights, call, LAUNCHES if rows <= 256 else 4))
+        except RuntimeError as error:
+            table.failed(name, rows, error)
+        else:
+            flops = 2 * rows * product.outputs * product.inputs
+            table.row(name, rows, us, product.num_bytes + x.nbytes + out.nbytes, flops)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="matvec,attention,elementwise,gemm")
+    parser.add_argument("--sweep", action="store_true", help="of the products with few rows, and nothing else")
+    parser.add_argument("--rows", default="1", help="rows that --sweep tries")
+    parser.add_argument("--num-shard", type=int, default=1, help="GPUs that share the products --sweep tries")
+    parser.add_argument("--flashinfer", action="store_true")
+    arguments = parser.parse_args()
+    table = Table()
+    if arguments.sweep:
+        sweep(table, [int(rows) for rows in arguments.rows.split(",")], arguments.num_shard)
+        return
+    parts: dict[str, Callable[[Table], None]] = {
+        "matvec": matvecs,
+        "attention": lambda table: attentions(table, flashinfer=arguments.flashinfer),
+        "elementwise": elementwise,
+        "gemm": gemms,
+    }
+    for name in arguments.only.split(","):
+        parts[name](table)
+
+
+if __name__ == "__main__":
+    main()

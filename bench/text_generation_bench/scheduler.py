@@ -1,0 +1,178 @@
+"""What the scheduling core costs, in microseconds of processor time: median and 99th percentile.
+
+python -m text_generation_bench.scheduler [--profile]
+
+* A decision (`apply` of a step, `dispatch`, `decide`) with 256 running, 1,000 queued, 10 tenants and shared prefixes.
+  The bar is 100 µs.
+* The same with 1 running and nothing queued, and with 8 replicas.
+* A prefix hit (peek, acquire, release) of 1,000 and of 8,000 tokens in a tree of 200,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import pstats
+import random
+import time
+from array import array
+from collections.abc import Callable
+
+from text_generation_router.request import FinishReason, Request, RequestId, Service, TenantId
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.prefix_tree import PrefixTree
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.steps import Orders, Outcome, ReplicaSpec
+
+BLOCK = 16
+TENANTS = 10
+SYSTEM_PROMPTS = [tuple(range(1000 * number, 1000 * number + 400)) for number in range(20)]
+
+
+class Load:
+    """Replicas that are kept full, and a queue that is kept long."""
+
+    def __init__(self, *, running: int, queued: int, replicas: int, target_itl_s: float | None = None) -> None:
+        policy = Policy(4096, running, target_itl_s=target_itl_s)
+        self._scheduler = Scheduler(policy, replicas)
+        self._draw = random.Random(1)
+        self._queued = queued
+        self._requests = 0
+        self._now = 0.0
+        self._known: list[dict[int, int]] = [{} for _ in range(replicas)]
+        """Of each replica, by slot: new tokens left."""
+        self._prefill: list[dict[int, int]] = [{} for _ in range(replicas)]
+        """Of each replica, by slot: prompt tokens still to be ordered."""
+        self._orders: list[Orders | None] = [None] * replicas
+        self._number = [0] * replicas
+        for replica in range(replicas):
+            self._scheduler.open(replica, ReplicaSpec(running + 64, running * 100, BLOCK), 0.0)
+        for _ in range(replicas * running + queued):
+            self._submit()
+
+    def _submit(self) -> None:
+        prompt = self._draw.choice(SYSTEM_PROMPTS) + tuple(self._draw.choices(range(30_000), k=100))
+        self._requests += 1
+        service = Service(TenantId(str(self._draw.randrange(TENANTS))), end_by=self._now + 1000)
+        new = self._draw.randrange(50, 400)
+        self._scheduler.submit(Request(RequestId(self._requests), prompt, new, service=service), self._now)
+
+    def turn(self, applies: list[float], decisions: list[float]) -> None:
+        """A step of each replica; what `apply` took, and what `dispatch` and `decide` took, are added in seconds."""
+        scheduler = self._scheduler
+        while scheduler.waiting < self._queued:
+            self._submit()
+        for replica in range(len(self._known)):
+            outcome = self._step(replica)
+            self._now += 0.02
+            started = time.thread_time()
+            scheduler.apply(replica, outcome, self._now)
+            applied = time.thread_time()
+            scheduler.expire(self._now)
+            scheduler.dispatch(self._now)
+            orders = scheduler.decide(replica, self._now)
+            ended = time.thread_time()
+            applies.append(applied - started)
+            decisions.append(ended - applied)
+            self._orders[replica] = orders
+
+    def _step(self, replica: int) -> Outcome:
+        known, prefill, orders = self._known[replica], self._prefill[replica], self._orders[replica]
+        chunks: tuple[tuple[int, int], ...] = ()
+        if orders is not None:
+            self._number[replica], chunks = orders.number, orders.prefill
+            for slot in orders.release:
+                known.pop(slot, None)
+                prefill.pop(slot, None)
+            for admission in orders.admit:
+                length = len(admission.request.prompt) + len(admission.generated)
+                known[admission.slot] = admission.request.max_new_tokens - len(admission.generated)
+                prefill[admission.slot] = length - admission.cached_tokens
+            for slot, tokens in chunks:
+                prefill[slot] -= tokens
+        slots = [slot for slot, rest in prefill.items() if rest == 0]
+        finished = {}
+        for slot in slots:
+            known[slot] -= 1
+            if known[slot] == 0:
+                finished[slot] = FinishReason.LENGTH
+                del known[slot], prefill[slot]
+        return Outcome(self._number[replica], slots, (), [7] * len(slots), finished, prefilled=chunks, step_s=0.02)
+
+
+def told(what: str, seconds: list[float]) -> None:
+    seconds = sorted(seconds)
+    median, late = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
+    print(f"{what:58} {median * 1e6:8.1f} {late * 1e6:8.1f}")
+
+
+def decisions(what: str, load: Load, turns: int) -> None:
+    for _ in range(turns // 2):
+        load.turn([], [])
+    applies: list[float] = []
+    decided: list[float] = []
+    for _ in range(turns):
+        load.turn(applies, decided)
+    told(what, [one + other for one, other in zip(applies, decided, strict=True)])
+    told("    of that, apply", applies)
+    told("    of that, dispatch and decide", decided)
+
+
+def hits(asked: int) -> None:
+    tokens = asked // BLOCK * BLOCK
+    tree, draw = PrefixTree(BLOCK), random.Random(asked)
+    prompts: list[list[int]] = []
+    blocks = 0
+    while blocks * BLOCK < 200_000:
+        # Every other one goes on from the middle of an earlier one.
+        start = draw.choice(prompts)[: tokens // 2 // BLOCK * BLOCK] if prompts and draw.random() < 0.5 else []
+        prompt = start + draw.choices(range(50_000), k=tokens - len(start))
+        prompts.append(prompt)
+        key = array("I", prompt).tobytes()
+        node, have = tree.acquire("", key)
+        count = tokens // BLOCK - len(have)
+        node, _ = tree.extend(node, key[len(have) * BLOCK * 4 :], range(blocks, blocks + count))
+        tree.release(node)
+        blocks += count
+    keys = [array("I", prompt).tobytes() for prompt in prompts]
+    seconds = []
+    for _ in range(5000):
+        key = draw.choice(keys)
+        started = time.thread_time()
+        tree.peek("", key)
+        node, _ = tree.acquire("", key)
+        tree.release(node)
+        seconds.append(time.thread_time() - started)
+    told(f"prefix hit of {asked} tokens in a tree of {tree.cached_blocks * BLOCK}", seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--profile", action="store_true", help="say what the decisions at 256 running spend their time on"
+    )
+    profiled = parser.parse_args().profile
+    print(f"{'microseconds':58} {'median':>8} {'p99':>8}")
+    gc.freeze()
+    work: list[Callable[[], None]] = [
+        lambda: decisions("decision, 1 running", Load(running=1, queued=0, replicas=1), 3000),
+        lambda: decisions("decision, 256 running, 1,000 queued", Load(running=256, queued=1000, replicas=1), 2000),
+        lambda: decisions(
+            "the same under a latency target", Load(running=256, queued=1000, replicas=1, target_itl_s=0.03), 2000
+        ),
+        lambda: decisions("the same with 8 replicas", Load(running=256, queued=1000, replicas=8), 300),
+        lambda: hits(1_000),
+        lambda: hits(8_000),
+    ]
+    if not profiled:
+        for one in work:
+            one()
+        return
+    profile = cProfile.Profile()
+    profile.runcall(work[1])
+    pstats.Stats(profile).sort_stats("cumtime").print_stats("scheduling", 30)
+
+
+if __name__ == "__main__":
+    main()

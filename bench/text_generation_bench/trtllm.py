@@ -1,0 +1,130 @@
+"""What router and shard cost under the TensorRT-LLM engine, over its stand-in: make bench-trtllm.
+
+128 streams of 200 tokens, 20 ms a step; processor time of each process, from /proc, divided by the tokens. The shard's holds the
+stand-in's own engine, which in life is another process. What that takes is measured alone, read by a loop that throws tokens
+away, and subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from text_generation_bench.router import (
+    STEP_MS,
+    STREAMS,
+    TOKENS_A_STREAM,
+    _until_healthy,
+    cpu_seconds,
+    in_child,
+    row,
+    stream_load,
+    terminate_process,
+)
+
+FAKES = Path(__file__).parents[2] / "tests" / "fakes" / "tensorrt_llm"
+VERSIONS = ("v1_2", "v1_3")
+PROMPT_TOKENS = 100
+
+
+def main() -> None:
+    """Print one table a version; or, told so by ourselves, what the stand-in alone takes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, type=Path, help="folder with config.json and tokenizer.json")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.alone:
+        print(asyncio.run(alone(arguments.model)))
+        return
+    tokens = STREAMS * TOKENS_A_STREAM
+    for version in VERSIONS:
+        print(f"stand-in {version}                       measured   budget")
+        with servers(arguments.model, version) as (router, shard, port):
+            in_child(stream_load, port, 20)
+            before = cpu_seconds(router), cpu_seconds(shard)
+            in_child(stream_load, port, TOKENS_A_STREAM)
+            spent = cpu_seconds(router) - before[0], cpu_seconds(shard) - before[1]
+        command = [sys.executable, "-m", "text_generation_bench.trtllm", "--alone", "--model", str(arguments.model)]
+        engine = float(subprocess.run(command, env=environ(version), check=True, stdout=subprocess.PIPE).stdout)
+        row("CPU of the router a streamed token", spent[0] / tokens * 1e6, 25, "us")
+        row("CPU of the shard a streamed token", spent[1] / tokens * 1e6 - engine, 25, "us")
+        row("(the stand-in alone, subtracted)", engine, float("inf"), "us")
+
+
+def environ(version: str) -> dict[str, str]:
+    """The environment of a process that is to find this stand-in."""
+    return os.environ | {"PYTHONPATH": str(FAKES / version), "TRTLLM_STANDIN_STEP_MS": str(STEP_MS)}
+
+
+@contextmanager
+def servers(model: Path, version: str) -> Iterator[tuple[int, int, int]]:
+    """A shard and a router: their pids (router's first), the router's port."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        address = f"unix://{folder}/shard"
+        shard = start(
+            version, "text-generation-shard", "--engine=tensorrt-llm", f"--address={address}", f"--model-path={model}"
+        )
+        router = start(
+            version,
+            "text-generation-router",
+            f"--shard-address={address}",
+            f"--model-path={model}",
+            "--hostname=127.0.0.1",
+            f"--port={port}",
+            "--max-concurrent-requests=512",
+        )
+        try:
+            asyncio.run(_until_healthy(port))
+            yield router.pid, shard.pid, port
+        finally:
+            for process in (router, shard):
+                terminate_process(process.pid)
+                process.wait()
+
+
+def start(version: str, command: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A command of ours that finds the stand-in."""
+    path = Path(sys.executable).with_name(command)
+    return subprocess.Popen([str(path), "--log-level=error", *arguments], env=environ(version))
+
+
+async def alone(model: Path) -> float:
+    """Microseconds of processor time a token that the stand-in takes, with a reader that does nothing."""
+    from tensorrt_llm import LLM, SamplingParams
+
+    llm = LLM(str(model), skip_tokenizer_init=True, max_batch_size=STREAMS)
+
+    async def one(number: int, tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens, end_id=-1, ignore_eos=True, logprobs=1, detokenize=False)
+        prompt = list(range(number, number + PROMPT_TOKENS))
+        async for _ in llm.generate_async({"prompt_token_ids": prompt}, sampling, streaming=True):
+            pass
+
+    async def all_of_them(tokens: int) -> float:
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(STREAMS):
+                tasks.create_task(one(number, tokens))
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    await all_of_them(20)
+    spent = await all_of_them(TOKENS_A_STREAM)
+    llm.shutdown()
+    return spent / (STREAMS * TOKENS_A_STREAM) * 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Which tokens the grammars of a step's sequences allow next, for all of them at once.
+
+The masks hang on tokens that are known before the step begins: an engine starts them, runs its forward pass, and only
+then takes the result. llguidance computes them in parallel with the GIL released.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Sequences
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from text_generation_shard.grammar import Grammars, Matcher
+from text_generation_shard.step.sequence import Sequence
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
+
+MAX_THREADS = 8
+
+Bits = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What may follow a sequence."""
+
+    allowed: Bits
+    """[vocabulary] False where a token would leave the grammar."""
+    may_end: bool
+    """Whether the text is whole as it is."""
+    is_complete: bool = False
+    """Nothing but the end may follow: whichever end token is chosen, the sequence is over."""
+    failure: str | None = None
+    """Why there is no mask."""
+
+
+class TokenMasks:
+    """Computes masks over a vocabulary of `vocab_size`: the model's, which may be another than the tokenizer's."""
+
+    def __init__(self, grammars: Grammars, vocab_size: int) -> None:
+        self._ends = _ids(grammars.end_token_ids, vocab_size)
+        self._words = -(-grammars.vocab_size // 32)
+        # What the tokenizer does not know, the grammar cannot allow.
+        self._vocab_size = vocab_size
+        self._known = min(grammars.vocab_size, vocab_size)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
+        self._executor: LLExecutor | None = None
+
+    def start(self, sequences: Sequences[Sequence]) -> Future[dict[int, Mask]]:
+        """Slot → mask, in a moment, of those `sequences` that have a matcher. Until then nobody may touch these."""
+        constrained = [(s, s.matcher) for s in sequences if s.matcher is not None]
+        return self._thread.submit(self._compute, constrained)
+
+    def close(self) -> None:
+        """Compute nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compute(self, constrained: list[tuple[Sequence, Matcher]]) -> dict[int, Mask]:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(num_threads=min(os.cpu_count() or 1, MAX_THREADS))
+        packed = np.zeros((len(constrained), self._words), dtype=np.int32)
+        places = [(matcher.raw, row) for row, (_, matcher) in enumerate(constrained)]
+        self._executor.unsafe_compute_mask_ptr(places, packed.ctypes.data, self._words * 4, len(constrained))
+        unpacked = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self._known).view(np.bool_)
+        allowed = np.zeros((len(constrained), self._vocab_size), dtype=np.bool_)
+        allowed[:, : self._known] = unpacked
+        return {
+            sequence.slot: self._finish(allowed[row], sequence, matcher)
+            for row, (sequence, matcher) in enumerate(constrained)
+        }
+
+    def _finish(self, allowed: Bits, sequence: Sequence, matcher: Matcher) -> Mask:
+        """Settle who may end: llguidance allows its own end tokens, the sequence has a say too."""
+        if problem := matcher.problem:
+            return Mask(allowed, may_end=False, failure=f"the grammar cannot be followed: {problem}")
+        may_end = matcher.may_end
+        eos = _ids(sequence.stopping.eos_token_ids, self._vocab_size)
+        allowed[self._ends] = False
+        allowed[eos] = False
+        if not allowed.any():
+            if not may_end:
+                return Mask(allowed, may_end, failure="the grammar allows no token that the model has")
+            allowed[eos if eos.size else self._ends] = True
+            return Mask(allowed, may_end, is_complete=True)
+        if sequence.suppressed:
+            early = allowed.copy()
+            early[_ids(sequence.suppressed, self._vocab_size)] = False
+            # Where nothing but a stop token fits, the grammar stands over min_new_tokens.
+            return Mask(early if early.any() else allowed, may_end)
+        allowed[eos] = may_end
+        return Mask(allowed, may_end)
+
+
+def _ids(token_ids: Sequences[int] | frozenset[int], vocab_size: int) -> NDArray[np.intp]:
+    return np.array(sorted(token_id for token_id in token_ids if token_id < vocab_size), dtype=np.intp)

@@ -1,0 +1,226 @@
+"""The simulated shard keeps the real shard's rules: both get the same orders, and each step must bring the same."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from text_generation_bench.simulator.arrivals import Arrival
+from text_generation_bench.simulator.machine import Machine
+from text_generation_bench.simulator.shard import BrokenRule, SimulatedShard
+from text_generation_bench.simulator.tokens import TokenPool
+from text_generation_router.request import FinishReason, Request, RequestId
+from text_generation_router.scheduling.steps import Admission, Orders
+from text_generation_shard import engine
+from text_generation_shard.step.chosen import Chosen, ChosenToken
+from text_generation_shard.step.table import SequenceTable
+
+BLOCK, SLOTS, BLOCKS = 4, 4, 4096
+MACHINE = Machine(0.01, 0.001, 0.001, 1e-5, 1e-6, SLOTS, BLOCK * BLOCKS, BLOCK, 16, 0.1, 8)
+POOL = TokenPool(3)
+EOS = 1_000_000
+
+
+def real_table() -> SequenceTable:
+    info = engine.EngineInfo(
+        engine="test",
+        model_id="",
+        model_type="",
+        dtype="",
+        device="",
+        scheduling=engine.Scheduling.STEP,
+        vocab_size=EOS + 1,
+        max_sequence_length=BLOCK * BLOCKS,
+        max_slots=SLOTS,
+        block_size=BLOCK,
+        eos_token_ids=(EOS,),
+        suggested_prefill_tokens=16,
+        max_top_n_tokens=0,
+    )
+    return SequenceTable(info, num_blocks=BLOCKS)
+
+
+class Both:
+    """The simulated shard and the real one's bookkeeping, side by side."""
+
+    def __init__(self) -> None:
+        self.simulated = SimulatedShard(MACHINE, SLOTS, POOL.ids)
+        self.real = real_table()
+        self.arrivals: dict[RequestId, Arrival] = {}
+        self.by_slot: dict[int, Arrival] = {}
+        self.generated: dict[int, int] = {}
+        self.now = 0.0
+
+    def apply(self, orders: Orders) -> None:
+        self.simulated.apply(orders, self.arrivals)
+        for one in orders.admit:
+            self.by_slot[one.slot] = self.arrivals[one.request.id]
+            self.generated[one.slot] = len(one.generated)
+        admissions = tuple(
+            engine.Admission(
+                slot=one.slot,
+                prompt=(*one.request.prompt, *one.generated),
+                stopping=engine.Stopping(one.request.max_new_tokens - len(one.generated), frozenset({EOS})),
+                blocks=one.blocks,
+                computed_tokens=one.cached_tokens,
+                generated_tokens=len(one.generated),
+            )
+            for one in orders.admit
+        )
+        failures = self.real.apply(
+            engine.Orders(orders.number, orders.release, admissions, orders.grants, orders.prefill)
+        )
+        assert not failures
+
+    def real_step(self) -> engine.StepResult:
+        rows = self.real.rows()
+        chosen = []
+        for row in rows.others:
+            if row.samples:
+                slot = row.sequence.slot
+                arrival = self.by_slot[slot]
+                at = self.generated[slot]
+                last = at + 1 == arrival.new_tokens < arrival.max_new_tokens
+                chosen.append(ChosenToken(EOS if last else POOL.ids[arrival.answer_at + at], 0.0))
+                self.generated[slot] += 1
+        self.real.begin(rows)
+        return self.real.advance(rows, Chosen.of(chosen))
+
+    def compare(self, steps: int) -> None:
+        """Up to `steps` steps of the simulated shard as one span; as many of the real one."""
+        span = self.simulated.begin(self.now, steps)
+        if span is None:
+            result = self.real_step()
+            assert not result.slots
+            assert not result.prefilled
+            return
+        self.now = span.end
+        count = span.steps
+        outcome = self.simulated.advance(count)
+        tokens: dict[int, list[int]] = {}
+        prefilled: list[tuple[int, int]] = []
+        finished: dict[int, str] = {}
+        for _ in range(count):
+            result = self.real_step()
+            for slot, token in zip(result.slots, result.token_ids, strict=True):
+                tokens.setdefault(slot, []).append(token)
+            prefilled += result.prefilled
+            finished |= {slot: reason.value for slot, reason in result.finished}
+        counts = outcome.token_counts or [1] * len(outcome.slots)
+        first = 0
+        for slot, number in zip(outcome.slots, counts, strict=True):
+            brought = list(outcome.token_ids[first : first + number])
+            first += number
+            if finished.get(slot) == "eos_token":
+                brought[-1] = EOS
+            assert tokens.pop(slot) == brought
+        assert not tokens
+        assert sorted(outcome.prefilled) == sorted(prefilled)
+        assert {slot: reason.value for slot, reason in outcome.finished.items()} == finished
+
+    def random_orders(self, random: Random, number: int) -> Orders:
+        held = {one.slot: one for one in self.simulated.held}
+        release = tuple(slot for slot in held if random.random() < 0.05)
+        admit, grants, prefill = [], [], []
+        for slot in range(SLOTS):
+            if slot in release:
+                continue
+            if (one := held.get(slot)) is not None:
+                if random.random() < 0.5:
+                    grants.append((slot, tuple(random.sample(range(BLOCKS), random.randint(1, 3)))))
+                if one.computed < one.prompt_length and random.random() < 0.7:
+                    prefill.append((slot, random.randint(1, one.prompt_length - one.computed)))
+            elif random.random() < 0.5:
+                admit.append(self.random_admission(random, slot))
+                if random.random() < 0.7:
+                    rest = len(admit[-1].request.prompt) + len(admit[-1].generated) - admit[-1].cached_tokens
+                    prefill.append((slot, random.randint(1, rest)))
+        return Orders(number, release, tuple(admit), tuple(grants), tuple(prefill))
+
+    def random_admission(self, random: Random, slot: int) -> Admission:
+        most = random.randint(1, 60)
+        arrival = Arrival(0.0, POOL.text(random, random.randint(1, 30)), random.randint(1, most), most, 17)
+        request = Request(RequestId(len(self.arrivals)), arrival.prompt, most)
+        self.arrivals[request.id] = arrival
+        before = random.choice([0, random.randint(0, arrival.new_tokens - 1)])
+        known = len(arrival.prompt) + before
+        blocks = tuple(random.sample(range(BLOCKS), -(-known // BLOCK) + random.randint(0, 4)))
+        cached = (known - 1) // BLOCK * BLOCK if random.random() < 0.3 else 0
+        return Admission(slot, request, POOL.ids[17 : 17 + before], blocks, cached)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_brings_what_the_real_shard_brings(seed: int) -> None:
+    random = Random(seed)
+    both = Both()
+    for number in range(1, 60):
+        both.apply(both.random_orders(random, number))
+        for _ in range(random.randint(1, 4)):
+            both.compare(random.choice([1, 1, 5, 1000]))
+
+
+def admitted(new: int = 20, most: int = 20, prompt: int = 6, blocks: int = 8) -> tuple[SimulatedShard, Request]:
+    shard = SimulatedShard(MACHINE, SLOTS, POOL.ids)
+    arrival = Arrival(0.0, tuple(range(prompt)), new, most, 100)
+    request = Request(RequestId(1), arrival.prompt, most)
+    admission = Admission(2, request, (), tuple(range(blocks)))
+    shard.apply(Orders(1, admit=(admission,), prefill=((2, prompt),)), {request.id: arrival})
+    return shard, request
+
+
+def test_a_span_ends_with_whoever_finishes_first() -> None:
+    shard, _ = admitted(new=20)
+    first = shard.begin(0.0, 1000)
+    assert first is not None
+    assert (first.steps, first.chunks[0][1]) == (1, 6)
+    shard.advance(1)
+    rest = shard.begin(first.end, 1000)
+    assert rest is not None
+    assert rest.steps == 19
+    assert shard.advance(19).finished == {2: FinishReason.LENGTH}
+    assert shard.begin(9.0, 1000) is None
+
+
+def test_an_answer_that_ends_by_itself_says_so() -> None:
+    shard, _ = admitted(new=1, most=20)
+    shard.begin(0.0, 1000)
+    assert shard.advance(1).finished == {2: FinishReason.EOS_TOKEN}
+
+
+def test_nobody_runs_past_the_grant() -> None:
+    shard, _ = admitted(new=20, most=20, prompt=6, blocks=2)
+    shard.begin(0.0, 1000)
+    shard.advance(1)
+    tokens = 1
+    while (span := shard.begin(1.0, 1000)) is not None:
+        tokens += len(shard.advance(span.steps).token_ids)
+    assert tokens == 3  # positions 6 and 7 are the last that two blocks of four hold; each chose one token more
+
+
+def test_part_of_a_span_leaves_the_rest_to_go_on() -> None:
+    shard, _ = admitted(new=20)
+    shard.begin(0.0, 1000)
+    shard.advance(1)
+    whole = shard.begin(1.0, 1000)
+    assert whole is not None
+    outcome = shard.advance(5)
+    assert (outcome.steps, list(outcome.token_counts)) == (5, [5])
+    assert outcome.step_s == pytest.approx(whole.seconds(5))
+    assert tuple(outcome.token_ids) == POOL.ids[101:106]
+    assert shard.span is not None
+    assert shard.span.steps == 14
+    assert tuple(shard.advance(14).token_ids) == POOL.ids[106:120]
+
+
+def test_orders_that_the_real_shard_would_refuse_break_a_rule() -> None:
+    shard, request = admitted()
+    arrivals = {request.id: Arrival(0.0, request.prompt, 20, 20, 100)}
+    with pytest.raises(BrokenRule, match="slot 2 is taken"):
+        shard.apply(Orders(2, admit=(Admission(2, request, (), (9,)),)), arrivals)
+    with pytest.raises(BrokenRule, match="follow orders"):
+        shard.apply(Orders(5), {})
+    with pytest.raises(BrokenRule, match="does not fit slot 2"):
+        shard.apply(Orders(2, prefill=((2, 7),)), {})
+    with pytest.raises(BrokenRule, match="cannot be cached"):
+        shard.apply(Orders(2, admit=(Admission(1, request, (), (9, 10), cached_tokens=3),)), arrivals)
