@@ -56,10 +56,16 @@ node-packages: ## Install the JavaScript clients that are tested, where there is
 		&& cp $(NODE)/package-lock.json $(NODE)/.installed; }; }; \
 	else echo "node-packages: there is no npm here: the JavaScript clients are not tested"; fi
 
+# Threads that wait at a barrier do not spin: tests share the cores with the servers they start.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile
+
 .PHONY: test
-test: check model node-packages ## Check, then run every test
-	@# Threads that wait at a barrier without spinning: tests share the cores with the servers they start.
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest $(PYTEST_ARGS)
+test: check model node-packages ## Run the checks and the tests
+	$(PYTEST) $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
+	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(STAMP) proto-check ## Format, lint, types, import boundaries, drift of the generated stubs
