@@ -1,4 +1,4 @@
-"""One launcher with the demo model for every client's tests: greedy answers in float32, the same on every machine."""
+"""One launcher with the demo model for all client tests. Greedy float32 answers are equal on every machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 @pytest.fixture(scope="session")
 def server(demo_model: Path) -> Iterator[Server]:
-    """The launcher with the torch engine; its limits are small, so that they can be met."""
+    """Start the launcher with the torch engine and limits small enough for tests to reach."""
     limits = ("--max-total-tokens", "1024", "--max-batch-total-tokens", "8192")
     places = ("--max-concurrent-requests", str(MAX_CONCURRENT))
     with running(demo_model, "--engine", "torch", "--dtype", "float32", *limits, *places) as stack:
@@ -24,6 +24,6 @@ def server(demo_model: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def openai_client(server: Server) -> Iterator[OpenAI]:
-    """Its own retries are off: an error is to be seen."""
+    """A client without retries, so that errors reach the test."""
     with OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
         yield client

@@ -1,4 +1,4 @@
-"""anthropic for Python: messages, as one whole and as events; errors by their types."""
+"""The anthropic Python client: messages, streamed and not, and error types."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ WEATHER: ToolParam = {"name": "get_weather", "description": "The weather of a ci
 
 @pytest.fixture
 def client(server: Server) -> Iterator[Anthropic]:
-    """Its own retries are off: an error is to be seen."""
+    """A client without retries, so that errors reach the test."""
     with Anthropic(base_url=server.url, api_key="-", max_retries=0) as client:
         yield client
 
 
 def prompt_tokens(usage: Usage) -> int:
-    """All of the prompt: what was in the KV cache is counted apart."""
+    """All prompt tokens: those read from the KV cache are a separate count."""
     return usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
@@ -51,7 +51,7 @@ def test_a_message(client: Anthropic, server: Server) -> None:
     assert (prompt_tokens(message.usage), message.usage.output_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
 
 
-def test_how_messages_end(client: Anthropic) -> None:
+def test_stop_reasons(client: Anthropic) -> None:
     cut = client.messages.create(**GREEDY | {"max_tokens": 3})
     assert (cut.content[0].type, cut.stop_reason) == ("text", "max_tokens")
     assert cut.content[0].text == "The capital of"
@@ -95,7 +95,7 @@ def test_stream_helper(client: Anthropic) -> None:
 
 
 def test_tools(client: Anthropic) -> None:
-    """A use, and the answer once its result is known."""
+    """The model calls a tool, then answers with its result."""
     message = client.messages.create(**GREEDY, tools=[WEATHER], tool_choice={"type": "any"})
     (use,) = message.content
     assert use.type == "tool_use"

@@ -1,4 +1,4 @@
-"""huggingface_hub: InferenceClient and AsyncInferenceClient. Its text_generation posts to the base URL itself."""
+"""huggingface_hub: InferenceClient and AsyncInferenceClient. `text_generation` posts to the base URL."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_text(client: InferenceClient) -> None:
     assert client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20) == ANSWER
 
 
-def test_text_is_the_full_text_unless_asked_otherwise(client: InferenceClient) -> None:
-    """On the base URL that is TGI's default, which this client leaves to the server."""
+def test_full_text_is_the_default(client: InferenceClient) -> None:
+    """TGI's default on the base URL; the client sends no value."""
     assert client.text_generation(PROMPT, max_new_tokens=20) == PROMPT + ANSWER
 
 
@@ -49,7 +49,7 @@ def test_text_with_details(client: InferenceClient, server: Server) -> None:
     assert [token.id for token in details.prefill] == server.tokenizer.encode(PROMPT).ids
     assert details.prefill[0].logprob is None
     assert all(token.logprob < 0 for token in details.prefill[1:])
-    # Lists within lists the client leaves as they came.
+    # The client does not convert nested lists.
     assert [tops[0]["id"] for tops in details.top_tokens] == [token.id for token in details.tokens]
 
 
@@ -69,7 +69,7 @@ def test_text_as_a_stream_with_details(client: InferenceClient, server: Server) 
     assert ending.input_length == server.count(PROMPT)
 
 
-def test_text_that_stops(client: InferenceClient) -> None:
+def test_stop_sequence(client: InferenceClient) -> None:
     reply = client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, stop=["France"], details=True)
     assert reply.generated_text == "The capital of France"
     assert reply.details.finish_reason == "stop_sequence"
@@ -91,13 +91,13 @@ def test_text_sampled_with_a_seed(client: InferenceClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_is_refused(client: InferenceClient, stream: bool) -> None:
+def test_invalid_request(client: InferenceClient, stream: bool) -> None:
     with pytest.raises(ValidationError, match="Input validation error: `temperature` must be strictly positive"):
         list(client.text_generation("Hi", temperature=-1.0, stream=stream))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_is_full(client: InferenceClient, server: Server, stream: bool) -> None:
+def test_overloaded_server(client: InferenceClient, server: Server, stream: bool) -> None:
     with server.full(), pytest.raises(OverloadedError, match="Model is overloaded"):
         list(client.text_generation("Hi", max_new_tokens=1, stream=stream))
 
@@ -132,12 +132,12 @@ def test_chat_with_logprobs(client: InferenceClient) -> None:
     assert all(token.logprob <= 0 for token in content)
 
 
-def test_chat_that_stops(client: InferenceClient) -> None:
+def test_chat_stop_sequence(client: InferenceClient) -> None:
     choice = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, stop=["France"]).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("The capital of ", "stop")
 
 
-def test_chat_that_must_call_a_tool(client: InferenceClient) -> None:
+def test_chat_with_required_tool(client: InferenceClient) -> None:
     reply = client.chat_completion(MESSAGES, max_tokens=40, temperature=0.0, tools=[WEATHER], tool_choice="required")
     choice = reply.choices[0]
     (call,) = choice.message.tool_calls
@@ -154,19 +154,19 @@ def test_chat_that_must_call_a_tool(client: InferenceClient) -> None:
     ],
     ids=["json_schema", "json"],
 )
-def test_chat_in_a_form(client: InferenceClient, response_format: dict[str, object]) -> None:
+def test_chat_with_response_format(client: InferenceClient, response_format: dict[str, object]) -> None:
     reply = client.chat_completion(MESSAGES, max_tokens=40, temperature=0.0, response_format=response_format)
     jsonschema.validate(json.loads(reply.choices[0].message.content), CITY)
 
 
-def test_chat_that_is_refused(client: InferenceClient) -> None:
+def test_invalid_chat(client: InferenceClient) -> None:
     with pytest.raises(HfHubHTTPError) as refused:
         client.chat_completion([], max_tokens=1)
     assert refused.value.response.status_code == 422
     assert "`messages` cannot be empty" in str(refused.value)
 
 
-def test_about_the_server(client: InferenceClient, server: Server) -> None:
+def test_server_information(client: InferenceClient, server: Server) -> None:
     info = InferenceClient(base_url=server.url, provider="hf-inference").get_endpoint_info()
     assert info["model_id"] == server.model
     assert (info["max_total_tokens"], info["max_concurrent_requests"]) == (1024, 8)
@@ -174,7 +174,7 @@ def test_about_the_server(client: InferenceClient, server: Server) -> None:
 
 
 async def test_async(server: Server) -> None:
-    """All shapes at once."""
+    """All kinds of requests concurrently."""
     async with AsyncInferenceClient(base_url=server.url, timeout=60) as client:
 
         async def text() -> None:

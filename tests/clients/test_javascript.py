@@ -1,4 +1,4 @@
-"""The clients for JavaScript, each a script in js/ that says how many of its checks failed."""
+"""JavaScript clients, each a script in js/ that prints the number of its failed checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("openai", "huggingface", "anthropic")
 
 @pytest.fixture(scope="module")
 def node_home() -> Path:
-    """Where `make test` installs js/package.json: NODE_HOME, or below .cache."""
+    """Folder of the installed packages: NODE_HOME, or .cache/node as made by `make test`."""
     default = Path(__file__).parents[2] / ".cache" / "node"
     folder = Path(os.environ.get("NODE_HOME", default))
     if not (folder / "node_modules").is_dir():
@@ -34,7 +34,7 @@ def node_home() -> Path:
 
 @pytest.fixture(scope="module")
 def reports(server: Server, node_home: Path) -> dict[str, tuple[int, str]]:
-    """What each script ended with and said; they run side by side."""
+    """Exit code and output of each script; the scripts run concurrently."""
     node = shutil.which("node")
     assert node, "node is not installed"
     environ = os.environ | {

@@ -1,4 +1,4 @@
-"""openai for Python: chats."""
+"""The openai Python client: chat completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"model": "tgi", "messages": MESSAGES, "temperature": 0
 
 
 class City(BaseModel):
-    """What a parsed answer is."""
+    """The schema of a parsed answer."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,7 +49,7 @@ def test_chat(openai_client: OpenAI, server: Server) -> None:
     assert openai_client.chat.completions.create(**GREEDY).id != reply.id
 
 
-def test_a_request_id_of_the_clients_own_comes_back(openai_client: OpenAI) -> None:
+def test_request_id_is_echoed(openai_client: OpenAI) -> None:
     reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 1}, extra_headers={"x-request-id": "my-17"})
     assert reply._request_id == "my-17"
 
@@ -135,7 +135,7 @@ def test_stream_helper(openai_client: OpenAI) -> None:
     assert (final.choices[0].message.content, final.choices[0].finish_reason) == (ANSWER, "stop")
 
 
-def test_going_on_with_an_answer(openai_client: OpenAI) -> None:
+def test_continued_answer(openai_client: OpenAI) -> None:
     begun: list[ChatCompletionMessageParam] = [*MESSAGES, {"role": "assistant", "content": "The capital of France"}]
     reply = openai_client.chat.completions.create(**GREEDY | {"messages": begun})
     assert reply.choices[0].message.content == " is Paris."
@@ -149,7 +149,7 @@ def test_a_developers_message_and_parts(openai_client: OpenAI, content: Any) -> 
 
 
 def test_parse(openai_client: OpenAI) -> None:
-    """A pydantic model as response format is a strict JSON schema."""
+    """The client sends a pydantic model as a strict JSON schema."""
     reply = openai_client.chat.completions.parse(**GREEDY | {"max_tokens": 30}, response_format=City)
     assert isinstance(reply.choices[0].message.parsed, City)
     assert reply.choices[0].finish_reason == "stop"
@@ -165,7 +165,7 @@ def test_response_formats(openai_client: OpenAI) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
     reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 30}, response_format=schema)
     jsonschema.validate(json.loads(reply.choices[0].message.content or ""), CITY)
-    # An object of the model's own design may be longer than its tokens: what there is of it begins as one.
+    # The object may exceed max_tokens: only its start is certain.
     reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 8}, response_format={"type": "json_object"})
     assert (reply.choices[0].message.content or "").lstrip().startswith("{")
     reply = openai_client.chat.completions.create(**GREEDY, response_format={"type": "text"})
@@ -173,7 +173,7 @@ def test_response_formats(openai_client: OpenAI) -> None:
 
 
 async def test_async(server: Server) -> None:
-    """Three at once."""
+    """Three requests concurrently."""
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client, TaskGroup() as tasks:
 
         async def streamed() -> str:

@@ -1,4 +1,4 @@
-"""openai for Python: completions."""
+"""The openai Python client: completions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_logprobs(openai_client: OpenAI) -> None:
 
 
 def test_logprobs_of_the_prompt(openai_client: OpenAI, server: Server) -> None:
-    """As evaluation tools ask: what the model thinks of a text, without going on with it."""
+    """Evaluation tools ask for log-probabilities of a text without new tokens."""
     text = "The capital of France is Paris."
     reply = openai_client.completions.create(
         model="tgi", prompt=text, echo=True, logprobs=1, max_tokens=0, temperature=0
@@ -81,7 +81,7 @@ def test_logprobs_of_the_prompt(openai_client: OpenAI, server: Server) -> None:
     assert all(-50 < logprob < 0 for logprob in others)
     assert reply.usage is not None
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (server.count(text), 0)
-    # The same tokens as an answer have the same log-probabilities.
+    # As generated tokens they have the same log-probabilities.
     ids = server.tokenizer.encode(PROMPT).ids + server.tokenizer.encode(ANSWER).ids
     whole = openai_client.completions.create(**GREEDY | {"max_tokens": 0}, prompt=ids, echo=True, logprobs=1)
     answer = openai_client.completions.create(**GREEDY, prompt=PROMPT, logprobs=1)
@@ -107,8 +107,8 @@ def test_stream(openai_client: OpenAI, server: Server) -> None:
     assert counts.usage.completion_tokens == 2 * ANSWER_TOKENS
 
 
-def test_what_benchmarks_send(openai_client: OpenAI) -> None:
-    """No end before all tokens are there, and the counts on every chunk."""
+def test_parameters_of_benchmarks(openai_client: OpenAI) -> None:
+    """Benchmarks send `ignore_eos`, `min_tokens` and `continuous_usage_stats`."""
     stream = openai_client.completions.create(
         **GREEDY | {"max_tokens": 12},
         prompt=PROMPT,

@@ -1,4 +1,4 @@
-"""openai for Python: errors by their types, and the models."""
+"""The openai Python client: error types and the model list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HI: dict[str, Any] = {"model": "tgi", "messages": [{"role": "user", "content": "
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_is_refused(openai_client: OpenAI, stream: bool) -> None:
+def test_invalid_request(openai_client: OpenAI, stream: bool) -> None:
     with pytest.raises(openai.UnprocessableEntityError) as refused:
         openai_client.chat.completions.create(**HI | {"temperature": -1}, stream=stream)
     error = refused.value
@@ -40,18 +40,18 @@ def test_a_suffix(openai_client: OpenAI) -> None:
     assert refused.value.code == "suffix_not_supported"
 
 
-def test_a_server_that_is_full(openai_client: OpenAI, server: Server) -> None:
+def test_overloaded_server(openai_client: OpenAI, server: Server) -> None:
     with server.full(), pytest.raises(openai.RateLimitError) as refused:
         openai_client.chat.completions.create(**HI)
     assert (refused.value.status_code, refused.value.type) == (429, "rate_limit_error")
 
 
-def test_more_answers_than_places(openai_client: OpenAI) -> None:
+def test_more_answers_than_permits(openai_client: OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match="at most 8 generations"):
         openai_client.chat.completions.create(**HI, n=MAX_CONCURRENT + 1)
 
 
-def test_a_route_that_is_not_there(openai_client: OpenAI) -> None:
+def test_unknown_route(openai_client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         openai_client.embeddings.create(model="tgi", input="a")
 

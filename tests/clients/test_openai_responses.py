@@ -1,4 +1,4 @@
-"""openai for Python: responses, as one whole and as events."""
+"""The openai Python client: responses, streamed and not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEATHER: FunctionToolParam = {
 
 
 class City(BaseModel):
-    """What a parsed response is."""
+    """The schema of a parsed response."""
 
     city: Literal["Paris", "London"]
 
@@ -45,7 +45,7 @@ def test_a_response(openai_client: OpenAI, server: Server) -> None:
 
 
 def test_instructions_and_messages(openai_client: OpenAI) -> None:
-    """The same conversation told in three ways has the same prompt."""
+    """Three forms of one conversation give the same prompt."""
     system = "You are a helpful assistant."
     ways = [
         {"instructions": system},
@@ -60,7 +60,7 @@ def test_instructions_and_messages(openai_client: OpenAI) -> None:
     assert len({response.usage.input_tokens for response in responses if response.usage}) == 1
 
 
-def test_a_response_cut_short(openai_client: OpenAI) -> None:
+def test_incomplete_response(openai_client: OpenAI) -> None:
     response = openai_client.responses.create(**GREEDY | {"max_output_tokens": 3})
     assert (response.status, response.output_text) == ("incomplete", "The capital of")
     assert response.incomplete_details is not None
@@ -110,7 +110,7 @@ def test_parse(openai_client: OpenAI) -> None:
 
 
 def test_tools(openai_client: OpenAI) -> None:
-    """A call, and the answer once its result is known."""
+    """The model calls a tool, then answers with its result."""
     response = openai_client.responses.create(**GREEDY, tools=[WEATHER], tool_choice="required")
     (call,) = response.output
     assert isinstance(call, ResponseFunctionToolCall)
@@ -145,7 +145,7 @@ def test_what_is_not_stored_is_refused(openai_client: OpenAI) -> None:
         openai_client.responses.retrieve("resp_1")
 
 
-def test_a_server_that_is_full(openai_client: OpenAI, server: Server) -> None:
+def test_overloaded_server(openai_client: OpenAI, server: Server) -> None:
     with server.full(), pytest.raises(openai.RateLimitError):
         openai_client.responses.create(**GREEDY)
 

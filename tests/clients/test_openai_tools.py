@@ -1,4 +1,4 @@
-"""openai for Python: tools."""
+"""The openai Python client: tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Weather(BaseModel):
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_call_that_must_be(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as clients send it
+def test_required_call(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as clients send it
     reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice=choice)
     (one,) = reply.choices
     assert (one.finish_reason, one.message.content) == ("tool_calls", None)
@@ -44,7 +44,7 @@ def test_a_call_that_must_be(openai_client: OpenAI, choice: Any) -> None:  # noq
     jsonschema.validate(json.loads(call.function.arguments), PLACE)
 
 
-def test_the_named_one_of_several(openai_client: OpenAI) -> None:
+def test_named_tool_choice(openai_client: OpenAI) -> None:
     named = {"type": "function", "function": {"name": "now"}}
     reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER, NOW], tool_choice=named)
     (call,) = reply.choices[0].message.tool_calls or []
@@ -54,7 +54,7 @@ def test_the_named_one_of_several(openai_client: OpenAI) -> None:
 
 
 def test_a_streamed_call(openai_client: OpenAI) -> None:
-    """Index, id and name come first and once, then the arguments in pieces, then the finish reason."""
+    """Index, id and name arrive first and once, then the arguments in parts, then the finish reason."""
     stream = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="required", stream=True)
     choices = [choice for chunk in stream for choice in chunk.choices]
     assert not any(choice.delta.content for choice in choices)
@@ -71,7 +71,7 @@ def test_a_streamed_call(openai_client: OpenAI) -> None:
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
 
 
-def test_the_stream_helper_puts_a_call_together(openai_client: OpenAI) -> None:
+def test_stream_helper_assembles_a_call(openai_client: OpenAI) -> None:
     tool = pydantic_function_tool(Weather)
     with openai_client.chat.completions.stream(**GREEDY, tools=[tool], tool_choice="required") as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
@@ -90,7 +90,7 @@ def test_parsed_arguments(openai_client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "none", None])
-def test_a_model_free_not_to_call_answers(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as above
+def test_optional_call_with_an_answer(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as above
     extra = {} if choice is None else {"tool_choice": choice}
     reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], **extra)
     assert reply.choices[0].message.tool_calls is None
@@ -103,8 +103,8 @@ def test_a_model_free_not_to_call_answers(openai_client: OpenAI, choice: Any) ->
         assert "".join(deltas) == reply.choices[0].message.content
 
 
-def test_a_whole_round(openai_client: OpenAI) -> None:
-    """The call and its result go back, as the client's own objects, and the model answers."""
+def test_call_result_and_answer(openai_client: OpenAI) -> None:
+    """The call and its result are sent back as the client's objects, and the model answers."""
     reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="required")
     message = reply.choices[0].message
     (call,) = message.tool_calls or []
@@ -119,7 +119,7 @@ def test_a_whole_round(openai_client: OpenAI) -> None:
     assert counts[1] > counts[0] + 30  # the model reads the result
 
 
-def test_a_tool_that_is_not_there(openai_client: OpenAI) -> None:
+def test_unknown_tool(openai_client: OpenAI) -> None:
     with pytest.raises(openai.UnprocessableEntityError, match="Tool with name nothing not found"):
         openai_client.chat.completions.create(
             **GREEDY, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "nothing"}}

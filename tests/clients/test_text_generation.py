@@ -1,4 +1,4 @@
-"""text-generation 0.7.0, TGI's own client of old: Client and AsyncClient.
+"""text-generation 0.7.0, TGI's former client: Client and AsyncClient.
 
 Its streamed chats are not tried: its chunks must have `tool_calls` in each delta, which TGI 3 does not send either, and the
 sync client reads [DONE] as JSON.
@@ -40,7 +40,7 @@ def test_text(client: Client, server: Server) -> None:
     assert [tops[0].id for tops in details.top_tokens or []] == [token.id for token in details.tokens]
 
 
-def test_text_that_ends_early(client: Client) -> None:
+def test_stop_sequence(client: Client) -> None:
     stopped = client.generate(PROMPT, max_new_tokens=20, stop_sequences=["France"])
     assert stopped.generated_text == "The capital of France"
     assert stopped.details.finish_reason == FinishReason.StopSequence
@@ -78,7 +78,7 @@ def test_chat(client: Client, server: Server) -> None:
     assert reply.usage["completion_tokens"] == ANSWER_TOKENS
 
 
-def test_chat_that_must_call_a_tool(client: Client) -> None:
+def test_chat_with_required_tool(client: Client) -> None:
     tool = Tool(type="function", function={"name": "get_weather", "description": "", "parameters": PLACE})
     reply = client.chat(MESSAGES, max_tokens=40, temperature=0.0, tools=[tool], tool_choice="get_weather")
     (call,) = reply.choices[0].message.tool_calls
@@ -86,15 +86,15 @@ def test_chat_that_must_call_a_tool(client: Client) -> None:
     jsonschema.validate(json.loads(call["function"]["arguments"]), PLACE)
 
 
-def test_a_request_that_is_refused(client: Client) -> None:
-    """Both ways: the error before a stream's first event, too."""
+def test_invalid_request(client: Client) -> None:
+    """Whole and streamed: the error comes before the first event."""
     with pytest.raises(ValidationError, match=r"Input validation error: `best_of` must be > 0 and <= 2\. Given: 3"):
         client.generate("Hi", do_sample=True, best_of=3)
     with pytest.raises(ValidationError, match="Input validation error: `inputs` tokens"):
         list(client.generate_stream("Hi", max_new_tokens=2000))
 
 
-def test_a_server_that_is_full(client: Client, server: Server) -> None:
+def test_overloaded_server(client: Client, server: Server) -> None:
     with server.full():
         with pytest.raises(OverloadedError, match="Model is overloaded"):
             client.generate("Hi")

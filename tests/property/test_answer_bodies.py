@@ -1,4 +1,4 @@
-"""Whatever JSON comes as a Responses or Messages body: it is a conversation, or it is refused in words."""
+"""Any JSON as a Responses or Messages body becomes a conversation or a clear refusal."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ANYTHING = st.one_of(
 
 
 def one(usual: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Nearly always what belongs there."""
+    """The usual value in 20 of 21 cases, otherwise any JSON."""
     return st.integers(0, 20).flatmap(lambda chance: ANYTHING if chance == 20 else usual)
 
 
 def objects(types: list[str], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Objects with these fields; null stands for one that is absent."""
+    """Objects with these fields; null stands for an absent one."""
     return st.fixed_dictionaries(
         {"type": one(st.sampled_from(types)), **{name: one(value) for name, value in fields.items()}}
     )
@@ -134,7 +134,7 @@ def test_messages(value: object) -> None:
     ],
 )
 def test_some_bodies_get_through(strategy: Any, schema: Any, convert: Any) -> None:  # noqa: ANN401
-    """The strategies are not all noise."""
+    """The strategies produce enough valid bodies."""
 
     def works(value: object) -> bool:
         try:

@@ -1,6 +1,6 @@
-"""Whatever a body holds, the answer is a documented 4xx, it comes at once, and the next request is served as before.
+"""Any body gets a documented 4xx at once, and the next request is served as before.
 
-HOSTILE_BODIES sets how many bodies are tried (300): the bar is 10,000.
+HOSTILE_BODIES sets the number of bodies (default 300, `make test-all` 10,000).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 BODIES = int(os.environ.get("HOSTILE_BODIES", "300"))
 PATIENCE_S = 0.1
 TRIES = 4
-"""Slow means slow every time."""
+"""A response counts as slow only if every try is slow."""
 
 DOCUMENTED = {400, 413, 415, 422}
 GOOD = orjson.dumps({"inputs": "Hello there", "parameters": {"max_new_tokens": 2}})
@@ -34,14 +34,14 @@ GOOD = orjson.dumps({"inputs": "Hello there", "parameters": {"max_new_tokens": 2
 
 @dataclass
 class Server:
-    """A server on a thread of its own, and one client's connection to it."""
+    """A server in its own thread and one client connection to it."""
 
     stack: Stack
     loop: asyncio.AbstractEventLoop
     connection: http.client.HTTPConnection
 
     def post(self, route: str, body: bytes, content_type: str = "application/json") -> tuple[int, str, bytes, float]:
-        """Status, content type, body, and the seconds it took, less those spent waiting for a core."""
+        """Status, content type, body, and seconds without the time spent waiting for a core."""
         started, waited = time.perf_counter(), waited_for_a_core()
         self.connection.request("POST", route, body, {"content-type": content_type})
         response = self.connection.getresponse()
@@ -51,7 +51,7 @@ class Server:
 
 
 def waited_for_a_core() -> float:
-    """Seconds this process could have run, had the machine not been busy with others (Linux; elsewhere 0)."""
+    """Seconds that runnable threads of this process waited for a core (Linux; elsewhere 0)."""
     delays = (path.read_text().split()[1] for path in Path("/proc/self/task").glob("*/schedstat"))
     return sum(map(int, delays)) / 1e9
 
@@ -85,7 +85,7 @@ def server(demo_model: Path) -> Iterator[Server]:
 
 
 def refused(server: Server, route: str, body: bytes, content_type: str = "application/json") -> None:
-    """The answer is a documented refusal, soon."""
+    """Assert that the answer is a documented refusal and fast."""
     seconds = []
     for _ in range(TRIES):
         status, answer_type, reply, took = server.post(route, body, content_type)
@@ -105,7 +105,7 @@ def refused(server: Server, route: str, body: bytes, content_type: str = "applic
 
 
 WRONG: dict[str, st.SearchStrategy[Any]] = {}
-"""For each field, values no body may have there."""
+"""Invalid values of each field."""
 
 _NOT_A_NUMBER = st.one_of(st.text(max_size=5), st.booleans(), st.lists(st.integers(), max_size=2), st.just({}))
 _FRACTIONS = st.floats(allow_nan=False, allow_infinity=False).filter(lambda x: not x.is_integer())
@@ -141,14 +141,14 @@ JSON_VALUES = st.recursive(
 
 
 def dumps(value: object) -> bytes:
-    """As Python's own writer has it: integers of any size, Infinity, surrogates."""
+    """Write as Python's json module does: integers of any size, Infinity, surrogates."""
 
     return json.dumps(value).encode("utf-8", "surrogatepass")
 
 
 @st.composite
 def wrong_parameters(draw: st.DrawFn) -> bytes:
-    """A good body but for one parameter or more, with unknown fields strewn in."""
+    """A valid body but for some parameters, with unknown fields added."""
     names = draw(st.lists(st.sampled_from(sorted(WRONG)), min_size=1, max_size=4, unique=True))
     parameters: dict[str, Any] = {name: draw(WRONG[name]) for name in names}
     if draw(st.booleans()):
@@ -158,7 +158,7 @@ def wrong_parameters(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def no_object(draw: st.DrawFn) -> bytes:
-    """JSON, but not of a body: another type, or `inputs` wrong or missing."""
+    """JSON of another type, or with `inputs` wrong or missing."""
     value = draw(JSON_VALUES)
     if isinstance(value, dict):
         value.pop("inputs", None)
@@ -170,7 +170,7 @@ def no_object(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def cut_or_garbled(draw: st.DrawFn) -> bytes:
-    """A good body that lost its end, or one byte of which became another that JSON cannot have there."""
+    """A valid body that was cut, or in which one byte makes it invalid JSON."""
     if draw(st.booleans()):
         return GOOD[: draw(st.integers(0, len(GOOD) - 1))]
     at = draw(st.integers(0, len(GOOD) - 1))
@@ -179,7 +179,7 @@ def cut_or_garbled(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def nested(draw: st.DrawFn) -> bytes:
-    """Brackets without end."""
+    """Deeply nested brackets."""
     depth = draw(st.integers(1100, 200_000))
     opening, closing = draw(st.sampled_from([(b"[", b"]"), (b'{"a":', b"}"), (b'{"inputs":[', b"]}")]))
     return opening * depth + (b"1" + closing * depth if draw(st.booleans()) else b"")

@@ -1,4 +1,4 @@
-"""However an answer is cut into pieces, the same is told; nothing is lost; and hostile text costs linear time."""
+"""Parsers give the same events for every split of an answer, lose nothing, and take linear time on hostile text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ separators = st.sampled_from([(", ", ": "), (",", ":"), (" ,\n", " :\t")])
 
 @st.composite
 def calls(draw: st.DrawFn) -> str:
-    """A call's object, as the formats have it, mostly well-formed."""
+    """The object of a tool call, mostly well-formed."""
     name = draw(st.sampled_from([*TOOLS, *TOOLS, "unknown"]))
     arguments = draw(objects)
     as_ascii, between = draw(st.booleans()), draw(separators)
@@ -59,7 +59,7 @@ WRAPPERS = [
 
 @st.composite
 def answers(draw: st.DrawFn) -> str:
-    """Answers of any format, or of none; then maybe cut short, maybe with a character changed."""
+    """Answers in any format or none, possibly cut or with one character changed."""
     parts: list[str] = []
     for _ in range(draw(st.integers(0, 4))):
         before, after = draw(st.sampled_from(WRAPPERS))
@@ -80,7 +80,7 @@ def make(kind: str) -> OutputParser:
 
 
 def told(kind: str, pieces: list[str]) -> list[tuple[str, int, str]]:
-    """(kind, index, text) of each event, neighbours of a kind joined."""
+    """(kind, index, text) of each event; adjacent events of one kind are joined."""
     parser = make(kind)
     joined: list[tuple[str, int, str]] = []
 
@@ -188,7 +188,7 @@ BEFORE = {
 @pytest.mark.parametrize("kind", BEFORE)
 @pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_answer_takes_linear_time(kind: str, unit: str) -> None:
-    """Quadratic work on these lengths takes minutes; the bound leaves room for a slow machine."""
+    """Quadratic work takes minutes at this length; the bound allows for a slow machine."""
     hostile = unit * (MILLION // 8 // len(unit))
     answer = BEFORE[kind] + hostile
     for pieces in (list(answer), [answer]):

@@ -1,4 +1,4 @@
-"""A server that client libraries are tried on, and what its model says to one question."""
+"""The server for client libraries, and its model's answer to one question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 QUESTION = "What is the capital of France? Answer in one English sentence."
 ANSWER = "The capital of France is Paris."
-"""What the model answers, in seven tokens and the one that ends the turn; no second choice comes near."""
+"""The model's answer: seven tokens and the end-of-turn token, each far more probable than the next."""
 ANSWER_TOKENS = 8
 PROMPT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
@@ -39,20 +39,20 @@ PLACE = {
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is ready."""
+    """A ready server."""
 
     url: str
     model: str
-    """The id it goes by."""
+    """The id of the model."""
     tokenizer: Tokenizer
 
     def count(self, text: str) -> int:
-        """The tokens of a text."""
+        """Number of tokens of a text."""
         return len(self.tokenizer.encode(text).ids)
 
     @contextmanager
     def full(self) -> Iterator[None]:
-        """While this lasts every place is taken; afterwards they are free again."""
+        """Hold all permits of the server inside the block."""
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="-", max_retries=0)
         with client:
             endless = client.completions.create(

@@ -46,7 +46,9 @@ def test_a_module_is_short_and_its_docstrings_are_declarative(path: Path) -> Non
         assert [(number, line.strip()) for number, line in enumerate(lines, 1) if WORDS.search(line)] == []
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name
+)
 def test_a_document_uses_plain_words(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [(number, line) for number, line in enumerate(lines, 1) if WORDS.search(line)] == []
