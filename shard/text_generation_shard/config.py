@@ -56,8 +56,8 @@ class ShardConfig(ProcessConfig, cli_prog_name="text-generation-shard"):
     trace_steps: str = ""
     """File to which the torch engine writes one JSON line a step: times of host and device; of several replicas, FILE-0, ….
     Of a model on several GPUs the first one writes."""
-    gateway: bool = True
-    """Serve the protocol of TensorRT-LLM's own gRPC server as well, where the engine schedules for itself."""
+    gateway: bool = False
+    """Also serve the protocol of TensorRT-LLM's own gRPC server. For engines that schedule for themselves."""
     reflection: bool = False
     """Serve gRPC reflection, for grpcurl."""
     shutdown_timeout: Annotated[float, Field(gt=0)] = 10.0

@@ -16,9 +16,9 @@ from text_generation_shard.engine import (
     Orders,
     Sampling,
     Scheduling,
+    StepResult,
     Stopping,
 )
-from text_generation_shard.session import Report
 
 _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
@@ -114,32 +114,31 @@ def _sampling_from_pb(message: pb.Sampling) -> Sampling:
     )
 
 
-def report_to_pb(report: Report) -> pb.StepReport:
-    """A report as it goes on the wire."""
-    result = report.result
+def report_to_pb(report: StepResult) -> pb.StepReport:
+    """Convert the report of a step."""
     message = pb.StepReport(
         step=report.step,
         orders_applied=report.orders_applied,
-        slots=result.slots,
-        token_counts=result.token_counts,
-        token_ids=result.token_ids,
-        logprobs=result.logprobs,
+        slots=report.slots,
+        token_counts=report.token_counts,
+        token_ids=report.token_ids,
+        logprobs=report.logprobs,
         step_ns=report.step_ns,
-        forward_ns=result.forward_ns,
+        forward_ns=report.forward_ns,
         running=report.running,
         used_blocks=report.used_blocks,
         queued=report.queued,
     )
-    for slot, tokens in result.prefilled:
+    for slot, tokens in report.prefilled:
         message.prefilled_slots.append(slot)
         message.prefilled_tokens.append(tokens)
-    for slot, reason in result.finished:
+    for slot, reason in report.finished:
         message.finished.add(slot=slot, reason=_FINISH_REASONS[reason])
-    for failure in result.failed:
+    for failure in report.failed:
         message.failed.add(slot=failure.slot, code=_FAILURE_CODES[failure.code], message=failure.message)
-    for top in result.top_tokens:
+    for top in report.top_tokens:
         message.top_tokens.add(slot=top.slot, index=top.index, token_ids=top.token_ids, logprobs=top.logprobs)
-    for scores in result.prompt_logprobs:
+    for scores in report.prompt_logprobs:
         scored = message.prompt_logprobs.add(slot=scores.slot, logprobs=scores.logprobs)
         for token_ids, logprobs in scores.tops or ():
             scored.top_counts.append(len(token_ids))

@@ -198,9 +198,10 @@ class PromptScores:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one step brought, in columns: slots[i] got the next token_counts[i] of token_ids and logprobs.
+    """The result of one step, in columns: slots[i] got the next token_counts[i] of token_ids and logprobs.
 
-    A slot in `finished` or `failed` is free again: the engine has dropped its sequence.
+    A slot in `finished` or `failed` is free again: the engine has dropped its sequence. The engine fills the fields down to
+    `forward_ns`, the session those below.
     """
 
     slots: list[int] = field(default_factory=list)
@@ -215,10 +216,21 @@ class StepResult:
     top_tokens: list[TopTokens] = field(default_factory=list)
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
     forward_ns: int = 0
+    """Time of the forward pass; in a report, of all steps since the report before."""
+
+    step: int = 0
+    """Steps run in this session."""
+    orders_applied: int = 0
+    """Number of the last orders applied."""
+    step_ns: int = 0
+    """Time of the steps since the report before: none, one, or several whose results were silent."""
+    running: int = 0
+    used_blocks: int = 0
+    queued: int = 0
 
     @property
     def is_silent(self) -> bool:
-        """Whether a client has nothing to learn from it: an engine that schedules for itself may save tokens up."""
+        """True if it has nothing for a client: a self-scheduling engine may hold tokens back to report them together."""
         return not (self.slots or self.prefilled or self.finished or self.failed)
 
 

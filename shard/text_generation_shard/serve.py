@@ -1,4 +1,4 @@
-"""The shard's composition root: listen, load, serve, stop in order."""
+"""Run a shard: listen, load the model, serve, stop in order."""
 
 from __future__ import annotations
 
@@ -16,70 +16,77 @@ from grpc_health.v1.health import aio as grpc_health
 from grpc_reflection.v1alpha import reflection
 
 from text_generation_proto.channel import SERVER_OPTIONS
-from text_generation_proto.gateway import trtllm_service_pb2, trtllm_service_pb2_grpc
 from text_generation_proto.process import ExitCode, SocketInUse, claim_socket, remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.gateway.host import HostServicer
-from text_generation_shard.gateway.servicer import GatewayServicer
-from text_generation_shard.servicer import EngineThread
+from text_generation_shard.servicer import ShardServicer
+from text_generation_shard.session import EngineThread, SessionOwner
 
 log = structlog.get_logger()
 
 
 class CannotServe(Exception):
-    """The shard cannot start; one clear line."""
+    """The shard cannot start; the message is one line."""
 
 
 async def serve(config: ShardConfig) -> ExitCode:
-    """Serve until told to stop or the engine breaks. Raises CannotServe."""
+    """Serve until a signal arrives or the engine fails. Raises CannotServe."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(sig, stopping.set)
     thread = EngineThread()
-    servicer = HostServicer(thread, config.rank, config.world_size)
+    owner = SessionOwner(thread)
     health = grpc_health.HealthServicer()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    shard_pb2_grpc.add_ShardServicer_to_server(servicer, server)
-    # A follower computes what rank 0 says: there is nothing to ask it for.
-    gateway_served = config.gateway and config.rank == 0
-    if gateway_served:
-        folder = Path(config.model_path) if config.model_path else None
-        gateway = GatewayServicer(servicer, folder, tensor_parallel=config.tensor_parallel)
-        trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(gateway, server)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    services = _add_services(server, config, owner, health)
     if config.reflection:
-        names = [shard_pb2.DESCRIPTOR.services_by_name["Shard"].full_name, reflection.SERVICE_NAME]
-        if gateway_served:
-            names.append(trtllm_service_pb2.DESCRIPTOR.services_by_name["TrtllmService"].full_name)
-        reflection.enable_server_reflection(
-            [*names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name], server
-        )
+        reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server)
     with _listening(server, config.address):
         await server.start()
         log.info("loading", engine=config.engine, model=config.model_path)
-        code = await _serve_engine(config, thread, servicer, health, stopping)
+        code = await _serve_engine(config, thread, owner, health, stopping)
         await health.enter_graceful_shutdown()
-        servicer.stop_lending()
-        servicer.end_session()
+        owner.stop()
         await server.stop(grace=1.0)
         thread.close()
         return code
 
 
+def _add_services(
+    server: grpc.aio.Server, config: ShardConfig, owner: SessionOwner, health: grpc_health.HealthServicer
+) -> list[str]:
+    """Register the services; return their names."""
+    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, config.rank, config.world_size), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    names = [
+        shard_pb2.DESCRIPTOR.services_by_name["Shard"].full_name,
+        health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+    ]
+    # A follower only mirrors rank 0: it has no sessions.
+    if config.gateway and config.rank == 0:
+        from text_generation_proto.gateway import trtllm_service_pb2, trtllm_service_pb2_grpc
+        from text_generation_shard.gateway.servicer import GatewayServicer
+
+        folder = Path(config.model_path) if config.model_path else None
+        gateway = GatewayServicer(owner, folder, tensor_parallel=config.tensor_parallel)
+        trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(gateway, server)
+        names.append(trtllm_service_pb2.DESCRIPTOR.services_by_name["TrtllmService"].full_name)
+    return names
+
+
 async def _serve_engine(
     config: ShardConfig,
     thread: EngineThread,
-    servicer: HostServicer,
+    owner: SessionOwner,
     health: grpc_health.HealthServicer,
     stopping: asyncio.Event,
 ) -> ExitCode:
     loading = thread.submit(build_engine, config)
-    await _first(stopping.wait(), asyncio.wait((loading,)))
+    await _wait_for_either(stopping.wait(), asyncio.wait((loading,)))
     if stopping.is_set():
         return ExitCode.STOPPED
     try:
@@ -87,17 +94,16 @@ async def _serve_engine(
     except EngineError as error:
         raise CannotServe(str(error)) from error
     info = engine.info
-    servicer.serve(engine)
+    owner.serve(engine)
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
-    await _first(stopping.wait(), servicer.crashed.wait())
+    await _wait_for_either(stopping.wait(), owner.crashed.wait())
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    # A group is stopped together: one that has just lost another need not say so.
-    if servicer.crashed.is_set() and not stopping.is_set():
+    # While a group stops, a rank may see another rank leave first. That is no crash.
+    if owner.crashed.is_set() and not stopping.is_set():
         return ExitCode.BUG
     log.info("stopping")
-    servicer.stop_lending()
-    servicer.end_session()
+    owner.stop()
     closing = thread.submit(engine.close)
     try:
         await asyncio.wait_for(asyncio.shield(closing), config.shutdown_timeout)
@@ -106,14 +112,14 @@ async def _serve_engine(
     return ExitCode.STOPPED
 
 
-async def _first(one: Awaitable[object], other: Awaitable[object]) -> None:
-    """Wait for either; neither is cancelled."""
+async def _wait_for_either(first: Awaitable[object], second: Awaitable[object]) -> None:
+    """Wait until one of two awaitables is done, then stop waiting for the other."""
 
     async def wait(awaitable: Awaitable[object]) -> None:
         await awaitable
 
     async with asyncio.TaskGroup() as tasks:
-        waits = [tasks.create_task(wait(one)), tasks.create_task(wait(other))]
+        waits = [tasks.create_task(wait(first)), tasks.create_task(wait(second))]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for task in waits:
             task.cancel()
@@ -121,14 +127,14 @@ async def _first(one: Awaitable[object], other: Awaitable[object]) -> None:
 
 @contextmanager
 def _listening(server: grpc.aio.Server, address: str) -> Iterator[None]:
-    """Bind `address`; a unix socket is for its owner alone, and gone afterwards."""
+    """Bind `address`. A unix socket is accessible to its owner only, and removed at the end."""
     path = socket_path(address)
     if path is not None:
         try:
             claim_socket(path)
         except SocketInUse as error:
             raise CannotServe(str(error)) from error
-    # The socket must never be there with wider rights, not even until a chmod.
+    # A umask, not a later chmod: the socket must never exist with wider permissions.
     umask = os.umask(0o177)
     try:
         server.add_insecure_port(address)

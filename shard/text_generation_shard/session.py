@@ -1,52 +1,69 @@
-"""One Run session on the engine's thread: orders in, steps, reports out.
+"""The engine's thread, and the one session that drives the engine.
 
-    boundary: take at most one set of orders, apply it; with nothing to run, wait for orders and burn no CPU
-    report:   what the last step brought, and the number of the orders applied at the boundary after it
-    step:     one forward pass
+A session is a loop on the engine's thread:
 
-The report of a step leaves after the next boundary's orders were applied and before the next step runs. So a client
-learns one step sooner that its orders were taken, and the device never waits for a report to be written.
+    boundary  apply at most one set of orders; with nothing to run, block until orders arrive
+    report    send the result of the last step, with the number of the last orders applied
+    step      run one forward pass
+
+The report of a step leaves after the orders of the next boundary were applied and before the next step runs. A client
+learns one step earlier that its orders were applied, and the device never waits for a report to be written.
 """
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ParamSpec, TypeVar
 
-from text_generation_shard.engine import Admission, Engine, Orders, StepResult
+import structlog
+
+from text_generation_shard.engine import Admission, Engine, EngineError, Orders, StepResult, WarmUpLimits
+
+log = structlog.get_logger()
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class EngineThread:
+    """The only thread that touches the engine."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    def submit(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
+        """Run a blocking call on the thread. The call goes on if the future is cancelled."""
+        # The context holds the fields of every log record.
+        return asyncio.wrap_future(self._pool.submit(copy_context().run, partial(call, *args, **kwargs)))
+
+    def close(self) -> None:
+        """Accept no more calls. Does not wait for a call in progress."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(slots=True)
-class Report:
-    """What a client is to be told after a boundary."""
-
-    step: int
-    orders_applied: int
-    result: StepResult
-    step_ns: int
-    """Of the steps since the report before: one, none, or several whose results said nothing."""
-    running: int
-    used_blocks: int
-    queued: int
-
-
-@dataclass(slots=True)
-class Session:
-    """Drives `engine` until `end`. `emit` is called on the engine's thread."""
+class EngineSession:
+    """Drives `engine` until `end`. Calls `emit` on the engine's thread."""
 
     engine: Engine
-    emit: Callable[[Report], None]
+    emit: Callable[[StepResult], None]
     ending: bool = False
-    """Whether `end` was called: at the next boundary the session is over."""
+    """True after `end`: the session is over at the next boundary."""
     _inbox: queue.SimpleQueue[Orders | None] = field(default_factory=queue.SimpleQueue)
-    """None: look again, something changed that is no order."""
+    """None wakes the loop without orders."""
 
     def order(self, orders: Orders) -> None:
-        """Queue orders; they are applied in order, one set a boundary. From any thread.
+        """Queue orders. They are applied in order, one set per boundary. May be called from any thread.
 
-        Grammars are begun here and waited for by nobody: a later order never stands behind one.
+        Compiling of grammars starts here. Orders do not wait for it.
         """
         if any(admission.grammar is not None for admission in orders.admit):
             orders = replace(orders, admit=tuple(self._with_matcher(admission) for admission in orders.admit))
@@ -57,22 +74,22 @@ class Session:
         if admission.grammar is None or grammars is None:
             return admission
         first = len(admission.prompt) - admission.generated_tokens
-        building = grammars.build(admission.grammar, admission.prompt[first:])
-        # The engine may have nothing to step until it is there.
-        building.add_done_callback(lambda _: self._put(None))
-        return replace(admission, matcher=building)
+        matcher = grammars.build(admission.grammar, admission.prompt[first:])
+        # The engine may have nothing to compute until the matcher exists.
+        matcher.add_done_callback(lambda _: self._put(None))
+        return replace(admission, matcher=matcher)
 
     def end(self) -> None:
-        """End the session at the next boundary, whatever orders are left. From any thread."""
+        """End the session at the next boundary and discard queued orders. May be called from any thread."""
         self.ending = True
-        self._put(None)  # for a session that waits for orders
+        self._put(None)
 
     def _put(self, orders: Orders | None) -> None:
         self._inbox.put(orders)
         self.engine.wake()
 
     def run(self) -> None:
-        """Serve until `end`; then hold nothing. Raises what the engine raises beyond its contract."""
+        """Run steps until `end`, then drop every sequence. Raises the engine's fatal errors."""
         engine = self.engine
         steps = applied = step_ns = forward_ns = 0
         result: StepResult | None = None
@@ -90,9 +107,14 @@ class Session:
                     result = result or StepResult()
                     result.failed += failures
                 if result is not None and (orders is not None or not result.is_silent):
-                    result.forward_ns = forward_ns
-                    report = Report(steps, applied, result, step_ns, engine.running, engine.used_blocks, engine.queued)
-                    self.emit(report)
+                    result.step, result.orders_applied = steps, applied
+                    result.step_ns, result.forward_ns = step_ns, forward_ns
+                    result.running, result.used_blocks, result.queued = (
+                        engine.running,
+                        engine.used_blocks,
+                        engine.queued,
+                    )
+                    self.emit(result)
                     step_ns = forward_ns = 0
                 started = time.perf_counter_ns()
                 result = engine.step()
@@ -102,3 +124,110 @@ class Session:
                     forward_ns += result.forward_ns
         finally:
             engine.reset()
+
+
+class SessionOwner:
+    """Lends the engine to one session at a time. Used on the event loop only."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self.engine: Engine | None = None
+        """None while the model loads."""
+        self.num_blocks = 0
+        """Size of the KV pool; 0 until the engine is warmed up."""
+        self.session: EngineSession | None = None
+        """The open session. One that is ending stays here until its last step is done."""
+        self.stopping = False
+        self.crashed = asyncio.Event()
+        """Set when the engine failed for good."""
+        self._on_wanted: Callable[[], None] = _ignore
+        self._closed = asyncio.Event()
+        self._closed.set()
+
+    def serve(self, engine: Engine) -> None:
+        """Serve `engine` from now on."""
+        loop = asyncio.get_running_loop()
+
+        def on_broken(reason: str) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the process is exiting
+                loop.call_soon_threadsafe(self.crashed.set)
+
+        self.engine = engine
+        engine.on_broken(on_broken)
+
+    def warm_up(self, engine: Engine, limits: WarmUpLimits) -> asyncio.Future[int]:
+        """Start to warm the engine up; the result is the number of KV blocks. Needs `wait_until_free` before it."""
+
+        def on_done(done: asyncio.Future[int]) -> None:
+            if not done.cancelled() and done.exception() is None:
+                self.num_blocks = done.result()
+
+        self.num_blocks = 0  # the old pool is gone
+        warming = self._thread.submit(engine.warm_up, limits)
+        warming.add_done_callback(on_done)
+        return warming
+
+    async def wait_until_free(self) -> bool:
+        """Return True once no session is open, False if one is open and in use.
+
+        A session whose client is gone ends with the step in progress; wait for it.
+        """
+        self._on_wanted()
+        while self.session is not None:
+            if not self.session.ending:
+                return False
+            await self._closed.wait()
+        return True
+
+    def open_session(
+        self,
+        engine: Engine,
+        on_report: Callable[[StepResult | None], None],
+        on_wanted: Callable[[], None] | None = None,
+    ) -> EngineSession:
+        """Start a session on the engine's thread. Needs `wait_until_free` before it.
+
+        `on_report` gets each report, and None when the session is over. `on_wanted` is called when somebody else asks for
+        the engine: it may end the session. The session ends with the step in progress if its client breaks off.
+        """
+        loop = asyncio.get_running_loop()
+
+        def emit(report: StepResult) -> None:
+            # The reports not yet handled are bounded: a sequence cannot run past its blocks.
+            with suppress(RuntimeError):  # the loop is closed: the process is exiting
+                loop.call_soon_threadsafe(on_report, report)
+
+        def on_done(done: asyncio.Future[None]) -> None:
+            # Change the state before logging: a log record that cannot be written must not leave a client waiting.
+            self.session, self._on_wanted = None, _ignore
+            self._closed.set()
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                self.crashed.set()
+            on_report(None)
+            if isinstance(error, EngineError):
+                log.error("the engine failed", reason=str(error))
+            elif error is not None:
+                log.error("the engine failed", exc_info=error)
+            log.info("session closed")
+
+        session = self.session = EngineSession(engine, emit)
+        self._on_wanted = on_wanted or _ignore
+        self._closed.clear()
+        log.info("session opened")
+        self._thread.submit(session.run).add_done_callback(on_done)
+        return session
+
+    def end_session(self) -> None:
+        """End the open session at its next step boundary; no-op if none is open."""
+        if self.session is not None:
+            self.session.end()
+
+    def stop(self) -> None:
+        """End the open session: the shard is stopping."""
+        self.stopping = True
+        self.end_session()
+
+
+def _ignore() -> None:
+    """Do nothing."""

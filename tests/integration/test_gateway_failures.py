@@ -39,7 +39,7 @@ async def test_while_the_model_loads_nothing_is_served(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await gateway.stub.GetModelInfo(pb.GetModelInfoRequest())
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        gateway.host.serve(echo())
+        gateway.owner.serve(echo())
         assert await health(gateway) == "OK"
 
 
@@ -83,7 +83,7 @@ async def test_an_engine_that_breaks_fails_every_call_and_the_shards_health(tmp_
                 await rest(call)
             assert (error.value.code(), error.value.details()) == (grpc.StatusCode.INTERNAL, "the engine failed")
         assert await health(gateway) == "the engine failed"
-        assert gateway.host.crashed.is_set()
+        assert gateway.owner.crashed.is_set()
         assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, "the engine failed")
 
 
@@ -91,8 +91,7 @@ async def test_a_session_that_is_ended_ends_its_calls(tmp_path: Path) -> None:
     async with serve_gateway(slow_echo(), tmp_path) as gateway:
         call = gateway.stub.Generate(ask([1], 30_000))
         await call.read()
-        gateway.host.stop_lending()
-        gateway.host.end_session()
+        gateway.owner.stop()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await rest(call)
         stopping = (grpc.StatusCode.UNAVAILABLE, "the shard is stopping")
@@ -104,7 +103,7 @@ async def test_a_session_that_is_ended_ends_its_calls(tmp_path: Path) -> None:
 async def test_an_engine_that_breaks_while_nobody_asks_it_refuses_the_next_call(tmp_path: Path) -> None:
     async with serve_gateway(echo(), tmp_path) as gateway:
         assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
-        gateway.host.crashed.set()
+        gateway.owner.crashed.set()
         assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, "the engine failed")
 
 

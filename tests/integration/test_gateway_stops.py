@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
-from text_generation_shard.gateway.stop_strings import StopWatch
+from text_generation_shard.gateway.stop_strings import StopStringFinder
 
 
 @pytest.fixture
@@ -148,13 +148,13 @@ async def test_a_tokenizer_that_cannot_be_read_is_said_to_be_so(tmp_path: Path) 
 # ---------------------------------------------------------------------------------------------------------- any text at all
 
 
-def watched(pieces: list[str], stops: list[str], *, keep: bool) -> tuple[list[int], StopWatch]:
+def watched(pieces: list[str], stops: list[str], *, keep: bool) -> tuple[list[int], StopStringFinder]:
     """How many tokens may leave after each, with token i spelling pieces[i], until a stop string is found."""
-    watch = StopWatch(stops, pieces.__getitem__, keep=keep)
+    watch = StopStringFinder(stops, pieces.__getitem__, keep=keep)
     leaving: list[int] = []
     for token in range(len(pieces)):
         watch.feed(token)
-        leaving.append(watch.leaving)
+        leaving.append(watch.sendable)
         if watch.matched is not None:
             break
     return leaving, watch
@@ -188,10 +188,10 @@ def test_what_leaves_is_never_taken_back_and_the_first_match_ends_it(
     assert len(leaving) == last + 1
     begins = [token for token, reached in enumerate(ends) if pieces[token] and reached - len(pieces[token]) == start]
     if keep or not begins:
-        assert watch.leaving == last + 1
+        assert watch.sendable == last + 1
     else:
         # Tokens that spell nothing go with the next that spells something.
-        assert "".join(pieces[: watch.leaving]) == text[:start]
+        assert "".join(pieces[: watch.sendable]) == text[:start]
 
 
 @given(pieces, stops)

@@ -18,9 +18,9 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Admission, Engine, Failure, Orders
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
-from text_generation_shard.gateway.host import HostServicer
 from text_generation_shard.gateway.servicer import GatewayServicer
-from text_generation_shard.servicer import EngineThread
+from text_generation_shard.servicer import ShardServicer
+from text_generation_shard.session import EngineThread, SessionOwner
 
 GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
@@ -60,7 +60,7 @@ class Gateway:
     address: str
     channel: grpc.aio.Channel
     stub: trtllm_service_pb2_grpc.TrtllmServiceAsyncStub
-    host: HostServicer
+    owner: SessionOwner
     shard: ShardClient
     """The same shard, as a router sees it."""
 
@@ -116,24 +116,23 @@ async def serve_gateway(
 ) -> AsyncIterator[Gateway]:
     """Serve `engine` on a socket in `folder`, None: as while it loads. `model` is where the tokenizer is."""
     thread = EngineThread()
-    host = HostServicer(thread, rank=0, world_size=1)
+    owner = SessionOwner(thread)
     if engine is not None:
-        host.serve(engine)
+        owner.serve(engine)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    shard_pb2_grpc.add_ShardServicer_to_server(host, server)
+    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, rank=0, world_size=1), server)
     trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(
-        GatewayServicer(host, model, tensor_parallel=2, max_waiting=max_waiting), server
+        GatewayServicer(owner, model, tensor_parallel=2, max_waiting=max_waiting), server
     )
     address = f"unix://{folder}/gateway"
     server.add_insecure_port(address)
     await server.start()
     try:
-        # A connection that holds no more than it must: whoever does not read is noticed.
+        # Small flow-control windows: a client that does not read is noticed.
         options = [("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(address, options) as channel, ShardClient.connect(address) as shard:
-            yield Gateway(address, channel, trtllm_service_pb2_grpc.TrtllmServiceStub(channel), host, shard)
+            yield Gateway(address, channel, trtllm_service_pb2_grpc.TrtllmServiceStub(channel), owner, shard)
     finally:
-        host.stop_lending()
-        host.end_session()
+        owner.stop()
         await server.stop(grace=1)
         thread.close()

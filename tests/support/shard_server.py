@@ -15,7 +15,8 @@ from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_router.shards.cluster import Cluster
 from text_generation_shard.engine import Engine
-from text_generation_shard.servicer import EngineThread, ShardServicer
+from text_generation_shard.servicer import ShardServicer
+from text_generation_shard.session import EngineThread, SessionOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class ServedShard:
 
     client: ShardClient
     end_session: Callable[[], None]
-    """Ends the session that is open, as a crash would."""
+    """Ends the open session, as a crash would."""
     health: health.aio.HealthServicer
 
 
@@ -32,10 +33,10 @@ class ServedShard:
 async def serve_engine(engine: Engine, address: str) -> AsyncIterator[ServedShard]:
     """Serve `engine` at `address`."""
     thread = EngineThread()
-    servicer = ShardServicer(thread, rank=0, world_size=1)
-    servicer.serve(engine)
+    owner = SessionOwner(thread)
+    owner.serve(engine)
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    shard_pb2_grpc.add_ShardServicer_to_server(servicer, server)
+    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, rank=0, world_size=1), server)
     health_servicer = health.aio.HealthServicer()
     await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -43,9 +44,9 @@ async def serve_engine(engine: Engine, address: str) -> AsyncIterator[ServedShar
     await server.start()
     try:
         async with ShardClient.connect(address) as client:
-            yield ServedShard(client, servicer.end_session, health_servicer)
+            yield ServedShard(client, owner.end_session, health_servicer)
     finally:
-        servicer.end_session()
+        owner.end_session()
         await server.stop(grace=1)
         thread.close()
 

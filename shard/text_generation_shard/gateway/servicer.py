@@ -1,11 +1,13 @@
-"""TensorRT-LLM's gateway protocol over the shard's engine: trtllm_service.proto, RPC by RPC.
+"""The TrtllmService of trtllm_service.proto, TensorRT-LLM's gateway protocol, over the shard's engine.
 
-    unserved, ask   a request → admissions, or the name of the field that cannot be honoured
-    desk, run       admissions → slots of one session that all calls share
-    output, answers tokens → chunks and completes; stop_strings, vocabulary where there are stop strings
+    request       GenerateRequest → new sequences, or the name of the field that cannot be honoured
+    session       new sequences → slots of one engine session that all calls share
+    call          tokens → chunks and completes
+    stop_strings  stop strings → number of tokens to send
+    describe      model, server and tokenizer
 
-Only engines that schedule for themselves are served so: a gateway has no KV blocks to give. Beside any other engine every call
-is UNIMPLEMENTED, as if the service were not there.
+Only self-scheduling engines are served: a gateway has no KV blocks to assign. With any other engine every call is UNIMPLEMENTED,
+as if the service did not exist.
 """
 
 from __future__ import annotations
@@ -20,57 +22,58 @@ import structlog
 from text_generation_proto.gateway import common_pb2 as common
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.gateway import trtllm_service_pb2_grpc
-from text_generation_shard.engine import EngineInfo, Scheduling
-from text_generation_shard.gateway.answers import chunk, complete
-from text_generation_shard.gateway.ask import Ask, read_ask
-from text_generation_shard.gateway.bundle import NoTokenizer, build_bundle, chunks
-from text_generation_shard.gateway.call import Call
-from text_generation_shard.gateway.describe import model_info, server_info
-from text_generation_shard.gateway.desk import MAX_WAITING, Desk
-from text_generation_shard.gateway.errors import CallFailed, refused
-from text_generation_shard.gateway.host import HostServicer
-from text_generation_shard.gateway.vocabulary import NoVocabulary, Vocabulary
+from text_generation_shard.engine import Engine, Scheduling
+from text_generation_shard.gateway.call import GatewayCall
+from text_generation_shard.gateway.describe import (
+    NoTokenizer,
+    archive_chunks,
+    build_archive,
+    model_info,
+    server_info,
+)
+from text_generation_shard.gateway.request import CallFailed, GatewayRequest, read_request, refused
+from text_generation_shard.gateway.session import MAX_WAITING, CallRegistry
+from text_generation_shard.gateway.stop_strings import NoVocabulary, Vocabulary
+from text_generation_shard.session import SessionOwner
 
 log = structlog.get_logger()
 
 HEALTHY = "OK"
 
-Asked = TypeVar("Asked")
-Answered = TypeVar("Answered")
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 GenerateContext = grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
-    """The TrtllmService of trtllm_service.proto."""
+    """Serves the engine of `owner` to a gateway, while no router drives it."""
 
     def __init__(
         self,
-        host: HostServicer,
+        owner: SessionOwner,
         model_folder: Path | None,
         *,
         tensor_parallel: int = 1,
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        """`model_folder` is where the tokenizer is, if there is one. As many as `max_waiting` sequences wait for a slot."""
-        self._host = host
+        """`model_folder` has the tokenizer, if there is one. At most `max_waiting` sequences wait for a slot."""
+        self._owner = owner
         self._folder = model_folder
         self._tensor_parallel = tensor_parallel
-        self._desk = Desk(host, max_waiting)
+        self._calls = CallRegistry(owner, max_waiting)
         self._vocabulary: Vocabulary | None = None
-        self._bundle: bytes | None = None
+        self._archive: bytes | None = None
         self._reading = asyncio.Lock()
-
-    # -------------------------------------------------------------------------------------------------------- generate
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the stubs know generators only, gRPC also context.write
         self, request: pb.GenerateRequest, context: GenerateContext
     ) -> None:
+        engine = await self._engine(context)
         try:
-            info = self._info()
-            ask = read_ask(request, info)
-            call = Call(ask, await self._vocabulary_for(ask))
-            async with self._desk.serving(call, info.max_slots):
+            parsed = read_request(request, engine.info)
+            call = GatewayCall(parsed, await self._vocabulary_for(parsed))
+            async with self._calls.running(call, engine):
                 await _answer(call, context)
         except CallFailed as failure:
             log.info("gateway request failed", request_id=request.request_id, code=failure.code.name)
@@ -79,7 +82,7 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
             "gateway request finished",
             request_id=request.request_id,
             finish_reasons=[output.finish_reason for output in call.outputs],
-            prompt_tokens=len(ask.prompt),
+            prompt_tokens=len(parsed.prompt),
             new_tokens=sum(len(output.token_ids) for output in call.outputs),
         )
 
@@ -87,7 +90,7 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
     ) -> pb.AbortResponse:
         await self._check_service(context)
-        found = self._desk.abort(request.request_id)
+        found = self._calls.abort(request.request_id)
         return pb.AbortResponse(success=found, message="aborted" if found else "no request of this id is running")
 
     async def Embed(  # noqa: N802 - gRPC's name
@@ -95,15 +98,13 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
     ) -> pb.EmbedResponse:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "embeddings are not served")
 
-    # -------------------------------------------------------------------------------------------------------- describe
-
     async def HealthCheck(  # noqa: N802 - gRPC's name
         self,
         request: pb.HealthCheckRequest,
         context: grpc.aio.ServicerContext[pb.HealthCheckRequest, pb.HealthCheckResponse],
     ) -> pb.HealthCheckResponse:
         await self._check_service(context)
-        problem = self._host.problem
+        problem = self._calls.problem
         return pb.HealthCheckResponse(status=HEALTHY if problem is None else problem.message)
 
     async def GetModelInfo(  # noqa: N802 - gRPC's name
@@ -111,20 +112,16 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         request: pb.GetModelInfoRequest,
         context: grpc.aio.ServicerContext[pb.GetModelInfoRequest, pb.GetModelInfoResponse],
     ) -> pb.GetModelInfoResponse:
-        try:
-            return model_info(self._info(), self._folder)
-        except CallFailed as failure:
-            await context.abort(failure.code, failure.message)
+        engine = await self._engine(context)
+        return model_info(engine.info, self._folder)
 
     async def GetServerInfo(  # noqa: N802 - gRPC's name
         self,
         request: pb.GetServerInfoRequest,
         context: grpc.aio.ServicerContext[pb.GetServerInfoRequest, pb.GetServerInfoResponse],
     ) -> pb.GetServerInfoResponse:
-        try:
-            return server_info(self._info(), self._tensor_parallel)
-        except CallFailed as failure:
-            await context.abort(failure.code, failure.message)
+        engine = await self._engine(context)
+        return server_info(engine.info, self._tensor_parallel)
 
     async def GetTokenizer(  # type: ignore[override]  # noqa: N802 - as Generate
         self,
@@ -133,13 +130,13 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
     ) -> None:
         await self._check_service(context)
         async with self._reading:
-            if self._bundle is None:
+            if self._archive is None:
                 try:
-                    self._bundle = await asyncio.to_thread(build_bundle, self._folder)
+                    self._archive = await asyncio.to_thread(build_archive, self._folder)
                 except NoTokenizer as error:
                     await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
-        for message in chunks(self._bundle):
-            await context.write(message)
+        for chunk in archive_chunks(self._archive):
+            await context.write(chunk)
 
     async def SubscribeKvEvents(  # type: ignore[override]  # noqa: N802 - as Generate
         self,
@@ -148,25 +145,22 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
     ) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "KV events are not sent")
 
-    # --------------------------------------------------------------------------------------------------------- helpers
-
-    def _info(self) -> EngineInfo:
-        """What the engine is. Raises CallFailed if there is none yet, or it is not one to be served so."""
-        engine = self._host.engine
-        if engine is None:
-            raise CallFailed(grpc.StatusCode.UNAVAILABLE, "the model is loading")
-        if engine.info.scheduling is not Scheduling.SELF:
-            raise CallFailed(grpc.StatusCode.UNIMPLEMENTED, "the engine does not schedule for itself")
-        return engine.info
-
-    async def _check_service(self, context: grpc.aio.ServicerContext[Asked, Answered]) -> None:
-        engine = self._host.engine
+    async def _check_service(self, context: grpc.aio.ServicerContext[Request, Response]) -> None:
+        """Abort if the engine does not schedule for itself."""
+        engine = self._owner.engine
         if engine is not None and engine.info.scheduling is not Scheduling.SELF:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the engine does not schedule for itself")
 
-    async def _vocabulary_for(self, ask: Ask) -> Vocabulary | None:
-        """The tokenizer, where there are stop strings to find. Raises CallFailed if there is none."""
-        if not ask.stops:
+    async def _engine(self, context: grpc.aio.ServicerContext[Request, Response]) -> Engine:
+        """Return the engine. Abort while it loads, or if it does not schedule for itself."""
+        await self._check_service(context)
+        if (engine := self._owner.engine) is None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
+        return engine
+
+    async def _vocabulary_for(self, request: GatewayRequest) -> Vocabulary | None:
+        """Return the tokenizer if `request` has stop strings. Raises CallFailed if there is none."""
+        if not request.stops:
             return None
         async with self._reading:
             if self._vocabulary is None:
@@ -177,18 +171,18 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         return self._vocabulary
 
 
-async def _answer(call: Call, context: GenerateContext) -> None:
-    """Write what comes, as it comes, and the whole at the end. Raises CallFailed."""
+async def _answer(call: GatewayCall, context: GenerateContext) -> None:
+    """Write chunks as tokens arrive, and the completes at the end. Raises CallFailed."""
     over = False
     while not over:
-        await call.news.wait()
-        call.news.clear()
+        await call.changed.wait()
+        call.changed.clear()
         over = call.is_over
         if (failure := call.failure) is not None:
             raise failure
-        if call.ask.streaming:
+        if call.request.streaming:
             for output in call.outputs:
-                if (message := chunk(call.ask, output)) is not None:
+                if (message := call.next_chunk(output)) is not None:
                     await context.write(message)
     for output in call.outputs:
-        await context.write(complete(call, output))
+        await context.write(call.complete(output))

@@ -1,8 +1,11 @@
-"""Stop strings, found in a sequence's text and told in tokens: which of them may leave, and where the sequence ends.
+"""Stop strings: found in the text of a sequence, reported in tokens.
 
-Tokens that complete no character go with the one that does: together they are a *piece*, with a half-open interval of the
-text. Held back is every piece that reaches into the longest end of the text which may still become a stop string; so what
-has left never has to be taken back.
+A shard handles no text, with this exception: a gateway written for TensorRT-LLM sends stop strings as strings and expects the
+server to have the tokenizer. Only tokens leave the shard.
+
+Tokens that complete no character belong to the token that does: together they are a *piece*, with a half-open interval of the
+text. A piece is held back while it overlaps the longest suffix of the text that may still become a stop string, so a sent
+token never has to be taken back.
 """
 
 from __future__ import annotations
@@ -10,11 +13,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
+CONTEXT_TOKENS = 5
+"""Prompt tokens given to the decoder before the first new one: a leading space may depend on them."""
+INCOMPLETE = "\ufffd"
+"""The decoding of bytes that are no whole character yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens [first, last) of the sequence spell text [start, end)."""
+    """Tokens [first, last) of the sequence have the text [start, end)."""
 
     first: int
     last: int
@@ -22,81 +36,86 @@ class _Piece:
     end: int
 
 
-class StopWatch:
-    """Watches one sequence. The match that completes first wins; of several that do, the longest."""
+class StopStringFinder:
+    """Searches one sequence. The match that completes first wins; the longest of those that complete together."""
 
     __slots__ = (
-        "_from",
+        "_decode",
         "_held",
+        "_in_pieces",
         "_keep",
         "_length",
         "_matchers",
-        "_pieced",
-        "_spell",
+        "_min_tokens",
         "_tokens",
-        "leaving",
         "matched",
+        "sendable",
     )
 
-    def __init__(self, stops: Sequence[str], spell: Callable[[int], str], *, keep: bool, min_tokens: int = 0) -> None:
-        """`spell` gives the text each token completes. With `keep` the stop string stays. None counts that is complete
-        with the first `min_tokens` tokens."""
-        self._spell = spell
+    def __init__(self, stops: Sequence[str], decode: Callable[[int], str], *, keep: bool, min_tokens: int = 0) -> None:
+        """`decode` returns the text that each token completes. With `keep` the stop string stays in the output.
+
+        A match that completes within the first `min_tokens` tokens is ignored.
+        """
+        self._decode = decode
         self._keep = keep
-        self._from = min_tokens
+        self._min_tokens = min_tokens
         self._matchers = [_Matcher(stop) for stop in stops]
         self._held: deque[_Piece] = deque()
         self._tokens = 0
-        self._pieced = 0
-        """Tokens that are in a piece."""
+        self._in_pieces = 0
+        """Tokens that are part of a piece."""
         self._length = 0
         """Characters of the text."""
-        self.leaving = 0
-        """How many tokens may leave, from the first one on. Once `matched` is set: how many the sequence has."""
+        self.sendable = 0
+        """Leading tokens that may be sent. Once `matched` is set: the length of the output in tokens."""
         self.matched: str | None = None
 
     def feed(self, token_id: int) -> None:
-        """Take the next token. None may follow once `matched` is set."""
-        text = self._spell(token_id)
+        """Add the next token. Not allowed once `matched` is set."""
+        text = self._decode(token_id)
         self._tokens += 1
         if not text:
             return
         start, self._length = self._length, self._length + len(text)
-        self._held.append(_Piece(self._pieced, self._tokens, start, self._length))
-        self._pieced = self._tokens
+        self._held.append(_Piece(self._in_pieces, self._tokens, start, self._length))
+        self._in_pieces = self._tokens
         if (found := self._search(start, text)) is not None:
             self._end(found)
             return
         certain = self._length - max(matcher.matched for matcher in self._matchers)
         while self._held and self._held[0].end <= certain:
-            self.leaving = self._held.popleft().last
+            self.sendable = self._held.popleft().last
 
     def _search(self, start: int, text: str) -> int | None:
-        """Where in the text the stop string begins that `text` completes; None if it completes none."""
+        """Return the position in the text of the stop string that `text` completes; None if it completes none."""
         for end, character in enumerate(text, start + 1):
             complete = [matcher.stop for matcher in self._matchers if matcher.advance(character)]
-            if complete and self._tokens > self._from:
+            if complete and self._tokens > self._min_tokens:
                 self.matched = max(complete, key=len)
                 return end - len(self.matched)
         return None
 
-    def _end(self, begins_at: int) -> None:
-        """Cut the stop string off where it begins with a token. Cutting inside one would take away what was before it."""
-        cut = None if self._keep else next((piece.first for piece in self._held if piece.start == begins_at), None)
-        self.leaving = self._tokens if cut is None else cut
+    def _end(self, position: int) -> None:
+        """End the output before the stop string at `position` if a token begins there, else after it.
+
+        A cut inside a token would drop the text before the stop string too.
+        """
+        cut = None if self._keep else next((piece.first for piece in self._held if piece.start == position), None)
+        self.sendable = self._tokens if cut is None else cut
 
 
 class _Matcher:
-    """How much of one stop string the text ends in (Knuth, Morris, Pratt 1977)."""
+    """The longest prefix of one stop string that the text ends in (Knuth, Morris, Pratt 1977)."""
 
     __slots__ = ("_failure", "matched", "stop")
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0
-        """Characters, fewer than the stop string has."""
+        """Length of that prefix; less than the stop string."""
         self._failure = [0, 0]
-        """_failure[n]: length of the longest proper prefix of stop[:n] that also ends it."""
+        """_failure[n]: length of the longest proper prefix of stop[:n] that is also its suffix."""
         shorter = 0
         for character in stop[1:]:
             while shorter and stop[shorter] != character:
@@ -105,7 +124,7 @@ class _Matcher:
             self._failure.append(shorter)
 
     def advance(self, character: str) -> bool:
-        """Take one character; whether it completes the stop string."""
+        """Add one character. Return True if it completes the stop string."""
         stop, matched = self.stop, self.matched
         while matched and stop[matched] != character:
             matched = self._failure[matched]
@@ -113,3 +132,69 @@ class _Matcher:
         complete = matched == len(stop)
         self.matched = self._failure[matched] if complete else matched
         return complete
+
+
+class NoVocabulary(Exception):
+    """The tokenizer is missing or cannot be read; the message is one line."""
+
+
+class Vocabulary:
+    """The tokenizer of the model. Immutable, so calls share it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, folder: Path | None) -> Vocabulary:
+        """Read tokenizer.json from the model folder. Takes up to a second. Raises NoVocabulary."""
+        if folder is None or not (folder / "tokenizer.json").is_file():
+            raise NoVocabulary("the model folder has no tokenizer.json")
+        from tokenizers import Tokenizer
+
+        try:
+            return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
+        except Exception as error:  # the library raises nothing more precise
+            raise NoVocabulary(f"the model folder's tokenizer.json cannot be read: {error}") from error
+
+    def decoder_after(self, prompt: Sequence[int]) -> Decoder:
+        """Return a decoder of the tokens that follow `prompt`."""
+        return Decoder(self._tokenizer, prompt[-CONTEXT_TOKENS:])
+
+
+class Decoder:
+    """Decodes the new tokens of one sequence. Control tokens are decoded too: they can be stop strings."""
+
+    __slots__ = ("_context", "_ids", "_length", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer
+        self._context = list(context)
+        self._ids: list[int] = []
+        self._length = 0
+        """Characters returned so far."""
+        self._stream: DecodeStream | None = DecodeStream(ids=self._context, skip_special_tokens=False)
+
+    def step(self, token_id: int) -> str:
+        """Return the text that this token completes; empty while a character is incomplete."""
+        self._ids.append(token_id)
+        text = None if self._stream is None else self._step_stream(self._stream, token_id)
+        if text is None:
+            text = self._decode_all()
+        self._length += len(text)
+        return text
+
+    def _step_stream(self, stream: DecodeStream, token_id: int) -> str | None:
+        """Return None if the library's incremental decoder fails, as it does if a token changes the text before it."""
+        try:
+            return stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # noqa: BLE001 - it raises a bare Exception
+            self._stream = None
+            return None
+
+    def _decode_all(self) -> str:
+        """Decode everything again: exact for any decoder, but slower."""
+        before = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        whole = self._tokenizer.decode(self._context + self._ids, skip_special_tokens=False)
+        return "" if whole.endswith(INCOMPLETE) else whole[len(before) + self._length :]

@@ -24,12 +24,13 @@ from text_generation_shard.engine import (
     GrammarKind,
     Orders,
     Sampling,
+    StepResult,
     Stopping,
     WarmUpLimits,
 )
 from text_generation_shard.engines import build_engine
 from text_generation_shard.grammar import MAX_TEXT, GrammarError, Matcher, load_grammars
-from text_generation_shard.session import Report, Session
+from text_generation_shard.session import EngineSession
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -277,14 +278,14 @@ def test_a_session_goes_on_while_a_grammar_is_built(folder: Path, grammar: Gramm
     free = threading.Event()
     for _ in range(2):
         engine.grammars._pool.submit(free.wait, 30)
-    reports: list[Report] = []
-    session = Session(engine, emit=lambda report: seen(report))
+    reports: list[StepResult] = []
+    session = EngineSession(engine, emit=lambda report: seen(report))
     over: set[int] = set()
 
-    def seen(report: Report) -> None:
+    def seen(report: StepResult) -> None:
         reports.append(report)
-        over.update(slot for slot, _ in report.result.finished)
-        over.update(failure.slot for failure in report.result.failed)
+        over.update(slot for slot, _ in report.finished)
+        over.update(failure.slot for failure in report.failed)
         if 1 in over:
             free.set()
         if over == {0, 1}:
@@ -296,9 +297,9 @@ def test_a_session_goes_on_while_a_grammar_is_built(folder: Path, grammar: Gramm
     session.order(Orders(1, admit=(admission(0, grammar),), prefill=((0, len(PROMPT)),)))
     session.order(Orders(2, admit=(admission(1, None),), prefill=((1, len(PROMPT)),)))
     session.run()
-    order = [slot for report in reports for slot in report.result.slots]
+    order = [slot for report in reports for slot in report.slots]
     assert order[:5] == [1] * 5, "the other sequence waits for nobody"
-    failed = [failure.code for report in reports for failure in report.result.failed]
+    failed = [failure.code for report in reports for failure in report.failed]
     assert failed == ([] if grammar is REGEX else [FailureCode.INVALID])
     assert (0 in order) is (grammar is REGEX)
 
