@@ -12,8 +12,9 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
+from text_generation_proto.values import Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Admission, Engine, Orders, Stopping, WarmUpLimits
+from text_generation_shard.engine import Engine, NewSequence, Orders, WarmUpLimits
 from text_generation_shard.engines import build_engine
 
 ROUNDS = 3
@@ -34,7 +35,7 @@ def run(engine: Engine, sequences: int, prompt_tokens: int, new_tokens: int) -> 
     blocks = -(-(prompt_tokens + new_tokens) // engine.info.block_size)
     draw = random.Random(sequences)
     admissions = tuple(
-        Admission(
+        NewSequence(
             slot=slot,
             prompt=tuple(draw.randrange(engine.info.vocab_size) for _ in range(prompt_tokens)),
             stopping=Stopping(max_new_tokens=new_tokens),

@@ -19,7 +19,8 @@ import time
 from array import array
 from collections.abc import Callable
 
-from text_generation_router.request import FinishReason, Request, RequestId, Service, TenantId
+from text_generation_proto.values import FinishReason
+from text_generation_router.request import Request, RequestId, Service, TenantId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.prefix_tree import PrefixTree
 from text_generation_router.scheduling.scheduler import Scheduler

@@ -169,7 +169,7 @@ class Session:
                 raise SessionClosed("the session is closed") from self._closed
             sequence = _Open(self._free_slots.pop(), [self._free_blocks.pop() for _ in range(needed)])
             self._open[sequence.slot] = sequence
-        admission = pb.Admission(
+        admission = pb.NewSequence(
             slot=sequence.slot,
             prompt=prompt,
             blocks=sequence.blocks,

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.errors import ServingError
-from text_generation_router.request import FinishReason, LogprobJson, Request, TokenId, TopToken
+from text_generation_router.request import LogprobJson, Request, TokenId, TopToken
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.stop import StopMatcher
 from text_generation_router.text.tokenizer import Tokenizer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import NewType, Protocol
 
+from text_generation_proto.values import FinishReason, Grammar, Sampling
 from text_generation_router.errors import ServingError
 
 RequestId = NewType("RequestId", int)
@@ -19,56 +20,6 @@ LogprobJson = bytes
 
 Of a chosen token that means that the engine does not know it; of another one that it could not come.
 Written once for a whole step; floats would print the digits of a float64."""
-
-
-class FinishReason(Enum):
-    """Why a request ended normally; the values are TGI's words."""
-
-    LENGTH = "length"
-    EOS_TOKEN = "eos_token"
-    STOP_SEQUENCE = "stop_sequence"
-
-
-class GrammarKind(Enum):
-    """What a grammar is written in; the values are those of the wire."""
-
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    LARK = "lark"
-    """llguidance's dialect of Lark; only ever written by us."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What a text must look like, proven to compile. `text` is the schema as JSON, the expression or the rules."""
-
-    kind: GrammarKind
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen; neutral values switch a stage off."""
-
-    greedy: bool = True
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    """TGI's: minus f · count / length, over prompt and output."""
-    seed: int | None = 0
-    """None: nobody asked for one, and the engine takes none."""
-    watermark: bool = False
-    min_p: float = 0.0
-    """Drop tokens less probable than this share of the most probable one's probability."""
-    output_frequency_penalty: float = 0.0
-    """OpenAI's frequency_penalty: minus f · count, over the output alone."""
-    output_presence_penalty: float = 0.0
-    """OpenAI's presence_penalty: minus p for each token the output holds."""
-    logit_bias: tuple[tuple[TokenId, float], ...] = ()
-    """Added to the logits of these tokens."""
 
 
 class Priority(IntEnum):

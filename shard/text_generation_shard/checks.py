@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from text_generation_shard.engine import Admission, EngineInfo, Orders, Sampling, Stopping
+from text_generation_proto.values import MAX_LOGIT_BIAS, Sampling, Stopping
+from text_generation_shard.engine import EngineInfo, NewSequence, Orders
 
-MAX_LOGIT_BIAS = 1024
-"""Tokens one sequence may bias."""
 NO_BLOCKS = "the engine schedules for itself: it takes no KV blocks"
 NO_PREFILL = "the engine schedules for itself: it takes no prefill orders"
 
 
-def admission_problem(admission: Admission, info: EngineInfo) -> str | None:
+def admission_problem(admission: NewSequence, info: EngineInfo) -> str | None:
     """What is wrong with `admission` by itself; None if nothing is."""
     return (
         _prompt_problem(admission, info)
@@ -26,7 +25,7 @@ def meant_for_steps(orders: Orders) -> list[tuple[int, str]]:
     return [(slot, NO_BLOCKS) for slot, _ in orders.grants] + [(slot, NO_PREFILL) for slot, _ in orders.prefill]
 
 
-def _prompt_problem(admission: Admission, info: EngineInfo) -> str | None:
+def _prompt_problem(admission: NewSequence, info: EngineInfo) -> str | None:
     if not 0 <= admission.slot < info.max_slots:
         return f"slot {admission.slot} is not one of {info.max_slots}"
     if not admission.prompt:
@@ -52,12 +51,12 @@ def _stopping_problem(stopping: Stopping) -> str | None:
     return None
 
 
-def _asked_problem(admission: Admission, info: EngineInfo) -> str | None:
-    if admission.top_n > info.max_top_n_tokens:
+def _asked_problem(admission: NewSequence, info: EngineInfo) -> str | None:
+    if admission.logprobs.top_n > info.max_top_n_tokens:
         return f"top_n is at most {info.max_top_n_tokens}"
-    if admission.prompt_top_n > info.max_top_n_tokens:
+    if admission.logprobs.prompt_top_n > info.max_top_n_tokens:
         return f"prompt_top_n is at most {info.max_top_n_tokens}"
-    if admission.prompt_top_n and not admission.prompt_logprobs:
+    if admission.logprobs.prompt_top_n and not admission.logprobs.prompt:
         return "prompt_top_n comes with prompt logprobs only"
     if admission.grammar is not None and not info.grammar_kinds:
         return "the engine serves no grammars"

@@ -5,37 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
+from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_shard.engine import (
-    Admission,
-    EngineInfo,
-    FailureCode,
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    Orders,
-    Sampling,
-    Scheduling,
-    StepResult,
-    Stopping,
-)
+from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
 
-_FINISH_REASONS = {
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.EOS_TOKEN: pb.FINISH_REASON_EOS_TOKEN,
-    FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
-}
-_FAILURE_CODES = {
-    FailureCode.INVALID: pb.FAILURE_CODE_INVALID,
-    FailureCode.NUMERICS: pb.FAILURE_CODE_NUMERICS,
-    FailureCode.STEP: pb.FAILURE_CODE_STEP,
-}
-_GRAMMAR_KINDS = {
-    pb.GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.JSON_SCHEMA,
-    pb.GRAMMAR_KIND_REGEX: GrammarKind.REGEX,
-    pb.GRAMMAR_KIND_LARK: GrammarKind.LARK,
-}
-_KINDS_TO_PB = {kind: value for value, kind in _GRAMMAR_KINDS.items()}
 _SCHEDULING = {Scheduling.STEP: pb.SCHEDULING_STEP, Scheduling.SELF: pb.SCHEDULING_SELF}
 
 
@@ -68,49 +41,18 @@ def _grants(message: pb.Orders) -> Iterator[tuple[int, tuple[int, ...]]]:
         at += count
 
 
-def _admission_from_pb(message: pb.Admission) -> Admission:
-    return Admission(
+def _admission_from_pb(message: pb.NewSequence) -> NewSequence:
+    return NewSequence(
         slot=message.slot,
         prompt=tuple(message.prompt),
-        stopping=Stopping(
-            max_new_tokens=message.stopping.max_new_tokens,
-            eos_token_ids=frozenset(message.stopping.eos_token_ids),
-            stop_token_ids=frozenset(message.stopping.stop_token_ids),
-            min_new_tokens=message.stopping.min_new_tokens,
-        ),
-        sampling=_sampling_from_pb(message.sampling),
+        stopping=convert.stopping_from_pb(message.stopping),
+        sampling=convert.sampling_from_pb(message.sampling),
         blocks=tuple(message.blocks),
         computed_tokens=message.computed_tokens,
         generated_tokens=message.generated_tokens,
-        top_n=message.logprobs.top_n,
-        prompt_logprobs=message.logprobs.prompt,
-        prompt_top_n=message.logprobs.prompt_top_n,
-        grammar=_grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
+        logprobs=convert.logprobs_from_pb(message.logprobs),
+        grammar=convert.grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
         cache_salt=message.cache_salt,
-    )
-
-
-def _grammar_from_pb(message: pb.Grammar) -> Grammar:
-    return Grammar(_GRAMMAR_KINDS.get(message.kind, GrammarKind.UNSPECIFIED), message.text)
-
-
-def _sampling_from_pb(message: pb.Sampling) -> Sampling:
-    # Zero is proto3's word for unset; the fields below have no meaning at zero.
-    return Sampling(
-        greedy=message.greedy,
-        temperature=message.temperature or 1.0,
-        top_k=message.top_k,
-        top_p=message.top_p or 1.0,
-        typical_p=message.typical_p or 1.0,
-        repetition_penalty=message.repetition_penalty or 1.0,
-        frequency_penalty=message.frequency_penalty,
-        seed=message.seed,
-        watermark=message.watermark,
-        min_p=message.min_p,
-        output_frequency_penalty=message.output_frequency_penalty,
-        output_presence_penalty=message.output_presence_penalty,
-        logit_bias_ids=tuple(message.logit_bias_ids),
-        logit_bias_values=tuple(message.logit_bias_values),
     )
 
 
@@ -133,9 +75,9 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
         message.prefilled_slots.append(slot)
         message.prefilled_tokens.append(tokens)
     for slot, reason in report.finished:
-        message.finished.add(slot=slot, reason=_FINISH_REASONS[reason])
+        message.finished.add(slot=slot, reason=convert.FINISH_REASONS_TO_PB[reason])
     for failure in report.failed:
-        message.failed.add(slot=failure.slot, code=_FAILURE_CODES[failure.code], message=failure.message)
+        message.failed.add(slot=failure.slot, code=convert.FAILURE_CODES_TO_PB[failure.code], message=failure.message)
     for top in report.top_tokens:
         message.top_tokens.add(slot=top.slot, index=top.index, token_ids=top.token_ids, logprobs=top.logprobs)
     for scores in report.prompt_logprobs:
@@ -165,7 +107,7 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         world_size=world_size,
         suggested_prefill_tokens=info.suggested_prefill_tokens,
         max_top_n_tokens=info.max_top_n_tokens,
-        grammar_kinds=[_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
+        grammar_kinds=[convert.GRAMMAR_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
         reserves_longest=info.reserves_longest,
         unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in info.unsupported],
         version=version("text-generation-trtllm"),

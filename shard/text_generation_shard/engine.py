@@ -16,6 +16,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from text_generation_proto.values import (
+    FailureCode,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    LogprobOptions,
+    Sampling,
+    Stopping,
+)
+
 if TYPE_CHECKING:
     from text_generation_shard.grammar import Grammars, Matcher
 
@@ -25,32 +35,6 @@ class Scheduling(Enum):
 
     STEP = "step"
     SELF = "self"
-
-
-class FinishReason(Enum):
-    """Why a sequence ended by itself."""
-
-    LENGTH = "length"
-    EOS_TOKEN = "eos_token"
-    STOP_TOKEN = "stop_token"
-
-
-class FailureCode(Enum):
-    """Why a sequence ended with an error."""
-
-    INVALID = "invalid"
-    NUMERICS = "numerics"
-    STEP = "step"
-
-
-class GrammarKind(Enum):
-    """What a grammar is written in."""
-
-    UNSPECIFIED = "unspecified"
-    """None that we know: refused."""
-    JSON_SCHEMA = "json_schema"
-    REGEX = "regex"
-    LARK = "lark"
 
 
 class EngineError(Exception):
@@ -95,46 +79,7 @@ class WarmUpLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen; neutral values switch a stage off. Formulas: `sampling`."""
-
-    greedy: bool = True
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    watermark: bool = False
-    min_p: float = 0.0
-    output_frequency_penalty: float = 0.0
-    output_presence_penalty: float = 0.0
-    logit_bias_ids: tuple[int, ...] = ()
-    logit_bias_values: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """When a sequence ends by itself."""
-
-    max_new_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
-    stop_token_ids: frozenset[int] = frozenset()
-    min_new_tokens: int = 0
-    """No EOS or stop token is chosen before so many new ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What the new tokens must spell; the kinds are explained in shard.proto."""
-
-    kind: GrammarKind
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
+class NewSequence:
     """A sequence to hold from now on. `prompt` includes `generated_tokens` trailing ids generated earlier."""
 
     slot: int
@@ -144,9 +89,7 @@ class Admission:
     blocks: tuple[int, ...] = ()
     computed_tokens: int = 0
     generated_tokens: int = 0
-    top_n: int = 0
-    prompt_logprobs: bool = False
-    prompt_top_n: int = 0
+    logprobs: LogprobOptions = LogprobOptions()
     grammar: Grammar | None = None
     matcher: Future[Matcher] | None = None
     """What comes of `grammar`: begun by `Engine.grammars` before the admission is applied."""
@@ -160,7 +103,7 @@ class Orders:
 
     number: int
     release: tuple[int, ...] = ()
-    admit: tuple[Admission, ...] = ()
+    admit: tuple[NewSequence, ...] = ()
     grants: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(slot, KV blocks to grow into)."""
     prefill: tuple[tuple[int, int], ...] = ()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import structlog
 
-from text_generation_shard.engine import Grammar, GrammarKind
+from text_generation_proto.values import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -25,7 +25,7 @@ from typing import ParamSpec, TypeVar
 
 import structlog
 
-from text_generation_shard.engine import Admission, Engine, EngineError, Orders, StepResult, WarmUpLimits
+from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult, WarmUpLimits
 
 log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ class EngineSession:
             orders = replace(orders, admit=tuple(self._with_matcher(admission) for admission in orders.admit))
         self._put(orders)
 
-    def _with_matcher(self, admission: Admission) -> Admission:
+    def _with_matcher(self, admission: NewSequence) -> NewSequence:
         grammars = self.engine.grammars
         if admission.grammar is None or grammars is None:
             return admission

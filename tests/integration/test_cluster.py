@@ -14,9 +14,10 @@ import pytest
 from grpc_health.v1 import health_pb2
 from shard_server import ServedShard, running, serve_engine
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.errors import DeadlineExceeded, ServingError, Unhealthy
 from text_generation_router.metrics.steps import StepMetrics
-from text_generation_router.request import FinishReason, LogprobJson, Request, RequestId, Service, TopToken
+from text_generation_router.request import LogprobJson, Request, RequestId, Service, TopToken
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards import replica

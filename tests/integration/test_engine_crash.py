@@ -53,7 +53,7 @@ async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, raised: 
         await client.ready(30)
         await client.warm_up()
         call = client.run()
-        admission = pb.Admission(
+        admission = pb.NewSequence(
             prompt=[1], blocks=range(10), sampling=pb.Sampling(greedy=True), stopping=pb.Stopping(max_new_tokens=100)
         )
         await call.write(pb.Orders(number=1, admit=[admission], prefill_slots=[0], prefill_tokens=[1]))

@@ -143,7 +143,7 @@ async def test_the_prompts_log_probabilities_come_with_every_complete(tmp_path: 
         tops = [[top.token_id for top in scored.top_logprobs] for scored in complete.prompt_logprobs]
         assert tops == [[], [6], [7]]
         assert not complete.logprobs
-    assert [admission.prompt_logprobs for admission in engine.admissions] == [True, False]  # it is scored once
+    assert [admission.logprobs.prompt for admission in engine.admissions] == [True, False]  # it is scored once
 
 
 async def test_nothing_is_scored_that_was_not_asked_for(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from byte_tokenizer import write_tokenizer
 from gateway_server import Gateway, RecordingEcho, ask, echo, serve_gateway
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
-from text_generation_shard.engine import Admission, Grammar, GrammarKind, Sampling, Stopping
+from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
+from text_generation_shard.engine import NewSequence
 
 UNSET = pb.GenerateRequest()
 Guide = pb.GuidedDecodingParams
@@ -99,10 +100,10 @@ REST = [
     (UNSET, Stopping(4), {}),
     (pb.GenerateRequest(stop_token_ids=[3, 3, 4]), Stopping(4, stop_token_ids=frozenset({3, 4})), {}),
     (sampling(min_tokens=2), Stopping(4, min_new_tokens=2), {}),
-    (output(logprobs=3), Stopping(4), {"top_n": 3}),
+    (output(logprobs=3), Stopping(4), {"logprobs": LogprobOptions(3)}),
     (output(logprobs=0), Stopping(4), {}),
-    (output(prompt_logprobs=2), Stopping(4), {"prompt_logprobs": True, "prompt_top_n": 2}),
-    (output(prompt_logprobs=0), Stopping(4), {"prompt_logprobs": True}),
+    (output(prompt_logprobs=2), Stopping(4), {"logprobs": LogprobOptions(prompt=True, prompt_top_n=2)}),
+    (output(prompt_logprobs=0), Stopping(4), {"logprobs": LogprobOptions(prompt=True)}),
     (output(exclude_input_from_output=True), Stopping(4), {}),
     (pb.GenerateRequest(cache_salt_id=-7), Stopping(4), {"cache_salt": "-7"}),
     (pb.GenerateRequest(arrival_time=1.5), Stopping(4), {}),
@@ -120,7 +121,7 @@ async def test_everything_else_arrives_as_it_was_meant(
 ) -> None:
     await gateway.stream(with_(overlay))
     [admission] = engine.admissions
-    expected = Admission(admission.slot, (5, 6), stopping, admission.sampling, **fields)  # type: ignore[arg-type]
+    expected = NewSequence(admission.slot, (5, 6), stopping, admission.sampling, **fields)  # type: ignore[arg-type]
     assert admission == expected
 
 

@@ -13,8 +13,9 @@ import pytest_asyncio
 from every_dialect import VERBATIM
 from http_stack import Stack, serve
 
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Failure, Grammar, GrammarKind, Orders
+from text_generation_shard.engine import Failure, Orders
 from text_generation_shard.engines.echo import EchoEngine
 
 Json = dict[str, Any]

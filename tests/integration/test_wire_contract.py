@@ -22,8 +22,8 @@ from text_generation_proto.client import RunCall, SequenceFailed, SessionClosed,
 from text_generation_proto.v1 import shard_pb2 as pb
 
 
-def admission(slot: int, prompt: list[int], new: int, blocks: list[int]) -> pb.Admission:
-    return pb.Admission(
+def admission(slot: int, prompt: list[int], new: int, blocks: list[int]) -> pb.NewSequence:
+    return pb.NewSequence(
         slot=slot,
         prompt=prompt,
         blocks=blocks,

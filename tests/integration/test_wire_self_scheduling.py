@@ -18,7 +18,7 @@ FLAGS = ("--echo-self-scheduling", "--echo-tokens-per-report=4")
 
 def whole(number: int, slot: int, prompt: list[int], new: int) -> pb.Orders:
     """Admit one sequence: a prompt and nothing more."""
-    admission = pb.Admission(
+    admission = pb.NewSequence(
         slot=slot,
         prompt=prompt,
         sampling=pb.Sampling(greedy=True),

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from shard_server import running, serve_engine
 
+from text_generation_proto.values import FinishReason, Sampling
 from text_generation_router.errors import ServingError
 from text_generation_router.metrics.steps import StepMetrics
-from text_generation_router.request import FinishReason, LogprobJson, Request, RequestId, Sampling, TopToken
+from text_generation_router.request import LogprobJson, Request, RequestId, TopToken
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster

@@ -6,19 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 
-from text_generation_shard.engine import (
-    Admission,
-    Engine,
-    Failure,
-    FinishReason,
-    Grammar,
-    Orders,
-    PromptScores,
-    Sampling,
-    StepResult,
-    Stopping,
-    TopTokens,
-)
+from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, Sampling, Stopping
+from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, PromptScores, StepResult, TopTokens
+
+_LOGPROBS = {"top_n": "top_n", "prompt_logprobs": "prompt", "prompt_top_n": "prompt_top_n"}
+"""Arguments of `Driver.admit` → fields of LogprobOptions."""
 
 
 @dataclass(eq=False)
@@ -57,7 +49,7 @@ class Driver:
         self.streams: dict[int, Stream] = {}
         self._free_blocks = list(range(num_blocks))
         self._number = 0
-        self._admit: list[Admission] = []
+        self._admit: list[NewSequence] = []
         self._grants: list[tuple[int, tuple[int, ...]]] = []
         self._release: list[int] = []
 
@@ -71,7 +63,7 @@ class Driver:
         *,
         chunk: int = 1 << 30,
         granted: int | None = None,
-        sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+        sampling: Sampling = Sampling(),
         shared: Sequence[int] = (),
         grammar: Grammar | None = None,
         **admission: object,
@@ -95,8 +87,12 @@ class Driver:
             matcher = self.engine.grammars.build(grammar, stream.prompt[len(prompt) - generated :])
             wait([matcher])
             admission["matcher"] = matcher
+        options = {name: admission.pop(word) for word, name in _LOGPROBS.items() if word in admission}
+        logprobs = LogprobOptions(**options)  # type: ignore[arg-type]
         self._admit.append(
-            Admission(slot, stream.prompt, stopping, sampling, tuple(blocks), grammar=grammar, **admission)  # type: ignore[arg-type]
+            NewSequence(
+                slot, stream.prompt, stopping, sampling, tuple(blocks), logprobs=logprobs, grammar=grammar, **admission
+            )  # type: ignore[arg-type]
         )
         return stream
 

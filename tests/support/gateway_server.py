@@ -15,7 +15,7 @@ from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.gateway import trtllm_service_pb2_grpc
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Admission, Engine, Failure, Orders
+from text_generation_shard.engine import Engine, Failure, NewSequence, Orders
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 from text_generation_shard.gateway.servicer import GatewayServicer
@@ -30,7 +30,7 @@ class RecordingEcho(SelfSchedulingEcho):
 
     def __init__(self, engine: EchoEngine, tokens_per_report: int) -> None:
         super().__init__(engine, tokens_per_report)
-        self.admissions: list[Admission] = []
+        self.admissions: list[NewSequence] = []
         self.releases: list[tuple[int, int]] = []
         """(slot, admissions before it)."""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from text_generation_router.request import FinishReason
-from text_generation_router.scheduling.steps import Admission, FailureKind, Orders, Outcome, ReplicaSpec
+from text_generation_proto.values import LogprobOptions, Stopping
+from text_generation_router.scheduling.steps import Admission, Orders, Outcome, ReplicaSpec
 from text_generation_shard import engine as shard
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
@@ -19,11 +19,6 @@ BLOCK_SIZE = 16
 EOS = 7
 FAILING_TOKEN = 8
 FAILING_STEP_TOKEN = 9
-
-_FINISH_REASONS = {
-    shard.FinishReason.LENGTH: FinishReason.LENGTH,
-    shard.FinishReason.EOS_TOKEN: FinishReason.EOS_TOKEN,
-}
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,8 @@ class ReplicaWorld:
             slots=list(result.slots),
             token_counts=list(result.token_counts),
             token_ids=list(result.token_ids),
-            finished={slot: _FINISH_REASONS[reason] for slot, reason in result.finished},
-            failed={failure.slot: (FailureKind(failure.code.value), failure.message) for failure in result.failed},
+            finished=dict(result.finished),
+            failed={failure.slot: (failure.code, failure.message) for failure in result.failed},
             prefilled=list(result.prefilled),
             step_s=self._busy_s,
             steps=max(1, self._steps),
@@ -113,17 +108,17 @@ def _for_shard(orders: Orders) -> shard.Orders:
     )
 
 
-def _admission(admission: Admission) -> shard.Admission:
+def _admission(admission: Admission) -> shard.NewSequence:
     request, generated = admission.request, admission.generated
-    return shard.Admission(
+    return shard.NewSequence(
         slot=admission.slot,
         prompt=request.prompt + generated,
         generated_tokens=len(generated),
         blocks=admission.blocks,
         computed_tokens=admission.cached_tokens,
-        stopping=shard.Stopping(
+        stopping=Stopping(
             max_new_tokens=request.max_new_tokens - len(generated),
             eos_token_ids=frozenset() if request.ignore_eos else frozenset((EOS,)),
         ),
-        prompt_logprobs=request.prompt_logprobs and not generated,
+        logprobs=LogprobOptions(prompt=request.prompt_logprobs and not generated),
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from text_generation_router.request import FinishReason, Request, RequestId, Service
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_router.request import Request, RequestId, Service
 from text_generation_router.scheduling.batch import Batch
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Admission, Deliveries, FailureKind, Orders, Outcome, ReplicaSpec
+from text_generation_router.scheduling.steps import Admission, Deliveries, Orders, Outcome, ReplicaSpec
 
 BLOCK = 16
 TOKEN = 7
@@ -48,7 +49,7 @@ class Rig:
     """(replica, orders), everything ever ordered."""
     tokens: dict[int, int] = field(default_factory=dict)
     """New tokens by request."""
-    failed: dict[int, FailureKind] = field(default_factory=dict)
+    failed: dict[int, FailureCode] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from block_audit import audit, audit_idle
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup, ReplicaWorld
 
-from text_generation_router.request import FinishReason, Priority, Request, RequestId, Service, TenantId
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_router.request import Priority, Request, RequestId, Service, TenantId
 from text_generation_router.scheduling.batch import Batch
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Deliveries, Failed, FailureKind, Outcome
+from text_generation_router.scheduling.steps import Deliveries, Failed, Outcome
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Told:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
-    end: FinishReason | FailureKind | None = None
+    end: FinishReason | FailureCode | None = None
     cancelled: bool = False
 
     @property
@@ -51,15 +52,15 @@ class Told:
         """Whether something is still owed to it."""
         return self.end is None and not self.cancelled
 
-    def whole(self) -> tuple[list[int], FinishReason | FailureKind]:
+    def whole(self) -> tuple[list[int], FinishReason | FailureCode]:
         """All its tokens and its end, if nothing outside the request ends it."""
         prompt, tokens = self.request.prompt, []
         for number in range(self.request.max_new_tokens):
             token = prompt[number % len(prompt)]
             if token == FAILING_TOKEN:
-                return tokens, FailureKind.NUMERICS
+                return tokens, FailureCode.NUMERICS
             if token == FAILING_STEP_TOKEN:
-                return tokens, FailureKind.STEP
+                return tokens, FailureCode.STEP
             tokens.append(token)
             if token == EOS and not self.request.ignore_eos and len(tokens) < self.request.max_new_tokens:
                 return tokens, FinishReason.EOS_TOKEN
@@ -98,7 +99,7 @@ class World:
         for failed in deliveries.failed:
             told = self.told[failed.request_id]
             assert not self.scheduler.fits(len(told.request.prompt), told.request.max_new_tokens)
-            self._failed(failed, FailureKind.LOST)
+            self._failed(failed, FailureCode.LOST)
 
     def lose(self, replica: int) -> None:
         """The stream of `replica` breaks: what was on its way either way is gone."""
@@ -110,7 +111,7 @@ class World:
         assert deliveries == self._shadow.lose(replica, self.now)
         assert not deliveries.tokens
         for failed in deliveries.failed:
-            self._failed(failed, FailureKind.LOST)
+            self._failed(failed, FailureCode.LOST)
 
     def drain(self, replica: int, draining: bool) -> None:
         """`replica` gets nothing new, or may again."""
@@ -179,7 +180,7 @@ class World:
         for failed in deliveries.failed:
             service = self.told[failed.request_id].request.service
             assert any(by is not None and by <= self.now for by in (service.queue_by, service.end_by))
-            self._failed(failed, FailureKind.EXPIRED)
+            self._failed(failed, FailureCode.EXPIRED)
         next_expiry = self.scheduler.next_expiry
         assert next_expiry is None or next_expiry > self.now
         for told in self.live.values():
@@ -280,7 +281,7 @@ class World:
                 assert (told.tokens, reason) == told.whole()
                 self._ended(request_id, reason)
         for failed in deliveries.failed:
-            self._failed(failed, FailureKind.NUMERICS, FailureKind.STEP)
+            self._failed(failed, FailureCode.NUMERICS, FailureCode.STEP)
 
     def _owed(self, request_id: RequestId) -> Told:
         told = self.told[request_id]
@@ -288,17 +289,17 @@ class World:
         assert not told.cancelled, "nothing after a cancel"
         return told
 
-    def _failed(self, failed: Failed, *kinds: FailureKind) -> None:
+    def _failed(self, failed: Failed, *kinds: FailureCode) -> None:
         told = self._owed(failed.request_id)
         assert failed.kind in kinds, failed
         assert failed.message
         tokens, end = told.whole()
         assert told.tokens == tokens[: len(told.tokens)]
-        if failed.kind is FailureKind.NUMERICS:
+        if failed.kind is FailureCode.NUMERICS:
             assert (told.tokens, failed.kind) == (tokens, end)
         self._ended(failed.request_id, failed.kind)
 
-    def _ended(self, request_id: RequestId, end: FinishReason | FailureKind) -> None:
+    def _ended(self, request_id: RequestId, end: FinishReason | FailureCode) -> None:
         self.told[request_id].end = end
         del self.live[request_id]
         self.counts[end.value] += 1

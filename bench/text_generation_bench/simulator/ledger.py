@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from text_generation_bench.simulator.arrivals import Arrival
 from text_generation_bench.simulator.histogram import Histogram
 from text_generation_bench.simulator.shard import BrokenRule, Span
-from text_generation_router.request import FinishReason, RequestId, TenantId
-from text_generation_router.scheduling.steps import Deliveries, FailureKind, Orders
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_router.request import RequestId, TenantId
+from text_generation_router.scheduling.steps import Deliveries, Orders
 
 ALIKE = 0.01
 """Gaps of a span that differ by less than this share of them are counted as one."""
@@ -91,7 +92,7 @@ class Ledger:
         """Prompt tokens computed; after a preemption or a move, again."""
         self.refused = 0
         self.cancelled = 0
-        self.failed: dict[FailureKind, int] = {}
+        self.failed: dict[FailureCode, int] = {}
         self.foreseen: list[float] = []
         """Foreseen waits as shares of the true ones."""
         self.waiting: dict[TenantId, int] = {}
@@ -180,7 +181,7 @@ class Ledger:
             self.prefilled_tokens += tokens
             self._window(now).prefilled += tokens
 
-    def fail(self, request_id: RequestId, kind: FailureKind) -> Record:
+    def fail(self, request_id: RequestId, kind: FailureCode) -> Record:
         """A request ended with an error."""
         self.failed[kind] = self.failed.get(kind, 0) + 1
         return self._end(request_id)

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from text_generation_bench.simulator.arrivals import Arrival
 from text_generation_bench.simulator.machine import Machine
-from text_generation_router.request import FinishReason, RequestId
+from text_generation_proto.values import FinishReason
+from text_generation_router.request import RequestId
 from text_generation_router.scheduling.growth import URGENT_ROOM
 from text_generation_router.scheduling.steps import Admission, Orders, Outcome
 

@@ -202,7 +202,7 @@ class InfoResponse(google.protobuf.message.Message):
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def grammar_kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___GrammarKind.ValueType]:
-        """what Admission.grammar may be; none where the engine has no tokenizer"""
+        """what NewSequence.grammar may be; none where the engine has no tokenizer"""
 
     @property
     def unsupported(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Unsupported]:
@@ -327,7 +327,7 @@ class Orders(google.protobuf.message.Message):
         """Slots to drop: cancelled, stopped by a stop string, expired, preempted. Unknown or already ended: no effect."""
 
     @property
-    def admit(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Admission]: ...
+    def admit(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewSequence]: ...
     @property
     def grant_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """KV blocks to grow into: slot grant_slots[i] gets the next grant_counts[i] entries of grant_blocks.
@@ -351,7 +351,7 @@ class Orders(google.protobuf.message.Message):
         *,
         number: builtins.int = ...,
         release: collections.abc.Iterable[builtins.int] | None = ...,
-        admit: collections.abc.Iterable[Global___Admission] | None = ...,
+        admit: collections.abc.Iterable[Global___NewSequence] | None = ...,
         grant_slots: collections.abc.Iterable[builtins.int] | None = ...,
         grant_counts: collections.abc.Iterable[builtins.int] | None = ...,
         grant_blocks: collections.abc.Iterable[builtins.int] | None = ...,
@@ -363,7 +363,7 @@ class Orders(google.protobuf.message.Message):
 Global___Orders: typing_extensions.TypeAlias = Orders
 
 @typing.final
-class Admission(google.protobuf.message.Message):
+class NewSequence(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SLOT_FIELD_NUMBER: builtins.int
@@ -425,7 +425,7 @@ class Admission(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
 
-Global___Admission: typing_extensions.TypeAlias = Admission
+Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 
 @typing.final
 class Grammar(google.protobuf.message.Message):

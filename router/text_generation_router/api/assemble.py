@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from text_generation_proto.values import GrammarKind
 from text_generation_router.api.core.admission import Admission, Permits
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.settings import Settings
@@ -16,7 +17,6 @@ from text_generation_router.chat.template import ChatTemplates, TemplateRenderer
 from text_generation_router.generation import Generations
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import GrammarKind
 from text_generation_router.text.tokenizer import Tokenizer
 
 AUTO = "auto"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from text_generation_router.request import Grammar
+from text_generation_proto.values import Grammar
 
 Json = dict[str, Any]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import structlog
 
+from text_generation_proto.values import Grammar
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.grammar.refusals import not_compilable
-from text_generation_router.request import Grammar
 from text_generation_router.sandbox.errors import SandboxBroken, SandboxError, SandboxOutOfMemory, SandboxTimeout
 from text_generation_router.sandbox.pool import Sandbox, Setup
 

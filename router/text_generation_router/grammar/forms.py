@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.expressions import without_anchors
 from text_generation_router.grammar.normal import normalize
 from text_generation_router.grammar.refusals import not_supported, not_valid
 from text_generation_router.grammar.schema_tree import Schema
 from text_generation_router.grammar.weight import check_length, check_weight
-from text_generation_router.request import Grammar, GrammarKind
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 """What OpenAI calls JSON mode."""

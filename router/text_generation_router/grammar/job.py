@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.checks import check_schema
 from text_generation_router.grammar.expressions import BadExpression, check_expression
 from text_generation_router.grammar.options import JSON_OPTIONS, LIMITS
 from text_generation_router.grammar.refusals import not_compilable, not_valid
 from text_generation_router.grammar.tools import EMBEDDED_SCHEMA
-from text_generation_router.request import Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

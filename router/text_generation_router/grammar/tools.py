@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import as_text, read_schema
@@ -13,7 +14,6 @@ from text_generation_router.grammar.options import JSON_OPTIONS
 from text_generation_router.grammar.refusals import not_valid
 from text_generation_router.grammar.schema_tree import Schema, every, is_local
 from text_generation_router.grammar.weight import check_weight
-from text_generation_router.request import Grammar, GrammarKind
 
 EMBEDDED_SCHEMA = "payload: %json "
 """How the line of a Lark text begins that holds a schema."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.metrics.buckets import DURATION_BUCKETS, FIRST_TOKEN_BUCKETS, token_buckets
 from text_generation_router.metrics.instruments import Counter, Histogram, Instrument
-from text_generation_router.request import FinishReason
 
 CANCELLED = "cancelled"
 """Its client left before the answer was whole."""

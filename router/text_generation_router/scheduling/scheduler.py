@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 
+from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, TenantId
 from text_generation_router.scheduling.aside import Aside, Crowd, Leader
 from text_generation_router.scheduling.batch import Batch
@@ -33,14 +34,7 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.prefix import WORTH_WAITING_FOR
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replicas import Replicas
-from text_generation_router.scheduling.steps import (
-    Deliveries,
-    Failed,
-    FailureKind,
-    Orders,
-    Outcome,
-    ReplicaSpec,
-)
+from text_generation_router.scheduling.steps import Deliveries, Failed, Orders, Outcome, ReplicaSpec
 
 MOST_HELD_BACK = 16
 """Entries that one `dispatch` sets aside: it is to take microseconds, and there will be another."""
@@ -90,7 +84,7 @@ class Scheduler:
         for entry in list(self._queue):
             if not self.fits(entry.length, entry.request.max_new_tokens - len(entry.generated)):
                 self._queue.remove(entry)
-                self._fail(entry, FailureKind.LOST, "the KV cache is too small for this request now", deliveries)
+                self._fail(entry, FailureCode.LOST, "the KV cache is too small for this request now", deliveries)
         return deliveries
 
     def lose(self, replica: int, now: float) -> Deliveries:
@@ -108,7 +102,7 @@ class Scheduler:
         for entry in sorted((*ran, *others), key=lambda entry: entry.arrival):
             if (problem := self._cannot_move(entry, batch.spec)) is not None:
                 self._queue.ended(entry.request.service.tenant)
-                self._fail(entry, FailureKind.LOST, problem, deliveries)
+                self._fail(entry, FailureCode.LOST, problem, deliveries)
             else:
                 self._requeue(entry)
         return deliveries
@@ -266,12 +260,12 @@ class Scheduler:
         """End the requests whose time is over."""
         deliveries = Deliveries()
         for entry in self._queue.expire(now):
-            self._fail(entry, FailureKind.EXPIRED, "its time in the queue was over", deliveries)
+            self._fail(entry, FailureCode.EXPIRED, "its time in the queue was over", deliveries)
         while (late := self._ends.first()) is not None and _end_by(late)[0] <= now:
             self._ends.discard(late)
             if late.state is not State.CANCELLED:
                 message = f"its time was over after {len(late.generated)} new tokens"
-                deliveries.failed.append(Failed(late.request.id, FailureKind.EXPIRED, message))
+                deliveries.failed.append(Failed(late.request.id, FailureCode.EXPIRED, message))
                 self._take_out(late)
         self.expirations += len(deliveries.failed)
         return deliveries
@@ -297,7 +291,7 @@ class Scheduler:
         if entry.charged:
             self._queue.charge(entry.request.service.tenant, len(entry.generated) - entry.expected)
 
-    def _fail(self, entry: Entry, kind: FailureKind, message: str, deliveries: Deliveries) -> None:
+    def _fail(self, entry: Entry, kind: FailureCode, message: str, deliveries: Deliveries) -> None:
         """`entry`, which is in no queue and on no replica, ends with an error."""
         deliveries.failed.append(Failed(entry.request.id, kind, message))
         self._over(entry)

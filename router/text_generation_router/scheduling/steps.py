@@ -6,19 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from text_generation_router.request import FinishReason, Request, RequestId, TokenId
-
-
-class FailureKind(Enum):
-    """Why a request that was admitted ended with an error."""
-
-    INVALID = "invalid"
-    NUMERICS = "numerics"
-    STEP = "step"
-    EXPIRED = "expired"
-    """Its deadline passed."""
-    LOST = "lost"
-    """Its replica was lost, once too often."""
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_router.request import Request, RequestId, TokenId
 
 
 class JoinReason(Enum):
@@ -82,7 +71,7 @@ class Outcome:
     token_counts: Sequence[int] = ()
     token_ids: Sequence[TokenId] = ()
     finished: dict[int, FinishReason] = field(default_factory=dict)
-    failed: dict[int, tuple[FailureKind, str]] = field(default_factory=dict)
+    failed: dict[int, tuple[FailureCode, str]] = field(default_factory=dict)
     prefilled: Sequence[tuple[int, int]] = ()
     """(slot, prompt tokens computed)."""
     step_s: float = 0.0
@@ -96,7 +85,7 @@ class Failed:
     """One request that ended with an error."""
 
     request_id: RequestId
-    kind: FailureKind
+    kind: FailureCode
     message: str
 
 

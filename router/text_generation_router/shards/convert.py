@@ -9,26 +9,11 @@ from itertools import accumulate
 import numpy as np
 import orjson
 
+from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.request import FinishReason, GrammarKind, LogprobJson, Request, Sampling, TopToken
-from text_generation_router.scheduling.steps import Admission, FailureKind, Orders, Outcome
-
-_FINISH_REASONS = {
-    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    pb.FINISH_REASON_EOS_TOKEN: FinishReason.EOS_TOKEN,
-    # A stop token that is no EOS token ends a text as a stop sequence does.
-    pb.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_SEQUENCE,
-}
-_GRAMMAR_KINDS = {
-    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
-    GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
-    GrammarKind.LARK: pb.GRAMMAR_KIND_LARK,
-}
-_FAILURE_KINDS = {
-    pb.FAILURE_CODE_INVALID: FailureKind.INVALID,
-    pb.FAILURE_CODE_NUMERICS: FailureKind.NUMERICS,
-    pb.FAILURE_CODE_STEP: FailureKind.STEP,
-}
+from text_generation_proto.values import FailureCode, GrammarKind
+from text_generation_router.request import LogprobJson, Request, TopToken
+from text_generation_router.scheduling.steps import Admission, Orders, Outcome
 
 
 def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int], *, own_cache: bool = False) -> pb.Orders:
@@ -45,15 +30,15 @@ def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int], *, own_cache: boo
     return message
 
 
-def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int], *, own_cache: bool) -> pb.Admission:
+def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int], *, own_cache: bool) -> pb.NewSequence:
     request: Request = admission.request
-    message = pb.Admission(
+    message = pb.NewSequence(
         slot=admission.slot,
         prompt=request.prompt + admission.generated,
         generated_tokens=len(admission.generated),
         blocks=admission.blocks,
         computed_tokens=admission.cached_tokens,
-        sampling=_sampling_to_pb(request.sampling),
+        sampling=convert.sampling_to_pb(request.sampling),
         stopping=pb.Stopping(
             max_new_tokens=request.max_new_tokens - len(admission.generated),
             eos_token_ids=() if request.ignore_eos else eos_token_ids,
@@ -72,8 +57,7 @@ def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int], *, own_
     if request.prompt_top_n and message.logprobs.prompt:
         message.logprobs.prompt_top_n = request.prompt_top_n
     if request.grammar is not None:
-        message.grammar.kind = _GRAMMAR_KINDS[request.grammar.kind]
-        message.grammar.text = request.grammar.text
+        message.grammar.CopyFrom(convert.grammar_to_pb(request.grammar))
     if own_cache and request.service.salt:
         message.cache_salt = hashed_salt(request.service.salt)
     return message
@@ -81,7 +65,7 @@ def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int], *, own_
 
 def grammar_kinds_from_pb(kinds: Sequence[pb.GrammarKind.ValueType]) -> frozenset[GrammarKind]:
     """The grammars that an engine says it follows, as far as they are known here."""
-    return frozenset(kind for kind, value in _GRAMMAR_KINDS.items() if value in kinds)
+    return frozenset(kind for kind, value in convert.GRAMMAR_KINDS_TO_PB.items() if value in kinds)
 
 
 def hashed_salt(salt: str) -> str:
@@ -92,30 +76,6 @@ def hashed_salt(salt: str) -> str:
     API keys are digests before they get here.
     """
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").hexdigest()
-
-
-def _sampling_to_pb(sampling: Sampling) -> pb.Sampling:
-    message = pb.Sampling(
-        greedy=sampling.greedy,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        typical_p=sampling.typical_p,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed or 0,
-        watermark=sampling.watermark,
-    )
-    if sampling.min_p:
-        message.min_p = sampling.min_p
-    if sampling.output_frequency_penalty:
-        message.output_frequency_penalty = sampling.output_frequency_penalty
-    if sampling.output_presence_penalty:
-        message.output_presence_penalty = sampling.output_presence_penalty
-    for token_id, value in sampling.logit_bias:
-        message.logit_bias_ids.append(token_id)
-        message.logit_bias_values.append(value)
-    return message
 
 
 class MalformedReport(Exception):
@@ -135,7 +95,7 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int) -> Non
         or tokens != len(report.logprobs)
         or len(report.prefilled_slots) != len(report.prefilled_tokens)
         or max(slots.union(report.prefilled_slots, others), default=0) >= num_slots
-        or any(one.reason not in _FINISH_REASONS for one in report.finished)
+        or any(one.reason not in convert.FINISH_REASONS_FROM_PB for one in report.finished)
         or not (finished <= slots and topped <= slots)
         or report.orders_applied > orders_sent
     ):
@@ -149,9 +109,9 @@ def outcome_from_pb(report: pb.StepReport, steps: int) -> Outcome:
         slots=list(report.slots),
         token_counts=list(report.token_counts),
         token_ids=list(report.token_ids),
-        finished={finish.slot: _FINISH_REASONS[finish.reason] for finish in report.finished},
+        finished={finish.slot: convert.FINISH_REASONS_FROM_PB[finish.reason] for finish in report.finished},
         failed={
-            failure.slot: (_FAILURE_KINDS.get(failure.code, FailureKind.STEP), failure.message)
+            failure.slot: (convert.FAILURE_CODES_FROM_PB.get(failure.code, FailureCode.STEP), failure.message)
             for failure in report.failed
         },
         prefilled=list(zip(report.prefilled_slots, report.prefilled_tokens, strict=True)),

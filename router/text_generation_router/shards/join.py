@@ -9,7 +9,7 @@ import grpc
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.request import GrammarKind
+from text_generation_proto.values import GrammarKind
 from text_generation_router.scheduling.steps import ReplicaSpec
 from text_generation_router.shards.convert import grammar_kinds_from_pb
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import FailureCode
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError
 from text_generation_router.request import RequestId, TokenListener, TopToken
-from text_generation_router.scheduling.steps import Admission, Deliveries, Failed, FailureKind
+from text_generation_router.scheduling.steps import Admission, Deliveries, Failed
 from text_generation_router.shards.convert import logprobs_to_json, prompt_tops_from_pb, top_tokens_from_pb
 
 log = structlog.get_logger()
@@ -92,8 +93,8 @@ class Listeners:
 
 def _error(failed: Failed) -> ServingError:
     """What a client is told: the engine's own words only where they are about the client's request."""
-    if failed.kind is FailureKind.EXPIRED:
+    if failed.kind is FailureCode.EXPIRED:
         return DeadlineExceeded(failed.message)
-    if failed.kind is FailureKind.STEP:
+    if failed.kind is FailureCode.STEP:
         return GenerationFailed("the step that computed this request failed")
     return GenerationFailed(failed.message)

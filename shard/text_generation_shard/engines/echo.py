@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from text_generation_proto.values import FailureCode
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
-    FailureCode,
     InProcess,
     Orders,
     Scheduling,

@@ -11,14 +11,14 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from text_generation_proto.values import FailureCode, LogprobOptions
 from text_generation_shard.checks import NO_BLOCKS, admission_problem, meant_for_steps
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
-    Admission,
     EngineInfo,
     Failure,
-    FailureCode,
     InProcess,
+    NewSequence,
     Orders,
     Scheduling,
     StepResult,
@@ -33,7 +33,7 @@ from text_generation_shard.grammar import Grammars, Matcher
 class _Held:
     """A sequence, queued or running."""
 
-    admission: Admission
+    admission: NewSequence
     """As it would be admitted now: what it generated before it was preempted is part of its prompt."""
     blocks: list[int] = field(default_factory=list)
     to_prefill: int = 0
@@ -160,9 +160,9 @@ class SelfSchedulingEcho(InProcess):
         # Whoever was preempted after it was granted a block has lost it again.
         return {slot: blocks for slot, blocks in grants.items() if slot in self._running}
 
-    def _take_from_queue(self) -> list[Admission]:
+    def _take_from_queue(self) -> list[NewSequence]:
         """Those at the head of the queue, in order, as long as there is room."""
-        admit: list[Admission] = []
+        admit: list[NewSequence] = []
         while self._queue and len(self._running) < self._max_running:
             held = self._queue[0]
             # Room for the first new token too, or one that was preempted might come back only to go again.
@@ -207,9 +207,8 @@ class SelfSchedulingEcho(InProcess):
                     max_new_tokens=stopping.max_new_tokens - new,
                     min_new_tokens=max(0, stopping.min_new_tokens - new),
                 ),
-                # These came with the first token.
-                prompt_logprobs=False,
-                prompt_top_n=0,
+                # The prompt's came with the first token.
+                logprobs=LogprobOptions(admission.logprobs.top_n),
             )
             held.tokens = []
         self._queue.appendleft(held)
@@ -247,7 +246,7 @@ class SelfSchedulingEcho(InProcess):
         self._free += held.blocks
         held.blocks = []
 
-    def _admission_problem(self, admission: Admission) -> str | None:
+    def _admission_problem(self, admission: NewSequence) -> str | None:
         if admission.slot in self._held:
             return f"slot {admission.slot} is taken"
         if admission.blocks or admission.computed_tokens:

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
-from text_generation_shard.engine import Admission, FinishReason, PromptScores, TopTokens
+from text_generation_proto.values import FinishReason
+from text_generation_shard.engine import NewSequence, PromptScores, TopTokens
 from text_generation_shard.gateway.request import CallFailed, GatewayRequest
 from text_generation_shard.gateway.stop_strings import StopStringFinder, Vocabulary
 
-_FINISH_REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_TOKEN: "stop"}
+_FINISH_REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
 CANCELLED = "cancelled"
 
 
@@ -21,7 +22,7 @@ class SequenceOutput:
     def __init__(
         self,
         index: int,
-        sequence: Admission,
+        sequence: NewSequence,
         on_change: Callable[[], None],
         *,
         finder: StopStringFinder | None,
@@ -68,7 +69,7 @@ class SequenceOutput:
         for top in tops:
             self.tops[first + top.index] = top
         # An EOS or stop token has no text.
-        with_text = len(token_ids) - (finish in (FinishReason.EOS_TOKEN, FinishReason.STOP_TOKEN))
+        with_text = len(token_ids) - (finish in (FinishReason.EOS_TOKEN, FinishReason.STOP_SEQUENCE))
         if self._finder is None:
             self.sendable = len(self.token_ids)
         elif self._find_stop(self._finder, token_ids[:with_text]):
@@ -103,7 +104,7 @@ class SequenceOutput:
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish_reason = _FINISH_REASONS[reason]
-        if reason is FinishReason.STOP_TOKEN:
+        if reason is FinishReason.STOP_SEQUENCE:
             self.matched = self.token_ids[-1]
             if not self._keep_stop:
                 self._cut(len(self.token_ids) - 1)
@@ -217,7 +218,7 @@ class GatewayCall:
         return scored
 
 
-def _finder(request: GatewayRequest, sequence: Admission, vocabulary: Vocabulary | None) -> StopStringFinder | None:
+def _finder(request: GatewayRequest, sequence: NewSequence, vocabulary: Vocabulary | None) -> StopStringFinder | None:
     if not request.stops or vocabulary is None:
         return None
     decoder = vocabulary.decoder_after(sequence.prompt)

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 import grpc
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
-from text_generation_shard.checks import MAX_LOGIT_BIAS, admission_problem
-from text_generation_shard.engine import Admission, EngineInfo, Grammar, GrammarKind, Sampling, Stopping
+from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
+from text_generation_shard.checks import admission_problem
+from text_generation_shard.engine import EngineInfo, NewSequence
 
-SEEDS = 1 << 64
 BANNED = -100.0
 """Logit bias of a banned token: the lowest allowed."""
 MAX_STOP_STRINGS = 64
@@ -78,7 +78,7 @@ class GatewayRequest:
 
     request_id: str
     streaming: bool
-    sequences: tuple[Admission, ...]
+    sequences: tuple[NewSequence, ...]
     """Slots are not assigned yet."""
     stops: tuple[str, ...]
     keep_stop: bool
@@ -103,14 +103,12 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo) -> GatewayReques
     prompt_top_n = _top_n(
         "output_config.prompt_logprobs", output.prompt_logprobs if output.HasField("prompt_logprobs") else None, info
     )
-    sequence = Admission(
+    sequence = NewSequence(
         slot=0,
         prompt=prompt,
         stopping=_stopping(request, info, len(prompt)),
         sampling=_sampling(request, info),
-        top_n=top_n or 0,
-        prompt_logprobs=prompt_top_n is not None,
-        prompt_top_n=prompt_top_n or 0,
+        logprobs=LogprobOptions(top_n or 0, prompt_top_n is not None, prompt_top_n or 0),
         grammar=_grammar(request, info),
         cache_salt=str(request.cache_salt_id) if request.HasField("cache_salt_id") else "",
     )
@@ -166,16 +164,12 @@ def _unserved(request: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
         yield "guided_decoding", _UNSERVED_GUIDES[guide_type]
 
 
-def _copies(sequence: Admission, count: int) -> tuple[Admission, ...]:
+def _copies(sequence: NewSequence, count: int) -> tuple[NewSequence, ...]:
     """Return `count` copies with seeds of their own. Only the first has its prompt scored."""
-    unscored = replace(sequence, prompt_logprobs=False, prompt_top_n=0)
-    seed = sequence.sampling.seed
+    unscored = replace(sequence, logprobs=LogprobOptions(sequence.logprobs.top_n))
     return (
         sequence,
-        *(
-            replace(unscored, sampling=replace(sequence.sampling, seed=(seed + index) % SEEDS))
-            for index in range(1, count)
-        ),
+        *(replace(unscored, sampling=sequence.sampling.for_answer(index)) for index in range(1, count)),
     )
 
 
@@ -296,7 +290,7 @@ def _grammar(request: pb.GenerateRequest, info: EngineInfo) -> Grammar | None:
     return grammar
 
 
-def _check_supported(request: pb.GenerateRequest, sequence: Admission, info: EngineInfo) -> None:
+def _check_supported(request: pb.GenerateRequest, sequence: NewSequence, info: EngineInfo) -> None:
     """Raise CallFailed, with the request's name of the field, for a parameter that this engine does not support.
 
     A field at its neutral value is not a request for it; a seed is honoured trivially where nothing is drawn.
@@ -316,8 +310,8 @@ def _check_supported(request: pb.GenerateRequest, sequence: Admission, info: Eng
         "min_new_tokens": ("sampling_config.min_tokens", stopping.min_new_tokens > 0),
         # An engine that cannot report the most probable tokens has no log-probability of the chosen one either.
         "top_n": ("output_config.logprobs", output.HasField("logprobs")),
-        "prompt": ("output_config.prompt_logprobs", sequence.prompt_logprobs),
-        "prompt_top_n": ("output_config.prompt_logprobs", sequence.prompt_top_n > 0),
+        "prompt": ("output_config.prompt_logprobs", sequence.logprobs.prompt),
+        "prompt_top_n": ("output_config.prompt_logprobs", sequence.logprobs.prompt_top_n > 0),
         "cache_salt": ("cache_salt_id", bool(sequence.cache_salt)),
     }
     for field, reason in info.unsupported:

@@ -17,16 +17,8 @@ from dataclasses import replace
 import grpc
 import structlog
 
-from text_generation_shard.engine import (
-    Admission,
-    Engine,
-    EngineError,
-    FailureCode,
-    Orders,
-    StepResult,
-    TopTokens,
-    WarmUpLimits,
-)
+from text_generation_proto.values import FailureCode
+from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult, TopTokens, WarmUpLimits
 from text_generation_shard.gateway.call import GatewayCall, SequenceOutput
 from text_generation_shard.gateway.request import CallFailed
 from text_generation_shard.session import EngineSession, SessionOwner
@@ -124,7 +116,7 @@ class SharedSession:
         """Send the collected changes, unless orders are in flight."""
         if self.over or self._ordered > self._applied:
             return
-        admit: list[Admission] = []
+        admit: list[NewSequence] = []
         while self._waiting and self._free:
             output = self._waiting.popleft()
             output.sequence = replace(output.sequence, slot=self._free.pop())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from text_generation_shard.engine import FailureCode
+from text_generation_proto.values import FailureCode
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from text_generation_shard.engine import Admission
+from text_generation_shard.engine import NewSequence
 
 
 class Holder(Protocol):
@@ -60,7 +60,7 @@ class KVLedger:
         self._readers.clear()
         self._contents = self._nothing()
 
-    def admission_problem(self, admission: Admission) -> str | None:
+    def admission_problem(self, admission: NewSequence) -> str | None:
         """What is wrong with the blocks of an admission; None if nothing is."""
         own = admission.computed_tokens // self._block_size
         if len(set(admission.blocks)) < len(admission.blocks):
@@ -105,7 +105,7 @@ class KVLedger:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _cached_problem(self, admission: Admission) -> str | None:
+    def _cached_problem(self, admission: NewSequence) -> str | None:
         if not (computed := admission.computed_tokens):
             return None
         blocks = admission.blocks[: self._blocks_for(computed)]

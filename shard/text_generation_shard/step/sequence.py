@@ -6,7 +6,8 @@ import math
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from text_generation_shard.engine import Admission, FinishReason, PromptScores, Sampling, Stopping
+from text_generation_proto.values import FinishReason, Sampling, Stopping
+from text_generation_shard.engine import NewSequence, PromptScores
 from text_generation_shard.grammar import Matcher
 
 PLAIN = Sampling()
@@ -82,7 +83,7 @@ class Row:
         return self.start < self.sequence.prompt_length
 
 
-def admitted(admission: Admission) -> Sequence:
+def admitted(admission: NewSequence) -> Sequence:
     """The sequence that an admission asks for."""
     scored = len(admission.prompt) - admission.generated_tokens
     return Sequence(
@@ -95,13 +96,13 @@ def admitted(admission: Admission) -> Sequence:
         generated_before=admission.generated_tokens,
         sampling=admission.sampling,
         stopping=admission.stopping,
-        top_n=admission.top_n,
-        prompt_top_n=admission.prompt_top_n,
+        top_n=admission.logprobs.top_n,
+        prompt_top_n=admission.logprobs.prompt_top_n,
         # The first token has nothing before it, and cached ones are not computed again: NaN, as the contract says.
         prompt_scores=PromptScores(
-            admission.slot, [float("nan")] * scored, [((), ())] * scored if admission.prompt_top_n else None
+            admission.slot, [float("nan")] * scored, [((), ())] * scored if admission.logprobs.prompt_top_n else None
         )
-        if admission.prompt_logprobs
+        if admission.logprobs.prompt
         else None,
         building=admission.matcher,
         enders=admission.stopping.eos_token_ids | admission.stopping.stop_token_ids,
@@ -109,9 +110,9 @@ def admitted(admission: Admission) -> Sequence:
     )
 
 
-def _is_plain(admission: Admission) -> bool:
+def _is_plain(admission: NewSequence) -> bool:
     # Where nothing is drawn the seed means nothing.
-    return replace(admission.sampling, seed=0) == PLAIN and not admission.top_n and admission.grammar is None
+    return replace(admission.sampling, seed=0) == PLAIN and not admission.logprobs.top_n and admission.grammar is None
 
 
 def finish_reason(stopping: Stopping, generated: int, token_id: int, *, ends: bool) -> FinishReason | None:
@@ -125,5 +126,5 @@ def finish_reason(stopping: Stopping, generated: int, token_id: int, *, ends: bo
     if token_id in stopping.eos_token_ids:
         return FinishReason.EOS_TOKEN
     if token_id in stopping.stop_token_ids:
-        return FinishReason.STOP_TOKEN
+        return FinishReason.STOP_SEQUENCE
     return None

@@ -23,15 +23,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from text_generation_proto.values import FailureCode
 from text_generation_shard.checks import admission_problem
-from text_generation_shard.engine import (
-    Admission,
-    EngineInfo,
-    Failure,
-    FailureCode,
-    Orders,
-    StepResult,
-)
+from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult
 from text_generation_shard.grammar import GrammarError
 from text_generation_shard.step.chosen import Chosen
 from text_generation_shard.step.kv_ledger import KVLedger
@@ -204,7 +198,7 @@ class SequenceTable:
             failed=[self._drop(sequence, FailureCode.STEP, message) for sequence in rows.sequences if sequence.is_held]
         )
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: NewSequence) -> None:
         sequence = self._sequences[admission.slot] = self._unsteady[admission.slot] = admitted(admission)
         sequence.settle_end(self.info.block_size)
         if sequence.building is not None:
@@ -270,7 +264,7 @@ class SequenceTable:
                 sequence.matcher, sequence.building = future.result(), None
         return failed
 
-    def _admission_problem(self, admission: Admission) -> str | None:
+    def _admission_problem(self, admission: NewSequence) -> str | None:
         if admission.slot in self._sequences:
             return f"slot {admission.slot} is taken"
         return (

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from text_generation_shard.checks import MAX_LOGIT_BIAS, admission_problem
+from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
+from text_generation_shard.checks import admission_problem
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Admission, Grammar, GrammarKind, Sampling, Stopping
+from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.echo import EchoEngine
 
 INFO = EchoEngine.build(ShardConfig(engine="echo")).info
-VALID = Admission(0, (1, 2, 3), Stopping(4))
+VALID = NewSequence(0, (1, 2, 3), Stopping(4))
 
 
 def test_what_is_in_range_is_no_problem() -> None:
@@ -25,7 +26,9 @@ def test_what_is_in_range_is_no_problem() -> None:
         logit_bias_values=(-100.0, 100.0),
     )
     stopping = Stopping(4, min_new_tokens=4)
-    admission = replace(VALID, sampling=sampling, stopping=stopping, prompt_logprobs=True, prompt_top_n=20)
+    admission = replace(
+        VALID, sampling=sampling, stopping=stopping, logprobs=LogprobOptions(prompt=True, prompt_top_n=20)
+    )
     assert admission_problem(VALID, INFO) is None
     assert admission_problem(admission, INFO) is None
 
@@ -58,12 +61,12 @@ def test_sampling_out_of_range_is_named(sampling: Sampling, words: str) -> None:
     ("admission", "words"),
     [
         (replace(VALID, stopping=Stopping(4, min_new_tokens=5)), "at most max_new_tokens"),
-        (replace(VALID, prompt_top_n=2), "prompt logprobs only"),
-        (replace(VALID, prompt_logprobs=True, prompt_top_n=21), "prompt_top_n is at most 20"),
+        (replace(VALID, logprobs=LogprobOptions(prompt_top_n=2)), "prompt logprobs only"),
+        (replace(VALID, logprobs=LogprobOptions(prompt=True, prompt_top_n=21)), "prompt_top_n is at most 20"),
         (replace(VALID, grammar=Grammar(GrammarKind.REGEX, "a")), "serves no grammars"),
     ],
 )
-def test_what_else_does_not_go_is_named(admission: Admission, words: str) -> None:
+def test_what_else_does_not_go_is_named(admission: NewSequence, words: str) -> None:
     problem = admission_problem(admission, INFO)
     assert problem is not None
     assert words in problem

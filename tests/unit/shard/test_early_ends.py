@@ -8,8 +8,9 @@ import math
 import pytest
 from engine_driver import Driver
 
+from text_generation_proto.values import FinishReason, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, FinishReason, Sampling, Stopping, WarmUpLimits
+from text_generation_shard.engine import Engine, WarmUpLimits
 from text_generation_shard.engines import build_engine
 
 TINY_LLAMA = {
@@ -51,7 +52,7 @@ def test_nothing_ends_before_min_new_tokens(driver: Driver, sampling: Sampling, 
     driver.run()
     assert len(early.tokens) < 12
     assert len(late.tokens) > 12
-    assert late.finish is (FinishReason.EOS_TOKEN if kind == "eos" else FinishReason.STOP_TOKEN)
+    assert late.finish is (FinishReason.EOS_TOKEN if kind == "eos" else FinishReason.STOP_SEQUENCE)
     if driver.engine.info.engine == "torch":
         assert not set(late.tokens[:12]) & ENDS
 

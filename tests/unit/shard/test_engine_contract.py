@@ -14,17 +14,9 @@ import pytest
 from engine_driver import Driver
 from self_driver import SelfDriver, driver_for
 
+from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import (
-    Admission,
-    Engine,
-    FailureCode,
-    FinishReason,
-    Orders,
-    Sampling,
-    Stopping,
-    WarmUpLimits,
-)
+from text_generation_shard.engine import Engine, NewSequence, Orders, WarmUpLimits
 from text_generation_shard.engines import build_engine
 
 TINY_LLAMA = {
@@ -63,7 +55,7 @@ def driver(engine: Engine) -> Driver:
     return driver_for(engine, WarmUpLimits(max_batch_total_tokens=2048))
 
 
-def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampling: Sampling = Sampling()) -> list[int]:  # noqa: B008 - frozen
+def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampling: Sampling = Sampling()) -> list[int]:
     stream = driver.admit(prompt, new, sampling=sampling)
     driver.run()
     assert stream.finish is FinishReason.LENGTH
@@ -142,7 +134,7 @@ def test_finishing_frees_the_slot_and_its_blocks(driver: Driver) -> None:
     [
         (lambda t: Stopping(3, eos_token_ids=frozenset([t])), 3, FinishReason.LENGTH),
         (lambda t: Stopping(8, eos_token_ids=frozenset([t])), 3, FinishReason.EOS_TOKEN),
-        (lambda t: Stopping(8, stop_token_ids=frozenset([t])), 3, FinishReason.STOP_TOKEN),
+        (lambda t: Stopping(8, stop_token_ids=frozenset([t])), 3, FinishReason.STOP_SEQUENCE),
         (lambda t: Stopping(8, frozenset([t]), frozenset([t])), 3, FinishReason.EOS_TOKEN),
     ],
     ids=["length wins over eos", "eos", "stop token", "eos wins over stop token"],
@@ -158,8 +150,8 @@ def test_a_sequence_ends_at(
     assert (stream.tokens, stream.finish) == (draws[:tokens], reason)
 
 
-def admission(slot: int = 3, **changes: object) -> Admission:
-    valid = Admission(slot, PROMPT, Stopping(4), blocks=(40, 41, 42))
+def admission(slot: int = 3, **changes: object) -> NewSequence:
+    valid = NewSequence(slot, PROMPT, Stopping(4), blocks=(40, 41, 42))
     return replace(valid, **changes)  # type: ignore[arg-type]
 
 
@@ -172,7 +164,7 @@ def admission(slot: int = 3, **changes: object) -> Admission:
         admission(generated_tokens=len(PROMPT)),
         admission(stopping=Stopping(0)),
         admission(stopping=Stopping(217)),
-        admission(top_n=21),
+        admission(logprobs=LogprobOptions(21)),
         admission(sampling=Sampling(temperature=0.0)),
         admission(sampling=Sampling(temperature=math.nan)),
         admission(sampling=Sampling(top_p=0.0)),
@@ -194,7 +186,7 @@ def admission(slot: int = 3, **changes: object) -> Admission:
         "frequency penalty out of range",
     ],
 )
-def test_an_invalid_admission_fails_alone(driver: Driver, bad: Admission) -> None:
+def test_an_invalid_admission_fails_alone(driver: Driver, bad: NewSequence) -> None:
     if isinstance(driver, SelfDriver):
         bad = replace(bad, blocks=())
     expected = alone(driver)

@@ -14,20 +14,9 @@ from byte_tokenizer import END, write_tokenizer
 from engine_driver import Driver, Stream
 from tokenizers import Tokenizer
 
+from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import (
-    Admission,
-    Engine,
-    FailureCode,
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    Orders,
-    Sampling,
-    StepResult,
-    Stopping,
-    WarmUpLimits,
-)
+from text_generation_shard.engine import Engine, NewSequence, Orders, StepResult, WarmUpLimits
 from text_generation_shard.engines import build_engine
 from text_generation_shard.grammar import MAX_TEXT, GrammarError, Matcher, load_grammars
 from text_generation_shard.session import EngineSession
@@ -291,8 +280,8 @@ def test_a_session_goes_on_while_a_grammar_is_built(folder: Path, grammar: Gramm
         if over == {0, 1}:
             session.end()
 
-    def admission(slot: int, what: Grammar | None) -> Admission:
-        return Admission(slot, PROMPT, Stopping(5), blocks=tuple(range(slot * 4, slot * 4 + 4)), grammar=what)
+    def admission(slot: int, what: Grammar | None) -> NewSequence:
+        return NewSequence(slot, PROMPT, Stopping(5), blocks=tuple(range(slot * 4, slot * 4 + 4)), grammar=what)
 
     session.order(Orders(1, admit=(admission(0, grammar),), prefill=((0, len(PROMPT)),)))
     session.order(Orders(2, admit=(admission(1, None),), prefill=((1, len(PROMPT)),)))
@@ -308,12 +297,12 @@ def test_a_released_sequence_is_not_missed_by_the_grammar_it_waited_for(driver: 
     late: Future[Matcher] = Future()
     engine = driver.engine
     blocks = (0, 1)
-    waiting = Admission(0, PROMPT, Stopping(2), blocks=blocks, grammar=REGEX, matcher=late)
+    waiting = NewSequence(0, PROMPT, Stopping(2), blocks=blocks, grammar=REGEX, matcher=late)
     assert engine.apply(Orders(1, admit=(waiting,), prefill=((0, len(PROMPT)),))) == []
     assert engine.step() is None
     assert engine.apply(Orders(2, release=(0,))) == []
     assert late.cancelled()
-    following = Admission(0, PROMPT, Stopping(2), blocks=blocks)
+    following = NewSequence(0, PROMPT, Stopping(2), blocks=blocks)
     assert engine.apply(Orders(3, admit=(following,), prefill=((0, len(PROMPT)),))) == []
     first = engine.step()
     assert first is not None

@@ -9,8 +9,9 @@ from engine_driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from text_generation_proto.values import FailureCode, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Admission, FailureCode, Orders, Stopping, WarmUpLimits
+from text_generation_shard.engine import NewSequence, Orders, WarmUpLimits
 from text_generation_shard.engines import build_engine
 from text_generation_shard.step.kv_ledger import KVLedger
 
@@ -26,7 +27,7 @@ def driver() -> Driver:
 
 def admitted(driver: Driver, prompt: Tokens[int], blocks: Tokens[int], computed: int = 0, slot: int = 9) -> str | None:
     """Admit past the driver; what was wrong with it, or None. The sequence is dropped again."""
-    admission = Admission(slot, tuple(prompt), Stopping(4), blocks=tuple(blocks), computed_tokens=computed)
+    admission = NewSequence(slot, tuple(prompt), Stopping(4), blocks=tuple(blocks), computed_tokens=computed)
     failures = driver.engine.apply(Orders(98, admit=(admission,)))
     driver.engine.apply(Orders(99, release=(slot,)))
     assert all((failure.slot, failure.code) == (slot, FailureCode.INVALID) for failure in failures)
@@ -101,7 +102,7 @@ def test_blocks_hold_what_was_computed_after_their_sequence_is_gone(driver: Driv
 def test_a_block_holds_nothing_from_the_moment_it_is_given_to_another(driver: Driver) -> None:
     first = driver.admit(PROMPT, 1)
     driver.run()
-    tenant = Admission(5, OTHER, Stopping(4), blocks=tuple(first.blocks))
+    tenant = NewSequence(5, OTHER, Stopping(4), blocks=tuple(first.blocks))
     assert driver.engine.apply(Orders(97, admit=(tenant,), prefill=((5, 16),))) == []
     driver.engine.step()
     # The tenant has not come to the second block yet, and is about to.
@@ -218,7 +219,7 @@ def test_the_ledger_agrees_with_a_record_of_every_token(
             read = {block for holder, first in world.live for block in holder.blocks[:first]}
             right = all(world.cells.get((blocks[i // 4], i % 4)) == tokens[i] for i in range(computed))
             expected = right and len(set(blocks)) == len(blocks) and not (held | read) & set(own)
-            admission = Admission(0, tuple(tokens), Stopping(1), blocks=tuple(blocks), computed_tokens=computed)
+            admission = NewSequence(0, tuple(tokens), Stopping(1), blocks=tuple(blocks), computed_tokens=computed)
             assert (world.ledger.admission_problem(admission) is None) is expected
             if expected:
                 holder = Held(list(tokens), list(blocks), computed)

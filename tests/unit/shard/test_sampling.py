@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from text_generation_shard.engine import Sampling
+from text_generation_proto.values import Sampling
 from text_generation_shard.engines.torch.sampling.choose import Choices, choose, uniforms
 from text_generation_shard.engines.torch.sampling.rows import SamplingRow
 from text_generation_shard.engines.torch.sampling.top_candidates import top_candidates
@@ -316,7 +316,7 @@ def test_a_row_without_a_choice_is_invalid_alone(bad: list[float], greedy: bool)
     assert (choices.token_ids[0], choices.token_ids[2]) == (1, 0)
 
 
-def chosen(logits: list[float], sampling: Sampling = Sampling()) -> Choices:  # noqa: B008 - frozen
+def chosen(logits: list[float], sampling: Sampling = Sampling()) -> Choices:
     return choose(torch.tensor([logits]), [a_row(sampling)])
 
 

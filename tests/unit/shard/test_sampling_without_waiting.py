@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from text_generation_shard.engine import Sampling
+from text_generation_proto.values import Sampling
 from text_generation_shard.engines.torch.sampling.choose import choose
 from text_generation_shard.engines.torch.sampling.rows import SamplingRow
 from text_generation_shard.engines.torch.sampling.top_candidates import top_candidates

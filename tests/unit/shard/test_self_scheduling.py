@@ -12,21 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from self_driver import SelfDriver
 
+from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import (
-    Admission,
-    Engine,
-    Failure,
-    FailureCode,
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    Orders,
-    Scheduling,
-    StepResult,
-    Stopping,
-    WarmUpLimits,
-)
+from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, Scheduling, StepResult, WarmUpLimits
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 from text_generation_shard.grammar import Matcher
@@ -68,7 +56,7 @@ def test_info_says_who_schedules() -> None:
 @pytest.mark.parametrize("what", [{"blocks": (1, 2, 3)}, {"blocks": (1, 2, 3), "computed_tokens": 16}])
 def test_an_admission_with_blocks_is_refused(what: dict[str, tuple[int, ...]]) -> None:
     engine = driver_of().engine
-    admission = Admission(2, PROMPT, Stopping(4), **what)  # type: ignore[arg-type]
+    admission = NewSequence(2, PROMPT, Stopping(4), **what)  # type: ignore[arg-type]
     expected = [(2, "the engine schedules for itself: it takes no KV blocks")]
     assert refusals(engine, Orders(1, admit=(admission,))) == expected
     assert (engine.running, engine.step()) == (0, None)
@@ -206,7 +194,7 @@ def test_a_taken_slot_costs_its_tenant_the_place() -> None:
     driver = driver_of()
     tenant = driver.admit(PROMPT)
     driver.step()
-    orders = Orders(98, admit=(Admission(tenant.slot, PROMPT, Stopping(4)),))
+    orders = Orders(98, admit=(NewSequence(tenant.slot, PROMPT, Stopping(4)),))
     assert refusals(driver.engine, orders) == [(tenant.slot, "slot 0 is taken")]
     assert (driver.engine.running, driver.engine.used_blocks) == (0, 0)
 

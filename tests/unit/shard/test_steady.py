@@ -9,17 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from text_generation_shard.engine import (
-    Admission,
-    EngineInfo,
-    FailureCode,
-    FinishReason,
-    Orders,
-    Sampling,
-    Scheduling,
-    StepResult,
-    Stopping,
-)
+from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping
+from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
 from text_generation_shard.step.chosen import Chosen
 from text_generation_shard.step.sequence import Sequence
 from text_generation_shard.step.steady import SteadyTable, StepRows
@@ -96,7 +87,7 @@ def told(result: StepResult) -> dict[str, object]:
 def orders_of(draw: random.Random, number: int, held: dict[int, Sequence], free: list[int]) -> Orders:
     """What a router may order at a boundary: it lets go, admits, grants and prefills."""
     release = tuple(slot for slot in held if draw.random() < 0.01)
-    admit: list[Admission] = []
+    admit: list[NewSequence] = []
     for slot in set(range(INFO.max_slots)) - held.keys() if draw.random() < 0.4 else ():
         if len(admit) == 6:
             break
@@ -106,7 +97,7 @@ def orders_of(draw: random.Random, number: int, held: dict[int, Sequence], free:
         )
         sampling = Sampling(greedy=False, temperature=0.5) if draw.random() < 0.2 else Sampling()
         blocks = tuple(free.pop() for _ in range(len(prompt) // BLOCK_SIZE + 1))
-        admit.append(Admission(slot, prompt, stopping, sampling, blocks=blocks))
+        admit.append(NewSequence(slot, prompt, stopping, sampling, blocks=blocks))
     grants = [
         (slot, tuple(free.pop() for _ in range(draw.randrange(1, 4))))
         for slot in held
@@ -137,7 +128,7 @@ def test_a_client_is_told_the_same(seed: int) -> None:
     assert failed > 3
 
 
-def host_with(*admissions: Admission) -> Host:
+def host_with(*admissions: NewSequence) -> Host:
     """A host whose sequences have computed their prompts and whose first tokens are recorded."""
     host = Host(SequenceTable(INFO, num_blocks=BLOCKS, steady=SteadyTable()))
     host.step(Orders(1, admit=admissions, prefill=tuple((one.slot, len(one.prompt)) for one in admissions)))
@@ -145,9 +136,9 @@ def host_with(*admissions: Admission) -> Host:
     return host
 
 
-def admission(slot: int, sampling: Sampling = Sampling(), new: int = 9, top_n: int = 0) -> Admission:  # noqa: B008
+def admission(slot: int, sampling: Sampling = Sampling(), new: int = 9, top_n: int = 0) -> NewSequence:
     blocks = tuple(range(slot * 10, slot * 10 + 10))
-    return Admission(slot, (slot + 1, 2, 3), Stopping(new), sampling, blocks=blocks, top_n=top_n)
+    return NewSequence(slot, (slot + 1, 2, 3), Stopping(new), sampling, blocks=blocks, logprobs=LogprobOptions(top_n))
 
 
 def test_steady_is_of_whom_nothing_but_the_most_probable_token_is_asked() -> None:
@@ -179,7 +170,7 @@ def test_the_longest_answer_is_not_exceeded() -> None:
 
 
 def test_a_sequence_without_room_waits_for_its_grant() -> None:
-    short = Admission(0, (1, 2, 3), Stopping(20), blocks=(7, 8))
+    short = NewSequence(0, (1, 2, 3), Stopping(20), blocks=(7, 8))
     host = host_with(short)
     for number in range(3, 8):
         host.step(Orders(number))

@@ -9,17 +9,9 @@ from dataclasses import replace
 import pytest
 from engine_driver import Driver
 
+from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import (
-    Admission,
-    Engine,
-    FailureCode,
-    FinishReason,
-    Orders,
-    Sampling,
-    Stopping,
-    WarmUpLimits,
-)
+from text_generation_shard.engine import Engine, NewSequence, Orders, WarmUpLimits
 from text_generation_shard.engines import build_engine
 
 TINY_LLAMA = {
@@ -56,15 +48,15 @@ def driver(engine: Engine) -> Driver:
     return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
 
 
-def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampling: Sampling = Sampling()) -> list[int]:  # noqa: B008 - frozen
+def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampling: Sampling = Sampling()) -> list[int]:
     stream = driver.admit(prompt, new, sampling=sampling)
     driver.run()
     assert stream.finish is FinishReason.LENGTH
     return stream.tokens
 
 
-def admission(slot: int = 3, **changes: object) -> Admission:
-    valid = Admission(slot, PROMPT, Stopping(4), blocks=(40, 41, 42))
+def admission(slot: int = 3, **changes: object) -> NewSequence:
+    valid = NewSequence(slot, PROMPT, Stopping(4), blocks=(40, 41, 42))
     return replace(valid, **changes)  # type: ignore[arg-type]
 
 
@@ -77,7 +69,7 @@ def admission(slot: int = 3, **changes: object) -> Admission:
     ],
     ids=["nothing left to compute", "computed tokens without blocks", "block that is not"],
 )
-def test_an_admission_with_bad_blocks_fails_alone(driver: Driver, bad: Admission) -> None:
+def test_an_admission_with_bad_blocks_fails_alone(driver: Driver, bad: NewSequence) -> None:
     expected = alone(driver)
     neighbour = driver.admit(PROMPT)
     driver.step()

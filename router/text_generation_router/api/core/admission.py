@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.api.core.extras import TGI, Extras, check_extras, check_token_ids
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.sampling import to_sampling
@@ -22,7 +23,7 @@ from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Grammar, GrammarKind, Request, RequestId, Service, TenantId, TokenId
+from text_generation_router.request import Request, RequestId, Service, TenantId, TokenId
 from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
 
 COUNTED_EXACTLY = 1 << 16
@@ -113,7 +114,7 @@ class Admission:
         parameters: GenerateParameters,
         extras: Extras = TGI,
         count: int = 1,
-        service: Service = Service(),  # noqa: B008 - frozen
+        service: Service = Service(),
     ) -> Request:
         """The request a body asks for; `inputs` may be tokens already. `count` generations are to be made of it.
 
@@ -157,10 +158,7 @@ class Admission:
 
         The seed follows from the first one's, so that a client that gave one gets the same answers again.
         """
-        sampling, seed = request.sampling, request.sampling.seed
-        if seed is not None:
-            sampling = replace(sampling, seed=(seed + number) % 2**64)
-        return replace(request, id=self._next_id(), sampling=sampling)
+        return replace(request, id=self._next_id(), sampling=request.sampling.for_answer(number))
 
     def _random_seed(self) -> int | None:
         return None if "seed" in self._limits.unsupported else self._random.getrandbits(64)

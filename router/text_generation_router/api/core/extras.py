@@ -14,16 +14,15 @@ Read this, then `Request` and `text/stop.py`: there is no other place where the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar
 from text_generation_router.api.core.supported import Names
 from text_generation_router.api.core.validation import Limits
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.request import Grammar, TokenId
+from text_generation_router.request import TokenId
 
-MAX_LOGIT_BIAS = 1024
-"""Tokens one request may bias."""
 MAX_STOP_TOKENS = 64
 
 
@@ -43,7 +42,7 @@ class Extras:
     """OpenAI's."""
     presence_penalty: float = 0.0
     """OpenAI's."""
-    logit_bias: tuple[tuple[TokenId, float], ...] = ()
+    logit_bias: Mapping[TokenId, float] = field(default_factory=dict)
     prompt_top_n: int = 0
     grammar: Grammar | None = None
     names: Names = field(default_factory=dict)
@@ -66,7 +65,7 @@ def check_extras(extras: Extras, limits: Limits) -> None:
         raise InvalidRequest("`min_p` must be >= 0.0 and <= 1.0")
     if len(extras.logit_bias) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"`logit_bias` supports up to {MAX_LOGIT_BIAS} tokens. Given: {len(extras.logit_bias)}")
-    for token_id, bias in extras.logit_bias:
+    for token_id, bias in extras.logit_bias.items():
         if not -100.0 <= bias <= 100.0:
             raise InvalidRequest("`logit_bias` values must be >= -100 and <= 100")
         check_token_ids("logit_bias", (token_id,), limits)

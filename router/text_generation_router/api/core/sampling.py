@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from text_generation_proto.values import Sampling
 from text_generation_router.api.core.extras import Extras
 from text_generation_router.api.core.parameters import GenerateParameters
-from text_generation_router.request import Sampling
 
 
 def to_sampling(parameters: GenerateParameters, extras: Extras, random_seed: int | None) -> Sampling:
@@ -29,5 +29,6 @@ def to_sampling(parameters: GenerateParameters, extras: Extras, random_seed: int
         min_p=extras.min_p,
         output_frequency_penalty=extras.frequency_penalty,
         output_presence_penalty=extras.presence_penalty,
-        logit_bias=extras.logit_bias,
+        logit_bias_ids=tuple(extras.logit_bias),
+        logit_bias_values=tuple(extras.logit_bias.values()),
     )

@@ -25,7 +25,7 @@ _PARAMETERS: Mapping[str, tuple[str, Callable[[Request], object]]] = {
     "frequency_penalty": ("`frequency_penalty`", lambda asked: asked.sampling.frequency_penalty),
     "output_frequency_penalty": ("`frequency_penalty`", lambda asked: asked.sampling.output_frequency_penalty),
     "output_presence_penalty": ("`presence_penalty`", lambda asked: asked.sampling.output_presence_penalty),
-    "logit_bias_ids": ("`logit_bias`", lambda asked: any(bias for _, bias in asked.sampling.logit_bias)),
+    "logit_bias_ids": ("`logit_bias`", lambda asked: any(asked.sampling.logit_bias_values)),
     "watermark": ("`watermark`", lambda asked: asked.sampling.watermark),
     # Where nothing is drawn, every seed is honoured: evaluation tools send one whatever they ask for.
     "seed": ("`seed`", lambda asked: asked.sampling.seed is not None and not asked.sampling.greedy),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
+from text_generation_proto.values import FinishReason, Grammar, GrammarKind
 from text_generation_router.api.core.extras import Extras
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.serving import Serving
@@ -31,16 +32,7 @@ from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import ServingError, ToolError
 from text_generation_router.generation import Ending, Piece
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
-from text_generation_router.request import (
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    LogprobJson,
-    Request,
-    Service,
-    TokenId,
-    TopToken,
-)
+from text_generation_router.request import LogprobJson, Request, Service, TokenId, TopToken
 
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
+from text_generation_proto.values import Grammar
 from text_generation_router.api.openai.schemas import ChatBody, ContentPart, Message, NamedToolChoice, ToolDefinition
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.request import Grammar
 
 _ROLES = {"developer": "system", "function": "tool"}
 """Roles of OpenAI's that chat templates know by another name."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
@@ -16,7 +17,7 @@ from text_generation_router.api.openai.schemas import CompletionBody, StreamOpti
 from text_generation_router.api.openai.usage import usage_json
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Piece, Sink
-from text_generation_router.request import FinishReason, LogprobJson, Request, TopToken
+from text_generation_router.request import LogprobJson, Request, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

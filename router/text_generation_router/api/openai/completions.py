@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.collector import Collector
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import parse_body
@@ -23,7 +24,7 @@ from text_generation_router.api.openai.usage import usage
 from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.api.tgi.headers import cost_headers, timing_headers
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
-from text_generation_router.request import FinishReason, Request, Service, TokenId
+from text_generation_router.request import Request, Service, TokenId
 
 Json = dict[str, Any]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import orjson
 from aiohttp import web
 
+from text_generation_proto.values import Grammar
 from text_generation_router.api.core.service_fields import ServiceFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.turns import AnswerEnd, Reader, Turn, Turns, finish_of
@@ -22,7 +23,7 @@ from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.events import Event
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Ending, Piece, Sink
-from text_generation_router.request import Grammar, LogprobJson, TopToken
+from text_generation_router.request import LogprobJson, TopToken
 
 
 @dataclass(frozen=True, slots=True)

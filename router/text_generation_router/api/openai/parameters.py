@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from text_generation_proto.values import Grammar
 from text_generation_router.api.core.extras import Extras
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.supported import Names
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody, OpenAIBody
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import guided, response_format
-from text_generation_router.request import Grammar, TokenId
+from text_generation_router.request import TokenId
 
 CHAT_NAMES: Names = {"top_n": "`top_logprobs`"}
 COMPLETION_NAMES: Names = {"top_n": "`logprobs`", "prompt": "`echo` with `logprobs`"}
@@ -82,12 +83,12 @@ def _parameters(
     )
 
 
-def _logit_bias(body: OpenAIBody) -> tuple[tuple[TokenId, float], ...]:
+def _logit_bias(body: OpenAIBody) -> dict[TokenId, float]:
     if not isinstance(body.logit_bias, dict):
-        return ()
+        return {}
     biases: dict[TokenId, float] = {}
     for token_id, bias in body.logit_bias.items():
         if not (token_id.isascii() and token_id.isdecimal()):
             raise InvalidRequest("`logit_bias` keys must be token ids")
         biases[int(token_id)] = bias
-    return tuple(biases.items())
+    return biases

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from text_generation_proto.values import GrammarKind
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineError, GrammarKind
+from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.facts import ModelFacts
 from text_generation_shard.engines.tensorrt_llm.folder import ModelFolder
 from text_generation_shard.engines.tensorrt_llm.library import Library

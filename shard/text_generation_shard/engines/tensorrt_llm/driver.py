@@ -22,7 +22,7 @@ from typing import Any
 
 import structlog
 
-from text_generation_shard.engine import FailureCode
+from text_generation_proto.values import FailureCode
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.stream import News, Stream
 

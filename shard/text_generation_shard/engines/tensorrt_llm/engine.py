@@ -19,17 +19,16 @@ from dataclasses import dataclass
 
 import structlog
 
+from text_generation_proto.values import FailureCode, Stopping
 from text_generation_shard.checks import NO_BLOCKS, admission_problem, meant_for_steps
 from text_generation_shard.engine import (
-    Admission,
     EngineError,
     EngineInfo,
     Failure,
-    FailureCode,
     InsufficientMemory,
+    NewSequence,
     Orders,
     StepResult,
-    Stopping,
     TopTokens,
     WarmUpLimits,
 )
@@ -183,7 +182,7 @@ class TensorRTEngine:
 
     # -------------------------------------------------------------------------------------------------------- requests
 
-    def _admit(self, admission: Admission) -> Failure | None:
+    def _admit(self, admission: NewSequence) -> Failure | None:
         slot = admission.slot
         if (problem := self._problem(admission)) is not None:
             return self._refuse(slot, problem)
@@ -199,7 +198,7 @@ class TensorRTEngine:
         self._driver.begin(stream, arguments)
         return None
 
-    def _problem(self, admission: Admission) -> str | None:
+    def _problem(self, admission: NewSequence) -> str | None:
         if admission.slot in self._held:
             return f"slot {admission.slot} is taken"
         if admission.blocks or admission.computed_tokens:
@@ -272,7 +271,7 @@ class TensorRTEngine:
     def _prove(self, timeout_s: float) -> None:
         """Have the engine produce a token beside whatever runs. Raises EngineBroken if none comes in time."""
         token = min(self._info.vocab_size - 1, 1)
-        admission = Admission(0, (token,) * 4, Stopping(1))
+        admission = NewSequence(0, (token,) * 4, Stopping(1))
         self._began_at = time.monotonic()
         arguments = self._parameters.arguments(admission)
         if (problem := self._driver.prove(arguments, timeout_s, lambda: self._broken)) is not None:

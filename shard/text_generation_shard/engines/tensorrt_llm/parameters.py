@@ -32,7 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from text_generation_shard.engine import Admission, Grammar, GrammarKind, Sampling
+from text_generation_proto.values import Grammar, GrammarKind, Sampling
+from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.grammar import JSON_OPTIONS
 
@@ -92,7 +93,7 @@ class Parameters:
         self._eos = eos_token_ids
         self._scored = count()
 
-    def problem(self, admission: Admission) -> str | None:
+    def problem(self, admission: NewSequence) -> str | None:
         """What `admission` asks that cannot be had, by name; None if nothing is."""
         sampling, defaults = admission.sampling, _NEUTRAL
         reasons = dict(self._abilities.unsupported)
@@ -101,9 +102,9 @@ class Parameters:
             "watermark": sampling.watermark,
             "min_p": sampling.min_p > 0,
             "min_new_tokens": admission.stopping.min_new_tokens > 0,
-            "top_n": admission.top_n > 0,
-            "prompt": admission.prompt_logprobs,
-            "prompt_top_n": admission.prompt_top_n > 0,
+            "top_n": admission.logprobs.top_n > 0,
+            "prompt": admission.logprobs.prompt,
+            "prompt_top_n": admission.logprobs.prompt_top_n > 0,
             **{name: getattr(sampling, name) != getattr(defaults, name) for name in _PENALTIES},
         }
         for name, is_asked in asked.items():
@@ -120,21 +121,21 @@ class Parameters:
                 return "an answer with a grammar cannot go on: guided decoding begins with the first new token"
         return None
 
-    def arguments(self, admission: Admission) -> dict[str, Any]:
+    def arguments(self, admission: NewSequence) -> dict[str, Any]:
         """Keywords of `generate_async`. Raises ValueError or TypeError for what the library itself refuses."""
         arguments: dict[str, Any] = {
             "inputs": {"prompt_token_ids": list(admission.prompt)},
             "sampling_params": self._library.sampling_params(**self.sampling(admission)),
             "streaming": True,
         }
-        if admission.prompt_logprobs:
+        if admission.logprobs.prompt:
             # Only what is computed is scored: a prompt that nobody else had is computed whole.
             arguments["cache_salt"] = f"scored-{next(self._scored)}"
         elif admission.cache_salt:
             arguments["cache_salt"] = admission.cache_salt
         return arguments
 
-    def sampling(self, admission: Admission) -> dict[str, Any]:
+    def sampling(self, admission: NewSequence) -> dict[str, Any]:
         """Keywords of SamplingParams."""
         keywords: dict[str, Any] = {
             "max_tokens": admission.stopping.max_new_tokens,
@@ -150,9 +151,9 @@ class Parameters:
             np.add.at(bias, list(admission.sampling.logit_bias_ids), admission.sampling.logit_bias_values)
             keywords["embedding_bias"] = bias
         if self._abilities.scores_tokens:
-            keywords["logprobs"] = max(1, admission.top_n)
-        if admission.prompt_logprobs:
-            keywords["prompt_logprobs"] = max(1, admission.prompt_top_n)
+            keywords["logprobs"] = max(1, admission.logprobs.top_n)
+        if admission.logprobs.prompt:
+            keywords["prompt_logprobs"] = max(1, admission.logprobs.prompt_top_n)
         if admission.grammar is not None:
             keywords["guided_decoding"] = self._library.guided_decoding_params(**self._guide(admission.grammar))
         return keywords
@@ -166,7 +167,7 @@ class Parameters:
                 text = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
         return {key: text}
 
-    def _stopping(self, admission: Admission) -> dict[str, Any]:
+    def _stopping(self, admission: NewSequence) -> dict[str, Any]:
         stopping = admission.stopping
         keywords: dict[str, Any] = {}
         stops = set(stopping.stop_token_ids)
@@ -197,7 +198,7 @@ class Parameters:
                 keywords["min_p"] = sampling.min_p
         return keywords
 
-    def _penalties(self, admission: Admission) -> dict[str, Any]:
+    def _penalties(self, admission: NewSequence) -> dict[str, Any]:
         sampling = admission.sampling
         keywords: dict[str, Any] = {}
         if sampling.repetition_penalty != 1:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from text_generation_shard.engine import Admission, FailureCode, FinishReason, PromptScores
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_shard.engine import NewSequence, PromptScores
 from text_generation_shard.engines.tensorrt_llm.api import RequestOutput
 
 _ENDS = {
@@ -64,7 +65,7 @@ class Stream:
         "waiting",
     )
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: NewSequence) -> None:
         self.admission = admission
         self.result: RequestOutput | None = None
         """What `generate_async` returned; None until then."""
@@ -77,7 +78,7 @@ class Stream:
         """No token has come yet."""
         self._told = 0
         self._ends_at = admission.stopping.max_new_tokens
-        self._prompt_told = not admission.prompt_logprobs
+        self._prompt_told = not admission.logprobs.prompt
 
     def read(self, output: RequestOutput) -> News | None:
         """What is new in `output`; None if nothing is. Ends the stream at most once."""
@@ -122,7 +123,7 @@ class Stream:
                 if token_id in stopping.eos_token_ids:
                     news.finish = FinishReason.EOS_TOKEN
                 elif token_id in stopping.stop_token_ids:
-                    news.finish = FinishReason.STOP_TOKEN
+                    news.finish = FinishReason.STOP_SEQUENCE
                 else:
                     continue
                 del news.token_ids[at:]
@@ -136,15 +137,15 @@ class Stream:
         last = news.token_ids[-1] if news.token_ids else None
         if reason == "stop" and last in stopping.eos_token_ids | stopping.stop_token_ids:
             # Before min_new_tokens: of several ends the engine's samplers hold off end_id alone.
-            news.finish = FinishReason.EOS_TOKEN if last in stopping.eos_token_ids else FinishReason.STOP_TOKEN
+            news.finish = FinishReason.EOS_TOKEN if last in stopping.eos_token_ids else FinishReason.STOP_SEQUENCE
         elif reason == "stop" and isinstance(stop, int):
             # A matched token that was cut off: a sequence finishes with a token, and this is it.
             self._told += 1
             news.token_ids.append(stop)
             news.logprobs.append(math.nan)
-            news.tops += [((), ())] if self.admission.top_n else []
+            news.tops += [((), ())] if self.admission.logprobs.top_n else []
             is_eos = stop in stopping.eos_token_ids
-            news.finish = FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_TOKEN
+            news.finish = FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE
             if self._told == self._ends_at:
                 news.finish = FinishReason.LENGTH
         else:
@@ -152,7 +153,7 @@ class Stream:
 
     def _read_logprobs(self, news: News, logprobs: Sequence[Any] | None, first: int) -> None:
         known = () if logprobs is None else logprobs
-        top_n = self.admission.top_n
+        top_n = self.admission.logprobs.top_n
         for place, token_id in enumerate(news.token_ids, first):
             # The list may be shorter than that of the tokens: NaN says that a value is not known.
             entry = known[place] if place < len(known) else math.nan
@@ -169,7 +170,7 @@ class Stream:
     def _prompt_scores(self, entries: Sequence[Any]) -> PromptScores:
         """Log-probabilities of the prompt's tokens, NaN for the first: entry i is about token i + 1."""
         admission = self.admission
-        prompt, top_n = admission.prompt, admission.prompt_top_n
+        prompt, top_n = admission.prompt, admission.logprobs.prompt_top_n
         scores = PromptScores(admission.slot, [math.nan] * len(prompt), [((), ())] * len(prompt) if top_n else None)
         # The last entry is about the first new token. Of a prompt that was computed in part the first ones are missing.
         first = max(1, 1 + len(prompt) - len(entries))

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
-    FailureCode,
     InProcess,
     InsufficientMemory,
     Orders,

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from text_generation_shard.engine import (
-    Admission,
-    EngineInfo,
-    InsufficientMemory,
-    Orders,
-    Sampling,
-    Stopping,
-    WarmUpLimits,
-)
+from text_generation_proto.values import Sampling, Stopping
+from text_generation_shard.engine import EngineInfo, InsufficientMemory, NewSequence, Orders, WarmUpLimits
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 HARDEST_SAMPLING = Sampling(greedy=False, top_p=1 - 1e-9)
@@ -39,12 +32,12 @@ def worst_step(info: EngineInfo, limits: WarmUpLimits) -> WorstStep:
         lengths.append(min(tokens, longest))
         tokens -= lengths[-1]
     lengths += [1] * (slots - len(lengths))
-    admissions: list[Admission] = []
+    admissions: list[NewSequence] = []
     num_blocks = 0
     for slot, length in enumerate(lengths):
         count = blocks_for(length)
         admissions.append(
-            Admission(
+            NewSequence(
                 slot=slot,
                 prompt=(0,) * length,
                 stopping=Stopping(max_new_tokens=1),

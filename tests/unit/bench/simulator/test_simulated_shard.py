@@ -10,7 +10,8 @@ from text_generation_bench.simulator.arrivals import Arrival
 from text_generation_bench.simulator.machine import Machine
 from text_generation_bench.simulator.shard import BrokenRule, SimulatedShard
 from text_generation_bench.simulator.tokens import TokenPool
-from text_generation_router.request import FinishReason, Request, RequestId
+from text_generation_proto.values import FinishReason, Stopping
+from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.steps import Admission, Orders
 from text_generation_shard import engine
 from text_generation_shard.step.chosen import Chosen, ChosenToken
@@ -58,10 +59,10 @@ class Both:
             self.by_slot[one.slot] = self.arrivals[one.request.id]
             self.generated[one.slot] = len(one.generated)
         admissions = tuple(
-            engine.Admission(
+            engine.NewSequence(
                 slot=one.slot,
                 prompt=(*one.request.prompt, *one.generated),
-                stopping=engine.Stopping(one.request.max_new_tokens - len(one.generated), frozenset({EOS})),
+                stopping=Stopping(one.request.max_new_tokens - len(one.generated), frozenset({EOS})),
                 blocks=one.blocks,
                 computed_tokens=one.cached_tokens,
                 generated_tokens=len(one.generated),

@@ -14,11 +14,12 @@ from text_generation_bench.simulator.setup import Outage, Setup
 from text_generation_bench.simulator.shard import BrokenRule
 from text_generation_bench.simulator.tokens import TokenPool
 from text_generation_bench.simulator.world import World
-from text_generation_router.request import FinishReason, Priority, RequestId, TenantId
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_router.request import Priority, RequestId, TenantId
 from text_generation_router.scheduling.batch import Batch
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Deliveries, FailureKind, Orders, Outcome
+from text_generation_router.scheduling.steps import Deliveries, Orders, Outcome
 
 MACHINE = Machine(
     base_s=0.010,
@@ -124,7 +125,7 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     running = ask(1.5, new=50, most=50, total_s=0.2)
     world = a_world()
     world.run(iter([*long, in_queue, running]))
-    assert world.ledger.failed == {FailureKind.EXPIRED: 2}
+    assert world.ledger.failed == {FailureCode.EXPIRED: 2}
     assert world.ledger.total.finished == 4
 
 

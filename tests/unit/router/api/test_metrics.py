@@ -7,8 +7,8 @@ import time
 from prometheus_client.parser import text_string_to_metric_families
 
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import FinishReason
 from text_generation_router.metrics import Metrics, Spent
-from text_generation_router.request import FinishReason
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.scheduling.steps import Deliveries

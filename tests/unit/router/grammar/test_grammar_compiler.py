@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest, Overloaded, Unhealthy
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.grammar.forms import read_schema, regex_grammar, schema_grammar
-from text_generation_router.request import Grammar, GrammarKind
 from text_generation_router.sandbox.pool import Sandbox, Setup
 
 GOOD = regex_grammar("[a-z]+")

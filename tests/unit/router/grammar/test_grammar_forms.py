@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import ANY_OBJECT, guided, response_format, tgi_grammar
-from text_generation_router.request import Grammar, GrammarKind
 
 Json = dict[str, Any]
 

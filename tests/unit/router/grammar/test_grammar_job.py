@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
+from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import choice_grammar, read_schema, regex_grammar, schema_grammar
 from text_generation_router.grammar.job import compile_job, compiled, prove
 from text_generation_router.grammar.options import JSON_OPTIONS, LIMITS
 from text_generation_router.grammar.tools import MAX_TOOLS, auto_tools, forced_tools
-from text_generation_router.request import Grammar, GrammarKind
 from text_generation_shard.grammar import JSON_OPTIONS as SHARD_OPTIONS
 from text_generation_shard.grammar import LIMITS as SHARD_LIMITS
 

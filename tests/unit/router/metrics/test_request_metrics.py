@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from text_generation_proto.values import FinishReason
 from text_generation_router import errors
 from text_generation_router.metrics.requests import CANCELLED, FAILURES, RequestMetrics, Spent
-from text_generation_router.request import FinishReason
 
 SPENT = Spent(total_s=1.0, validation_s=0.1, queue_s=0.2, inference_s=0.7, generated_tokens=7)
 

@@ -6,10 +6,11 @@ import pytest
 from block_audit import audit, audit_idle
 from scheduler_rig import BLOCK, Rig, a_policy
 
-from text_generation_router.request import FinishReason, Priority, RequestId
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_router.request import Priority, RequestId
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.scheduling.step_cost import StepShape
-from text_generation_router.scheduling.steps import FailureKind, Orders, Outcome, ReplicaSpec
+from text_generation_router.scheduling.steps import Orders, Outcome, ReplicaSpec
 
 
 def test_waiting_requests_enter_in_order_of_arrival() -> None:
@@ -137,7 +138,7 @@ def test_a_failed_sequence_ends_alone() -> None:
     rig.submit(new=5)
     rig.turns(2)
     first, second = rig.admission(0).slot, rig.admission(1).slot
-    deliveries = rig.apply(0, Outcome(1, [second], [], [7], failed={first: (FailureKind.NUMERICS, "NaN")}))
+    deliveries = rig.apply(0, Outcome(1, [second], [], [7], failed={first: (FailureCode.NUMERICS, "NaN")}))
     assert [failed.request_id for failed in deliveries.failed] == [0]
     assert [token[0] for token in deliveries.tokens] == [1]
     assert rig.scheduler.running == 1

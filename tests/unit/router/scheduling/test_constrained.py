@@ -10,8 +10,9 @@ import pytest
 from block_audit import audit, audit_idle
 from scheduler_rig import BLOCK, Rig, Sequence, a_policy, words
 
-from text_generation_router.request import Grammar, GrammarKind, Request, RequestId
-from text_generation_router.scheduling.steps import Deliveries, FailureKind, Orders, ReplicaSpec
+from text_generation_proto.values import FailureCode, Grammar, GrammarKind
+from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.steps import Deliveries, Orders, ReplicaSpec
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
 LOST = "lost its shard; a constrained answer cannot go on elsewhere"
@@ -58,7 +59,7 @@ def test_one_that_has_begun_fails_with_its_replica_and_others_move() -> None:
     rig.turns(5)
     assert rig.tokens[bound] > 0
     rig.lose(0)
-    assert rig.failed == {bound: FailureKind.LOST}
+    assert rig.failed == {bound: FailureCode.LOST}
     assert rig.told == {bound: LOST}
     rig.open(0)
     rig.until_idle()

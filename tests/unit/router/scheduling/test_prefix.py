@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_rig import BLOCK, Rig, a_policy, words
 
+from text_generation_proto.values import FailureCode
 from text_generation_router.scheduling.prefix import WORTH_WAITING_FOR, shared_tokens
-from text_generation_router.scheduling.steps import FailureKind, Outcome
+from text_generation_router.scheduling.steps import Outcome
 
 
 def a_rig(**changes: object) -> Rig:
@@ -125,9 +126,9 @@ def test_a_sequence_that_fails_publishes_nothing_more() -> None:
     kept = rig.scheduler.cached_blocks
     rig.turns(20)
     slot = rig.admission(0).slot
-    rig.apply(0, Outcome(rig.batch()._number, failed={slot: (FailureKind.NUMERICS, "NaN")}))
+    rig.apply(0, Outcome(rig.batch()._number, failed={slot: (FailureCode.NUMERICS, "NaN")}))
     assert rig.scheduler.cached_blocks == kept == 10
-    assert rig.failed == {0: FailureKind.NUMERICS}
+    assert rig.failed == {0: FailureCode.NUMERICS}
     audit_idle(rig.scheduler)
 
 
@@ -138,7 +139,7 @@ def test_a_chunk_in_a_step_that_failed_is_not_published() -> None:
     orders = rig.scheduler.decide(0, 0.0)
     assert orders is not None
     slot = orders.admit[0].slot
-    rig.apply(0, Outcome(orders.number, prefilled=[(slot, 160)], failed={slot: (FailureKind.STEP, "it failed")}))
+    rig.apply(0, Outcome(orders.number, prefilled=[(slot, 160)], failed={slot: (FailureCode.STEP, "it failed")}))
     assert rig.scheduler.cached_blocks == 0
     audit_idle(rig.scheduler)
 

@@ -6,8 +6,9 @@ import pytest
 from block_audit import audit_idle
 from scheduler_rig import Rig, a_policy, words
 
+from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, Service, TenantId
-from text_generation_router.scheduling.steps import FailureKind, Orders
+from text_generation_router.scheduling.steps import Orders
 
 
 def a_request(prompt: int, new: int, tenant: str = "") -> Request:
@@ -108,7 +109,7 @@ def test_a_request_that_gets_nowhere_on_one_replica_after_another_fails() -> Non
         rig.turns(2)
     assert rig.failed == {}
     rig.lose(0)
-    assert rig.failed == {0: FailureKind.LOST}
+    assert rig.failed == {0: FailureCode.LOST}
     audit_idle(rig.scheduler)
 
 
@@ -150,7 +151,7 @@ def test_what_no_replica_can_hold_after_one_came_back_smaller_fails() -> None:
     rig.turns(2)
     rig.lose(0)
     rig.open(0, blocks=10)
-    assert rig.failed == {0: FailureKind.LOST}
+    assert rig.failed == {0: FailureCode.LOST}
     rig.until_idle()
     assert rig.finished == [1]
     audit_idle(rig.scheduler)
@@ -167,7 +168,7 @@ def test_the_queue_timeout_counts_in_the_queue_alone() -> None:
     assert rig.scheduler.next_expiry == 0.1
     rig.now = 0.1
     rig.expire()
-    assert rig.failed == {waits: FailureKind.EXPIRED}
+    assert rig.failed == {waits: FailureCode.EXPIRED}
     assert rig.scheduler.expirations == 1
     rig.until_idle()
     assert rig.finished == [runs]
@@ -179,7 +180,7 @@ def test_the_total_timeout_counts_everywhere_and_gets_no_more_prefill() -> None:
     rig.turn()
     rig.now = 0.06
     rig.expire()
-    assert rig.failed == {0: FailureKind.EXPIRED}
+    assert rig.failed == {0: FailureCode.EXPIRED}
     orders = rig.turn()
     assert [(one.prefill, one.release) for one in orders] == [((), (rig.admission(0).slot,))]
     audit_idle(rig.scheduler)
@@ -195,7 +196,7 @@ def test_a_lost_request_expires_by_its_total_timeout_only() -> None:
     assert rig.failed == {}
     rig.now = 2.0
     rig.expire()
-    assert rig.failed == {0: FailureKind.EXPIRED}
+    assert rig.failed == {0: FailureCode.EXPIRED}
 
 
 def test_deadlines_of_those_that_ended_are_forgotten() -> None:

@@ -8,7 +8,8 @@ from hashlib import blake2b
 import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.request import Grammar, GrammarKind, Request, RequestId, Sampling, Service
+from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
+from text_generation_router.request import Request, RequestId, Service
 from text_generation_router.scheduling.steps import Admission, Orders
 from text_generation_router.shards.convert import hashed_salt, orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
@@ -17,12 +18,12 @@ from text_generation_shard import engine
 PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
 
 
-def sent(request: Request, generated: tuple[int, ...] = (), *, own_cache: bool = False) -> pb.Admission:
+def sent(request: Request, generated: tuple[int, ...] = (), *, own_cache: bool = False) -> pb.NewSequence:
     orders = orders_to_pb(Orders(1, admit=(Admission(0, request, generated, (0, 1)),)), [2], own_cache=own_cache)
     return pb.Orders.FromString(orders.SerializeToString()).admit[0]
 
 
-def received(message: pb.Admission) -> engine.Admission:
+def received(message: pb.NewSequence) -> engine.NewSequence:
     return shard_convert.orders_from_pb(pb.Orders(number=1, admit=[message])).admit[0]
 
 
@@ -34,7 +35,8 @@ def test_all_that_can_be_asked_for_arrives() -> None:
             min_p=0.1,
             output_frequency_penalty=0.5,
             output_presence_penalty=-0.25,
-            logit_bias=((3, 1.5), (4, -100.0)),
+            logit_bias_ids=(3, 4),
+            logit_bias_values=(1.5, -100.0),
         ),
         stop_token_ids=(8, 9),
         min_new_tokens=6,
@@ -43,20 +45,13 @@ def test_all_that_can_be_asked_for_arrives() -> None:
         grammar=Grammar(GrammarKind.REGEX, "a+"),
     )
     admission = received(sent(request))
-    assert admission.sampling == engine.Sampling(
-        greedy=False,
-        min_p=0.1,
-        output_frequency_penalty=0.5,
-        output_presence_penalty=-0.25,
-        logit_bias_ids=(3, 4),
-        logit_bias_values=(1.5, -100.0),
-    )
-    assert admission.stopping == engine.Stopping(20, frozenset({2}), frozenset({8, 9}), min_new_tokens=6)
-    assert (admission.prompt_logprobs, admission.prompt_top_n) == (True, 4)
-    assert admission.grammar == engine.Grammar(engine.GrammarKind.REGEX, "a+")
+    assert admission.sampling == request.sampling
+    assert admission.stopping == Stopping(20, frozenset({2}), frozenset({8, 9}), min_new_tokens=6)
+    assert admission.logprobs == LogprobOptions(prompt=True, prompt_top_n=4)
+    assert admission.grammar == Grammar(GrammarKind.REGEX, "a+")
 
 
-@pytest.mark.parametrize("kind", GrammarKind)
+@pytest.mark.parametrize("kind", set(GrammarKind) - {GrammarKind.UNSPECIFIED})
 def test_every_kind_of_grammar_has_its_word_on_the_wire(kind: GrammarKind) -> None:
     grammar = received(sent(replace(PLAIN, grammar=Grammar(kind, "x")))).grammar
     assert grammar is not None
@@ -109,7 +104,3 @@ def test_a_salt_is_told_the_same_by_every_router() -> None:
 
 def test_who_has_no_salt_shares_with_all_that_have_none() -> None:
     assert sent(PLAIN, own_cache=True).cache_salt == ""
-
-
-def test_where_nobody_asked_for_a_seed_none_is_sent() -> None:
-    assert sent(replace(PLAIN, sampling=Sampling(greedy=False, seed=None))).sampling.seed == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.request import GrammarKind
+from text_generation_proto.values import GrammarKind
 from text_generation_router.shards.join import Joined, together
 
 

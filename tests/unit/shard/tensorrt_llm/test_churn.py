@@ -10,8 +10,9 @@ import pytest
 from self_driver import SelfDriver
 from standin import VERSIONS, importable, model_folder, read_log
 
+from text_generation_proto.values import FinishReason
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import FinishReason, WarmUpLimits
+from text_generation_shard.engine import WarmUpLimits
 from text_generation_shard.engines.tensorrt_llm.build import build
 
 STREAMS = int(os.environ.get("CHURN", "1500"))

@@ -14,19 +14,9 @@ from model_folders import ENGINE, RANKS, fill
 from self_driver import SelfDriver
 from standin import VERSIONS, importable, model_folder, read_log
 
+from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import (
-    Admission,
-    EngineError,
-    FailureCode,
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    Orders,
-    Sampling,
-    Stopping,
-    WarmUpLimits,
-)
+from text_generation_shard.engine import EngineError, NewSequence, Orders, WarmUpLimits
 from text_generation_shard.engines.tensorrt_llm.build import build
 from text_generation_shard.engines.tensorrt_llm.engine import EngineBroken, TensorRTEngine
 from text_generation_shard.engines.tensorrt_llm.statistics import Statistics
@@ -82,22 +72,22 @@ def test_a_request_that_comes_after_hours_of_silence_is_no_hang(built: Build) ->
             verdicts.append(engine._watchdog._look())
 
     engine._held = Held()
-    engine.apply(Orders(1, admit=(Admission(0, PROMPT, Stopping(3)),)))
+    engine.apply(Orders(1, admit=(NewSequence(0, PROMPT, Stopping(3)),)))
     assert verdicts == [None]
 
 
 def test_requests_that_keep_coming_are_no_sign_of_life(built: Build) -> None:
     engine = built(hang_step_token=777, hang_timeout=2.5)
-    engine.apply(Orders(1, admit=(Admission(0, (5, 777), Stopping(5)),)))
+    engine.apply(Orders(1, admit=(NewSequence(0, (5, 777), Stopping(5)),)))
     with pytest.raises(EngineBroken, match="has brought nothing"):
         for slot in range(1, 20):  # a step waits for a second
-            engine.apply(Orders(slot + 1, admit=(Admission(slot, PROMPT, Stopping(5)),)))
+            engine.apply(Orders(slot + 1, admit=(NewSequence(slot, PROMPT, Stopping(5)),)))
             engine.step()
 
 
 def test_nobody_waits_for_a_token_of_an_engine_that_is_known_to_be_broken(built: Build) -> None:
     engine = built(hang_step_token=777)
-    arguments = engine._parameters.arguments(Admission(0, (5, 777), Stopping(5)))
+    arguments = engine._parameters.arguments(NewSequence(0, (5, 777), Stopping(5)))
     assert engine._driver.prove(arguments, 3600, lambda: "its worker died") == "its worker died"
     assert "did not come within" in str(engine._driver.prove(arguments, 0.01, lambda: None))
     engine._break("it hangs")  # or closing it would wait for it
@@ -173,12 +163,12 @@ def test_blocks_in_use_are_counted_in_the_blocks_that_were_told(built: Build) ->
 )
 def test_sampling_is_sampling_for_every_sampler(built: Build, sampling: Sampling, arrives: dict[str, object]) -> None:
     """The C++ sampler is greedy where neither top_k nor top_p is said."""
-    sent = built()._parameters.sampling(Admission(0, PROMPT, Stopping(3), sampling))
+    sent = built()._parameters.sampling(NewSequence(0, PROMPT, Stopping(3), sampling))
     assert {name: sent[name] for name in ("temperature", "top_k", "top_p") if name in sent} == arrives
 
 
 def test_an_empty_grammar_is_not_none(built: Build) -> None:
-    admission = Admission(0, PROMPT, Stopping(3), grammar=Grammar(GrammarKind.REGEX, ""))
+    admission = NewSequence(0, PROMPT, Stopping(3), grammar=Grammar(GrammarKind.REGEX, ""))
     assert built()._parameters.problem(admission) == "the grammar is empty"
 
 

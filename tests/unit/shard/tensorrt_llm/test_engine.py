@@ -15,18 +15,9 @@ import pytest
 from self_driver import SelfDriver
 from standin import VERSIONS, importable, model_folder
 
+from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import (
-    Admission,
-    EngineError,
-    FailureCode,
-    FinishReason,
-    InsufficientMemory,
-    Orders,
-    Sampling,
-    Stopping,
-    WarmUpLimits,
-)
+from text_generation_shard.engine import EngineError, InsufficientMemory, NewSequence, Orders, WarmUpLimits
 from text_generation_shard.engines.tensorrt_llm.build import build
 from text_generation_shard.engines.tensorrt_llm.engine import EngineBroken, TensorRTEngine
 
@@ -108,8 +99,8 @@ def test_several_tokens_a_step_are_told_together(built: Build) -> None:
     [
         (Stopping(9, frozenset([104])), 5, FinishReason.EOS_TOKEN),
         (Stopping(9, frozenset([EOS, 104, 110])), 5, FinishReason.EOS_TOKEN),
-        (Stopping(9, frozenset([EOS]), frozenset([104])), 5, FinishReason.STOP_TOKEN),
-        (Stopping(9, frozenset(), frozenset([104])), 5, FinishReason.STOP_TOKEN),
+        (Stopping(9, frozenset([EOS]), frozenset([104])), 5, FinishReason.STOP_SEQUENCE),
+        (Stopping(9, frozenset(), frozenset([104])), 5, FinishReason.STOP_SEQUENCE),
         (Stopping(5, frozenset([104])), 5, FinishReason.LENGTH),
         (Stopping(9), 9, FinishReason.LENGTH),
     ],
@@ -169,7 +160,7 @@ def test_resetting_drops_everything(built: Build) -> None:
 def test_waking_ends_a_step_that_waits(built: Build) -> None:
     engine = built(prefill_us=200_000)
     SelfDriver(engine).admit(PROMPT, 5)
-    engine.apply(Orders(1, admit=(Admission(0, PROMPT, Stopping(5)),)))
+    engine.apply(Orders(1, admit=(NewSequence(0, PROMPT, Stopping(5)),)))
     begun = time.monotonic()
     timer = threading.Timer(0.05, engine.wake)
     timer.start()
@@ -223,7 +214,7 @@ def test_what_cannot_be_had_is_refused_by_name(built: Build, asked: dict[str, ob
 
 def test_blocks_chunks_and_slots_that_are_taken_are_refused(built: Build) -> None:
     engine = built(step_ms=5)
-    admission = Admission(0, PROMPT, Stopping(100))
+    admission = NewSequence(0, PROMPT, Stopping(100))
     assert engine.apply(Orders(1, admit=(admission,))) == []
     (taken,) = engine.apply(Orders(2, admit=(admission,)))
     (blocks,) = engine.apply(Orders(3, admit=(replace(admission, blocks=(0, 1)),)))
@@ -279,7 +270,7 @@ def test_an_engine_that_brings_nothing_any_more_is_broken(built: Build) -> None:
     engine = built(hang_step_token=777, step_ms=1, hang_timeout=1.0)
     heard: list[str] = []
     engine.on_broken(heard.append)
-    engine.apply(Orders(1, admit=(Admission(0, (5, 6, 777, 8), Stopping(10)),)))
+    engine.apply(Orders(1, admit=(NewSequence(0, (5, 6, 777, 8), Stopping(10)),)))
     assert "has brought nothing" in until_broken(engine)
     assert len(heard) == 1
 
@@ -296,7 +287,7 @@ def test_an_error_of_the_whole_is_one(built: Build) -> None:
     engine = built(fatal_token=777, step_ms=1, hang_timeout=2.0)  # nobody may say a word
     heard: list[str] = []
     engine.on_broken(heard.append)
-    engine.apply(Orders(1, admit=(Admission(0, (5, 6, 777, 8), Stopping(10)), Admission(1, PROMPT, Stopping(50)))))
+    engine.apply(Orders(1, admit=(NewSequence(0, (5, 6, 777, 8), Stopping(10)), NewSequence(1, PROMPT, Stopping(50)))))
     until_broken(engine)
     assert heard
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from text_generation_shard.engine import Admission, FailureCode, FinishReason, Stopping
+from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Stopping
+from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.stream import News, Stream
 
 EOS, STOP = 2, 5
-ADMISSION = Admission(
+ADMISSION = NewSequence(
     slot=3,
     prompt=(11, 12, 13),
     stopping=Stopping(6, eos_token_ids=frozenset([EOS]), stop_token_ids=frozenset([STOP])),
@@ -68,8 +69,8 @@ def test_what_was_told_is_not_told_again() -> None:
     ("tokens", "reason", "told", "finish"),
     [
         ((7, EOS), "stop", [7, EOS], FinishReason.EOS_TOKEN),
-        ((7, STOP), "stop", [7, STOP], FinishReason.STOP_TOKEN),
-        ((7, STOP, 8, 9), None, [7, STOP], FinishReason.STOP_TOKEN),  # the engine did not look for it
+        ((7, STOP), "stop", [7, STOP], FinishReason.STOP_SEQUENCE),
+        ((7, STOP, 8, 9), None, [7, STOP], FinishReason.STOP_SEQUENCE),  # the engine did not look for it
         ((6, 7, 8, 9, 10, 11), "length", [6, 7, 8, 9, 10, 11], FinishReason.LENGTH),
         ((6, 7, 8, 9, 10, EOS), "stop", [6, 7, 8, 9, 10, EOS], FinishReason.LENGTH),
         ((6, 7, 8, 9, 10, 11, 12, 13), None, [6, 7, 8, 9, 10, 11], FinishReason.LENGTH),
@@ -93,7 +94,7 @@ def test_a_stop_that_was_cut_off_is_the_token_it_ends_with() -> None:
     output.completion.token_ids = [7]  # a stop of two tokens, of which one had been told
     output.completion.finish_reason, output.completion.stop_reason = "stop", STOP
     news = read(stream, output)
-    assert (news.token_ids, news.finish) == ([STOP], FinishReason.STOP_TOKEN)
+    assert (news.token_ids, news.finish) == ([STOP], FinishReason.STOP_SEQUENCE)
     assert math.isnan(news.logprobs[0])
 
 
@@ -105,7 +106,7 @@ def test_no_stop_counts_before_the_least_number_of_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("token", "stop", "finish"),
-    [(EOS, None, FinishReason.EOS_TOKEN), (EOS, EOS, FinishReason.EOS_TOKEN), (STOP, STOP, FinishReason.STOP_TOKEN)],
+    [(EOS, None, FinishReason.EOS_TOKEN), (EOS, EOS, FinishReason.EOS_TOKEN), (STOP, STOP, FinishReason.STOP_SEQUENCE)],
     ids=["end_id", "another eos", "stop"],
 )
 def test_an_engine_that_stops_before_the_least_number_of_tokens_has_stopped(
@@ -151,13 +152,13 @@ def test_bare_log_probabilities_are_read_too() -> None:
 
 
 def test_the_most_probable_come_best_first() -> None:
-    news = read(Stream(replace(ADMISSION, top_n=2)), Output().say(7))
+    news = read(Stream(replace(ADMISSION, logprobs=LogprobOptions(2))), Output().say(7))
     assert news.tops == [((999, 7), (-0.05, -0.7))]
-    assert read(Stream(replace(ADMISSION, top_n=1)), Output().say(7)).tops == [((999,), (-0.05,))]
+    assert read(Stream(replace(ADMISSION, logprobs=LogprobOptions(1))), Output().say(7)).tops == [((999,), (-0.05,))]
 
 
 def test_prompt_scores_are_about_the_token_after() -> None:
-    stream = Stream(replace(ADMISSION, prompt_logprobs=True, prompt_top_n=1))
+    stream = Stream(replace(ADMISSION, logprobs=LogprobOptions(prompt=True, prompt_top_n=1)))
     output = Output().say(7)
     output.completion.prompt_logprobs = [
         {12: Logprob(-1.2), 50: Logprob(-0.1)},
@@ -174,7 +175,7 @@ def test_prompt_scores_are_about_the_token_after() -> None:
 
 def test_prompt_scores_come_with_a_token() -> None:
     """Alone they would be nothing to report."""
-    stream, output = Stream(replace(ADMISSION, prompt_logprobs=True)), Output()
+    stream, output = Stream(replace(ADMISSION, logprobs=LogprobOptions(prompt=True))), Output()
     output.completion.prompt_logprobs = [-1.2, -1.3, -0.7]
     assert stream.read(output) is None  # type: ignore[arg-type]
     scores = read(stream, output.say(7)).prompt_scores
@@ -184,7 +185,7 @@ def test_prompt_scores_come_with_a_token() -> None:
 
 def test_prompt_scores_of_a_part_are_of_its_end() -> None:
     """Tokens that came from the cache were not computed."""
-    stream, output = Stream(replace(ADMISSION, prompt_logprobs=True)), Output().say(7)
+    stream, output = Stream(replace(ADMISSION, logprobs=LogprobOptions(prompt=True))), Output().say(7)
     output.completion.prompt_logprobs = [-1.3, -0.7]
     scores = read(stream, output).prompt_scores
     assert scores is not None

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text_generation_shard.engine import Sampling, Stopping
+from text_generation_proto.values import Sampling, Stopping
 from text_generation_shard.engines.torch.batch import (
     GROUP_COST,
     MAX_GROUP_KEYS,

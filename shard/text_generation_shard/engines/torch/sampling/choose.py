@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from text_generation_shard.engine import Sampling
+from text_generation_proto.values import Sampling
 from text_generation_shard.engines.torch.sampling.penalties import adjust
 from text_generation_shard.engines.torch.sampling.row_columns import Column, send
 from text_generation_shard.engines.torch.sampling.rows import SamplingRow

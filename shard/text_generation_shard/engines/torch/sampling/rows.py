@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from text_generation_shard.engine import Sampling
+from text_generation_proto.values import Sampling
 
 
 @dataclass(frozen=True, slots=True)

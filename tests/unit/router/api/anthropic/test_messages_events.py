@@ -9,13 +9,13 @@ import pytest
 from answer_events import MESSAGES, check_types, read_events
 from anthropic.types import Message
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.api.anthropic.events import MessageScript, whole_input
 from text_generation_router.api.core.turns import AnswerEnd, Finish
 from text_generation_router.api.openai.ids import Named
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed
 from text_generation_router.generation import Ending
-from text_generation_router.request import FinishReason
 
 NAMED = Named("msg_1", 1_700_000_000, "some-model", "native")
 STOPPED = AnswerEnd(Finish.STOP, Ending(FinishReason.EOS_TOKEN, "whatever", 5))

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import Sampling
 from text_generation_router.api.core.extras import TGI, Extras
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.sampling import to_sampling
 from text_generation_router.api.core.supported import _PARAMETERS, check_supported
 from text_generation_router.api.openai.parameters import CHAT_NAMES, COMPLETION_NAMES
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.request import Request, RequestId, Sampling, Service
+from text_generation_router.request import Request, RequestId, Service
 
 PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
 WHY = "the engine never heard of it"
@@ -29,7 +30,7 @@ ASKED: list[tuple[str, dict[str, Any], str]] = [
     ("frequency_penalty", {"sampling": Sampling(frequency_penalty=-0.1)}, "`frequency_penalty`"),
     ("output_frequency_penalty", {"sampling": Sampling(output_frequency_penalty=0.1)}, "`frequency_penalty`"),
     ("output_presence_penalty", {"sampling": Sampling(output_presence_penalty=0.1)}, "`presence_penalty`"),
-    ("logit_bias_ids", {"sampling": Sampling(logit_bias=((1, 0.0), (2, 0.5)))}, "`logit_bias`"),
+    ("logit_bias_ids", {"sampling": Sampling(logit_bias_ids=(1, 2), logit_bias_values=(0.0, 0.5))}, "`logit_bias`"),
     ("watermark", {"sampling": Sampling(watermark=True)}, "`watermark`"),
     ("seed", {"sampling": Sampling(greedy=False, seed=0)}, "`seed`"),
     ("stop_token_ids", {"stop_token_ids": (3,)}, "`stop_token_ids`"),
@@ -57,7 +58,7 @@ def test_what_is_asked_for_is_refused_by_its_name(name: str, changes: dict[str, 
         {},
         {"sampling": Sampling(greedy=False, seed=None)},
         {"sampling": Sampling(seed=5)},
-        {"sampling": Sampling(logit_bias=((1, 0.0),))},
+        {"sampling": Sampling(logit_bias_ids=(1,), logit_bias_values=(0.0,))},
         {"stop_sequences": ("a",), "ignore_eos": True},
     ],
 )

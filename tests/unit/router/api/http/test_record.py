@@ -7,11 +7,12 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from structlog.testing import capture_logs
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.api.http.record import GenerationRecord, Record, cached_tokens, finish
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, InvalidRequest
 from text_generation_router.generation import Ending, Times
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import FinishReason, Request, RequestId
+from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 

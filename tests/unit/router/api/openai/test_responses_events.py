@@ -8,6 +8,7 @@ import orjson
 from answer_events import RESPONSES, check_types, read_events
 from openai.types.responses import Response
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.turns import AnswerEnd, Finish
 from text_generation_router.api.openai.ids import Named
 from text_generation_router.api.openai.responses_events import ResponseScript
@@ -15,7 +16,6 @@ from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
 from text_generation_router.generation import Ending
-from text_generation_router.request import FinishReason
 
 NAMED = Named("resp_1", 1_700_000_000, "some-model", "native")
 EVERYTHING: list[Event] = [

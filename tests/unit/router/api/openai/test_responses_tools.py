@@ -10,6 +10,7 @@ from answer_events import RESPONSES, check_types, read_events
 from openai.types.responses import FunctionTool, NamespaceTool, Response, Tool
 from pydantic import ValidationError
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.turns import AnswerEnd, Finish
 from text_generation_router.api.openai.ids import Named
 from text_generation_router.api.openai.responses_events import ResponseScript
@@ -19,7 +20,6 @@ from text_generation_router.api.openai.responses_tools import HOSTED
 from text_generation_router.chat.events import TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.generation import Ending
-from text_generation_router.request import FinishReason
 
 Json = dict[str, Any]
 

@@ -14,7 +14,8 @@ from tiny_checkpoint import CONFIG, random_tensors, write_checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from text_generation_shard.engine import Admission, EngineInfo, Orders, Scheduling, Stopping
+from text_generation_proto.values import Stopping
+from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling
 from text_generation_shard.engines.torch.cuda.graphs import GraphPool, Outcome
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
 from text_generation_shard.engines.torch.cuda.parallel.group import Group
@@ -119,10 +120,10 @@ class Rig:
 
         return self.cut.cut(record, only_largest=only_largest)
 
-    def admit(self, slot: int, length: int, new: int = 9) -> Admission:
+    def admit(self, slot: int, length: int, new: int = 9) -> NewSequence:
         blocks = tuple(next(self._free) for _ in range(-(-(length + new) // BLOCK_SIZE)))
         prompt = tuple(torch.randint(CONFIG["vocab_size"], (length,)).tolist())
-        return Admission(slot=slot, prompt=prompt, stopping=Stopping(max_new_tokens=new), blocks=blocks)
+        return NewSequence(slot=slot, prompt=prompt, stopping=Stopping(max_new_tokens=new), blocks=blocks)
 
     def step(self, orders: Orders, *, greedy: bool = True) -> tuple[Outcome, Outcome, StepPlan]:
         """What is left of one step by either runner, and its plan."""

@@ -1,0 +1,105 @@
+"""Conversion of `values` to and from protobuf. The field names of the two are the same.
+
+Only fields that differ from their neutral value are written, so that a new sequence stays small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from google.protobuf.message import Message
+
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import (
+    FailureCode,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    LogprobOptions,
+    Sampling,
+    Stopping,
+)
+
+FINISH_REASONS_TO_PB = {
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.EOS_TOKEN: pb.FINISH_REASON_EOS_TOKEN,
+    FinishReason.STOP_SEQUENCE: pb.FINISH_REASON_STOP_TOKEN,
+}
+FINISH_REASONS_FROM_PB = {value: reason for reason, value in FINISH_REASONS_TO_PB.items()}
+FAILURE_CODES_TO_PB = {
+    FailureCode.INVALID: pb.FAILURE_CODE_INVALID,
+    FailureCode.NUMERICS: pb.FAILURE_CODE_NUMERICS,
+    FailureCode.STEP: pb.FAILURE_CODE_STEP,
+}
+FAILURE_CODES_FROM_PB = {value: code for code, value in FAILURE_CODES_TO_PB.items()}
+GRAMMAR_KINDS_TO_PB = {
+    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
+    GrammarKind.LARK: pb.GRAMMAR_KIND_LARK,
+}
+GRAMMAR_KINDS_FROM_PB = {value: kind for kind, value in GRAMMAR_KINDS_TO_PB.items()}
+
+_SAMPLING = [(field.name, field.default) for field in fields(Sampling) if field.name != "greedy"]
+
+
+def sampling_to_pb(sampling: Sampling) -> pb.Sampling:
+    """Return the message. `greedy` is always written: its neutral value is not protobuf's zero."""
+    given = {name: value for name, neutral in _SAMPLING if (value := getattr(sampling, name)) != neutral}
+    return pb.Sampling(greedy=sampling.greedy, **given)
+
+
+def sampling_from_pb(message: pb.Sampling) -> Sampling:
+    """Return the value; a field that was not sent is neutral."""
+    given = _sent(message) | {"greedy": message.greedy}
+    if message.logit_bias_ids or message.logit_bias_values:
+        given |= {
+            "logit_bias_ids": tuple(message.logit_bias_ids),
+            "logit_bias_values": tuple(message.logit_bias_values),
+        }
+    return Sampling(**given)
+
+
+def stopping_to_pb(stopping: Stopping) -> pb.Stopping:
+    """Return the message."""
+    return pb.Stopping(
+        max_new_tokens=stopping.max_new_tokens,
+        eos_token_ids=stopping.eos_token_ids,
+        stop_token_ids=stopping.stop_token_ids,
+        min_new_tokens=stopping.min_new_tokens,
+    )
+
+
+def stopping_from_pb(message: pb.Stopping) -> Stopping:
+    """Return the value."""
+    return Stopping(
+        max_new_tokens=message.max_new_tokens,
+        eos_token_ids=frozenset(message.eos_token_ids),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        min_new_tokens=message.min_new_tokens,
+    )
+
+
+def logprobs_to_pb(options: LogprobOptions) -> pb.LogprobOptions:
+    """Return the message."""
+    return pb.LogprobOptions(top_n=options.top_n, prompt=options.prompt, prompt_top_n=options.prompt_top_n)
+
+
+def logprobs_from_pb(message: pb.LogprobOptions) -> LogprobOptions:
+    """Return the value."""
+    return LogprobOptions(**_sent(message))
+
+
+def grammar_to_pb(grammar: Grammar) -> pb.Grammar:
+    """Return the message."""
+    return pb.Grammar(kind=GRAMMAR_KINDS_TO_PB[grammar.kind], text=grammar.text)
+
+
+def grammar_from_pb(message: pb.Grammar) -> Grammar:
+    """Return the value; its kind is UNSPECIFIED if this version does not know it."""
+    return Grammar(GRAMMAR_KINDS_FROM_PB.get(message.kind, GrammarKind.UNSPECIFIED), message.text)
+
+
+def _sent(message: Message) -> dict[str, Any]:
+    """Return the fields of `message` that are not protobuf's zero."""
+    return {field.name: value for field, value in message.ListFields()}
