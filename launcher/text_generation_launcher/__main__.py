@@ -10,22 +10,22 @@ import sys
 import structlog
 
 from text_generation_launcher.config import read_config
+from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.logs import configure_logging
-from text_generation_proto.process import ExitCode
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the launcher."""
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
             signal.signal(sig, lambda _signal, _frame: sys.exit(ExitCode.STOPPED))  # until the event loop takes over
     config = read_config(sys.argv[1:], os.environ)
     configure_logging(config, "launcher")
-    from text_generation_launcher.launch import launch  # after the settings: --help and usage errors need none of it
+    from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
     try:
         code = asyncio.run(launch(config, os.environ))
-    except Exception:  # noqa: BLE001  (the one place: a bug is logged whole and has an exit code of its own)
+    except Exception:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
         structlog.get_logger().exception("a bug ended the launcher")
         code = ExitCode.BUG
     sys.exit(code)

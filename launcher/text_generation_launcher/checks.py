@@ -1,6 +1,6 @@
-"""What can be known to go wrong before a model is fetched and a shard started: settings of the TensorRT-LLM engine.
+"""Check the settings of the TensorRT-LLM engine before a model is downloaded or a shard started.
 
-Nothing of TensorRT-LLM is imported here. What only its shard can tell, the shard refuses.
+Imports nothing of TensorRT-LLM; the shard checks the rest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PROGRAMS = {
     "mpirun": "it comes with Open MPI (openmpi-bin)",
     "trtllm-llmapi-launch": "it comes with TensorRT-LLM",
 }
-"""What --trtllm-launch mpirun runs, and where one gets it."""
+"""The programs that --trtllm-launch mpirun runs, and their origin."""
 
 
 def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
-    """Refuse settings that the engine chosen cannot work with on this machine. Raises PlanError."""
+    """Check that the chosen engine can work with the settings on this machine. Raises PlanError."""
     if config.engine != "tensorrt-llm":
         for flag, is_set in (
             ("--trtllm-options", bool(config.trtllm_options)),
@@ -53,7 +53,7 @@ def _check_mpirun(config: LauncherConfig, environ: Mapping[str, str]) -> None:
     for program, origin in PROGRAMS.items():
         if shutil.which(program, path=path) is None:
             raise PlanError(f"--trtllm-launch mpirun needs {program}, which is not on PATH: {origin}")
-    if not mpi.survives_splitting(mpi.handover_command()):
+    if not mpi.survives_splitting(mpi.relay_command()):
         raise PlanError(
             f"--trtllm-launch mpirun: the path of Python, {sys.executable!r}, has characters that a shell changes"
         )

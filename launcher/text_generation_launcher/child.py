@@ -1,34 +1,47 @@
-"""One child process: started, its output passed on, ended in order."""
+"""One child process: start it, forward its output line by line, stop it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from contextlib import suppress
 
 import structlog
 
-from text_generation_launcher import leftovers
-from text_generation_launcher.lines import Forwarder
+from text_generation_launcher import orphans
 from text_generation_launcher.plan import ChildSpec
-from text_generation_launcher.stop import StopSignals
+from text_generation_launcher.shutdown import GracePeriod
 
-LAST_WORDS_TIMEOUT = 2.0
-"""Seconds to wait for the end of a dead child's output, should a process it started elsewhere keep it open."""
+OUTPUT_TIMEOUT = 2.0
+"""Seconds to wait for the end of a dead child's output, which a process that it started may keep open."""
+MAX_LINE_BYTES = 16 * 1024 * 1024
+"""Longest line kept in memory; a longer one is split."""
 
 log = structlog.get_logger()
 
 
-async def run_to_end(spec: ChildSpec, stop: StopSignals, *, json_output: bool) -> int:
-    """Run a child until it ends by itself, and return its exit code. Cancelled, end it in order first.
+class ChildFailed(Exception):
+    """A shard or the router ended before the server was ready."""
 
-    The child leads a process group of its own. A terminal sends Ctrl-C to the whole foreground group: the children must
-    not get it, the launcher stops them in order. What a child leaves behind is ended with its group; what has left the
-    group is found by its mark, once it had the time for its last words.
+
+class ChildLost(Exception):
+    """The router ended while serving, or the last shard did and restarts are disabled."""
+
+
+class ShardsHopeless(Exception):
+    """No shard serves, and each has died more often in a row than it may be restarted."""
+
+
+async def run_to_end(spec: ChildSpec, grace_period: GracePeriod, *, json_output: bool) -> int:
+    """Run a child until it ends by itself and return its exit code. When cancelled, stop it first.
+
+    The child leads its own process group: a terminal sends Ctrl-C to the whole foreground group, but the launcher stops
+    its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).
     """
-    mark = leftovers.new_mark()
+    mark = orphans.new_mark()
     read_fd, write_fd = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -38,7 +51,7 @@ async def run_to_end(spec: ChildSpec, stop: StopSignals, *, json_output: bool) -
         try:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
-                env={**spec.env, leftovers.VARIABLE: mark},
+                env={**spec.env, orphans.VARIABLE: mark},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_fd,
                 stderr=write_fd,
@@ -48,25 +61,25 @@ async def run_to_end(spec: ChildSpec, stop: StopSignals, *, json_output: bool) -
         finally:
             os.close(write_fd)
         async with asyncio.TaskGroup() as tasks:
-            forwarding = tasks.create_task(Forwarder(spec.name, json_output=json_output).forward(reader))
+            forwarding = tasks.create_task(forward_output(reader, spec.name, json_output=json_output))
             try:
                 log.debug("child started", child=spec.name, pid=process.pid)
                 return await process.wait()
             finally:
-                await _end(process, spec, stop)
-                await asyncio.wait([forwarding], timeout=LAST_WORDS_TIMEOUT)
-                await leftovers.end(mark)
+                await _stop(process, spec, grace_period)
+                await asyncio.wait([forwarding], timeout=OUTPUT_TIMEOUT)
+                await orphans.reap(mark)
                 forwarding.cancel()
     finally:
         transport.close()
 
 
-async def _end(process: asyncio.subprocess.Process, spec: ChildSpec, stop: StopSignals) -> None:
-    """SIGTERM, patience, SIGKILL; then the same for what is left of the group, without the patience."""
+async def _stop(process: asyncio.subprocess.Process, spec: ChildSpec, grace_period: GracePeriod) -> None:
+    """Send SIGTERM, wait, send SIGKILL; then SIGKILL to the rest of its process group."""
     if process.returncode is None:
         _terminate(process)
         try:
-            async with stop.patience(spec.stop_timeout, remind=lambda: _terminate(process)):
+            async with grace_period(spec.stop_timeout, lambda: _terminate(process)):
                 await process.wait()
         except TimeoutError:
             process.kill()
@@ -81,12 +94,42 @@ def _terminate(process: asyncio.subprocess.Process) -> None:
         process.terminate()
 
 
-@contextmanager
-def lifeline() -> Iterator[int]:
-    """The read end of a pipe whose write end nobody but this process holds: it closes when this process is gone."""
-    read_fd, write_fd = os.pipe()  # not inheritable, but where a child is started with the read end
+async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output: bool) -> None:
+    """Write the lines of a child to standard error, labelled, until all holders of its output have closed it."""
+    line = bytearray()
+    while chunk := await reader.read(1 << 16):
+        line += chunk
+        if b"\n" in chunk:
+            end = line.rindex(b"\n")
+            _write_lines(bytes(line[:end]), name, json_output=json_output)
+            del line[: end + 1]
+        elif len(line) > MAX_LINE_BYTES:
+            _write_lines(bytes(line), name, json_output=json_output)
+            line.clear()
+    if line:  # a last line without a line break
+        _write_lines(bytes(line), name, json_output=json_output)
+
+
+def _write_lines(lines: bytes, name: str, *, json_output: bool) -> None:
+    labelled = b"".join(label(line, name, json_output=json_output) for line in lines.split(b"\n"))
     try:
-        yield read_fd
-    finally:
-        os.close(read_fd)
-        os.close(write_fd)
+        sys.stderr.buffer.write(labelled)
+        sys.stderr.buffer.flush()
+    except BrokenPipeError:
+        # The reader of our log is gone. Serving continues without a log.
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stderr.fileno())
+        os.close(devnull)
+
+
+def label(line: bytes, name: str, *, json_output: bool) -> bytes:
+    """Return the line with a line break, and with the child's name unless it is a log record that has it already."""
+    line = line.removesuffix(b"\r")
+    if json_output:
+        if line.startswith(b"{") and f'"process": "{name}"'.encode() in line.replace(b'":"', b'": "'):
+            return line + b"\n"
+        text = line.decode(errors="backslashreplace")
+        return json.dumps({"process": name, "level": "info", "event": "output", "text": text}).encode() + b"\n"
+    if f"process={name}".encode() in line:
+        return line + b"\n"
+    return f"{name}: ".encode() + line + b"\n"

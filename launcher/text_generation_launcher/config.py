@@ -1,6 +1,6 @@
-"""LauncherConfig: every setting of the launcher. Most are the router's and the shard's, written there.
+"""The settings of the launcher: those of router and shard that a user may give, and its own.
 
-The names are TGI's wherever TGI has one. A flag of TGI's that is not served is refused by name, never ignored.
+Names are those of TGI where TGI has the setting. A TGI flag that is not supported is rejected by name, never ignored.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import ClassVar, Literal, Self
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
-from text_generation_proto.process import ProcessConfig, exit_with_usage_error, parse_config
-from text_generation_router.config import RouterConfig
-from text_generation_shard.config import ShardConfig
+from text_generation_proto.settings import ProcessConfig, exit_with_usage_error, parse_config
+from text_generation_router.config import RouterSettings
+from text_generation_shard.config import ShardSettings
 
-NOT_SERVED = frozenset(
+UNSUPPORTED = frozenset(
     {
         "cuda_graphs",
         "kv_cache_dtype",
@@ -36,74 +36,63 @@ NOT_SERVED = frozenset(
         "weights_cache_override",
     }
 )
-"""TGI's settings that this server does not have."""
+"""TGI settings that this server does not have."""
 
-INSTEAD = {
+ALTERNATIVES = {
     "cuda_graphs": "the tensorrt-llm engine has cuda_graph_config in --trtllm-options",
     "kv_cache_dtype": "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options",
     "quantize": "the tensorrt-llm engine serves checkpoints that are quantised already, and needs no flag for it",
 }
-"""What one of them has in its place."""
+"""Alternatives to some of them, for the error message."""
 
 
-# The two sides agree on what max_batch_size says; the router's "no limit" is None, the shard's 0: the plan translates.
-class LauncherConfig(  # type: ignore[misc]
-    RouterConfig,
-    ShardConfig,
+class LauncherConfig(
+    RouterSettings,
+    ShardSettings,
     cli_prog_name="text-generation-launcher",
     cli_shortcuts={"port": "p", "graceful-termination-timeout": "g", "env": "e"},
 ):
-    """Serve a model: start its shards and the router, watch them, restart a shard that dies, stop them in order."""
-
-    # What the plan decides is no setting of the launcher. A class variable takes the field out again.
-    lifeline_fd: ClassVar[int] = -1  # type: ignore[misc]
-    model_path: ClassVar[str]  # type: ignore[misc]
-    address: ClassVar[str]  # type: ignore[misc]
-    replica: ClassVar[int]  # type: ignore[misc]
-    rank: ClassVar[int] = 0  # type: ignore[misc]
-    world_size: ClassVar[int] = 1  # type: ignore[misc]
-    group_address: ClassVar[str]  # type: ignore[misc]
-    tensor_parallel: ClassVar[int]  # type: ignore[misc]
-    shard_address: ClassVar[tuple[str, ...]]  # type: ignore[misc]
+    """Serve a model: start the shards and the router, restart shards that die, stop them in order."""
 
     flag_only: ClassVar[frozenset[str]] = frozenset({"env"})
 
     model_id: str = ""
-    """Model to serve: a folder, or an id on the Hugging Face hub. There is no default."""
+    """Model to serve: a folder, or an id on the Hugging Face hub. Required."""
     sharded: CliExplicitFlag[bool] | None = None
-    """Whether to shard the model: true takes all visible devices, false one."""
+    """Split the model: true uses all visible devices, false one."""
     num_shard: int | None = None
-    """Shards to cut the model into (tensor parallelism); default: one. More take a GPU each."""
+    """Shards per replica (tensor parallelism); default: 1. Several shards use one GPU each."""
     trtllm_launch: Literal["spawn", "mpirun"] = "spawn"
-    """Who starts the processes that tensorrt-llm runs on several GPUs: the shard itself, or mpirun."""
+    """Start of the processes that tensorrt-llm runs on several GPUs: by the shard itself, or by mpirun."""
     num_replicas: PositiveInt = 1
-    """Copies of the model, each served by shards of its own; one router in front of all."""
+    """Copies of the model, each with its own shards, behind one router."""
     max_shard_restarts: NonNegativeInt = 5
-    """Restarts in a row, without two seconds of serving between, after which a shard counts as hopeless; 0: never restart."""
+    """Consecutive restarts, without two seconds of serving in between, after which a shard counts as hopeless; 0: never
+    restart."""
     trust_remote_code: bool = False
-    """Accepted for TGI's sake: code that comes with a model is never run."""
+    """Accepted for compatibility with TGI: code that comes with a model is never run."""
     max_input_length: int | None = None
-    """Old name of max_input_tokens."""
+    """Deprecated name of max_input_tokens."""
     compute_type: str = ""
     """Value of the x-compute-type header; default: number and name of the devices."""
     shard_uds_path: str | None = None
-    """Sockets of the shards are PATH-0, PATH-1, …, where a replica has several PATH-0-0, PATH-0-1, …; default: a private
+    """Sockets of the shards: PATH-0, PATH-1, …; PATH-0-0, PATH-0-1, … if a replica has several shards. Default: in a private
     temporary folder."""
     shard_tcp_port: NonNegativeInt = 0
-    """Shards listen on 127.0.0.1, this port and the ones after it, instead of on sockets; 0: sockets."""
+    """First of the ports on 127.0.0.1 that the shards listen on instead of sockets; 0: sockets."""
     huggingface_hub_cache: str | None = None
-    """Folder of the hub's cache; default: what huggingface_hub uses."""
+    """Folder of the hub's cache; default: that of huggingface_hub."""
     usage_stats: str = "off"
-    """Accepted for TGI's sake: no usage statistics are ever sent."""
+    """Accepted for compatibility with TGI: no usage statistics are ever sent."""
     prometheus_port: NonNegativeInt = 9000
-    """Accepted for TGI's sake: metrics are served by the router, at /metrics."""
+    """Accepted for compatibility with TGI: the router serves metrics at /metrics."""
     disable_custom_kernels: bool = False
-    """Accepted for TGI's sake: there are none."""
+    """Accepted for compatibility with TGI: there are none."""
     env: bool = False
-    """Log versions, devices and platform before starting. A flag only."""
+    """Log versions, devices and platform at start. A flag only."""
 
     @model_validator(mode="after")
-    def _settings_go_together(self) -> Self:
+    def _check_settings(self) -> Self:
         if not self.model_id:
             raise ValueError("--model-id (or MODEL_ID) is missing: which model is to be served?")
         if self.max_input_tokens is not None and self.max_input_length is not None:
@@ -125,33 +114,33 @@ class LauncherConfig(  # type: ignore[misc]
 
     @property
     def input_limit(self) -> int | None:
-        """max_input_tokens, by either of its names."""
+        """max_input_tokens, by its current or its deprecated name."""
         return self.max_input_length if self.max_input_tokens is None else self.max_input_tokens
 
     @property
     def needs_weights(self) -> bool:
-        """Whether the engine reads the checkpoint's weights."""
+        """True if the engine reads the weights of the checkpoint."""
         return self.engine != "echo" and self.load_format != "dummy"
 
 
 def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> LauncherConfig:
-    """The launcher's settings; on nonsense, one line and exit code 2."""
-    for name in sorted(NOT_SERVED):
+    """Return the launcher's settings. Invalid ones: one line on standard error and exit code USAGE."""
+    for name in sorted(UNSUPPORTED):
         flag = f"--{name.replace('_', '-')}"
-        instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+        instead = f"; {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
             exit_with_usage_error(LauncherConfig, f"{flag} is a flag of TGI's that this server does not have{instead}")
         if environ.get(name.upper()):
-            # Silence would be worse: QUANTIZE set and twice the memory taken.
+            # Ignoring it would be worse: with QUANTIZE unnoticed, the model takes twice the memory.
             exit_with_usage_error(
                 LauncherConfig,
                 f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it{instead}",
             )
-    if port := environ.get("AIP_HTTP_PORT"):  # Vertex AI says where it will call
+    if port := environ.get("AIP_HTTP_PORT"):  # set by Vertex AI
         argv = [*argv, "--port", port]
     return parse_config(LauncherConfig, argv)
 
 
 def child_settings(config: LauncherConfig, child: type[ProcessConfig]) -> dict[str, object]:
-    """The launcher's settings that are a child's too, under the child's names."""
+    """Return the launcher's settings that a child has too."""
     return {name: getattr(config, name) for name in child.model_fields if name in LauncherConfig.model_fields}

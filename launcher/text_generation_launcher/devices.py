@@ -1,12 +1,15 @@
-"""Which accelerators this machine offers. Asks the environment and nvidia-smi, and so loads no model runtime."""
+"""The accelerators of this machine, from the environment and nvidia-smi. Loads no model runtime."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 NVIDIA_SMI_TIMEOUT = 30.0
 """Seconds; the first call after boot initialises the driver."""
@@ -16,15 +19,15 @@ _LISTED = re.compile(r"^GPU \d+: (?P<name>.+?) \(UUID: .+\)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The accelerators this process may use; all are taken to be of one kind."""
+    """The accelerators that this process may use; assumed to be of one type."""
 
     count: int
     name: str | None
-    """As the driver spells it, where that could be asked."""
+    """The driver's name for them; None: unknown."""
 
 
 async def find_devices(environ: Mapping[str, str]) -> Devices:
-    """The visible accelerators."""
+    """Return the visible accelerators."""
     visible = count_visible(environ)
     if visible == 0:
         return Devices(0, None)
@@ -34,27 +37,27 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
 
 
 def count_visible(environ: Mapping[str, str]) -> int | None:
-    """How many devices the environment allows; None: it does not say."""
+    """Return the number of devices that the environment allows; None if it sets no limit."""
     for variable in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
         value = environ.get(variable)
         if value is None or (variable == "NVIDIA_VISIBLE_DEVICES" and value in ("all", "void")):
             continue
         devices = [device.strip() for device in value.split(",")]
-        # CUDA reads the list up to the first device that there is not; "" , "-1" and "none" are the usual ways to say none.
-        bad = next((i for i, device in enumerate(devices) if device in ("", "-1", "none", "NoDevFiles")), len(devices))
-        return bad
+        # CUDA reads the list up to the first invalid device; "", "-1" and "none" usually mean no device.
+        invalid = ("", "-1", "none", "NoDevFiles")
+        return next((i for i, device in enumerate(devices) if device in invalid), len(devices))
     return None
 
 
 def nth_visible(environ: Mapping[str, str], n: int) -> str:
-    """How CUDA_VISIBLE_DEVICES names the n-th (from 0) of the visible devices alone."""
+    """Return the value of CUDA_VISIBLE_DEVICES for only the n-th (from 0) visible device."""
     value = environ.get("CUDA_VISIBLE_DEVICES")
-    # NVIDIA_VISIBLE_DEVICES is the container runtime's: what it lets in is numbered anew, from 0.
+    # NVIDIA_VISIBLE_DEVICES belongs to the container runtime; inside, devices are numbered from 0 again.
     return str(n) if value is None else value.split(",")[n].strip()
 
 
 def parse_listing(listing: str) -> tuple[str, ...]:
-    """The names in the output of `nvidia-smi -L`; a GPU cut in MIG slices counts once."""
+    """Return the device names in the output of `nvidia-smi -L`; a GPU with MIG slices counts once."""
     return tuple(match["name"] for match in _LISTED.finditer(listing))
 
 
@@ -78,3 +81,25 @@ async def _nvidia_smi() -> str:
         if process.returncode is None:
             process.kill()
     return output.decode(errors="replace") if process.returncode == 0 else ""
+
+
+_PACKAGES = ("text-generation-trtllm", "torch", "tensorrt-llm", "transformers", "tokenizers", "grpcio", "aiohttp")
+
+
+def describe_environment(devices: Devices) -> dict[str, object]:
+    """Return platform, devices and package versions as fields of a log record (--env)."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "devices": devices.count,
+        "device": devices.name,
+        **{package: found for package in _PACKAGES if (found := _version(package)) is not None},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,6 +1,6 @@
-"""Fetch a model from the Hugging Face hub: a process of its own, so that the launcher goes on hearing signals.
+"""Download a model from the Hugging Face hub, in a separate process so that the launcher can handle signals.
 
-What is left behind when it is killed half-way is taken up by the next try.
+A download that was killed is continued by the next one.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
+from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
-from text_generation_proto.process import ExitCode, ProcessConfig, follow_parent, parse_config
+from text_generation_proto.settings import ChildConfig, parse_config
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Configuration, tokenizer, templates."""
 WEIGHTS = ("*.safetensors",)
-"""Never pickle: loading it runs code."""
+"""Never pickle files: loading them runs code."""
 ENGINES = ("*.engine",)
-"""What TensorRT-LLM ≤ 1.2 loads as well: engines compiled from weights."""
+"""Engines compiled from weights, which TensorRT-LLM ≤ 1.2 loads too."""
 
 PROGRESS_INTERVAL = 10.0
-"""Seconds between two words on the bytes fetched."""
+"""Seconds between two log records of the bytes downloaded."""
 
 log = structlog.get_logger()
 
 
-class DownloadConfig(ProcessConfig, cli_prog_name="text_generation_launcher.download"):
-    """Fetch a model and write the path of its folder to a pipe."""
+class DownloadConfig(ChildConfig, cli_prog_name="text_generation_launcher.download"):
+    """Download a model and write the path of its folder to a pipe."""
 
     model_id: str
     """Id on the hub."""
@@ -52,53 +54,55 @@ class DownloadConfig(ProcessConfig, cli_prog_name="text_generation_launcher.down
     cache_dir: str | None = None
     """Folder of the hub's cache."""
     weights: bool = True
-    """Whether to fetch the weights, too."""
+    """Download the weights too."""
     engines: bool = False
-    """Whether compiled engines are as good as weights."""
+    """Accept compiled engines instead of weights."""
     result_fd: int
-    """Where to write the path."""
+    """File descriptor that the path is written to."""
 
 
 class DownloadError(Exception):
-    """Why the model is not to be had."""
+    """The model cannot be downloaded; the message gives the reason."""
 
 
 class _Progress(tqdm):
-    """The hub's progress bars as log records: one for each file that is there, and the bytes now and then."""
+    """The hub's progress bars as log records: one per finished file, and the bytes every PROGRESS_INTERVAL."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (as the hub calls it)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (the signature of tqdm)
         silent = open(os.devnull, "w")  # noqa: SIM115  (lives as long as the bar)
         super().__init__(*args, **(kwargs | {"disable": False, "file": silent}))  # type: ignore[no-untyped-call]
-        self._said = time.monotonic()
+        self._logged_at = time.monotonic()
 
     def update(self, n: float | None = 1) -> None:
         super().update(n)
         now = time.monotonic()
-        if self.unit == "B" and now - self._said >= PROGRESS_INTERVAL:
-            self._said = now
+        if self.unit == "B" and now - self._logged_at >= PROGRESS_INTERVAL:
+            self._logged_at = now
             log.info("downloading", megabytes=int(self.n) >> 20, of=int(self.total or 0) >> 20)
         elif self.unit != "B":
             log.info("downloading", files=int(self.n), of=self.total)
 
 
 def fetch(config: DownloadConfig) -> Path:
-    """The folder with the model's files. Raises DownloadError."""
-    heavy = (*WEIGHTS, *(ENGINES if config.engines else ())) if config.weights else ()
+    """Download the model and return its folder. Raises DownloadError."""
+    weight_patterns = (*WEIGHTS, *(ENGINES if config.engines else ())) if config.weights else ()
     try:
         folder = Path(
             snapshot_download(
                 config.model_id,
                 revision=config.revision,
                 cache_dir=config.cache_dir,
-                allow_patterns=[*SMALL_FILES, *heavy],
+                allow_patterns=[*SMALL_FILES, *weight_patterns],
                 ignore_patterns=["*/*"],
                 tqdm_class=_Progress,
             )
         )
     except (HfHubHTTPError, OfflineModeIsEnabled, EntryNotFoundError, HFValidationError, OSError) as error:
         raise DownloadError(_reason(error, config)) from error
-    if heavy and not any(path for pattern in heavy for path in folder.glob(pattern)):
-        raise DownloadError(f"{config.model_id} has no {' or '.join(heavy)} weights; no other kind is read")
+    if weight_patterns and not any(path for pattern in weight_patterns for path in folder.glob(pattern)):
+        raise DownloadError(
+            f"{config.model_id} has no {' or '.join(weight_patterns)} weights; no other format is supported"
+        )
     return folder
 
 
@@ -106,25 +110,25 @@ def _reason(error: Exception, config: DownloadConfig) -> str:
     at = f" at revision {config.revision}" if config.revision else ""
     match error:
         case HFValidationError():
-            return f"{config.model_id} is neither a folder here nor an id on the hub"
+            return f"{config.model_id} is neither a local folder nor an id on the hub"
         case GatedRepoError():
             return f"{config.model_id} is gated: accept its terms on the hub and set HF_TOKEN"
         case RevisionNotFoundError():
             return f"{config.model_id} has no revision {config.revision}"
         case RepositoryNotFoundError():
-            return f"the hub has no model {config.model_id}, or not for you: a private one needs HF_TOKEN"
+            return f"the hub has no model {config.model_id}, or it is private and needs HF_TOKEN"
         case OfflineModeIsEnabled() | LocalEntryNotFoundError():
-            return f"{config.model_id}{at} is not in the cache, and the hub is not to be reached"
+            return f"{config.model_id}{at} is not in the cache, and the hub cannot be reached"
         case _:
             return " ".join(str(error).split()) or type(error).__name__
 
 
 def main() -> None:
-    """Entry point."""
+    """Download the model of the command line."""
     config = parse_config(DownloadConfig)
     configure_logging(config, "download")
     follow_parent(config.lifeline_fd)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once: the fetching threads would have to be waited for
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # exit at once: Python would wait for the download threads
     try:
         folder = fetch(config)
     except DownloadError as error:

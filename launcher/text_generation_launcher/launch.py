@@ -1,4 +1,4 @@
-"""From the settings to the exit code: check, find the model, plan, supervise."""
+"""The launcher from settings to exit code: check the settings, find the model, plan, supervise."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from pathlib import Path
 import structlog
 
 from text_generation_launcher.checks import check_engine
-from text_generation_launcher.child import lifeline
+from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.devices import find_devices
-from text_generation_launcher.endings import ChildFailed, ChildLost, ShardsHopeless
-from text_generation_launcher.environment import describe
+from text_generation_launcher.devices import describe_environment, find_devices
 from text_generation_launcher.model import ModelError, resolve_model
-from text_generation_launcher.plan import Plan, PlanError, Surroundings, check_ports, count_parts, make_plan
-from text_generation_launcher.restarts import RestartPolicy
-from text_generation_launcher.stop import StopSignals
-from text_generation_launcher.supervise import Supervisor
-from text_generation_proto.process import PRIVATE_FOLDER_PREFIX, ExitCode, SocketInUse, claim_socket, socket_path
+from text_generation_launcher.plan import LaunchContext, LaunchPlan, PlanError, check_ports, count_parts, make_plan
+from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_launcher.supervisor import Supervisor
+from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.lifeline import open_lifeline
+from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket, socket_path
 from text_generation_router.config import listen_host
 from text_generation_shard.config import choose_engine
 
 LONGEST_TEMP_FOLDER = 64
-"""Bytes; the whole path of a unix socket has at most 107."""
+"""Bytes; the path of a unix socket has at most 107."""
 
 log = structlog.get_logger()
 
 
 class PortInUse(Exception):
-    """Somebody else listens where the router or a shard is to listen."""
+    """The port of the router or of a shard is taken."""
 
 
 async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
-    """Serve until asked to stop or until there is nothing left to serve with."""
-    stop = StopSignals()
+    """Serve until a signal arrives or serving fails; return the exit code."""
+    stop = GracefulShutdown()
     stop.listen()
     code = ExitCode.STOPPED
     try:
@@ -50,10 +50,10 @@ async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode
             await stop.requested.wait()
             work.cancel()
     except* PlanError as errors:
-        log.error("settings refused", reason=_first(errors))
+        log.error("settings refused", reason=_first_message(errors))
         code = ExitCode.USAGE
     except* (ModelError, SocketInUse, PortInUse) as errors:
-        log.error("cannot start", reason=_first(errors))
+        log.error("cannot start", reason=_first_message(errors))
         code = ExitCode.FAILED
     except* ChildFailed:
         code = ExitCode.FAILED
@@ -67,10 +67,10 @@ async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode
     return code
 
 
-async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: StopSignals) -> None:
+async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown) -> None:
     devices = await find_devices(environ)
     if config.env:
-        log.info("environment", **describe(devices))
+        log.info("environment", **describe_environment(devices))
     engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
     config = config.model_copy(update={"engine": engine})
     used = count_parts(config, devices)  # before a download that may take an hour
@@ -79,27 +79,29 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: StopS
     if used < devices.count:
         log.warning("not all devices are used", devices=devices.count, used=used)
     if config.input_limit != config.max_input_tokens:
-        log.warning("max_input_length is an old name: use max_input_tokens")
+        log.warning("max_input_length is deprecated: use max_input_tokens")
     if listen_host(config.hostname) == "0.0.0.0" != config.hostname:
-        log.warning("hostname is no IP address: listening on all", hostname=config.hostname)
-    with lifeline() as lifeline_fd:
+        log.warning("hostname is not an IP address: listening on all", hostname=config.hostname)
+    with open_lifeline() as lifeline_fd:
         log.info("starting", model_id=config.model_id, revision=config.revision, engine=config.engine)
         model_path = await resolve_model(config, environ, stop, lifeline_fd)
         with _socket_folder() as folder:
-            around = Surroundings(devices, _cpus(), model_path, folder, lifeline_fd, environ, is_root=os.geteuid() == 0)
-            plan = make_plan(config, around)
+            context = LaunchContext(
+                devices, _cpus(), model_path, folder, lifeline_fd, environ, is_root=os.geteuid() == 0
+            )
+            plan = make_plan(config, context)
             _claim_addresses(plan, folder)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
             await Supervisor(plan, stop, restarts, json_output=config.json_output).run()
 
 
 def _cpus() -> int:
-    """Processors this process may use."""
+    """Return the number of CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _claim_addresses(plan: Plan, folder: Path) -> None:
-    """Better now than after minutes of loading. Raises PortInUse, SocketInUse."""
+def _claim_addresses(plan: LaunchPlan, folder: Path) -> None:
+    """Check ports and sockets before minutes of loading. Raises PortInUse, SocketInUse."""
     _check_port(plan.host, plan.port)
     for shard in plan.shards:
         path = socket_path(shard.address)
@@ -121,7 +123,7 @@ def _check_port(host: str, port: int) -> None:
 
 @contextmanager
 def _socket_folder() -> Iterator[Path]:
-    """A folder for this launcher's sockets alone: the first shard makes it, the last one removes it, or else we do."""
+    """Yield the path of a private socket folder: the first shard creates it; the last one, or this function, removes it."""
     base = tempfile.gettempdir()
     if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER:
         base = "/tmp"
@@ -132,7 +134,7 @@ def _socket_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _first(errors: BaseExceptionGroup[Exception]) -> str:
+def _first_message(errors: BaseExceptionGroup[Exception]) -> str:
     first: BaseException = errors
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]

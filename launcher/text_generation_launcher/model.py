@@ -1,4 +1,4 @@
-"""From what --model-id says to the folder of the model."""
+"""Find the folder of the model; download it if --model-id is an id on the hub."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import structlog
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.plan import ChildSpec, child_argv, child_env
-from text_generation_launcher.stop import StopSignals
-from text_generation_proto.process import ProcessConfig
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.settings import ChildConfig
 
 DOWNLOAD_STOP_TIMEOUT = 5.0
 
@@ -20,20 +20,20 @@ log = structlog.get_logger()
 
 
 class ModelError(Exception):
-    """The model is not to be had; the log says why."""
+    """The model cannot be found or downloaded; the log has the reason."""
 
 
 async def resolve_model(
-    config: LauncherConfig, environ: Mapping[str, str], stop: StopSignals, lifeline_fd: int
+    config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, lifeline_fd: int
 ) -> Path:
-    """The model's folder: the one named, or the one its files are downloaded to. Raises ModelError."""
+    """Return the model's folder: --model-id itself, or the folder of the download. Raises ModelError."""
     if (folder := _local_folder(config.model_id)) is not None:
         return folder
     read_fd, write_fd = os.pipe()
     try:
         try:
             code = await run_to_end(
-                _download(config, environ, lifeline_fd, write_fd), stop, json_output=config.json_output
+                _download(config, environ, lifeline_fd, write_fd), stop.grace_period, json_output=config.json_output
             )
         finally:
             os.close(write_fd)
@@ -49,7 +49,7 @@ def _local_folder(model_id: str) -> Path | None:
     if folder.is_dir():
         return folder.absolute()
     if model_id.startswith(("/", "./", "../", "~")) or folder.exists():
-        raise ModelError(f"{model_id} is no folder")
+        raise ModelError(f"{model_id} is not a folder")
     return None
 
 
@@ -57,7 +57,7 @@ def _download(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: i
     argv = (
         *child_argv(
             "text_generation_launcher.download",
-            ProcessConfig.of(json_output=config.json_output, log_level=config.log_level, lifeline_fd=lifeline_fd),
+            ChildConfig.of(json_output=config.json_output, log_level=config.log_level, lifeline_fd=lifeline_fd),
         ),
         f"--model-id={config.model_id}",
         f"--result-fd={result_fd}",
@@ -66,6 +66,4 @@ def _download(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: i
         *((f"--revision={config.revision}",) if config.revision else ()),
         *((f"--cache-dir={config.huggingface_hub_cache}",) if config.huggingface_hub_cache else ()),
     )
-    return ChildSpec(
-        "download", argv, child_env(environ, ProcessConfig), (lifeline_fd, result_fd), DOWNLOAD_STOP_TIMEOUT
-    )
+    return ChildSpec("download", argv, child_env(environ, ChildConfig), (lifeline_fd, result_fd), DOWNLOAD_STOP_TIMEOUT)

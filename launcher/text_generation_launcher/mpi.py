@@ -1,20 +1,72 @@
-"""How the ranks of a TensorRT-LLM engine come to be, as far as the launcher has a say: environment and command line. Pure.
+"""Start the MPI ranks of a TensorRT-LLM engine: environment, command line, and the process that runs mpirun.
 
-The engine spawns its ranks with MPI, also where there is one only. MPI believes what the environment says about who started the
-process. Where the launcher itself was started by Slurm or by mpirun, what these left there is about the launcher: the
-shard's MPI then looks for a server that is not its own, or for room on nodes of the job (ai-dynamo/dynamo PRs #808, #992), and
-`trtllm-llmapi-launch` takes SLURM_PROCID for the rank of every process, whatever mpirun says.
+The engine starts its ranks with MPI, even a single one: `spawn` (the shard itself) or, with --trtllm-launch mpirun, this
+module as a process between the launcher and the shard:
+
+    launcher ──► mpi.py ──► mpirun ──► trtllm-llmapi-launch, once per rank
+                   │                     rank 0: the engine's server, and env_relay.py as its program
+                   │                     others: the engine's workers
+                   └──────► shard, in the environment that env_relay.py sends
+
+The script expects to run its program below rank 0. The shard does not run there, for three reasons. mpirun closes every
+descriptor it inherited before it starts a rank (odls_default_module.c of Open MPI 4, and PRRTE's of 5), and so the
+launcher's lifeline. A SIGTERM to mpirun reaches all ranks at once and SIGKILL follows a second later
+(odls_base_sigkill_timeout), while the shard needs its ranks to stop in order. And rank 0 keeps its server running after a
+program that failed (`set -e` in the script's subshell, TensorRT-LLM 1.2), so a dead shard would go unnoticed.
+
+The shard is therefore an ordinary child with its own lifeline, signals and exit code. This process ends when the shard
+ends, and stops the ranks; if the ranks end first, it stops the shard.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
+import secrets
+import signal
+import socket
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from text_generation_launcher import handover
+import structlog
+
+from text_generation_launcher import env_relay, orphans
+from text_generation_proto.exit_codes import ExitCode, exit_fields
+from text_generation_proto.lifeline import follow_parent
+from text_generation_proto.logs import configure_logging
+from text_generation_proto.settings import ChildConfig, parse_config
+
+SEPARATOR = "--"
+"""Argument before mpirun's command, and before the shard's."""
+
+SHARD_ALONE_TIMEOUT = 5.0
+"""Seconds that a shard has to stop once its ranks have ended."""
+RANKS_TIMEOUT = 5.0
+"""Seconds that the ranks have to end after the script's program has ended."""
+MPIRUN_TIMEOUT = 3.0
+"""Seconds that mpirun has after SIGTERM: it kills its ranks after one."""
+STOP_MARGIN = RANKS_TIMEOUT + MPIRUN_TIMEOUT
+"""Seconds that this process may take to end after its shard."""
+
+AS_ROOT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+"""Without these, Open MPI's mpirun and the daemon through which Open MPI 5 spawns refuse to run as root, as in containers."""
+
+DEFAULTS = {
+    # Open MPI 4 counts one slot per core and starts no ranks if there are too few; TensorRT-LLM then waits for ever.
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    # gRPC's fork handlers are not needed: only new programs are started.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+}
 
 _STARTED_BY = {
     "SLURM_": None,
@@ -23,75 +75,224 @@ _STARTED_BY = {
     "OMPI_": "OMPI_COMM_WORLD_SIZE",
     "PRTE_": "PRTE_LAUNCHED",
 }
-"""How the names begin of what Slurm and mpirun leave to the processes they start; the variable that shows that they did."""
+"""Prefixes of the variables that Slurm and mpirun set for the processes they start, and a variable that proves it."""
 
 _SETTING = re.compile(r"(OMPI|PMIX|PRTE)_(MCA_|PREFIX$|HOME$)|(OMPI|PRTE)_ALLOW_RUN_AS_ROOT")
-"""Names among them that people and images set."""
+"""Variables with these prefixes that users and images set."""
 
 _SET_BY_MPIRUN = re.compile(
     r"OMPI_MCA_(orte_|ess|pmix$|initial_wdir$|mpi_oversubscribe$|shmem_RUNTIME_QUERY_hint$|PREFIXES$|cpu_type$|num_procs$)"
 )
-"""Settings that mpirun makes for its ranks: what `mpirun env` shows, of Open MPI 4.1.4 and 5.0.11."""
+"""Settings that mpirun makes for its ranks: the output of `mpirun env`, Open MPI 4.1.4 and 5.0.11."""
 
-AS_ROOT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT": "1",
-    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-}
-"""Without them Open MPI's mpirun, and the daemon through which Open MPI 5 spawns, refuse to run as root: most containers do."""
-
-DEFAULTS = {
-    # Open MPI 4 counts a rank for each core, and spawns none where there are too few; TensorRT-LLM then waits for ever.
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    # gRPC's handlers of fork have nothing to do here: what is spawned are new programs.
-    "GRPC_ENABLE_FORK_SUPPORT": "0",
-}
+log = structlog.get_logger()
 
 
-def handover_command() -> tuple[str, ...]:
-    """The program that rank 0 runs."""
-    return (sys.executable, "-P", "-m", handover.__name__)
+def rank_environment(environ: Mapping[str, str], *, as_root: bool) -> dict[str, str]:
+    """Return the environment of a shard that starts ranks.
 
-
-def environment(environ: Mapping[str, str], *, as_root: bool) -> dict[str, str]:
-    """The environment of a shard that starts ranks: without what is left of who started us, with what Open MPI needs.
-
-    What is set already stays as it is.
+    MPI trusts variables that say who started the process. If Slurm or mpirun started the launcher, their variables
+    describe the launcher: the shard's MPI would look for a server that is not its own, or for room on nodes of the job
+    (ai-dynamo/dynamo PRs #808, #992), and `trtllm-llmapi-launch` takes SLURM_PROCID as the rank of every process. These
+    are removed; variables that Open MPI needs are added unless they are set.
     """
-    kept = {name: value for name, value in environ.items() if not _is_left(name, environ)}
+    kept = {name: value for name, value in environ.items() if not _is_inherited(name, environ)}
     return {**DEFAULTS, **(AS_ROOT if as_root else {}), **kept}
 
 
-def _is_left(name: str, environ: Mapping[str, str]) -> bool:
+def _is_inherited(name: str, environ: Mapping[str, str]) -> bool:
+    """Return True for a variable that Slurm or mpirun set for the launcher itself."""
     prefix = next((prefix for prefix in _STARTED_BY if name.startswith(prefix)), None)
     if prefix is None:
         return False
-    sign = _STARTED_BY[prefix]
-    if sign is not None and sign not in environ:
+    proof = _STARTED_BY[prefix]
+    if proof is not None and proof not in environ:
         return False
     return _SETTING.match(name) is None or _SET_BY_MPIRUN.match(name) is not None
 
 
-def mpirun_command(ranks: int, *, as_root: bool) -> tuple[str, ...]:
-    """Start `ranks` ranks on this machine, as TensorRT-LLM's script wants them; rank 0 hands its environment over.
+def relay_command() -> tuple[str, ...]:
+    """Return the command line of the program that rank 0 runs."""
+    return (sys.executable, "-P", "-m", env_relay.__name__)
 
-    --oversubscribe: a rank waits for a GPU, not for a processor of its own, of which there may be fewer. --bind-to none: else
-    rank 0, with all the threads of its engine, is bound to one core, or to one package.
+
+def mpirun_command(ranks: int, *, as_root: bool) -> tuple[str, ...]:
+    """Return the command line that starts `ranks` ranks on this machine with TensorRT-LLM's script.
+
+    --oversubscribe: a rank needs a GPU, not a core of its own. --bind-to none: otherwise rank 0, with all threads of its
+    engine, is bound to one core or package.
     """
     return (
         *("mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none"),
         *(("--allow-run-as-root",) if as_root else ()),
-        *("trtllm-llmapi-launch", *handover_command()),
+        *("trtllm-llmapi-launch", *relay_command()),
     )
 
 
 def search_path(environ: Mapping[str, str]) -> str:
-    """PATH for mpirun: the script runs what it finds there as `python3`, and that must be the Python that runs us."""
+    """Return PATH for mpirun: the script runs `python3` from it, which must be the Python that runs us."""
     own = str(Path(sys.executable).parent)
     return os.pathsep.join((own, environ.get("PATH", os.defpath)))
 
 
 def survives_splitting(words: tuple[str, ...]) -> bool:
-    """Whether a shell that splits and expands these words gets them back: the script of 1.2 puts its command through that."""
+    """Return True if a shell does not change the words when it splits and expands them, as the script of 1.2 does."""
     return all(re.fullmatch(r"[\w@%+=:,./-]+", word) for word in words)
+
+
+class MpirunConfig(ChildConfig, cli_prog_name="text_generation_launcher.mpi"):
+    """Start ranks with mpirun, and a shard that uses them: [settings] -- mpirun … -- shard …"""
+
+    replica: int = 0
+    """Index of the replica; part of the name in the log."""
+
+
+class _EnvironmentReceiver:
+    """Receives the environment of rank 0 from env_relay.py."""
+
+    def __init__(self) -> None:
+        self.environ: Mapping[str, str] | None = None
+        self.received = asyncio.Event()
+        self._name = f"text-generation-{secrets.token_hex(16)}"
+        self._writers: list[asyncio.StreamWriter] = []
+
+    @asynccontextmanager
+    async def listen(self) -> AsyncIterator[Mapping[str, str]]:
+        """Yield the variables that env_relay.py needs. Leaving the block tells rank 0 that its program has ended."""
+        # An abstract socket leaves no file behind. Any user may connect to it, so the peer's user id is checked.
+        server = await asyncio.start_unix_server(self._receive, path=f"\0{self._name}")
+        try:
+            yield {env_relay.VARIABLE: self._name}
+        finally:
+            server.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection: env_relay.py exits, and the script ends the ranks."""
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        if _peer_uid(writer) != os.geteuid() or self.received.is_set():
+            writer.close()
+            return
+        with suppress(ValueError):  # an incomplete message: mpirun will fail and log the reason
+            environ = json.loads(await reader.read())
+            self.environ = environ
+            self.received.set()
+
+
+def _peer_uid(writer: asyncio.StreamWriter) -> int:
+    credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("iII", credentials)[1])
+
+
+async def run(mpirun: Sequence[str], shard: Sequence[str], lifeline_fd: int) -> int:
+    """Run mpirun and the shard until the shard ends.
+
+    Returns its exit code as a shell counts it, or FAILED if the ranks ended first.
+    """
+    stopping = asyncio.Event()
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
+    receiver = _EnvironmentReceiver()
+    async with receiver.listen() as variables:
+        ranks = await asyncio.create_subprocess_exec(
+            *mpirun, env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL
+        )
+        try:
+            await _first(receiver.received.wait(), ranks.wait(), stopping.wait())
+            if stopping.is_set():
+                return ExitCode.STOPPED
+            if receiver.environ is None:
+                log.error("mpirun ended before the ranks were there", **exit_fields(await ranks.wait()))
+                return ExitCode.FAILED
+            return await _run_shard(shard, receiver.environ, lifeline_fd, ranks, stopping)
+        finally:
+            receiver.close()
+            await _end_ranks(ranks)
+
+
+async def _run_shard(
+    shard: Sequence[str],
+    environ: Mapping[str, str],
+    lifeline_fd: int,
+    ranks: asyncio.subprocess.Process,
+    stopping: asyncio.Event,
+) -> int:
+    process = await asyncio.create_subprocess_exec(
+        *shard,
+        env=environ,
+        stdin=asyncio.subprocess.DEVNULL,
+        pass_fds=() if lifeline_fd < 0 else (lifeline_fd,),
+    )
+    await _first(process.wait(), ranks.wait(), stopping.wait())
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+    if stopping.is_set() or process.returncode is not None:
+        code = await process.wait()  # the launcher limits this time
+        return code if code >= 0 else 128 - code
+    log.error("the engine's ranks ended", **exit_fields(await ranks.wait()))
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SHARD_ALONE_TIMEOUT):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+    return ExitCode.FAILED
+
+
+async def _end_ranks(ranks: asyncio.subprocess.Process) -> None:
+    """Wait for mpirun to end, then send SIGTERM, then SIGKILL. The launcher reaps processes that are left (orphans.py)."""
+    for sig, timeout in ((None, RANKS_TIMEOUT), (signal.SIGTERM, MPIRUN_TIMEOUT)):
+        if sig is not None:
+            with suppress(ProcessLookupError):
+                ranks.send_signal(sig)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await ranks.wait()
+                return
+    ranks.kill()
+    await ranks.wait()
+
+
+async def _first(*awaitables: Awaitable[object]) -> None:
+    """Wait until one of the awaitables is done, then cancel the others."""
+
+    async def wait(awaitable: Awaitable[object]) -> None:
+        await awaitable
+
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(wait(awaitable)) for awaitable in awaitables]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in waits:
+            task.cancel()
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Split a command line into our settings, mpirun's command and the shard's command."""
+    first = argv.index(SEPARATOR)
+    second = argv.index(SEPARATOR, first + 1)
+    return list(argv[:first]), list(argv[first + 1 : second]), list(argv[second + 1 :])
+
+
+def main() -> None:
+    """Run mpirun and a shard as the command line says."""
+    own, mpirun, shard = split(sys.argv[1:])
+    config = parse_config(MpirunConfig, own)
+    mark = os.environ.get(orphans.VARIABLE)
+
+    def kill_descendants() -> None:
+        if mark is not None:
+            orphans.kill(mark)
+
+    follow_parent(config.lifeline_fd, cleanup=kill_descendants)
+    configure_logging(config, f"shard-{config.replica}")
+    sys.exit(asyncio.run(run(mpirun, shard, config.lifeline_fd)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The plan: which processes to start, with which arguments and environment. Pure: settings and facts in, values out."""
+"""The processes to start, with their arguments and environments. Pure: computed from settings and facts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 
 from pydantic_settings import CliApp
 
-from text_generation_launcher import mpi, under_mpirun
+from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig, child_settings
 from text_generation_launcher.devices import Devices, nth_visible
-from text_generation_proto.process import ProcessConfig
+from text_generation_proto.settings import ProcessConfig
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig, shard_name
 
 STOP_MARGIN = 5.0
-"""Seconds beyond its own time-out that a stopping child has before it is killed."""
+"""Seconds beyond its own timeout after which a stopping child is killed."""
 
 LAST_PORT = 65535
 
 
 class PlanError(Exception):
-    """The settings ask for what this machine or this version cannot do."""
+    """The settings require something that this machine or version cannot do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ChildSpec:
     """A process to start."""
 
     name: str
-    """What the process calls itself in its log records."""
+    """The name of the process in its log records."""
     argv: tuple[str, ...]
     env: Mapping[str, str]
     inherited_fds: tuple[int, ...]
@@ -48,28 +48,28 @@ class ShardSpec(ChildSpec):
     """A shard to start."""
 
     replica: int
-    """Which copy of the model it serves, from 0."""
+    """Index of the replica it belongs to, from 0."""
     rank: int
-    """Its place among the shards of that replica."""
+    """Rank in the replica's tensor-parallel group."""
     address: str
     group_address: str = ""
-    """Where the shards of that replica meet; "" where there is one."""
+    """Address at which the shards of the replica meet; "" for a single shard."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything to start, shards first."""
+class LaunchPlan:
+    """All processes to start."""
 
     shards: tuple[ShardSpec, ...]
-    """Replica by replica, rank by rank."""
+    """Ordered by replica, then by rank."""
     router: ChildSpec
     host: str
-    """Where the router listens; a literal address."""
+    """IP address that the router listens on."""
     port: int
 
     @property
     def groups(self) -> tuple[tuple[ShardSpec, ...], ...]:
-        """The shards of each replica: they live and die together."""
+        """The shards of each replica: they start and end together."""
         return tuple(tuple(group) for _, group in groupby(self.shards, key=lambda shard: shard.replica))
 
     @property
@@ -82,31 +82,31 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the plan needs to know that is no setting."""
+class LaunchContext:
+    """The facts that a plan depends on, apart from the settings."""
 
     devices: Devices
     cpus: int
-    """Processors the launcher may use."""
+    """CPU cores that the launcher may use."""
     model_path: Path
     socket_folder: Path
-    """Where the shards' sockets go, unless a setting says otherwise."""
+    """Default folder of the shards' sockets."""
     lifeline_fd: int
     environ: Mapping[str, str]
     is_root: bool = False
-    """Whether the launcher, and so everything it starts, runs as root."""
+    """True if the launcher, and so every child, runs as root."""
 
 
-def make_plan(config: LauncherConfig, around: Surroundings) -> Plan:
-    """The processes to start. Raises PlanError."""
-    parts = count_parts(config, around.devices)
-    ranks = range(count_processes(config, around.devices))
-    shards = tuple(_shard(config, around, replica, rank) for replica in range(config.num_replicas) for rank in ranks)
-    return Plan(shards, _router(config, around, shards, parts), listen_host(config.hostname), config.port)
+def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
+    """Return the processes to start. Raises PlanError."""
+    parts = count_parts(config, context.devices)
+    ranks = range(count_processes(config, context.devices))
+    shards = tuple(_shard(config, context, replica, rank) for replica in range(config.num_replicas) for rank in ranks)
+    return LaunchPlan(shards, _router(config, context, shards, parts), listen_host(config.hostname), config.port)
 
 
 def count_parts(config: LauncherConfig, devices: Devices) -> int:
-    """Into how many parts all replicas together are cut; where there are devices, a part is one. Raises PlanError."""
+    """Return the number of model parts over all replicas; with accelerators, one part takes one. Raises PlanError."""
     parts = count_shards(config, devices)
     total = parts * config.num_replicas
     if (number := _device_number(config)) is not None and parts > 1:
@@ -115,14 +115,14 @@ def count_parts(config: LauncherConfig, devices: Devices) -> int:
         raise PlanError(f"`device` is {config.device}, and {config.num_replicas} replicas take a device each")
     if number is not None and config.engine == "tensorrt-llm" and number >= devices.count:
         raise PlanError(f"`device` is {config.device}, and {devices.count} devices are visible")
-    # Parts of one model may share a CPU, but only if asked to: nobody would cut a model for that.
-    cut = parts > 1 and (config.device != "cpu" or config.engine == "tensorrt-llm")
-    if total > devices.count and (cut or (config.num_replicas > 1 and _on_devices(config, devices))):
-        raise PlanError(f"not enough cuda devices: {_demand(config, parts)}, and {devices.count} are visible")
+    # Parts of one model may share a CPU only if --device cpu asks for it: sharing one gains nothing.
+    split = parts > 1 and (config.device != "cpu" or config.engine == "tensorrt-llm")
+    if total > devices.count and (split or (config.num_replicas > 1 and _on_devices(config, devices))):
+        raise PlanError(f"not enough cuda devices: {_devices_needed(config, parts)}, and {devices.count} are visible")
     return total
 
 
-def _demand(config: LauncherConfig, parts: int) -> str:
+def _devices_needed(config: LauncherConfig, parts: int) -> str:
     if config.num_replicas == 1:
         return f"{parts} shards take one each (--num-shard)"
     each = "one" if parts == 1 else str(parts)
@@ -131,18 +131,18 @@ def _demand(config: LauncherConfig, parts: int) -> str:
 
 
 def _on_devices(config: LauncherConfig, devices: Devices) -> bool:
-    """Whether the shards run on accelerators, as far as can be told without asking the engine."""
+    """Return True if the shards run on accelerators, as far as the settings show."""
     return devices.count > 0 and config.device != "cpu" and config.engine != "echo"
 
 
 def _device_number(config: LauncherConfig) -> int | None:
-    """Which one of the visible devices was asked for by number."""
-    asked = re.fullmatch(r"cuda:(\d+)", config.device)
-    return None if asked is None else int(asked[1])
+    """Return N for `--device cuda:N`, else None."""
+    match = re.fullmatch(r"cuda:(\d+)", config.device)
+    return None if match is None else int(match[1])
 
 
 def count_shards(config: LauncherConfig, devices: Devices) -> int:
-    """Into how many parts to cut the model, in TGI's word: shards. Raises PlanError."""
+    """Return the number of parts to split the model into (TGI: shards). Raises PlanError."""
     wanted = config.num_shard
     if config.sharded:
         if wanted is None and devices.count <= 1:
@@ -150,25 +150,25 @@ def count_shards(config: LauncherConfig, devices: Devices) -> int:
         if wanted is not None and wanted <= 1:
             raise PlanError("`sharded` is true but `num_shard` <= 1")
         wanted = devices.count if wanted is None else wanted
-    # TGI would take all visible devices where neither setting is given. A model that fits in one serves more from replicas.
+    # Without either setting TGI uses all visible devices. A model that fits in one device serves more as replicas.
     num_shard = 1 if wanted is None else wanted
     if num_shard > 1 and config.engine == "echo":
         raise PlanError(
-            f"{num_shard} shards were asked for (--num-shard, --sharded): the echo engine has no model to cut"
+            f"{num_shard} shards were asked for (--num-shard, --sharded): the echo engine has no model to split"
         )
     return num_shard
 
 
 def count_processes(config: LauncherConfig, devices: Devices) -> int:
-    """How many shard processes serve a replica: one a part. Raises PlanError.
+    """Return the number of shard processes per replica. Raises PlanError.
 
-    TensorRT-LLM spreads over devices by itself: its parts are served by one shard, which is their leader.
+    One per part, except for TensorRT-LLM: it spreads over devices itself, behind one shard.
     """
     return 1 if config.engine == "tensorrt-llm" else count_shards(config, devices)
 
 
 def check_ports(config: LauncherConfig, devices: Devices) -> None:
-    """Whether all shards have a port, where they listen on ports. Raises PlanError."""
+    """Check that each shard has a free port if --shard-tcp-port is set. Raises PlanError."""
     first, shards = config.shard_tcp_port, config.num_replicas * count_processes(config, devices)
     last = first + shards - 1
     if first and last > LAST_PORT:
@@ -178,69 +178,69 @@ def check_ports(config: LauncherConfig, devices: Devices) -> None:
 
 
 def compute_type(parts: int, devices: Devices) -> str:
-    """What the x-compute-type header says by default: `1-nvidia-h200`, `2-cpu`; the number is that of all replicas' parts."""
+    """Return the default x-compute-type header: number of parts over all replicas and device, as `1-nvidia-h200`, `2-cpu`."""
     if devices.count == 0:
         return f"{parts}-cpu"
     return f"{parts}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
 
 
 SECRETS = frozenset({"api_key"})
-"""Settings that reach only the child they are for, and not on its command line, which everyone on the machine can read."""
+"""Settings that are passed only to the child that needs them, and in its environment: command lines are public."""
 
 
 def child_argv(module: str, config: ProcessConfig) -> tuple[str, ...]:
-    """How to start one of our modules with these settings. -P: the working folder is no place to import from."""
+    """Return the command line of one of our modules. -P: do not import from the working folder."""
     return (sys.executable, "-P", "-m", module, *CliApp.serialize(config))
 
 
 def child_env(environ: Mapping[str, str], child: type[ProcessConfig]) -> dict[str, str]:
-    """The environment of a child: the launcher's, without the child's settings.
+    """Return the environment of a child: the launcher's, without the child's settings.
 
-    Those travel on the command line, which leaves out what is a default: the environment must not fill it in again.
+    These are passed on the command line, which omits defaults: the environment must not override them.
     """
     settings = child.model_fields.keys() | SECRETS
     env = {name: value for name, value in environ.items() if name.lower() not in settings}
-    if "HF_API_TOKEN" in env:  # TGI's old name
+    if "HF_API_TOKEN" in env:  # TGI's deprecated name
         env.setdefault("HF_TOKEN", env["HF_API_TOKEN"])
     return env
 
 
-def _shard(config: LauncherConfig, around: Surroundings, replica: int, rank: int) -> ShardSpec:
-    size = count_processes(config, around.devices)
-    address = _address(config, around, replica, rank, size)
-    group_address = f"unix://{around.socket_folder}/group-{replica}" if size > 1 else ""
+def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: int) -> ShardSpec:
+    size = count_processes(config, context.devices)
+    address = _address(config, context, replica, rank, size)
+    group_address = f"unix://{context.socket_folder}/group-{replica}" if size > 1 else ""
     settings = child_settings(config, ShardConfig) | {
-        "model_path": str(around.model_path),
+        "model_path": str(context.model_path),
         "address": address,
         "rank": rank,
         "replica": replica,
         "world_size": size,
         "group_address": group_address,
         "max_batch_size": config.max_batch_size or 0,
-        "lifeline_fd": around.lifeline_fd,
+        "lifeline_fd": context.lifeline_fd,
     }
     if config.trace_steps and config.num_replicas > 1:
         settings["trace_steps"] = f"{config.trace_steps}-{replica}"
-    env = child_env(around.environ, ShardConfig)
+    env = child_env(context.environ, ShardConfig)
     if config.engine == "tensorrt-llm":
-        # It sees its own devices and no other, and counts them from 0: no number of ours means anything to it.
-        settings |= {"tensor_parallel": count_shards(config, around.devices), "device": "auto"}
-        env = mpi.environment(env, as_root=around.is_root)
-        if around.devices.count:
-            env["CUDA_VISIBLE_DEVICES"] = _devices_of(config, around, replica)
+        # It sees only its own devices, numbered from 0: a device number of ours would be wrong.
+        settings |= {"tensor_parallel": count_shards(config, context.devices), "device": "auto"}
+        env = mpi.rank_environment(env, as_root=context.is_root)
+        if context.devices.count:
+            env["CUDA_VISIBLE_DEVICES"] = _visible_devices(config, context, replica)
     elif config.num_replicas * size > 1:
-        if _on_devices(config, around.devices):
-            env["CUDA_VISIBLE_DEVICES"] = nth_visible(around.environ, replica * size + rank)
+        if _on_devices(config, context.devices):
+            env["CUDA_VISIBLE_DEVICES"] = nth_visible(context.environ, replica * size + rank)
         else:
-            settings |= _share_of_machine(config, around, config.num_replicas * size)
+            settings |= _cpu_share(config, context, config.num_replicas * size)
     if size > 1:
-        # torch.distributed would warn, with stack traces, of whatever follows from the end of a peer.
+        # torch.distributed would log stack traces for every consequence of a peer's death.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     spec = ShardSpec(
         name=shard_name(replica, rank, size),
         argv=child_argv("text_generation_shard", ShardConfig.of(**settings)),
         env=env,
-        inherited_fds=(around.lifeline_fd,),
+        inherited_fds=(context.lifeline_fd,),
         stop_timeout=config.shutdown_timeout + STOP_MARGIN,
         replica=replica,
         rank=rank,
@@ -248,74 +248,74 @@ def _shard(config: LauncherConfig, around: Surroundings, replica: int, rank: int
         group_address=group_address,
     )
     by_mpirun = config.engine == "tensorrt-llm" and config.trtllm_launch == "mpirun"
-    return _under_mpirun(config, around, spec) if by_mpirun else spec
+    return _with_mpirun(config, context, spec) if by_mpirun else spec
 
 
-def _devices_of(config: LauncherConfig, around: Surroundings, replica: int) -> str:
-    """What CUDA_VISIBLE_DEVICES says to a replica that spreads over its devices by itself: its own, and no other."""
-    parts = count_shards(config, around.devices)
+def _visible_devices(config: LauncherConfig, context: LaunchContext, replica: int) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a replica that spreads over several devices itself: only its own."""
+    parts = count_shards(config, context.devices)
     number = _device_number(config)
     first = replica * parts if number is None else number
-    return ",".join(nth_visible(around.environ, first + part) for part in range(parts))
+    return ",".join(nth_visible(context.environ, first + part) for part in range(parts))
 
 
-def _under_mpirun(config: LauncherConfig, around: Surroundings, shard: ShardSpec) -> ShardSpec:
-    """That shard, with ranks that mpirun starts."""
-    settings = child_settings(config, under_mpirun.UnderMpirunConfig) | {
+def _with_mpirun(config: LauncherConfig, context: LaunchContext, shard: ShardSpec) -> ShardSpec:
+    """Return the shard with ranks that mpirun starts."""
+    settings = child_settings(config, mpi.MpirunConfig) | {
         "replica": shard.replica,
-        "lifeline_fd": around.lifeline_fd,
+        "lifeline_fd": context.lifeline_fd,
     }
-    mpirun = mpi.mpirun_command(count_shards(config, around.devices), as_root=around.is_root)
+    mpirun = mpi.mpirun_command(count_shards(config, context.devices), as_root=context.is_root)
     return dataclasses.replace(
         shard,
         argv=(
-            *child_argv(under_mpirun.__name__, under_mpirun.UnderMpirunConfig.of(**settings)),
-            *(under_mpirun.SEPARATOR, *mpirun),
-            *(under_mpirun.SEPARATOR, *shard.argv),
+            *child_argv(mpi.__name__, mpi.MpirunConfig.of(**settings)),
+            *(mpi.SEPARATOR, *mpirun),
+            *(mpi.SEPARATOR, *shard.argv),
         ),
         env={**shard.env, "PATH": mpi.search_path(shard.env)},
-        stop_timeout=shard.stop_timeout + under_mpirun.STOP_MARGIN,
+        stop_timeout=shard.stop_timeout + mpi.STOP_MARGIN,
     )
 
 
-def _address(config: LauncherConfig, around: Surroundings, replica: int, rank: int, size: int) -> str:
+def _address(config: LauncherConfig, context: LaunchContext, replica: int, rank: int, size: int) -> str:
     if config.shard_tcp_port:
         return f"127.0.0.1:{config.shard_tcp_port + replica * size + rank}"
-    place = f"{replica}" if size == 1 else f"{replica}-{rank}"
+    suffix = f"{replica}" if size == 1 else f"{replica}-{rank}"
     if config.shard_uds_path:
-        return f"unix://{Path(config.shard_uds_path).absolute()}-{place}"
-    return f"unix://{around.socket_folder}/shard-{place}"
+        return f"unix://{Path(config.shard_uds_path).absolute()}-{suffix}"
+    return f"unix://{context.socket_folder}/shard-{suffix}"
 
 
-def _share_of_machine(config: LauncherConfig, around: Surroundings, shards: int) -> dict[str, object]:
-    """What one of several shards takes of the machine they share.
+def _cpu_share(config: LauncherConfig, context: LaunchContext, shards: int) -> dict[str, object]:
+    """Return the share of cores and memory of one of several shards on a CPU.
 
-    Processors: where each shard has a thread on all of them, they spend their time at barriers, waiting for threads that
-    wait for a processor. Memory: the fraction that was asked for is that of all shards.
+    Cores: if each shard had a thread on every core, threads at barriers would wait for threads without a core. Memory: the
+    requested fraction is that of all shards together.
     """
     share: dict[str, object] = {"cpu_memory_fraction": config.cpu_memory_fraction / shards}
-    if not config.num_threads and "OMP_NUM_THREADS" not in around.environ:
-        share["num_threads"] = max(1, around.cpus // shards)
+    if not config.num_threads and "OMP_NUM_THREADS" not in context.environ:
+        share["num_threads"] = max(1, context.cpus // shards)
     return share
 
 
-def _router(config: LauncherConfig, around: Surroundings, shards: tuple[ShardSpec, ...], parts: int) -> ChildSpec:
+def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardSpec, ...], parts: int) -> ChildSpec:
     settings = child_settings(config, RouterConfig) | {
-        "model_path": str(around.model_path),
+        "model_path": str(context.model_path),
         "shard_address": tuple(shard.address for shard in shards if shard.rank == 0),
         "hostname": listen_host(config.hostname),
         "max_input_tokens": config.input_limit,
-        "compute_type": config.compute_type or compute_type(parts, around.devices),
-        "lifeline_fd": around.lifeline_fd,
+        "compute_type": config.compute_type or compute_type(parts, context.devices),
+        "lifeline_fd": context.lifeline_fd,
         **dict.fromkeys(SECRETS, ()),
     }
-    env = child_env(around.environ, RouterConfig)
+    env = child_env(context.environ, RouterConfig)
     if config.api_key:
         env["API_KEY"] = ",".join(config.api_key)
     return ChildSpec(
         name="router",
         argv=child_argv("text_generation_router", RouterConfig.of(**settings)),
         env=env,
-        inherited_fds=(around.lifeline_fd,),
+        inherited_fds=(context.lifeline_fd,),
         stop_timeout=config.graceful_termination_timeout + STOP_MARGIN,
     )

@@ -1,1 +1,1 @@
-"""What the processes share: the wire contract, how a process starts, logs and stops."""
+"""Code shared by launcher, router and shard: the wire contract, settings, exit codes, logging, lifeline and sockets."""

@@ -10,7 +10,7 @@ import sys
 
 import structlog
 
-from text_generation_proto.process import ProcessConfig
+from text_generation_proto.settings import ProcessConfig
 
 
 def configure_logging(config: ProcessConfig, process: str) -> None:

@@ -7,8 +7,10 @@ import sys
 
 import structlog
 
+from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
-from text_generation_proto.process import ExitCode, follow_parent, parse_config
+from text_generation_proto.settings import parse_config
 from text_generation_router.config import RouterConfig
 
 log = structlog.get_logger()
@@ -22,7 +24,7 @@ def main() -> None:
     # Only now what takes its time to import: the lifeline is being watched.
     import uvloop
 
-    from text_generation_router.serve import CannotServe, serve
+    from text_generation_router.serve import serve
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,4 +1,4 @@
-"""RouterConfig: every setting of the router, written once. Flags, environment names and --help come from here."""
+"""The settings of the router. Flags, environment names, --help and docs/flags.md are derived from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic_settings import NoDecode
 
-from text_generation_proto.process import ProcessConfig
+from text_generation_proto.settings import ChildConfig, ProcessConfig
 
 
 def _split(value: object) -> object:
@@ -21,15 +21,15 @@ def _split(value: object) -> object:
 
 
 def _keys(value: object) -> object:
-    """Keys that are asked for and then not there would leave the server open."""
+    """Split a list of keys. An empty list that was given on purpose is an error: it would leave the server open."""
     keys = _split(value)
     if isinstance(value, str) and value and not keys:
-        raise ValueError("there is no key in it")
+        raise ValueError("it contains no key")
     return keys
 
 
 def _weights(value: object) -> object:
-    """name=weight, …: positive numbers. Names may have any character but commas."""
+    """Parse name=weight, …: positive numbers. Names may contain any character except commas."""
     if isinstance(value, str):
         if value.startswith("{"):  # as CliApp.serialize writes it
             return json.loads(value)
@@ -38,20 +38,20 @@ def _weights(value: object) -> object:
         return value
     pairs = [str(part).rpartition("=") for part in value]
     if not all(name and equals for name, equals, _ in pairs):
-        raise ValueError("a weight is written as tenant=weight")
+        raise ValueError("expected tenant=weight")
     return {name: weight for name, _, weight in pairs}
 
 
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A flag given several times, or once with commas; in the environment, with commas."""
 Weights = Annotated[dict[str, Annotated[float, Field(ge=0.001, le=1000)]], NoDecode, BeforeValidator(_weights)]
-"""Tenants and their shares, as a flag given once with commas, or so in the environment."""
+"""The weights of tenants, comma-separated, as a flag or in the environment."""
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
-"""The same for secrets; a comma always separates two."""
+"""Comma-separated secrets; an empty list is an error."""
 
 
 def listen_host(hostname: str) -> str:
-    """The address to listen on. As in TGI a name means all of them: in a container HOSTNAME is the container's id."""
+    """Return the IP address to listen on. As in TGI, a host name means 0.0.0.0: in a container HOSTNAME is its id."""
     if hostname == "localhost":
         return "127.0.0.1"
     try:
@@ -60,94 +60,99 @@ def listen_host(hostname: str) -> str:
         return "0.0.0.0"
 
 
-class RouterConfig(ProcessConfig, cli_prog_name="text-generation-router"):
-    """Serve HTTP in front of a shard: text, queue, continuous batching."""
+class RouterSettings(ProcessConfig):
+    """The settings of the router that a user may give to the launcher."""
 
-    model_path: str = ""
-    """Folder with tokenizer.json (and config.json)."""
     model_id: str = ""
     """Name to report for the model; default: the folder."""
     revision: str | None = None
-    """Revision of the model, for /info."""
-    shard_address: CommaList = ("unix:///tmp/text-generation-server-0",)
-    """Where the replicas' shards listen: unix:///path or host:port, one a replica."""
+    """Revision of the model: a branch, tag or commit."""
     hostname: str = "0.0.0.0"
-    """Address to listen on. A name that is no IP address means 0.0.0.0, as in TGI."""
+    """Address to listen on. A host name means 0.0.0.0, as in TGI."""
     port: Annotated[int, Field(ge=0, le=65535)] = 3000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. The router alone accepts 0: any free port."""
     max_concurrent_requests: PositiveInt = 128
-    """Requests in the building at once; the next one is refused with 429."""
+    """Most concurrent requests, queued ones included; further ones are rejected with 429."""
     max_best_of: PositiveInt = 2
-    """Largest `best_of`."""
+    """Largest value of `best_of`."""
     max_stop_sequences: NonNegativeInt = 4
-    """Most stop sequences a request may name."""
+    """Most stop sequences of a request."""
     max_top_n_tokens: NonNegativeInt = 5
-    """Largest `top_n_tokens`."""
+    """Largest value of `top_n_tokens`."""
     max_input_tokens: PositiveInt | None = None
     """Longest prompt, in tokens; default: max_total_tokens - 1."""
     max_total_tokens: PositiveInt | None = None
-    """Prompt plus new tokens of a request; default: what the model and the KV cache allow."""
+    """Most prompt plus new tokens of a request; default: what the model and the KV cache allow."""
     max_batch_prefill_tokens: PositiveInt | None = None
-    """Prompt tokens computed in one step; longer prompts are cut in chunks. Default: what the engine suggests."""
+    """Most prompt tokens computed in one step; longer prompts are split into chunks. Default: what the engine suggests."""
     max_batch_total_tokens: PositiveInt | None = None
-    """KV cache over all running requests, in tokens; default: what warm-up measures."""
+    """KV cache for all running requests, in tokens; default: what warm-up measures."""
     max_batch_size: PositiveInt | None = None
-    """Requests running at once; default: what the engine can hold."""
+    """Most sequences running at once on a replica; default: what the engine can hold."""
     waiting_served_ratio: NonNegativeFloat = 0.0
-    """Let waiting requests in only once they number this share of the running ones. 0: at the next step."""
+    """Start waiting requests only once their number is this fraction of the running ones. 0: at the next step."""
     max_waiting_tokens: NonNegativeInt = 20
-    """Decode steps after which waiting requests are let in whatever waiting_served_ratio says."""
+    """Decode steps after which waiting requests start regardless of waiting_served_ratio."""
     target_itl_ms: NonNegativeFloat = 0.0
-    """Milliseconds between two tokens of a stream to which prompts may stretch it: they are computed in chunks that keep
-    to it. 0: in chunks of max_batch_prefill_tokens."""
+    """Inter-token latency, in milliseconds, that prefill beside decoding should not exceed: chunk sizes are chosen for
+    it. 0: chunks of max_batch_prefill_tokens."""
     prefix_caching: bool = True
-    """Keep what was computed of prompts and answers for prompts that begin alike."""
+    """Keep the KV cache of prompts and answers for later prompts with the same prefix."""
     prefix_cache_per_tenant: bool = False
-    """Share nothing of that between tenants, so that nobody can tell by the time it takes what others asked."""
+    """Do not share the prefix cache between tenants, so that response times reveal nothing about other tenants."""
     dispatch: Literal["prefix", "least-loaded", "round-robin", "random"] = "prefix"
-    """How a replica is chosen for a request: by cached prefix and load, by load alone, in turn, at random."""
+    """Choice of the replica: by cached prefix and load, by load alone, round-robin, or at random."""
     tenant_weights: Weights = Field(default_factory=dict)
-    """Shares of tenants that have not the usual one, as tenant=weight, from 0.001 to 1000; the usual one is 1."""
+    """Weights of tenants as tenant=weight, from 0.001 to 1000; default: 1 for each tenant."""
     max_queued_tokens: PositiveInt | None = None
-    """Work that may wait, in tokens; what would make it more is refused with 429. Default: eight times the KV cache."""
+    """Most tokens in the queue; requests beyond it are rejected with 429. Default: eight times the KV cache."""
     queue_timeout: NonNegativeFloat = 0.0
-    """Longest time a request may wait in the queue, in seconds; 0: any."""
+    """Longest time of a request in the queue, in seconds; 0: no limit."""
     request_timeout: NonNegativeFloat = 0.0
-    """Longest time from a request's arrival to its end, in seconds; 0: any."""
+    """Longest time from the arrival of a request to its end, in seconds; 0: no limit."""
     max_request_moves: NonNegativeInt = 3
-    """Times in a row a running request may lose its shard, and go on elsewhere, without a new token in between."""
+    """Most consecutive replica losses, without a new token in between, that a running request survives."""
     max_client_batch_size: PositiveInt = 4
-    """Most prompts in one request of the OpenAI dialect."""
+    """Most prompts in one OpenAI completion request."""
     validation_workers: PositiveInt = 2
-    """Threads that tokenize."""
+    """Tokenizer threads."""
     payload_limit: PositiveInt = 2_000_000
     """Largest request body, in bytes."""
     enable_prefill_logprobs: bool = False
-    """Accepted for TGI's sake: prefill log-probabilities are always served when a request asks for them."""
+    """Accepted for compatibility with TGI: prefill log-probabilities are always available."""
     api_key: Keys = ()
-    """Keys that let a request in, asked for on every route but health checks; default: anyone may call. Better given as
-    API_KEY in the environment: a command line is seen by everyone on the machine."""
+    """API keys, required on every route except health checks; default: no authentication. Prefer API_KEY in the
+    environment: command lines are visible to all users of the machine."""
     tokenizer_config_path: str = ""
-    """A tokenizer_config.json whose chat template and special tokens are used instead of the model's."""
+    """A tokenizer_config.json whose chat template and special tokens replace the model's."""
     chat_template: str | None = None
-    """Chat template to use instead of the model's: a file, or the template itself."""
+    """Chat template that replaces the model's: a file or the template itself."""
     disable_grammar_support: bool = False
-    """Refuse grammars, response formats and forced tool calls."""
+    """Reject grammars, response formats and forced tool calls."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
-    """Format in which the model writes tool calls; default: what its chat template says."""
+    """Format of the model's tool calls. auto: derived from its chat template."""
     split_reasoning: bool = False
-    """Answer what the model writes between <think> and </think> apart, as `reasoning_content`."""
+    """Return text between <think> and </think> separately, as `reasoning_content`."""
     aip_predict_route: str = ""
-    """A further path for Vertex AI's predictions, as AIP_PREDICT_ROUTE says."""
+    """Additional path for predictions; Vertex AI sets AIP_PREDICT_ROUTE."""
     aip_health_route: str = ""
-    """A further path for Vertex AI's health checks, as AIP_HEALTH_ROUTE says."""
+    """Additional path for health checks; Vertex AI sets AIP_HEALTH_ROUTE."""
     docker_label: str = ""
-    """Name of the build, for /info."""
+    """Name of the build, shown by /info."""
     cors_allow_origin: CommaList = ()
-    """Origins allowed to call from a browser; default: any."""
+    """Origins allowed by CORS; default: any."""
     compute_type: str = "gpu+optimized"
     """Value of the x-compute-type header."""
     graceful_termination_timeout: NonNegativeFloat = 90.0
-    """Seconds a stopping router gives running requests to finish."""
+    """Seconds that a stopping router gives running requests to finish."""
     shard_connect_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds to wait for the shard to become ready."""
+    """Seconds to wait for the shards to become ready."""
+
+
+class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-router"):
+    """Serve HTTP in front of the shards: text, queue, continuous batching."""
+
+    model_path: str = ""
+    """Folder with tokenizer.json (and config.json)."""
+    shard_address: CommaList = ("unix:///tmp/text-generation-server-0",)
+    """Addresses of the shards, one per replica: unix:///path or host:port."""

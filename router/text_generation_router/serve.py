@@ -15,7 +15,7 @@ import structlog
 from aiohttp import web
 
 from text_generation_proto.client import ShardClient
-from text_generation_proto.process import ExitCode
+from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model as ApiModel
 from text_generation_router.api.assemble import assemble
@@ -41,10 +41,6 @@ log = structlog.get_logger()
 VERSION = version("text-generation-trtllm")
 LAST_WORDS_S = 0.3
 """Time for the error events of streams that are cut short to reach their clients."""
-
-
-class CannotServe(Exception):
-    """The router cannot start; one clear line."""
 
 
 async def serve(config: RouterConfig) -> ExitCode:

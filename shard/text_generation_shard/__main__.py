@@ -8,8 +8,11 @@ import sys
 
 import structlog
 
+from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
-from text_generation_proto.process import ExitCode, follow_parent, parse_config, remove_socket, socket_path
+from text_generation_proto.settings import parse_config
+from text_generation_proto.sockets import remove_socket, socket_path
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.processes import descendants, kill
 
@@ -35,10 +38,10 @@ def main() -> None:
         kill(descendants())
 
     sys.setswitchinterval(SWITCH_INTERVAL)
-    follow_parent(config.lifeline_fd, last_will=leave_nothing)
+    follow_parent(config.lifeline_fd, cleanup=leave_nothing)
     configure_logging(config, config.process_name)
     # Only now what takes its time to import: the lifeline is being watched.
-    from text_generation_shard.serve import CannotServe, serve
+    from text_generation_shard.serve import serve
 
     async def serve_and_exit() -> None:
         try:

@@ -16,7 +16,8 @@ from grpc_health.v1.health import aio as grpc_health
 from grpc_reflection.v1alpha import reflection
 
 from text_generation_proto.channel import SERVER_OPTIONS
-from text_generation_proto.process import ExitCode, SocketInUse, claim_socket, remove_socket, socket_path
+from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.sockets import SocketInUse, claim_socket, remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
@@ -25,10 +26,6 @@ from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
 
 log = structlog.get_logger()
-
-
-class CannotServe(Exception):
-    """The shard cannot start; the message is one line."""
 
 
 async def serve(config: ShardConfig) -> ExitCode:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from text_generation_proto.client import ShardClient
-from text_generation_proto.process import ExitCode
+from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.v1 import shard_pb2 as pb
 
 CRASHING = """

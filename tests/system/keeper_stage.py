@@ -16,10 +16,10 @@ from typing import Any
 import standins
 import structlog
 
-from text_generation_launcher.plan import Plan, ShardSpec
-from text_generation_launcher.restarts import RestartPolicy
-from text_generation_launcher.stop import StopSignals
-from text_generation_launcher.supervise import Supervisor
+from text_generation_launcher.plan import LaunchPlan, ShardSpec
+from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_launcher.supervisor import Supervisor
 
 SHARD = """
 import os
@@ -104,16 +104,16 @@ class Stage:
         spec = standins.shard(self.journal, self.folder / f"s{place}", change=change, replica=replica)
         return replace(spec, name=name, rank=rank, group_address=f"unix://{self.folder}/g{replica}")
 
-    def plan(self, *shards: ShardSpec) -> Plan:
+    def plan(self, *shards: ShardSpec) -> LaunchPlan:
         """These shards, and a router in front."""
-        return Plan(
+        return LaunchPlan(
             shards, standins.router(self.journal, self._port, change=self.router_change), "127.0.0.1", self._port
         )
 
     @asynccontextmanager
     async def playing(self, policy: RestartPolicy, *shards: ShardSpec) -> AsyncIterator[asyncio.Task[type | None]]:
         """A supervisor that is ready; its task comes to the kind of error it ended with. Stopped at the end."""
-        supervisor = Supervisor(self.plan(*shards), StopSignals(), policy, json_output=False)
+        supervisor = Supervisor(self.plan(*shards), GracefulShutdown(), policy, json_output=False)
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(_outcome(supervisor))
             ready = tasks.create_task(supervisor.ready.wait())

@@ -14,7 +14,7 @@ import standins
 
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ChildSpec
-from text_generation_launcher.stop import HURRY_GRACE, StopSignals
+from text_generation_launcher.shutdown import FORCED_GRACE, GracefulShutdown
 
 pytestmark = pytest.mark.system
 
@@ -28,8 +28,8 @@ def journal(tmp_path: Path) -> Iterator[standins.Journal]:
     journal.close()
 
 
-async def run(spec: ChildSpec, stop: StopSignals | None = None) -> int:
-    return await run_to_end(spec, stop or StopSignals(), json_output=False)
+async def run(spec: ChildSpec, stop: GracefulShutdown | None = None) -> int:
+    return await run_to_end(spec, (stop or GracefulShutdown()).grace_period, json_output=False)
 
 
 async def test_all_a_child_writes_comes_through_in_whole_lines(
@@ -98,7 +98,7 @@ async def test_a_child_that_does_not_stop_in_time_is_killed(journal: standins.Jo
 
 
 async def test_a_second_signal_reminds_the_child_and_leaves_it_a_second(journal: standins.Journal) -> None:
-    stop = StopSignals()
+    stop = GracefulShutdown()
     script = IGNORES_SIGTERM + "say('runs')\nwhile True: time.sleep(60)"
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
@@ -110,11 +110,11 @@ async def test_a_second_signal_reminds_the_child_and_leaves_it_a_second(journal:
         hurried = loop.time()
         stop.receive(signal.SIGINT)
         assert await journal.next() == "asked"
-    assert loop.time() - hurried < HURRY_GRACE + 5
+    assert loop.time() - hurried < FORCED_GRACE + 5
 
 
 async def test_a_child_that_stops_after_a_second_signal_has_a_second_too(journal: standins.Journal) -> None:
-    stop = StopSignals()
+    stop = GracefulShutdown()
     stop.receive(signal.SIGTERM)
     stop.receive(signal.SIGTERM)
     script = IGNORES_SIGTERM + "say('runs')\nwhile True: time.sleep(60)"

@@ -10,13 +10,13 @@ import psutil
 import pytest
 from keeper_stage import Stage, open_stage
 
-from text_generation_launcher import group
-from text_generation_launcher.endings import ChildFailed, ShardsHopeless
+from text_generation_launcher import shard_group
+from text_generation_launcher.child import ChildFailed, ShardsHopeless
 from text_generation_launcher.plan import ShardSpec
-from text_generation_launcher.restarts import RestartPolicy
-from text_generation_launcher.stop import StopSignals
-from text_generation_launcher.supervise import Supervisor
-from text_generation_proto.process import ExitCode
+from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_launcher.supervisor import Supervisor
+from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 
@@ -35,8 +35,8 @@ async def serve(health, stop):
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    monkeypatch.setattr(group, "FAREWELL", 0.3)
-    monkeypatch.setattr(group, "LAST_GRACE", 0.3)
+    monkeypatch.setattr(shard_group, "FAREWELL", 0.3)
+    monkeypatch.setattr(shard_group, "BROKEN_GRACE", 0.3)
     with open_stage() as stage:
         yield stage
 
@@ -95,7 +95,7 @@ async def test_a_replica_serves_once_all_its_shards_do(stage: Stage) -> None:
     os.mkfifo(gate)
     waits = f"serving = serve\nasync def serve(*args): await asyncio.to_thread(open({str(gate)!r}).read); await serving(*args)"
     supervisor = Supervisor(
-        stage.plan(stage.member(0, 0), stage.member(0, 1, waits)), StopSignals(), AT_ONCE, json_output=False
+        stage.plan(stage.member(0, 0), stage.member(0, 1, waits)), GracefulShutdown(), AT_ONCE, json_output=False
     )
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(supervisor.run())
@@ -128,7 +128,7 @@ async def test_the_sockets_of_a_dead_group_are_gone_before_the_next_one_starts(s
 async def test_a_group_one_of_which_cannot_start_fails_the_start(stage: Stage) -> None:
     stage.doom("0-1", 1)
     with pytest.raises(ExceptionGroup) as error:
-        await Supervisor(stage.plan(*pair(stage)), StopSignals(), AT_ONCE, json_output=False).run()
+        await Supervisor(stage.plan(*pair(stage)), GracefulShutdown(), AT_ONCE, json_output=False).run()
     assert error.group_contains(ChildFailed, match="shard-0-rank-1")
     failed = await stage.log.next("shard failed to start")
     assert (failed["replica"], failed["rank"], failed["exit_code"]) == (0, 1, 1)

@@ -11,7 +11,7 @@ import pytest
 from stack import running
 from streams import Streams
 
-from text_generation_proto.process import ExitCode
+from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 

@@ -134,7 +134,7 @@ def test_an_engine_without_a_model_has_nothing_to_cut(demo_model: Path) -> None:
     stack = Stack(demo_model, "--num-shard", "2")
     try:
         assert stack.wait() == 2
-        assert "the echo engine has no model to cut" in stack.records[-2]["reason"]
+        assert "the echo engine has no model to split" in stack.records[-2]["reason"]
     finally:
         stack.close()
 

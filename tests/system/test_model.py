@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_launcher.child import lifeline
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.model import ModelError, resolve_model
-from text_generation_launcher.stop import StopSignals
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.lifeline import open_lifeline
 
 pytestmark = pytest.mark.system
 
@@ -33,8 +33,8 @@ def cache(tmp_path: Path) -> Path:
 async def resolve(model_id: str, cache: Path, **settings: object) -> Path:
     config = LauncherConfig.of(model_id=model_id, huggingface_hub_cache=str(cache), **settings)
     environ = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"}
-    with lifeline() as lifeline_fd:
-        return await resolve_model(config, environ, StopSignals(), lifeline_fd)
+    with open_lifeline() as lifeline_fd:
+        return await resolve_model(config, environ, GracefulShutdown(), lifeline_fd)
 
 
 async def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ async def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("model_id", ["./nothing", "/nothing/here", "~/nothing"])
 async def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(model_id: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"^{model_id} is no folder$"):
+    with pytest.raises(ModelError, match=f"^{model_id} is not a folder$"):
         await resolve(model_id, tmp_path)
 
 
@@ -59,9 +59,9 @@ async def test_an_id_is_found_in_the_cache(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("model_id", "revision", "reason"),
     [
-        ("some/other", None, "some/other is not in the cache, and the hub is not to be reached"),
-        ("some/model", "v2", "some/model at revision v2 is not in the cache, and the hub is not to be reached"),
-        ("not/an/id", None, "not/an/id is neither a folder here nor an id on the hub"),
+        ("some/other", None, "some/other is not in the cache, and the hub cannot be reached"),
+        ("some/model", "v2", "some/model at revision v2 is not in the cache, and the hub cannot be reached"),
+        ("not/an/id", None, "not/an/id is neither a local folder nor an id on the hub"),
     ],
 )
 async def test_a_model_that_is_not_to_be_had_is_one_clear_line(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from stack import Stack, running
 
-from text_generation_proto.process import ExitCode
+from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 

@@ -17,7 +17,7 @@ from stack import Stack, running
 from standin import VERSIONS, path_of, read_log
 from streams import Streams
 
-from text_generation_proto.process import ExitCode
+from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 

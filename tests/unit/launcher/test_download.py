@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_launcher.child import lifeline
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.model import ModelError, resolve_model
-from text_generation_launcher.stop import StopSignals
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.lifeline import open_lifeline
 
 pytestmark = pytest.mark.system
 
@@ -33,8 +33,8 @@ async def resolve(snapshot: Path, engine: str) -> Path:
     cache = snapshot.parents[2]
     config = LauncherConfig.of(model_id="some/model", huggingface_hub_cache=str(cache), engine=engine)
     environ = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"}
-    with lifeline() as lifeline_fd:
-        return await resolve_model(config, environ, StopSignals(), lifeline_fd)
+    with open_lifeline() as lifeline_fd:
+        return await resolve_model(config, environ, GracefulShutdown(), lifeline_fd)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "rank0.engine"])
@@ -49,7 +49,7 @@ async def test_compiled_engines_are_nothing_to_another_engine(
     (snapshot / "rank0.engine").write_bytes(b"")
     with pytest.raises(ModelError):
         await resolve(snapshot, "torch")
-    assert "some/model has no *.safetensors weights; no other kind is read" in capfd.readouterr().err
+    assert "some/model has no *.safetensors weights; no other format is supported" in capfd.readouterr().err
 
 
 async def test_without_either_the_model_is_refused(snapshot: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -57,4 +57,4 @@ async def test_without_either_the_model_is_refused(snapshot: Path, capfd: pytest
     with pytest.raises(ModelError):
         await resolve(snapshot, "tensorrt-llm")
     said = capfd.readouterr().err
-    assert "some/model has no *.safetensors or *.engine weights; no other kind is read" in said
+    assert "some/model has no *.safetensors or *.engine weights; no other format is supported" in said

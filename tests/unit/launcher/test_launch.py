@@ -8,7 +8,7 @@ import pytest
 
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.launch import launch
-from text_generation_proto.process import ExitCode
+from text_generation_proto.exit_codes import ExitCode
 
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 ONE_GPU = {"CUDA_VISIBLE_DEVICES": "0", "PATH": ""}

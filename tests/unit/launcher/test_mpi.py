@@ -20,7 +20,7 @@ STARTED_BY_MPIRUN = {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0", "PRTE_LAUNCH
 )
 def test_what_is_left_of_who_started_us_goes(name: str) -> None:
     left = {**STARTED_BY_MPIRUN, name: "1"}
-    assert mpi.environment({**left, "HOME": "/"}, as_root=False).keys() == {"HOME", *mpi.DEFAULTS}
+    assert mpi.rank_environment({**left, "HOME": "/"}, as_root=False).keys() == {"HOME", *mpi.DEFAULTS}
 
 
 @pytest.mark.parametrize(
@@ -32,17 +32,17 @@ def test_what_is_left_of_who_started_us_goes(name: str) -> None:
 )
 @pytest.mark.parametrize("around", [{}, STARTED_BY_MPIRUN])
 def test_what_people_set_stays(name: str, around: dict[str, str]) -> None:
-    assert mpi.environment({**around, name: "x"}, as_root=True)[name] == "x"
+    assert mpi.rank_environment({**around, name: "x"}, as_root=True)[name] == "x"
 
 
 @pytest.mark.parametrize("name", ["OMPI_MCA_ess_base_jobid", "OMPI_MCA_pmix", "OMPI_CC", "PMIX_HOSTNAME", "PRTE_X"])
 def test_where_nobody_started_us_nothing_is_left_of_them(name: str) -> None:
-    assert mpi.environment({name: "x"}, as_root=False)[name] == "x"
+    assert mpi.rank_environment({name: "x"}, as_root=False)[name] == "x"
 
 
 def test_nothing_that_is_set_is_set_anew() -> None:
     mine = dict.fromkeys((*mpi.DEFAULTS, *mpi.AS_ROOT), "0") | {"GRPC_ENABLE_FORK_SUPPORT": "1"}
-    assert mpi.environment(mine, as_root=True) == mine
+    assert mpi.rank_environment(mine, as_root=True) == mine
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_which_words_survive_a_shell(word: str, survives: bool) -> None:
     assert mpi.survives_splitting(("x", word)) == survives
 
 
-@pytest.mark.parametrize("word", ["/usr/bin/python3.12", "-P", "text_generation_launcher.handover", "a=b@c%d+e,f:g"])
+@pytest.mark.parametrize("word", ["/usr/bin/python3.12", "-P", "text_generation_launcher.env_relay", "a=b@c%d+e,f:g"])
 def test_words_that_are_said_to_survive_do(word: str) -> None:
     assert mpi.survives_splitting((word,))
     script = 'task="${@:1}"; printf "%s\\n" $task'

@@ -10,22 +10,22 @@ from pydantic_settings import CliApp
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.plan import (
-    Plan,
+    LaunchContext,
+    LaunchPlan,
     PlanError,
-    Surroundings,
     child_env,
     compute_type,
     count_parts,
     count_shards,
     make_plan,
 )
-from text_generation_proto.process import ProcessConfig
+from text_generation_proto.settings import ProcessConfig
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig
 
 C = TypeVar("C", bound=ProcessConfig)
 
-AROUND = Surroundings(
+AROUND = LaunchContext(
     Devices(0, None), 8, Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"}
 )
 TWO_GPUS = dataclasses.replace(AROUND, devices=Devices(2, "NVIDIA H200"))
@@ -35,7 +35,7 @@ def config(**settings: object) -> LauncherConfig:
     return LauncherConfig.of(model_id="some/model", **settings)
 
 
-def plan(around: Surroundings = AROUND, **settings: object) -> Plan:
+def plan(around: LaunchContext = AROUND, **settings: object) -> LaunchPlan:
     return make_plan(config(**settings), around)
 
 
@@ -45,15 +45,15 @@ def parsed(child: type[C], argv: tuple[str, ...], module: str) -> C:
     return CliApp.run(child, cli_args=list(argv[4:]))
 
 
-def shard_of(plan: Plan) -> ShardConfig:
+def shard_of(plan: LaunchPlan) -> ShardConfig:
     return shards_of(plan)[0]
 
 
-def shards_of(plan: Plan) -> list[ShardConfig]:
+def shards_of(plan: LaunchPlan) -> list[ShardConfig]:
     return [parsed(ShardConfig, shard.argv, "text_generation_shard") for shard in plan.shards]
 
 
-def router_of(plan: Plan) -> RouterConfig:
+def router_of(plan: LaunchPlan) -> RouterConfig:
     return parsed(RouterConfig, plan.router.argv, "text_generation_router")
 
 

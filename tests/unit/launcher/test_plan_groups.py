@@ -10,11 +10,11 @@ from pydantic_settings import CliApp
 
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.plan import Plan, PlanError, Surroundings, check_ports, make_plan
+from text_generation_launcher.plan import LaunchContext, LaunchPlan, PlanError, check_ports, make_plan
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
 
-GPUS = Surroundings(
+GPUS = LaunchContext(
     Devices(8, "NVIDIA H200"), 8, Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"}
 )
 NO_GPU = dataclasses.replace(GPUS, devices=Devices(0, None))
@@ -24,16 +24,16 @@ def config(**settings: object) -> LauncherConfig:
     return LauncherConfig.of(**{"model_id": "some/model", "engine": "torch", **settings})
 
 
-def plan(around: Surroundings = GPUS, **settings: object) -> Plan:
+def plan(around: LaunchContext = GPUS, **settings: object) -> LaunchPlan:
     return make_plan(config(**settings), around)
 
 
-def shards_of(plan: Plan) -> list[ShardConfig]:
+def shards_of(plan: LaunchPlan) -> list[ShardConfig]:
     """The configurations that the shards make of their arguments."""
     return [CliApp.run(ShardConfig, cli_args=list(shard.argv[4:])) for shard in plan.shards]
 
 
-def refusal(around: Surroundings = GPUS, **settings: object) -> str:
+def refusal(around: LaunchContext = GPUS, **settings: object) -> str:
     with pytest.raises(PlanError) as error:
         plan(around, **settings)
     return str(error.value)
@@ -125,11 +125,11 @@ def test_torch_is_quiet_about_what_follows_from_a_death_unless_asked() -> None:
         (
             GPUS,
             {"num_shard": 2, "engine": "echo"},
-            "2 shards were asked for (--num-shard, --sharded): the echo engine has no model to cut",
+            "2 shards were asked for (--num-shard, --sharded): the echo engine has no model to split",
         ),
     ],
 )
-def test_parts_that_cannot_be_had_are_refused(around: Surroundings, settings: dict[str, object], text: str) -> None:
+def test_parts_that_cannot_be_had_are_refused(around: LaunchContext, settings: dict[str, object], text: str) -> None:
     assert refusal(around, **settings) == text
 
 

@@ -12,12 +12,12 @@ from pydantic_settings import CliApp
 from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.plan import Plan, PlanError, ShardSpec, Surroundings, count_parts, make_plan
-from text_generation_launcher.under_mpirun import UnderMpirunConfig, split
+from text_generation_launcher.mpi import MpirunConfig, split
+from text_generation_launcher.plan import LaunchContext, LaunchPlan, PlanError, ShardSpec, count_parts, make_plan
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
 
-EIGHT_GPUS = Surroundings(
+EIGHT_GPUS = LaunchContext(
     Devices(8, "NVIDIA H200"), 8, Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"}
 )
 
@@ -26,7 +26,7 @@ def config(**settings: object) -> LauncherConfig:
     return LauncherConfig.of(**{"model_id": "some/model", "engine": "tensorrt-llm", **settings})
 
 
-def plan(around: Surroundings = EIGHT_GPUS, **settings: object) -> Plan:
+def plan(around: LaunchContext = EIGHT_GPUS, **settings: object) -> LaunchPlan:
     return make_plan(config(**settings), around)
 
 
@@ -36,11 +36,11 @@ def shard_of(spec: ShardSpec) -> ShardConfig:
     return CliApp.run(ShardConfig, cli_args=list(spec.argv[4:]))
 
 
-def router_of(plan: Plan) -> RouterConfig:
+def router_of(plan: LaunchPlan) -> RouterConfig:
     return CliApp.run(RouterConfig, cli_args=list(plan.router.argv[4:]))
 
 
-def refusal(around: Surroundings = EIGHT_GPUS, **settings: object) -> str:
+def refusal(around: LaunchContext = EIGHT_GPUS, **settings: object) -> str:
     with pytest.raises(PlanError) as error:
         plan(around, **settings)
     return str(error.value)
@@ -167,11 +167,11 @@ def test_another_engine_starts_no_ranks() -> None:
 # ------------------------------------------------------------------------------------------------------------- mpirun
 
 
-def under_mpirun(spec: ShardSpec) -> tuple[UnderMpirunConfig, list[str], ShardSpec]:
+def under_mpirun(spec: ShardSpec) -> tuple[MpirunConfig, list[str], ShardSpec]:
     """What the process between launcher and shard is told, mpirun's command, and the shard."""
-    assert spec.argv[:4] == (sys.executable, "-P", "-m", "text_generation_launcher.under_mpirun")
+    assert spec.argv[:4] == (sys.executable, "-P", "-m", "text_generation_launcher.mpi")
     own, mpirun, shard = split(spec.argv[4:])
-    return CliApp.run(UnderMpirunConfig, cli_args=own), mpirun, dataclasses.replace(spec, argv=tuple(shard))
+    return CliApp.run(MpirunConfig, cli_args=own), mpirun, dataclasses.replace(spec, argv=tuple(shard))
 
 
 def test_mpirun_starts_as_many_ranks_as_there_are_gpus() -> None:
@@ -181,7 +181,7 @@ def test_mpirun_starts_as_many_ranks_as_there_are_gpus() -> None:
         assert (own.replica, own.lifeline_fd, own.json_output) == (replica, 7, True)
         assert mpirun == [
             *("mpirun", "-n", "4", "--oversubscribe", "--bind-to", "none", "trtllm-llmapi-launch"),
-            *(sys.executable, "-P", "-m", "text_generation_launcher.handover"),
+            *(sys.executable, "-P", "-m", "text_generation_launcher.env_relay"),
         ]
         assert shard_of(shard).tensor_parallel == 4
         assert shard_of(shard).lifeline_fd == 7

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_launcher.config import NOT_SERVED, LauncherConfig
+from text_generation_launcher.config import UNSUPPORTED, LauncherConfig
 from text_generation_shard.engines.tensorrt_llm.options import OURS, check_options, read_options
 
 ROOT = Path(__file__).parents[3]
@@ -68,7 +68,7 @@ def test_every_flag_of_the_table_is_one_of_the_launcher() -> None:
 def test_flags_said_to_be_refused_are() -> None:
     refused = re.search(r"^TGI's (.*) are refused", PAGE, re.MULTILINE)
     assert refused is not None
-    assert {flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+)", refused[1])} <= NOT_SERVED
+    assert {flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+)", refused[1])} <= UNSUPPORTED
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_flags_said_to_be_refused_are() -> None:
         "the engine has brought nothing for",
         "of the engine died",
         "the step in progress did not end in time",
-        "killed what a child left behind",
+        "killed processes that a child left behind",
         "the engine's KV cache holds",
     ],
 )

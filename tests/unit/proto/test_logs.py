@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from text_generation_proto.logs import configure_logging
-from text_generation_proto.process import ProcessConfig
+from text_generation_proto.settings import ProcessConfig
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from text_generation_proto.exit_codes import CannotServe
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.config import RouterConfig
-from text_generation_router.serve import CannotServe, check_honoured, resolve_limits
+from text_generation_router.serve import check_honoured, resolve_limits
 from text_generation_router.shards.join import Joined
 
 

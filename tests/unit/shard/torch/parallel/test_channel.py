@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_proto.process import PRIVATE_FOLDER_PREFIX
+from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.parallel.channel import (
     GOODBYE,

@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from pathlib import Path
 
-from text_generation_proto.process import SocketInUse, claim_socket, remove_socket
+from text_generation_proto.sockets import SocketInUse, claim_socket, remove_socket
 from text_generation_shard.engine import EngineError
 
 GOODBYE = 0

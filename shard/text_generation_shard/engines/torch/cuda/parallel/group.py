@@ -22,7 +22,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from text_generation_proto.process import socket_path
+from text_generation_proto.sockets import socket_path
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.parallel.channel import (

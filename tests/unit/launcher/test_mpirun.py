@@ -21,11 +21,12 @@ from typing import Any
 import psutil
 import pytest
 
-from text_generation_launcher import leftovers, mpi
-from text_generation_launcher.child import lifeline, run_to_end
+from text_generation_launcher import mpi, orphans
+from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ChildSpec
-from text_generation_launcher.stop import StopSignals
-from text_generation_proto.process import ExitCode
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.lifeline import open_lifeline
 
 pytestmark = [
     pytest.mark.system,
@@ -144,7 +145,7 @@ class World:
             "LIFELINE": str(lifeline_fd),
         }
         argv = (
-            *(sys.executable, "-P", "-m", "text_generation_launcher.under_mpirun", f"--lifeline-fd={lifeline_fd}"),
+            *(sys.executable, "-P", "-m", "text_generation_launcher.mpi", f"--lifeline-fd={lifeline_fd}"),
             *("--", *mpi.mpirun_command(2, as_root=False)),
             *("--", sys.executable, "-c", SAY + shard, *words),
         )
@@ -192,10 +193,10 @@ class Started:
 @asynccontextmanager
 async def started(world: World, shard: str, *words: str) -> AsyncIterator[Started]:
     """A shard that runs with its two ranks."""
-    with lifeline() as lifeline_fd:
+    with open_lifeline() as lifeline_fd:
         async with asyncio.TaskGroup() as tasks:
             spec = world.spec(lifeline_fd, shard, *words)
-            task = tasks.create_task(run_to_end(spec, StopSignals(), json_output=False))
+            task = tasks.create_task(run_to_end(spec, GracefulShutdown().grace_period, json_output=False))
             yield Started(task, [await world.next() for _ in range(3)])
             task.cancel()
 
@@ -257,9 +258,9 @@ async def test_mpirun_that_does_not_start_is_a_shard_that_does_not(
     world: World, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     world.fails_to_start()
-    with lifeline() as lifeline_fd:
+    with open_lifeline() as lifeline_fd:
         spec = world.spec(lifeline_fd, WAITING_SHARD)
-        assert await run_to_end(spec, StopSignals(), json_output=False) == ExitCode.FAILED
+        assert await run_to_end(spec, GracefulShutdown().grace_period, json_output=False) == ExitCode.FAILED
     said = capfdbinary.readouterr().err
     assert b"there are not enough slots" in said
     assert b"mpirun ended before the ranks were there" in said
@@ -274,10 +275,10 @@ async def test_nothing_is_left_where_the_process_in_between_is_killed(world: Wor
 
 async def test_nothing_is_left_where_the_launcher_is_killed(world: World) -> None:
     read_fd, write_fd = os.pipe()
-    mark = leftovers.new_mark()
+    mark = orphans.new_mark()
     spec = world.spec(read_fd, WAITING_SHARD)
     process = await asyncio.create_subprocess_exec(
-        *spec.argv, env={**spec.env, leftovers.VARIABLE: mark}, pass_fds=(read_fd,), process_group=0
+        *spec.argv, env={**spec.env, orphans.VARIABLE: mark}, pass_fds=(read_fd,), process_group=0
     )
     processes = [psutil.Process((await world.next())["pid"]) for _ in range(3)]
     os.close(write_fd)  # as the kernel does it for a launcher that is gone
@@ -285,4 +286,4 @@ async def test_nothing_is_left_where_the_launcher_is_killed(world: World) -> Non
     await process.wait()
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, PATIENCE)
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
-    assert leftovers.find(mark) == []
+    assert orphans.find(mark) == []

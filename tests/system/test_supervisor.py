@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import standins
 
-from text_generation_launcher.endings import ChildFailed
-from text_generation_launcher.plan import ChildSpec, Plan, ShardSpec
-from text_generation_launcher.restarts import RestartPolicy
-from text_generation_launcher.stop import StopSignals
-from text_generation_launcher.supervise import Supervisor
+from text_generation_launcher.child import ChildFailed
+from text_generation_launcher.plan import ChildSpec, LaunchPlan, ShardSpec
+from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_launcher.supervisor import Supervisor
 
 pytestmark = pytest.mark.system
 
@@ -37,8 +37,8 @@ class Stage:
         return standins.router(self._journal, self.port, change=change)
 
     def supervisor(self, shard: ShardSpec, router: ChildSpec) -> Supervisor:
-        plan = Plan((shard,), router, "127.0.0.1", self.port)
-        return Supervisor(plan, StopSignals(), RestartPolicy(), json_output=False)
+        plan = LaunchPlan((shard,), router, "127.0.0.1", self.port)
+        return Supervisor(plan, GracefulShutdown(), RestartPolicy(), json_output=False)
 
     async def next_word(self) -> str:
         return await self._journal.next()

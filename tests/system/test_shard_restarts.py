@@ -11,9 +11,9 @@ import psutil
 import pytest
 from keeper_stage import Stage, open_stage
 
-from text_generation_launcher.endings import ChildLost, ShardsHopeless
-from text_generation_launcher.restarts import RestartPolicy
-from text_generation_proto.process import ExitCode
+from text_generation_launcher.child import ChildLost, ShardsHopeless
+from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 
@@ -64,7 +64,7 @@ async def test_a_shard_that_cannot_live_waits_longer_each_time(stage: Stage) -> 
 
 
 async def test_serving_long_enough_starts_the_row_over(stage: Stage) -> None:
-    policy = RestartPolicy(max_restarts=1, delays=(0.0, 3600.0), proven_after=1e-6)
+    policy = RestartPolicy(max_restarts=1, delays=(0.0, 3600.0), stable_after=1e-6)
     async with stage.playing(policy, stage.shard(0)):
         for _ in range(4):
             stage.kill(0)

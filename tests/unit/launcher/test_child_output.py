@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from text_generation_launcher.lines import LONGEST_LINE, Forwarder, label
+from text_generation_launcher.child import MAX_LINE_BYTES, forward_output, label
 
 RECORD = b"2026-01-01T00:00:00Z [info     ] serving process=shard-0"
 JSON_RECORD = b'{"event": "serving", "process": "shard-0"}'
@@ -35,7 +35,7 @@ async def forwarded(capfdbinary: pytest.CaptureFixture[bytes], *chunks: bytes) -
     for chunk in chunks:
         reader.feed_data(chunk)
     reader.feed_eof()
-    await Forwarder("shard-0", json_output=False).forward(reader)
+    await forward_output(reader, "shard-0", json_output=False)
     return capfdbinary.readouterr().err.splitlines(keepends=True)
 
 
@@ -48,7 +48,7 @@ async def test_lines_are_whole_however_they_arrive(capfdbinary: pytest.CaptureFi
 async def test_a_line_does_not_wait_for_the_next_one(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     reader = asyncio.StreamReader()
     async with asyncio.TaskGroup() as tasks:
-        forwarding = tasks.create_task(Forwarder("shard-0", json_output=False).forward(reader))
+        forwarding = tasks.create_task(forward_output(reader, "shard-0", json_output=False))
         reader.feed_data(b"one\ntwo\nthr")
         for _ in range(3):  # the forwarder's turn
             await asyncio.sleep(0)
@@ -57,6 +57,6 @@ async def test_a_line_does_not_wait_for_the_next_one(capfdbinary: pytest.Capture
 
 
 async def test_a_line_without_end_does_not_fill_the_memory(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    lines = await forwarded(capfdbinary, b"x" * (LONGEST_LINE + 100_000))
+    lines = await forwarded(capfdbinary, b"x" * (MAX_LINE_BYTES + 100_000))
     assert len(lines) == 2
-    assert sum(line.count(b"x") for line in lines) == LONGEST_LINE + 100_000
+    assert sum(line.count(b"x") for line in lines) == MAX_LINE_BYTES + 100_000

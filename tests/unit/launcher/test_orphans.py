@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from text_generation_launcher import leftovers
+from text_generation_launcher import orphans
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ChildSpec
-from text_generation_launcher.stop import StopSignals
+from text_generation_launcher.shutdown import GracefulShutdown
 
 SLEEPER = (sys.executable, "-S", "-c", "import time; print('runs', flush=True); time.sleep(600)")
 
@@ -24,7 +24,7 @@ class Sleeper:
     """A process in a session of its own."""
 
     def __init__(self, mark: str) -> None:
-        environ = os.environ | {leftovers.VARIABLE: mark}
+        environ = os.environ | {orphans.VARIABLE: mark}
         self.process = subprocess.Popen(SLEEPER, env=environ, stdout=subprocess.PIPE, start_new_session=True)
         assert self.process.stdout is not None
         self.process.stdout.readline()  # the environment is its own by now
@@ -38,32 +38,32 @@ class Sleeper:
 
 @pytest.fixture
 def mark() -> str:
-    return leftovers.new_mark()
+    return orphans.new_mark()
 
 
 @pytest.fixture
 def sleepers(mark: str) -> Iterator[list[Sleeper]]:
-    made = [Sleeper(mark), Sleeper(mark), Sleeper(leftovers.new_mark())]
+    made = [Sleeper(mark), Sleeper(mark), Sleeper(orphans.new_mark())]
     yield made
     for sleeper in made:
         sleeper.close()
 
 
 def test_the_marked_are_found_and_nobody_else(mark: str, sleepers: list[Sleeper]) -> None:
-    assert sorted(leftovers.find(mark)) == sorted(sleeper.process.pid for sleeper in sleepers[:2])
-    assert leftovers.find(leftovers.new_mark()) == []
+    assert sorted(orphans.find(mark)) == sorted(sleeper.process.pid for sleeper in sleepers[:2])
+    assert orphans.find(orphans.new_mark()) == []
 
 
 async def test_they_are_ended_in_whatever_session_they_are(mark: str, sleepers: list[Sleeper]) -> None:
-    await leftovers.end(mark)
+    await orphans.reap(mark)
     assert [await asyncio.to_thread(sleeper.process.wait, 30) for sleeper in sleepers[:2]] == [-9, -9]
     assert sleepers[2].process.poll() is None
-    assert leftovers.find(mark) == []
+    assert orphans.find(mark) == []
 
 
 def test_who_looks_is_not_found(mark: str) -> None:
-    script = f"from text_generation_launcher import leftovers; print(leftovers.find({mark!r}))"
-    environ = os.environ | {leftovers.VARIABLE: mark}
+    script = f"from text_generation_launcher import orphans; print(orphans.find({mark!r}))"
+    environ = os.environ | {orphans.VARIABLE: mark}
     done = subprocess.run([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "[]\n"
 
@@ -78,6 +78,6 @@ open({str(tmp_path / "pid")!r}, "w").write(str(worker.pid))
 sys.exit(3)
 """
     spec = ChildSpec("shard-0", (sys.executable, "-c", script), dict(os.environ), (), stop_timeout=60.0)
-    assert await run_to_end(spec, StopSignals(), json_output=False) == 3
+    assert await run_to_end(spec, GracefulShutdown().grace_period, json_output=False) == 3
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

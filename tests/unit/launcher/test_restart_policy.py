@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from text_generation_launcher.restarts import DELAYS, PROVEN_AFTER, RestartPolicy, Row
-from text_generation_proto.process import ExitCode
+from text_generation_launcher.shard_restarts import DELAYS, STABLE_AFTER, FailureStreak, RestartPolicy
+from text_generation_proto.exit_codes import ExitCode
 
 KILLED = -9
 
 
-def row_of(policy: RestartPolicy, served: Sequence[float], exit_code: int = KILLED) -> Row:
+def row_of(policy: RestartPolicy, served: Sequence[float], exit_code: int = KILLED) -> FailureStreak:
     """The row after deaths that came so many seconds after the shard had begun to serve."""
-    row = Row()
+    row = FailureStreak()
     for seconds in served:
         row = policy.after_death(row, seconds, exit_code)
     return row
@@ -26,9 +26,9 @@ def test_each_death_in_a_row_is_waited_out_longer_up_to_half_a_minute() -> None:
 
 def test_a_stretch_of_serving_starts_the_row_over() -> None:
     policy = RestartPolicy()
-    assert row_of(policy, [0.0, 1.0, PROVEN_AFTER - 0.1]).deaths == 3
-    assert row_of(policy, [0.0, 1.0, PROVEN_AFTER]).deaths == 1
-    assert policy.delay(row_of(policy, [0.0, 1.0, PROVEN_AFTER, 0.0])) == DELAYS[1]
+    assert row_of(policy, [0.0, 1.0, STABLE_AFTER - 0.1]).deaths == 3
+    assert row_of(policy, [0.0, 1.0, STABLE_AFTER]).deaths == 1
+    assert policy.delay(row_of(policy, [0.0, 1.0, STABLE_AFTER, 0.0])) == DELAYS[1]
 
 
 def test_it_is_hopeless_once_the_restarts_in_a_row_are_used_up() -> None:
@@ -41,7 +41,7 @@ def test_a_hopeless_shard_that_has_served_after_all_has_all_its_restarts_again()
     policy = RestartPolicy(max_restarts=2)
     row = row_of(policy, [0.0] * 9)
     assert policy.hopeless(row)
-    row = policy.after_death(row, PROVEN_AFTER, KILLED)
+    row = policy.after_death(row, STABLE_AFTER, KILLED)
     assert not policy.hopeless(row)
     assert policy.delay(row) == DELAYS[0]
 
@@ -54,13 +54,13 @@ def test_a_hopeless_shard_is_still_tried_at_the_longest_interval() -> None:
 
 def test_settings_that_make_no_sense_are_hopeless_at_once_and_only_so_long() -> None:
     policy = RestartPolicy()
-    row = policy.after_death(Row(), 0.0, ExitCode.USAGE)
+    row = policy.after_death(FailureStreak(), 0.0, ExitCode.USAGE)
     assert policy.hopeless(row)
     assert policy.delay(row) == DELAYS[-1]
     assert not policy.hopeless(policy.after_death(row, 0.0, KILLED))
 
 
-@pytest.mark.parametrize("served", [0.0, PROVEN_AFTER])
+@pytest.mark.parametrize("served", [0.0, STABLE_AFTER])
 def test_without_restarts_the_first_death_is_the_last(served: float) -> None:
     policy = RestartPolicy(max_restarts=0)
     row = row_of(policy, [served])

@@ -1,0 +1,87 @@
+"""Graceful shutdown: the first signal drains, a second one forces."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import structlog
+
+FORCED_GRACE = 1.0
+"""Seconds that a child has left once a second signal arrived."""
+
+NO_SHARD_GRACE = 5.0
+"""Seconds that the router has left once no shard can finish its requests."""
+NO_SHARD_SECOND_SIGNAL = 0.5
+"""Seconds until the router then gets a second SIGTERM, at which it drops the requests that it cannot finish."""
+
+GracePeriod = Callable[[float, Callable[[], None]], AbstractAsyncContextManager[None]]
+"""Type of `GracefulShutdown.grace_period`: seconds and a function that sends SIGTERM again."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+log = structlog.get_logger()
+
+
+class GracefulShutdown:
+    """Handler of SIGTERM, SIGINT and SIGHUP, and the grace periods of stopping children."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        self._forced = False
+        self._no_shards = False
+        self._stopping: dict[asyncio.Timeout, Callable[[], None]] = {}
+
+    def listen(self) -> None:
+        """Install the signal handlers. A signal that is ignored stays ignored, as nohup requires."""
+        for sig in _SIGNALS:
+            if signal.getsignal(sig) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(sig, self.receive, sig)
+
+    def receive(self, sig: signal.Signals) -> None:
+        """Handle a signal."""
+        if not self.requested.is_set():
+            self.requested.set()
+            log.info("stopping", signal=sig.name)
+        elif not self._forced:
+            self._forced = True
+            for timeout, terminate in self._stopping.items():
+                terminate()
+                self._shorten(timeout, FORCED_GRACE)
+            log.warning("stopping at once", signal=sig.name)
+
+    def shards_lost(self) -> None:
+        """Shorten the grace periods that begin from now on: without a shard the router cannot finish its requests."""
+        self._no_shards = True
+
+    @asynccontextmanager
+    async def grace_period(self, seconds: float, terminate: Callable[[], None]) -> AsyncIterator[None]:
+        """Limit the time of a stopping child, like asyncio.timeout.
+
+        A second signal calls `terminate` and leaves FORCED_GRACE seconds. After `shards_lost`, `terminate` is called
+        after NO_SHARD_SECOND_SIGNAL seconds, and at most NO_SHARD_GRACE seconds are left.
+        """
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(seconds) as timeout:
+            if self._forced:
+                self._shorten(timeout, FORCED_GRACE)
+            second_signal = None
+            if self._no_shards:
+                self._shorten(timeout, NO_SHARD_GRACE)
+                second_signal = loop.call_later(NO_SHARD_SECOND_SIGNAL, terminate)
+            self._stopping[timeout] = terminate
+            try:
+                yield
+            finally:
+                del self._stopping[timeout]
+                if second_signal is not None:
+                    second_signal.cancel()
+
+    @staticmethod
+    def _shorten(timeout: asyncio.Timeout, grace: float) -> None:
+        due = timeout.when()
+        earliest = asyncio.get_running_loop().time() + grace
+        if due is None or due > earliest:
+            timeout.reschedule(earliest)

@@ -1,0 +1,82 @@
+"""Start the processes of a plan, shards first, then the router; stop them in reverse order.
+
+    launch (launch.py)
+    └─ TaskGroup          the server · the stop request
+       └─ TaskGroup       one task per replica (shard_restarts.py)
+          └─ (all shards serve)
+             └─ TaskGroup the router
+
+The inner group is left first: the router drains while its shards still serve, and a shard that dies in that time is still
+restarted. An error that ends serving is raised by a task, and the groups cancel the other tasks, inner ones first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import aiohttp
+import structlog
+
+from text_generation_launcher.child import ChildFailed, ChildLost, run_to_end
+from text_generation_launcher.plan import LaunchPlan
+from text_generation_launcher.shard_restarts import ReplicaSupervisor, RestartPolicy
+from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.exit_codes import exit_fields
+
+HEALTH_INTERVAL = 0.05
+"""Seconds between two requests to the router's health route. There is no event for "the port is open now"."""
+
+log = structlog.get_logger()
+
+
+class Supervisor:
+    """Runs a plan until cancelled, until its router ends, or until its shards are hopeless."""
+
+    def __init__(self, plan: LaunchPlan, stop: GracefulShutdown, restarts: RestartPolicy, *, json_output: bool) -> None:
+        self._plan = plan
+        self._stop = stop
+        self._json_output = json_output
+        self.ready = asyncio.Event()
+        self._replicas = ReplicaSupervisor(plan.groups, stop, restarts, self.ready, json_output=json_output)
+
+    async def run(self) -> None:
+        """Run the plan. Raises ChildFailed, ChildLost or ShardsHopeless in an exception group; never returns."""
+        begin = time.monotonic()
+        async with asyncio.TaskGroup() as shard_tasks:
+            self._replicas.start(shard_tasks)
+            await self._replicas.wait_until_serving()
+            loaded = time.monotonic()
+            log.info("shards serve", shards=len(self._plan.shards), seconds=round(loaded - begin, 2))
+            async with asyncio.TaskGroup() as router_tasks:
+                router_tasks.create_task(self._run_router())
+                await wait_until_healthy(self._plan.url)
+                self.ready.set()
+                now = time.monotonic()
+                log.info(
+                    "ready",
+                    url=self._plan.url,
+                    listening_on=self._plan.host,
+                    shards_seconds=round(loaded - begin, 2),
+                    router_seconds=round(now - loaded, 2),
+                )
+
+    async def _run_router(self) -> None:
+        code = await run_to_end(self._plan.router, self._stop.grace_period, json_output=self._json_output)
+        if not self.ready.is_set():
+            log.error("router failed to start", **exit_fields(code))
+            raise ChildFailed(self._plan.router.name)
+        log.error("router died", **exit_fields(code))
+        raise ChildLost(self._plan.router.name)
+
+
+async def wait_until_healthy(url: str) -> None:
+    """Return once the router's health route answers with 200."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        while True:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(HEALTH_INTERVAL)

@@ -1,0 +1,40 @@
+"""Exit codes of the launcher, the router and the shards."""
+
+from __future__ import annotations
+
+import signal
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit code of a process. A process that was killed by a signal has minus the signal's number, as in subprocess."""
+
+    STOPPED = 0
+    """Stopped after SIGTERM, SIGINT or SIGHUP, in any phase."""
+    FAILED = 1
+    """Could not start or continue; the last log line gives the reason. Launcher: a shard or the router did not start."""
+    USAGE = 2
+    """Invalid settings; one line on standard error names the setting."""
+    BUG = 70
+    """A broken invariant; the log has a traceback."""
+    DEPENDENCY_LOST = 75
+    """A process that this one needs ended while serving. Launcher: the router died, or the last shard if
+    --max-shard-restarts is 0. A restart may help."""
+    HOPELESS = 76
+    """Launcher: the shards died repeatedly and none serves. A restart would end the same way."""
+
+
+class CannotServe(Exception):
+    """The router or shard cannot start. The message is one line; the process exits with FAILED."""
+
+
+def exit_fields(code: int) -> dict[str, object]:
+    """Return an exit code, and the name of the signal that killed the process if any, as fields of a log record."""
+    return {"exit_code": code} if code >= 0 else {"exit_code": code, "signal": _signal_name(-code)}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no name
+        return str(number)

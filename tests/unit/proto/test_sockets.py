@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket, remove_socket, socket_path
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path: the path of a unix socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
+        yield Path(name)
+
+
+def stale_socket(path: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+    return path
+
+
+def test_only_unix_addresses_have_a_path() -> None:
+    assert socket_path("unix:///tmp/x") == Path("/tmp/x")
+    assert socket_path("127.0.0.1:5000") is None
+
+
+def test_claim_socket_removes_a_stale_socket(folder: Path) -> None:
+    path = stale_socket(folder / "s")
+    claim_socket(path)
+    assert not path.exists()
+    claim_socket(path)
+
+
+def test_claim_socket_rejects_a_served_socket(folder: Path) -> None:
+    path = folder / "s"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        with pytest.raises(SocketInUse, match="a server already listens"):
+            claim_socket(path)
+    assert path.exists()
+
+
+def test_claim_socket_does_not_remove_another_kind_of_file(folder: Path) -> None:
+    path = folder / "s"
+    path.write_text("precious")
+    with pytest.raises(SocketInUse, match="is not a socket"):
+        claim_socket(path)
+    assert path.read_text() == "precious"
+
+
+def test_private_folder_is_created_with_its_first_socket_and_removed_with_its_last(folder: Path) -> None:
+    private = folder / f"{PRIVATE_FOLDER_PREFIX}x"
+    for name in ("1", "2"):
+        claim_socket(private / name)
+    assert private.stat().st_mode & 0o777 == 0o700
+    one, two = stale_socket(private / "1"), stale_socket(private / "2")
+    remove_socket(one)
+    assert private.exists()
+    remove_socket(two)
+    assert not private.exists()
+    remove_socket(two)
+
+
+def test_remove_socket_keeps_an_ordinary_folder(folder: Path) -> None:
+    remove_socket(stale_socket(folder / "s"))
+    assert folder.exists()
