@@ -1,16 +1,16 @@
-# make help lists what there is. Everything happens in this folder: .venv, .cache.
+# `make help` lists the targets. All files stay in this folder: .venv, .cache.
 
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 
-# The first of these that runs: a version manager may have names on PATH that do not.
+# The first of these that works: a version manager may put names on PATH that do not.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do "$$p" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null && echo "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 STAMP := $(VENV)/.installed
-# What a GPU needs is only installed where there is one.
+# Packages for GPUs are installed only if there is a GPU.
 EXTRAS := torch,dev$(if $(wildcard /dev/nvidiactl),$(shell echo ,cuda))
 MODEL := .cache/models/SmolLM2-135M-Instruct
 NODE := .cache/node
@@ -28,7 +28,7 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 .PHONY: install
-install: $(STAMP) ## Make .venv and install everything in it, in the versions of constraints.txt
+install: $(STAMP) ## Create .venv with everything installed, in the versions of constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 .PHONY: model
-model: $(STAMP) ## Make the demo model, SmolLM2-135M-Instruct, in .cache
+model: $(STAMP) ## Download and convert the demo model, SmolLM2-135M-Instruct
 	@$(PY) scripts/prepare_demo_model.py $(MODEL)
 
 .PHONY: run
@@ -49,12 +49,12 @@ run: model ## Serve the demo model on 127.0.0.1:3000 (PORT=…, ARGS="…")
 	@$(PY) scripts/run_demo.py --model-id $(MODEL) --hostname 127.0.0.1 --port $(PORT) $(ARGS)
 
 .PHONY: node-packages
-node-packages: ## Install the JavaScript clients that are tested, where there is node
+node-packages: ## Install the JavaScript clients for the tests, if there is npm
 	@if command -v npm > /dev/null; then \
 		mkdir -p $(NODE) && cp tests/clients/js/package.json tests/clients/js/package-lock.json $(NODE)/ \
 		&& { cmp -s $(NODE)/package-lock.json $(NODE)/.installed || { npm ci --prefix $(NODE) --ignore-scripts --no-audit --no-fund \
 		&& cp $(NODE)/package-lock.json $(NODE)/.installed; }; }; \
-	else echo "node-packages: there is no npm here: the JavaScript clients are not tested"; fi
+	else echo "node-packages: npm not found: the JavaScript clients are not tested"; fi
 
 # Threads that wait at a barrier do not spin: tests share the cores with the servers they start.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile
@@ -68,18 +68,18 @@ test-all: check model node-packages ## Run the checks and the tests with full gr
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
 
 .PHONY: check
-check: $(STAMP) proto-check ## Format, lint, types, import boundaries, drift of the generated stubs
+check: $(STAMP) proto-check ## Check format, lint, types, import boundaries and the generated stubs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 .PHONY: fmt
-fmt: $(STAMP) ## Format the code and fix what the linter can
+fmt: $(STAMP) ## Format the code and apply lint fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# $(call protoc,FOLDER) writes the stubs below FOLDER. The plugins that write the .pyi files are found on PATH.
+# $(call protoc,FOLDER) writes the stubs to FOLDER. protoc finds the plugins for the .pyi files on PATH.
 protoc = PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m grpc_tools.protoc -I proto \
 	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
 
@@ -87,47 +87,51 @@ protoc = PATH="$(CURDIR)/$(BIN):$$PATH" $(PY) -m grpc_tools.protoc -I proto \
 proto: $(STAMP) ## Generate the stubs from the .proto files
 	$(call protoc,proto)
 
+.PHONY: docs
+docs: $(STAMP) ## Generate docs/flags.md from the settings
+	$(PY) scripts/generate_docs.py
+
 .PHONY: proto-check
-proto-check: $(STAMP) ## Check that the committed stubs are those of the .proto files
+proto-check: $(STAMP) ## Check that the stubs match the .proto files
 	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; $(call protoc,"$$fresh"); \
 	for stub in $(STUBS); do \
 		diff -u proto/$$stub "$$fresh"/$$stub || { echo "run: make proto"; exit 1; }; \
 	done; echo "proto-check: the stubs are up to date"
 
 .PHONY: bench-router
-bench-router: model ## Measure what the router costs, with the echo engine
+bench-router: model ## Measure the overhead of the router, with the echo engine
 	$(PY) -m text_generation_bench.router --model $(MODEL)
 
 .PHONY: bench-trtllm
-bench-trtllm: model ## Measure what router and shard cost under the TensorRT-LLM engine, over its stand-in
+bench-trtllm: model ## Measure the overhead of router and shard with a fake TensorRT-LLM
 	$(PY) -m text_generation_bench.trtllm --model $(MODEL)
 
 .PHONY: bench-scheduling
-bench-scheduling: model ## Measure what scheduling does for clients (ARGS="chats", "long-prompt", "tenants", "overload", "kill", …)
+bench-scheduling: model ## Measure the effect of scheduling on clients (ARGS="chats", "long-prompt", "tenants", "overload", "kill", …)
 	$(PY) -m text_generation_bench.scheduling $(ARGS)
 
-# A load of another origin, where it is there: LOAD=…, with the arguments and the table of bench/text_generation_bench/stream_load.py.
-LOAD ?= ../shared/bench/load.py
-# Whoever names a model has it already.
+# Another load generator: LOAD=…, with the arguments and output of bench/text_generation_bench/stream_load.py.
+LOAD ?=
+# A model given on the command line is not downloaded.
 MADE := $(if $(filter file,$(origin MODEL)),model,$(STAMP))
 
 .PHONY: bench-gpu
 bench-gpu: $(MADE) ## Measure the torch engine on a GPU (MODEL=folder ARGS="--shape llama-8b --streams 1,32 --num-shard 2 …")
-	$(PY) -m text_generation_bench.gpu --model $(MODEL) $(if $(wildcard $(LOAD)),--load $(LOAD)) $(ARGS)
+	$(PY) -m text_generation_bench.gpu --model $(MODEL) $(if $(LOAD),--load $(LOAD)) $(ARGS)
 
 .PHONY: check-gpu
 check-gpu: $(MADE) ## Compare the torch engine on a GPU with transformers (MODEL=folder ARGS=…)
 	$(PY) -m text_generation_bench.check_gpu --model $(MODEL) $(ARGS)
 
 .PHONY: soak-gpu
-soak-gpu: $(MADE) ## Soak the torch engine on a GPU in mixed traffic (MODEL=folder ARGS="--minutes 5 …")
+soak-gpu: $(MADE) ## Run mixed traffic on a GPU for a while and check the answers (MODEL=folder ARGS="--minutes 5 …")
 	$(PY) -m text_generation_bench.soak_gpu --model $(MODEL) $(ARGS)
 
 .PHONY: simulate
-simulate: $(STAMP) ## Play traces through the scheduler; tables and pictures go to .cache/simulation (ARGS="--scenario chats")
+simulate: $(STAMP) ## Simulate the scheduler on traces; tables and plots go to .cache/simulation (ARGS="--scenario chats")
 	$(PY) -m text_generation_bench.simulator --out .cache/simulation $(ARGS)
 
 .PHONY: clean
-clean: ## Remove everything that make made
+clean: ## Remove all generated files
 	rm -rf $(VENV) .cache dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

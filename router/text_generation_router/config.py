@@ -132,7 +132,7 @@ class RouterSettings(ProcessConfig):
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
     """Format of the model's tool calls. auto: derived from its chat template."""
     split_reasoning: bool = False
-    """Return text between <think> and </think> separately, as `reasoning_content`."""
+    """Return text between `<think>` and `</think>` separately, as `reasoning_content`."""
     aip_predict_route: str = ""
     """Additional path for predictions; Vertex AI sets AIP_PREDICT_ROUTE."""
     aip_health_route: str = ""

@@ -1,0 +1,133 @@
+"""Generate docs/flags.md from the settings of launcher, router and shard.
+
+Usage: python scripts/generate_docs.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+import typing
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from text_generation_launcher.config import LauncherConfig
+from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.settings import ProcessConfig
+from text_generation_router.config import RouterConfig
+from text_generation_shard.config import ShardConfig
+
+OUTPUT = Path(__file__).parents[1] / "docs" / "flags.md"
+
+TOPICS = {
+    "Model": "model_id revision huggingface_hub_cache engine dtype load_format device tokenizer_config_path chat_template "
+    "tool_call_parser split_reasoning trust_remote_code",
+    "Replicas and shards": "num_replicas num_shard sharded max_shard_restarts shard_uds_path shard_tcp_port "
+    "shard_connect_timeout shutdown_timeout dispatch max_request_moves",
+    "HTTP": "hostname port api_key cors_allow_origin payload_limit graceful_termination_timeout compute_type docker_label "
+    "aip_predict_route aip_health_route",
+    "Limits of a request": "max_input_tokens max_input_length max_total_tokens max_best_of max_stop_sequences "
+    "max_top_n_tokens max_client_batch_size disable_grammar_support enable_prefill_logprobs",
+    "Queue and overload": "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights "
+    "validation_workers",
+    "Batching and KV cache": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms "
+    "waiting_served_ratio max_waiting_tokens prefix_caching prefix_cache_per_tenant cuda_memory_fraction "
+    "cpu_memory_fraction num_threads",
+    "TensorRT-LLM": "trtllm_options trtllm_launch hang_timeout gateway",
+    "Logs and debugging": "json_output log_level env reflection trace_steps usage_stats prometheus_port "
+    "disable_custom_kernels",
+    "Echo engine (tests)": "echo_step_ms echo_prefill_us echo_decode_us echo_self_scheduling echo_tokens_per_report "
+    "echo_blocks echo_max_sequence_length echo_fail_token echo_fail_step_token",
+}
+"""The settings of the launcher, by topic."""
+
+INTRODUCTION = """\
+# Flags
+
+Generated from the settings by `make docs`; do not edit.
+
+A setting is given as a flag, else by an environment variable, else it has its default; an empty variable counts as unset.
+`text-generation-launcher` passes the settings of the first tables on to the router and the shards that it starts.
+"""
+
+EXIT_CODES = """\
+## Exit codes
+
+A process that was killed by a signal has the exit code that the operating system gives it.
+
+| code | name | meaning |
+|---|---|---|
+"""
+
+
+def flags_page() -> str:
+    """Return the text of docs/flags.md. Raises ValueError if a setting has no topic or a topic an unknown setting."""
+    listed = [name for names in TOPICS.values() for name in names.split()]
+    if difference := set(listed) ^ set(LauncherConfig.model_fields):
+        raise ValueError(f"TOPICS and the launcher's settings differ: {', '.join(sorted(difference))}")
+    parts = [INTRODUCTION]
+    parts += [_table(topic, LauncherConfig, names.split()) for topic, names in TOPICS.items()]
+    for title, config in (("Router alone", RouterConfig), ("Shard alone", ShardConfig)):
+        own = [name for name in config.model_fields if name not in LauncherConfig.model_fields]
+        program = config.model_config.get("cli_prog_name")
+        lead = f"Additional flags of `{program}`, which the launcher sets for the processes it starts.\n\n"
+        parts.append(_table(title, config, own, lead))
+    rows = [
+        f"| {code.value} | `{code.name}` | {text} |\n" for code, text in zip(ExitCode, _exit_code_texts(), strict=True)
+    ]
+    parts.append(EXIT_CODES + "".join(rows))
+    return "\n".join(parts)
+
+
+def _table(title: str, config: type[ProcessConfig], names: list[str], lead: str = "") -> str:
+    rows = [_row(config, name, config.model_fields[name]) for name in names]
+    return f"## {title}\n\n{lead}| flag | environment | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def _row(config: type[ProcessConfig], name: str, field: FieldInfo) -> str:
+    shortcut = (config.model_config.get("cli_shortcuts") or {}).get(name.replace("_", "-"))
+    flag = f"`--{name.replace('_', '-')}`" + (f", `-{shortcut}`" if shortcut else "")
+    variable = "" if name in config.flag_only else f"`{name.upper()}`"
+    meaning = " ".join((field.description or "").split())
+    choices = _choices(field.annotation)
+    if choices and not all(choice in meaning for choice in choices):
+        meaning += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
+    return f"| {flag} | {variable} | {_default(field)} | {meaning} |\n"
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value in (None, "", (), {}):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        value = ",".join(value)
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def _choices(annotation: object) -> tuple[str, ...]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return typing.get_args(annotation)
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return tuple(choice for part in typing.get_args(annotation) for choice in _choices(part))
+    return ()
+
+
+def _exit_code_texts() -> list[str]:
+    """Return the docstrings of the members of ExitCode."""
+    (definition,) = ast.parse(inspect.getsource(ExitCode)).body
+    assert isinstance(definition, ast.ClassDef)
+    constants = [node.value for node in definition.body[1:] if isinstance(node, ast.Expr)]
+    return [" ".join(str(node.value).split()) for node in constants if isinstance(node, ast.Constant)]
+
+
+def main() -> None:
+    """Write docs/flags.md."""
+    OUTPUT.write_text(flags_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
