@@ -29,7 +29,7 @@ from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import TenantId
-from text_generation_router.sandbox.errors import SandboxError
+from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster

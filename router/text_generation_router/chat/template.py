@@ -9,8 +9,13 @@ from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
 from text_generation_router.chat.template_input import template_input
 from text_generation_router.errors import TemplateError, Unhealthy
-from text_generation_router.sandbox.errors import SandboxBroken, SandboxError, SandboxOutOfMemory, SandboxTimeout
-from text_generation_router.sandbox.pool import Sandbox, Setup
+from text_generation_router.sandbox.pool import (
+    Sandbox,
+    SandboxBroken,
+    SandboxError,
+    SandboxOutOfMemory,
+    SandboxTimeout,
+)
 
 __all__ = ["ChatTemplateError", "ChatTemplates", "TemplateRenderer"]
 
@@ -37,12 +42,9 @@ class TemplateRenderer:
         """With two workers a conversation that takes all of its time does not hold up the others."""
         self._templates = templates
         sources = {name: templates.sources[name] for name in (DEFAULT, TOOL_USE) if name in templates.sources}
-        setup = Setup(
+        self._sandbox = Sandbox(
             "text_generation_router.chat.template_job:renderer",
             {"sources": sources, "max_characters": max_characters},
-        )
-        self._sandbox = Sandbox(
-            setup,
             workers=workers,
             timeout_s=timeout_s,
             memory_bytes=MEMORY_BYTES,

@@ -15,8 +15,13 @@ import structlog
 from text_generation_proto.values import Grammar
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.grammar.refusals import not_compilable
-from text_generation_router.sandbox.errors import SandboxBroken, SandboxError, SandboxOutOfMemory, SandboxTimeout
-from text_generation_router.sandbox.pool import Sandbox, Setup
+from text_generation_router.sandbox.pool import (
+    Sandbox,
+    SandboxBroken,
+    SandboxError,
+    SandboxOutOfMemory,
+    SandboxTimeout,
+)
 
 log = structlog.get_logger()
 
@@ -42,7 +47,8 @@ class _Verdict:
 def grammar_sandbox(tokenizer: Path, *, workers: int = 2, timeout_s: float = TIMEOUT_S) -> Sandbox:
     """The sandbox of `GrammarCompiler`, to be started and closed by the caller; `tokenizer` is a tokenizer.json."""
     return Sandbox(
-        Setup("text_generation_router.grammar.job:compile_job", {"tokenizer": str(tokenizer)}),
+        "text_generation_router.grammar.job:compile_job",
+        {"tokenizer": str(tokenizer)},
         workers=workers,
         timeout_s=timeout_s,
         memory_bytes=MEMORY_BYTES,

@@ -1,58 +1,93 @@
-"""Jobs that may hang or eat memory, in child processes that can be killed.
+"""A pool of killable child processes for jobs on foreign input.
 
-A chat template and a grammar are programs that somebody else wrote. Run here, one could hold the event loop, or the
-GIL, as long as it likes; a thread cannot be killed. So each kind of job has a sandbox: a few small processes, limited in
-memory, time and output, that give way to the step loop (nice). Each does one job at a time. A worker that is too slow,
-or dies, is replaced while the others go on.
+A chat template and a grammar are foreign programs. In the router's process they could hold the event loop, or the GIL,
+for any time, and a thread cannot be killed. So each kind of job has a sandbox: a few small processes with limited
+memory, time and output and a low priority (nice). A worker that is too slow or dies is replaced while the others go on.
 
     call ──▶ waiting (FIFO, bounded) ──▶ an idle worker ──▶ result
               └─ too long ──▶ Overloaded     └─ too slow, dead ──▶ SandboxError, and a new worker
 
-There are no tasks in it: a worker's socket and timers call back on the loop.
+The pool is our own because pebble's (5.2.3 was tried) gives its children the whole environment, keys included, unpickles
+what they send, lets one that ignores SIGTERM run three seconds past its limit, and does not bound its queue.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from types import TracebackType
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, Self
 
 from text_generation_router.errors import Overloaded
-from text_generation_router.sandbox.errors import SandboxBroken, SandboxCrashed, SandboxError
-from text_generation_router.sandbox.process import Outcome, WorkerProcess
+from text_generation_router.sandbox.worker import HEADER, MAX_MESSAGE, FrameKind
 
 START_TIMEOUT_S = 30.0
-"""A worker that has not made its job by then is killed."""
+"""Time in which a worker must have created its job."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Before a worker that could not start is started again; doubled each time."""
-
+"""Pause before a worker that could not start is started again; doubled each time."""
 PATIENCE_S = 1.0
-"""How long a call waits for a worker before its caller is told that the server is overloaded."""
-
+"""Time that a call waits for a worker before it is refused with Overloaded."""
+NICENESS = 5
+REAP_INTERVAL_S = 0.01
 CLOSED = "the sandbox is closed"
+ENVIRONMENT = (
+    "PATH",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "LD_LIBRARY_PATH",
+    "TZ",
+    "TZDIR",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "LC_TIME",
+)
+"""The environment variables that a worker gets: no tokens and no keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a worker does: `factory` is "module:function"; called with `config` (JSON), it returns bytes -> bytes."""
-
-    factory: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    niceness: int = 5
+class SandboxError(Exception):
+    """The job raised an error, or its worker died. `str()` is one line."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class SandboxTimeout(SandboxError):
+    """The job took too long; its worker was killed."""
+
+
+class SandboxOutOfMemory(SandboxError):
+    """The job needed more memory than it may use; its worker was replaced."""
+
+
+class SandboxBroken(SandboxError):
+    """No worker can do the job: none can be started, or the sandbox is closed."""
+
+
+class _Crashed(SandboxError):
+    """The worker died, because of the job or for another reason."""
+
+
+@dataclass(slots=True, eq=False)
 class _Call:
     payload: bytes
     answer: asyncio.Future[bytes]
     is_repeated: bool = False
-    """Its first worker died under it."""
+    """The first worker that did it died."""
+
+    def settle(self, outcome: bytes | Exception) -> None:
+        """Answer the caller, unless it was answered or cancelled."""
+        if self.answer.done():
+            return
+        if isinstance(outcome, bytes):
+            self.answer.set_result(outcome)
+        else:
+            self.answer.set_exception(outcome)
 
 
 class Sandbox:
@@ -60,7 +95,8 @@ class Sandbox:
 
     def __init__(
         self,
-        setup: Setup,
+        factory: str,
+        config: Mapping[str, Any],
         *,
         workers: int,
         timeout_s: float,
@@ -68,170 +104,216 @@ class Sandbox:
         max_waiting: int,
         max_output: int,
     ) -> None:
-        """`timeout_s`: a job's time, from when a worker takes it. `memory_bytes`: a worker's heap, interpreter included
-        (some 15 MB). `max_waiting`: calls that wait for a worker. `max_output`: bytes of a result."""
-        assert workers > 0
-        self._factory = setup.factory
-        self._settings = json.dumps(
-            {
-                "config": dict(setup.config),
-                "niceness": setup.niceness,
-                "memory_bytes": memory_bytes,
-                "max_output": max_output,
-            }
-        ).encode()
-        self._size, self._timeout_s, self._max_waiting, self._max_output = workers, timeout_s, max_waiting, max_output
+        """`factory` is "module:function"; called with `config` (JSON) it returns the job, a function bytes -> bytes.
+
+        `timeout_s`: time of a job, from when a worker takes it. `memory_bytes`: heap of a worker, interpreter included
+        (about 15 MB). `max_waiting`: calls that wait for a worker. `max_output`: bytes of a result.
+        """
+        settings = {"config": config, "niceness": NICENESS, "memory_bytes": memory_bytes, "max_output": max_output}
+        self._settings = json.dumps(settings).encode()
+        self._factory, self._size, self._timeout_s = factory, workers, timeout_s
+        self._max_waiting, self._max_output = max_waiting, max_output
         self._waiting: deque[_Call] = deque()
-        self._idle: list[WorkerProcess] = []
-        self._ready: set[WorkerProcess] = set()
-        """Those that made their job: idle or busy."""
-        self._processes: set[WorkerProcess] = set()
-        """All that are not reaped yet."""
-        self._started: asyncio.Future[None] | None = None
-        self._start_error: SandboxError | None = None
-        """Why the last worker that tried to start could not."""
-        self._pause_s = FIRST_PAUSE_S
-        self._closed = False
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
+        self._idle: list[_Worker] = []
+        self._ready: set[_Worker] = set()
+        """The workers that have created their job: idle or busy."""
+        self._broken: str | None = CLOSED
+        """Why no worker can do a job; None if one can."""
+        self._stack = AsyncExitStack()
 
     async def start(self) -> None:
-        """Start all workers and wait until they are ready. Raises SandboxError with what the factory complained of."""
-        assert self._started is None, "a sandbox starts once"
-        self._started = asyncio.get_running_loop().create_future()
+        """Start all workers and wait until they are ready. Raises SandboxError with the error of the factory."""
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        for _ in range(self._size):
+            self._stack.callback(tasks.create_task(self._keep_worker(started)).cancel)
         try:
-            for _ in range(self._size):
-                self._start_worker()
-            await self._started
+            await started
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        """Kill the workers and wait until they are gone; calls under way fail."""
-        self._closed = True
-        self._fail_waiting(CLOSED)
-        processes = tuple(self._processes)
-        for process in processes:
-            process.end(SandboxBroken(CLOSED))
-        for process in processes:
-            await process.gone
+        """Kill the workers and wait until they are gone; unfinished calls fail."""
+        self._break(CLOSED)
+        await self._stack.aclose()
 
-    async def call(self, payload: bytes) -> bytes:
-        """Do one job. Raises SandboxError (SandboxTimeout, SandboxOutOfMemory, SandboxBroken); Overloaded if too many
-        wait, or this one too long.
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
 
-        A caller that is cancelled leaves the line; if its job runs already, it runs on, and its result is dropped.
-        """
-        if self._closed or self._started is None:
-            raise SandboxBroken(CLOSED)
-        if not self._ready and self._start_error is not None:
-            raise SandboxBroken(str(self._start_error))
-        if not self._idle and len(self._waiting) >= self._max_waiting:
-            raise Overloaded
-        call = _Call(payload, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
-        self._dispatch()
-        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, call)
-        try:
-            return await call.answer
-        except asyncio.CancelledError:
-            with suppress(ValueError):
-                self._waiting.remove(call)
-            raise
-        finally:
-            patience.cancel()
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     @property
     def pids(self) -> frozenset[int]:
-        """Of the workers that are ready."""
-        return frozenset(worker.pid for worker in self._ready)
+        """The process ids of the ready workers."""
+        return frozenset(worker.process.pid for worker in self._ready)
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a worker."""
+        """The number of calls that wait for a worker."""
         return len(self._waiting)
 
+    async def call(self, payload: bytes) -> bytes:
+        """Do one job. Raises SandboxError; Overloaded if too many calls wait, or this one too long.
+
+        A caller that is cancelled leaves the line; a job that already runs goes on, and its result is dropped.
+        """
+        if self._broken is not None:
+            raise SandboxBroken(self._broken)
+        if not self._idle and len(self._waiting) >= self._max_waiting:
+            raise Overloaded
+        loop = asyncio.get_running_loop()
+        call = _Call(payload, loop.create_future())
+        self._waiting.append(call)
+        self._dispatch()
+        patience = loop.call_later(PATIENCE_S, self._give_up, call)
+        try:
+            return await call.answer
+        finally:
+            patience.cancel()
+            if call in self._waiting:
+                self._waiting.remove(call)
+
     def _give_up(self, call: _Call) -> None:
-        """Whoever still waits by now is told so: a queue of slow jobs must not become a queue of silent clients."""
-        if call in self._waiting:
-            self._waiting.remove(call)
-            call.answer.set_exception(Overloaded())
+        if call in self._waiting and not call.is_repeated:
+            call.settle(Overloaded())
+
+    def _break(self, reason: str) -> None:
+        """Refuse all calls, also those that wait or run."""
+        self._broken = reason
+        for call in (*self._waiting, *(worker.call for worker in self._ready)):
+            if call is not None:
+                call.settle(SandboxBroken(reason))
 
     def _dispatch(self) -> None:
         while self._idle and self._waiting:
             call = self._waiting.popleft()
-            self._idle.pop().ask(call.payload, self._timeout_s, partial(self._finished, call))
-
-    def _finished(self, call: _Call, worker: WorkerProcess, outcome: Outcome) -> None:
-        if not call.answer.done():  # else its caller has left
-            if isinstance(outcome, SandboxCrashed) and not call.is_repeated:
-                # Whoever killed the worker need not have meant this job. If the job did it, it does it again.
-                self._waiting.appendleft(replace(call, is_repeated=True))
-            elif isinstance(outcome, SandboxError):
-                call.answer.set_exception(outcome)
-            else:
-                call.answer.set_result(outcome)
-        if worker.alive:
-            self._idle.append(worker)
-            self._dispatch()
-        else:
-            self._replace(worker)
-
-    def _ended_idle(self, worker: WorkerProcess) -> None:
-        if worker in self._ready:  # else it could not start, and that is seen to
-            self._idle.remove(worker)
-            self._replace(worker)
-
-    def _replace(self, worker: WorkerProcess) -> None:
-        self._ready.discard(worker)
-        self._start_worker()
-
-    def _start_worker(self) -> None:
-        if self._closed:
-            return
-        try:
-            worker = WorkerProcess(self._factory, self._max_output, self._ended_idle)
-        except OSError as error:  # no memory, no file descriptor, no process left
-            self._could_not_start(SandboxError(f"a worker cannot be started: {error.strerror}"))
-            return
-        self._processes.add(worker)
-        worker.gone.add_done_callback(lambda _: self._processes.discard(worker))
-        worker.ask(self._settings, START_TIMEOUT_S, self._made_its_job)
-
-    def _made_its_job(self, worker: WorkerProcess, outcome: Outcome) -> None:
-        if isinstance(outcome, SandboxError):
-            worker.end(outcome)
-            self._could_not_start(outcome)
-            return
-        self._start_error, self._pause_s = None, FIRST_PAUSE_S
-        self._ready.add(worker)
-        self._idle.append(worker)
-        if self._started is not None and not self._started.done() and len(self._ready) == self._size:
-            self._started.set_result(None)
-        self._dispatch()
-
-    def _could_not_start(self, error: SandboxError) -> None:
-        self._start_error = error
-        if self._closed:
-            return
-        if self._started is not None and not self._started.done():
-            self._started.set_exception(error)
-            return
-        if not self._ready:
-            self._fail_waiting(str(error))
-        asyncio.get_running_loop().call_later(self._pause_s, self._start_worker)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-
-    def _fail_waiting(self, reason: str) -> None:
-        while self._waiting:
-            call = self._waiting.popleft()
             if not call.answer.done():
-                call.answer.set_exception(SandboxBroken(reason))
+                worker = self._idle.pop()
+                worker.call = call
+                worker.ask(call.payload, self._timeout_s)
+
+    async def _keep_worker(self, started: asyncio.Future[None]) -> None:
+        """Run a worker; when it ends, run the next one."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                async with _start_worker(self._factory) as worker:
+                    worker.ask(self._settings, START_TIMEOUT_S)
+                    if isinstance(error := await worker.answer(START_TIMEOUT_S, self._max_output), SandboxError):
+                        raise error
+                    pause_s, self._broken = FIRST_PAUSE_S, None
+                    self._ready.add(worker)
+                    if len(self._ready) == self._size and not started.done():
+                        started.set_result(None)
+                    await self._serve(worker)
+            except SandboxError as error:
+                if not started.done():
+                    started.set_exception(error)
+                elif not self._ready:
+                    self._break(str(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _serve(self, worker: _Worker) -> None:
+        """Give jobs to a ready worker until it ends."""
+        try:
+            while not worker.ended:
+                worker.call = None
+                self._idle.append(worker)
+                self._dispatch()
+                outcome = await worker.answer(self._timeout_s, self._max_output)
+                if worker.call is None:  # it died, or broke the protocol
+                    self._idle.remove(worker)
+                    return
+                if isinstance(outcome, _Crashed) and not worker.call.is_repeated:
+                    # The worker may have been killed for another reason. If the job did it, it will do it again.
+                    worker.call.is_repeated = True
+                    self._waiting.appendleft(worker.call)
+                    self._dispatch()
+                else:
+                    worker.call.settle(outcome)
+        finally:
+            self._ready.discard(worker)
+
+
+class _Worker:
+    """The router's end of a child process that does one job at a time."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.process = process
+        self.call: _Call | None = None
+        self.ended = False
+        self._reader, self._writer = reader, writer
+        self._timer: asyncio.TimerHandle | None = None
+
+    def ask(self, payload: bytes, timeout_s: float) -> None:
+        """Send a job; kill the process if the answer takes too long."""
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self.process.kill)
+        if not self._writer.is_closing():  # else `answer` is about to see it
+            self._writer.write(HEADER.pack(len(payload), FrameKind.JOB) + payload)
+
+    async def answer(self, timeout_s: float, max_output: int) -> bytes | SandboxError:
+        """Wait for the result of the job, or for the end of the worker, also without a job."""
+        try:
+            size, kind = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            if size > max(max_output, 4 * MAX_MESSAGE + 4):
+                raise ConnectionError  # the worker broke the protocol
+            body = await self._reader.readexactly(size)
+            self.ended = kind == FrameKind.OUT_OF_MEMORY
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.ended = True
+            if self._timer is not None and self._timer.when() <= asyncio.get_running_loop().time():
+                return SandboxTimeout(f"took longer than {timeout_s:g} s")
+            code = self.process.poll() or 0
+            return _Crashed(f"the worker died of {signal.Signals(-code).name}" if code < 0 else "the worker ended")
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        if kind == FrameKind.RESULT:
+            return body
+        if kind == FrameKind.FAILED:
+            return SandboxError(body.decode(errors="replace"))
+        return SandboxOutOfMemory("needs more memory than it may have")
+
+
+@asynccontextmanager
+async def _start_worker(factory: str) -> AsyncIterator[_Worker]:
+    """Start a worker; at the end kill it and wait until it is gone. Raises SandboxError if it cannot be started."""
+    try:
+        process, channel = _start_process(factory)
+    except OSError as error:  # no executable, memory, file descriptor or process left
+        raise SandboxError(f"a worker cannot be started: {error.strerror}") from error
+    try:
+        reader, writer = await asyncio.open_unix_connection(sock=channel)
+        try:
+            yield _Worker(process, reader, writer)
+        finally:
+            writer.transport.abort()
+    finally:
+        process.kill()
+        try:
+            while process.poll() is None:  # noqa: ASYNC110 - no event says that a process has ended
+                await asyncio.sleep(REAP_INTERVAL_S)
+        finally:
+            process.wait()  # the sandbox was closed meanwhile
+
+
+def _start_process(factory: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a child on this thread: it dies with the thread that started it. (uvloop's own way would fork while gRPC's
+    threads run.)"""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            # -P: imports must not look into the folder that the router runs in.
+            [sys.executable, "-P", "-m", "text_generation_router.sandbox.worker", factory],
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+        )
+        return process, ours.dup()

@@ -1,7 +1,9 @@
 """The child process of a sandbox: `python -m text_generation_router.sandbox.worker MODULE:FACTORY`.
 
-FACTORY(config) is called once and returns the job: a function from bytes to bytes. An error that it raises is told to
-the router as one line. Only what the job needs is imported here: a worker must start fast and be small.
+Standard input and output are one socket to the router. The router sends frames, and the worker answers each with one
+frame: the length of the body (4 bytes, big-endian), the kind (1 byte), the body. The first body is the settings as JSON:
+FACTORY(settings["config"]) returns the job, a function from bytes to bytes. Each later body is an input of the job.
+Only what the job needs is imported here: a worker must start fast and be small.
 """
 
 from __future__ import annotations
@@ -12,56 +14,57 @@ import json
 import os
 import resource
 import signal
+import struct
 import sys
-from collections.abc import Callable
-from typing import Any
+from enum import IntEnum
+from typing import BinaryIO
 
-from text_generation_router.sandbox.frames import HEADER, Kind, one_line, pack
+HEADER = struct.Struct(">IB")
+MAX_MESSAGE = 1000
+"""Characters of an error message that are sent to the router."""
 
-Job = Callable[[bytes], bytes]
-Factory = Callable[[dict[str, Any]], Job]
+
+class FrameKind(IntEnum):
+    """The kind of a frame. FAILED holds the error's message, one line; the worker ends after OUT_OF_MEMORY."""
+
+    JOB = 0
+    RESULT = 1
+    FAILED = 2
+    OUT_OF_MEMORY = 3
 
 
-def main(argv: list[str]) -> None:
-    """Set limits, make the job, answer until the router hangs up."""
-    _outlive_signals_but_not_the_parent()
-    channel = _take_channel()
-    settings = _read(channel)
-    if settings is None:
-        return
-    try:
-        values = json.loads(settings)
-        _limit(memory_bytes=values["memory_bytes"], niceness=values["niceness"])
-        job = _load(argv[0])(values["config"])
-    except MemoryError:
-        _write(channel, Kind.OUT_OF_MEMORY, b"")
-        return
-    except Exception as error:  # noqa: BLE001 - whatever it is, the router must hear of it
-        _write(channel, Kind.FAILED, one_line(error).encode(errors="replace"))
-        return
-    _write(channel, Kind.RESULT, b"")
-    while (payload := _read(channel)) is not None:
-        kind, body = _answer(job, payload, values["max_output"])
-        _write(channel, kind, body)
-        if kind is Kind.OUT_OF_MEMORY:
+def main(factory: str) -> None:
+    """Create the job, then answer until the router closes the socket."""
+    _ignore_signals_and_die_with_parent()
+    reader, writer = _take_channel()
+    job, max_output = None, 0
+    while header := reader.read(HEADER.size):
+        payload = reader.read(HEADER.unpack(header)[0])
+        kind, body = FrameKind.RESULT, b""
+        try:
+            if job is None:
+                settings = json.loads(payload)
+                _limit(settings["memory_bytes"], settings["niceness"])
+                max_output = settings["max_output"]
+                module, _, name = factory.partition(":")
+                job = getattr(importlib.import_module(module), name)(settings["config"])
+            else:
+                body = job(payload)
+            if len(body) > max_output:
+                raise ValueError(f"the result is longer than {max_output} bytes")
+        except MemoryError:
+            kind, body = FrameKind.OUT_OF_MEMORY, b""
+        except Exception as error:  # noqa: BLE001 - the router names the error to the client
+            kind, body = FrameKind.FAILED, _one_line(error).encode(errors="replace")
+        writer.write(HEADER.pack(len(body), kind) + body)
+        writer.flush()
+        if job is None or kind is FrameKind.OUT_OF_MEMORY:
             return
 
 
-def _answer(job: Job, payload: bytes, max_output: int) -> tuple[Kind, bytes]:
-    try:
-        result = job(payload)
-    except MemoryError:
-        return Kind.OUT_OF_MEMORY, b""
-    except Exception as error:  # noqa: BLE001 - the job's errors are the caller's to name
-        return Kind.FAILED, one_line(error).encode(errors="replace")
-    if len(result) > max_output:
-        return Kind.FAILED, f"the result is longer than {max_output} bytes".encode()
-    return Kind.RESULT, result
-
-
-def _outlive_signals_but_not_the_parent() -> None:
-    """A router that is asked to stop finishes its requests first, and needs this worker for it; a signal to the whole
-    group must not take it away. If the router dies, the kernel kills this process, whatever it is doing."""
+def _ignore_signals_and_die_with_parent() -> None:
+    """A router that was asked to stop finishes its requests first and needs this worker for them: it ignores signals to
+    the process group. If the router dies, the kernel kills the worker, also in the middle of a job."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -69,18 +72,18 @@ def _outlive_signals_but_not_the_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
 
 
-def _take_channel() -> int:
-    """The socket to the router, out of the way of whatever may read or print here."""
+def _take_channel() -> tuple[BinaryIO, BinaryIO]:
+    """Move the socket away from standard input and output, which a job may read or write."""
     channel = os.dup(0)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    return channel
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    return os.fdopen(channel, "rb"), os.fdopen(channel, "wb", closefd=False)
 
 
-def _limit(*, memory_bytes: int, niceness: int) -> None:
-    """RLIMIT_DATA counts what is written to (heap, private maps, stacks). RLIMIT_AS would count libraries and reserved
-    addresses, too, of which a process has a gigabyte and uses nothing."""
+def _limit(memory_bytes: int, niceness: int) -> None:
+    """RLIMIT_DATA counts written memory (heap, private maps, stacks). RLIMIT_AS would also count libraries and reserved
+    addresses: about a gigabyte that is never used."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if most != resource.RLIM_INFINITY:
@@ -89,37 +92,13 @@ def _limit(*, memory_bytes: int, niceness: int) -> None:
     os.nice(niceness)
 
 
-def _load(name: str) -> Factory:
-    module, _, factory = name.partition(":")
-    loaded: Factory = getattr(importlib.import_module(module), factory)
-    return loaded
-
-
-def _read(channel: int) -> bytes | None:
-    """A frame's body; None when the router has hung up."""
-    header = _read_exactly(channel, HEADER.size)
-    return None if header is None else _read_exactly(channel, HEADER.unpack(header)[0])
-
-
-def _read_exactly(channel: int, size: int) -> bytes | None:
-    pieces = []
-    while size:
-        piece = os.read(channel, min(size, 1 << 18))
-        if not piece:
-            return None
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
-
-
-def _write(channel: int, kind: Kind, body: bytes) -> None:
-    rest = memoryview(pack(kind, body))
-    while rest:
-        rest = rest[os.write(channel, rest) :]
+def _one_line(error: Exception) -> str:
+    message = " ".join(str(error)[: 2 * MAX_MESSAGE].split()) or type(error).__name__
+    return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "…"
 
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
-    except (BrokenPipeError, ConnectionResetError):  # the router hung up: nobody is left to tell
-        sys.exit(0)
+        main(sys.argv[1])
+    except (BrokenPipeError, ConnectionResetError):  # the router closed the socket
+        os._exit(0)

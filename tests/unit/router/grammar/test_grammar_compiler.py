@@ -13,7 +13,7 @@ from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest, Overloaded, Unhealthy
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.grammar.forms import read_schema, regex_grammar, schema_grammar
-from text_generation_router.sandbox.pool import Sandbox, Setup
+from text_generation_router.sandbox.pool import Sandbox
 
 GOOD = regex_grammar("[a-z]+")
 UNREAD = Grammar(GrammarKind.JSON_SCHEMA, "{")
@@ -87,8 +87,10 @@ async def test_a_compile_that_takes_too_long_is_killed_and_the_next_one_goes_on(
 
 
 async def test_too_many_different_grammars_at_once_are_sent_away(demo_model: Path) -> None:
-    setup = Setup("text_generation_router.grammar.job:compile_job", {"tokenizer": str(demo_model / "tokenizer.json")})
-    async with Sandbox(setup, workers=1, timeout_s=5, memory_bytes=1 << 30, max_waiting=1, max_output=4096) as sandbox:
+    job, config = "text_generation_router.grammar.job:compile_job", {"tokenizer": str(demo_model / "tokenizer.json")}
+    async with Sandbox(
+        job, config, workers=1, timeout_s=5, memory_bytes=1 << 30, max_waiting=1, max_output=4096
+    ) as sandbox:
         compiler = GrammarCompiler(sandbox)
         asked = await _all(compiler, [regex_grammar(f"{number}") for number in range(5)])
         assert [type(error) for error in asked] == [type(None)] * 2 + [Overloaded] * 3

@@ -1,4 +1,4 @@
-"""Jobs for the tests of the sandbox; the workers import them by name."""
+"""Jobs for the tests of the sandbox. The workers import them by name."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Job = Callable[[bytes], bytes]
 
 
 def echo(config: dict[str, Any]) -> Job:
-    """Says back what it is told, behind a greeting."""
+    """Return a job that repeats its input after a greeting."""
     greeting = config.get("greeting", "").encode()
     return lambda payload: greeting + payload
 
 
 def obey(config: dict[str, Any]) -> Job:
-    """Does what the payload says, good or bad."""
+    """Return a job that does what its input says: an action of ACTIONS and an argument."""
 
     def job(payload: bytes) -> bytes:
-        deed, _, argument = payload.decode().partition(" ")
-        return DEEDS[deed](argument)
+        action, _, argument = payload.decode().partition(" ")
+        return ACTIONS[action](argument)
 
     return job
 
@@ -33,14 +33,14 @@ def _spin(_: str) -> bytes:
         pass
 
 
-def _tell(path: str) -> bytes:
-    """Whoever reads the named pipe knows that the job runs."""
+def _report_and_spin(path: str) -> bytes:
+    """Write to the named pipe, so that its reader knows that the job runs, and never return."""
     Path(path).write_text("running")
     return _spin("")
 
 
 def _wait(path: str) -> bytes:
-    """Until somebody writes to the named pipe."""
+    """Wait until the named pipe is written to; return what was written."""
     return Path(path).read_bytes()
 
 
@@ -64,9 +64,9 @@ def _pid(_: str) -> bytes:
     return str(os.getpid()).encode()
 
 
-DEEDS: dict[str, Callable[[str], bytes]] = {
+ACTIONS: dict[str, Callable[[str], bytes]] = {
     "spin": _spin,
-    "tell": _tell,
+    "report": _report_and_spin,
     "wait": _wait,
     "eat": lambda size: bytes(int(size)),
     "die": _die,
@@ -79,18 +79,18 @@ DEEDS: dict[str, Callable[[str], bytes]] = {
 
 
 def broken(config: dict[str, Any]) -> Job:
-    """A factory that refuses its config."""
+    """Raise an error about the config."""
     raise ValueError("this config\nis nonsense")
 
 
-def starts_once(config: dict[str, Any]) -> Job:
-    """A factory that works only as long as a file is there."""
+def needs_file(config: dict[str, Any]) -> Job:
+    """Return the job of `obey` while a file exists; raise an error when it does not."""
     if not Path(config["file"]).exists():
         raise ValueError("the file is gone")
     return obey(config)
 
 
 def hungry(config: dict[str, Any]) -> Job:
-    """A factory that needs a gigabyte."""
+    """Need a gigabyte before there is a job."""
     bytearray(1 << 30)
     return echo(config)

@@ -1,4 +1,4 @@
-"""Jobs that hang, eat, die and fail: none of it reaches the router, and the next job finds a worker."""
+"""Jobs that do not end, use too much memory, crash or fail do not affect the router or the next job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import pytest
 import uvloop
 
 from text_generation_router.errors import Overloaded
-from text_generation_router.sandbox.errors import SandboxError, SandboxOutOfMemory, SandboxTimeout
-from text_generation_router.sandbox.pool import Sandbox, Setup
+from text_generation_router.sandbox.pool import Sandbox, SandboxError, SandboxOutOfMemory, SandboxTimeout
 
 PATIENT_S = 60.0
-"""For jobs that are to finish, on however busy a machine."""
+"""Time limit of jobs that must finish, also on a busy machine."""
 HASTY_S = 0.3
-"""For jobs that never would."""
+"""Time limit of jobs that never end."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +38,8 @@ def a_sandbox(
     max_waiting: int = 8,
 ) -> Sandbox:
     return Sandbox(
-        Setup(f"sandbox_jobs:{factory}", config or {}),
+        f"sandbox_jobs:{factory}",
+        config or {},
         workers=workers,
         timeout_s=timeout_s,
         memory_bytes=128 << 20,
@@ -56,21 +56,21 @@ def a_pipe(folder: Path) -> Path:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENT_S):
-        while not condition():  # noqa: ASYNC110 - no event tells that a process is gone
+        while not condition():  # noqa: ASYNC110 - no event says that a process has ended
             await asyncio.sleep(0.001)
 
 
 async def until_it_runs(pipe: Path) -> None:
-    """Returns when the job that was told to `tell` does so."""
+    """Return when the job `report` runs."""
     assert await asyncio.to_thread(pipe.read_text) == "running"
 
 
 async def until_gone(pid: int) -> None:
-    """Returns when the router has collected this worker's exit code."""
+    """Return when the router has collected the exit code of this worker."""
     await until(lambda: not psutil.pid_exists(pid))
 
 
-async def test_a_job_is_made_of_its_config() -> None:
+async def test_a_job_is_created_from_its_config() -> None:
     async with a_sandbox("echo", {"greeting": "Grüße, "}) as sandbox:
         assert await sandbox.call(b"World") == "Grüße, World".encode()
         assert await sandbox.call(b"") == "Grüße, ".encode()
@@ -83,7 +83,7 @@ async def test_payloads_and_results_larger_than_any_socket_buffer() -> None:
         assert await sandbox.call(b"and on") == b"and on"
 
 
-def test_the_other_event_loop() -> None:
+def test_uvloop() -> None:
     async def main() -> None:
         payload = bytes(3 << 20)
         async with a_sandbox("echo") as sandbox:
@@ -118,7 +118,7 @@ async def test_a_long_error_is_cut() -> None:
         assert str(caught.value) == "x" * 1000 + "…"
 
 
-async def test_a_job_that_hangs_is_killed_and_its_worker_replaced() -> None:
+async def test_a_job_that_does_not_end_is_killed_and_its_worker_replaced() -> None:
     async with a_sandbox(timeout_s=HASTY_S) as sandbox:
         [before] = sandbox.pids
         with pytest.raises(SandboxTimeout, match=r"took longer than 0\.3 s"):
@@ -129,15 +129,15 @@ async def test_a_job_that_hangs_is_killed_and_its_worker_replaced() -> None:
         assert sandbox.pids == {after}
 
 
-async def test_the_others_go_on_while_one_hangs(tmp_path: Path) -> None:
+async def test_other_workers_go_on_while_a_job_does_not_end(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
     async with a_sandbox(workers=2) as sandbox, asyncio.TaskGroup() as tasks:
-        hanging = tasks.create_task(sandbox.call(f"tell {pipe}".encode()))
+        endless = tasks.create_task(sandbox.call(f"report {pipe}".encode()))
         await until_it_runs(pipe)
         answers = {await sandbox.call(b"pid") for _ in range(5)}
         assert len(answers) == 1
-        assert not hanging.done()
-        hanging.cancel()
+        assert not endless.done()
+        endless.cancel()
 
 
 async def test_too_much_memory_is_an_error_of_that_job_alone() -> None:
@@ -170,7 +170,7 @@ async def test_a_job_whose_worker_was_killed_is_done_by_another(tmp_path: Path) 
         assert await job == b"done all the same"
 
 
-async def test_who_waits_too_long_for_a_worker_is_told_so(tmp_path: Path) -> None:
+async def test_a_call_that_waits_too_long_for_a_worker_is_refused(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
     async with a_sandbox() as sandbox, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
@@ -191,26 +191,26 @@ async def test_an_idle_worker_that_dies_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_a_signal_to_the_whole_group_leaves_the_worker_at_its_work(number: signal.Signals) -> None:
+async def test_a_worker_ignores_signals_to_the_process_group(number: signal.Signals) -> None:
     async with a_sandbox() as sandbox:
         [pid] = sandbox.pids
         os.kill(pid, number)
         assert int(await sandbox.call(b"pid")) == pid
 
 
-async def test_what_a_job_prints_goes_nowhere() -> None:
+async def test_output_of_a_job_is_discarded() -> None:
     async with a_sandbox() as sandbox:
         assert int(await sandbox.call(b"print")) in sandbox.pids
 
 
-async def test_a_worker_sees_no_secrets_and_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_has_no_secrets_and_a_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     async with a_sandbox() as sandbox:
         assert b"HF_TOKEN" not in await sandbox.call(b"environment")
         assert int(await sandbox.call(b"niceness")) >= min(19, os.nice(0) + 5)
 
 
-async def test_those_who_wait_are_served_in_order_and_are_not_too_many(tmp_path: Path) -> None:
+async def test_waiting_calls_are_served_in_order_and_their_number_is_bounded(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
     order: list[bytes] = []
 
@@ -230,35 +230,35 @@ async def test_those_who_wait_are_served_in_order_and_are_not_too_many(tmp_path:
         assert order == [f"wait {pipe}".encode(), b"pid second", b"pid third"]
 
 
-async def test_a_caller_who_leaves_the_line_is_not_served(tmp_path: Path) -> None:
+async def test_a_waiting_call_that_is_cancelled_is_dropped(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
     async with a_sandbox(max_waiting=1) as sandbox, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
-        leaver = tasks.create_task(sandbox.call(b"fail nobody asked for this"))
+        cancelled = tasks.create_task(sandbox.call(b"fail of a cancelled call"))
         await until(lambda: sandbox.waiting == 1)
-        leaver.cancel()
+        cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await leaver
+            await cancelled
         assert sandbox.waiting == 0
-        next_one = tasks.create_task(sandbox.call(b"pid"))
+        following = tasks.create_task(sandbox.call(b"pid"))
         await asyncio.to_thread(pipe.write_text, "done")
         assert await running == b"done"
-        assert int(await next_one) in sandbox.pids
+        assert int(await following) in sandbox.pids
 
 
-async def test_the_result_of_a_caller_who_left_reaches_nobody_else(tmp_path: Path) -> None:
+async def test_the_result_of_a_cancelled_call_reaches_no_other_caller(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
     async with a_sandbox() as sandbox, asyncio.TaskGroup() as tasks:
-        leaver = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
-        writing = tasks.create_task(asyncio.to_thread(pipe.write_text, "for somebody who left"))
+        cancelled = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+        writing = tasks.create_task(asyncio.to_thread(pipe.write_text, "for a cancelled call"))
         await asyncio.sleep(0)
-        leaver.cancel()
-        next_one = tasks.create_task(sandbox.call(b"pid"))
+        cancelled.cancel()
+        following = tasks.create_task(sandbox.call(b"pid"))
         await writing
-        assert int(await next_one) in sandbox.pids
+        assert int(await following) in sandbox.pids
 
 
-async def test_a_factory_that_refuses_stops_the_start() -> None:
+async def test_an_error_of_the_factory_stops_the_start() -> None:
     with pytest.raises(SandboxError, match=r"^this config is nonsense$"):
         await a_sandbox("broken", workers=2).start()
 
@@ -268,12 +268,12 @@ async def test_a_factory_that_needs_too_much_memory_stops_the_start() -> None:
         await a_sandbox("hungry").start()
 
 
-async def test_a_factory_that_is_not_there_stops_the_start() -> None:
+async def test_a_missing_factory_stops_the_start() -> None:
     with pytest.raises(SandboxError, match="has no attribute 'nowhere'"):
         await a_sandbox("nowhere").start()
 
 
-async def test_no_process_to_be_had_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_started_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(SandboxError, match="a worker cannot be started: No such file or directory"):
         await a_sandbox(workers=2).start()
@@ -282,7 +282,7 @@ async def test_no_process_to_be_had_stops_the_start(monkeypatch: pytest.MonkeyPa
 async def test_calls_fail_while_no_worker_can_start_and_succeed_once_one_can(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    async with a_sandbox("starts_once", {"file": str(file)}) as sandbox:
+    async with a_sandbox("needs_file", {"file": str(file)}) as sandbox:
         file.unlink()
         with pytest.raises(SandboxError):
             await sandbox.call(b"die")
@@ -307,7 +307,7 @@ async def test_closing_ends_everything(tmp_path: Path) -> None:
         return True
 
     async with asyncio.TaskGroup() as tasks:
-        running, waiting = tasks.create_task(refused(f"tell {pipe}")), tasks.create_task(refused("pid"))
+        running, waiting = tasks.create_task(refused(f"report {pipe}")), tasks.create_task(refused("pid"))
         await until_it_runs(pipe)
         await sandbox.close()
     assert running.result()
@@ -317,13 +317,13 @@ async def test_closing_ends_everything(tmp_path: Path) -> None:
         await sandbox.call(b"pid")
 
 
-def test_a_worker_dies_with_its_router_whatever_it_is_doing() -> None:
+def test_a_worker_dies_with_its_router_in_the_middle_of_a_job() -> None:
     program = textwrap.dedent("""
         import asyncio, sys
-        from text_generation_router.sandbox.pool import Sandbox, Setup
+        from text_generation_router.sandbox.pool import Sandbox
 
         async def main():
-            sandbox = Sandbox(Setup("sandbox_jobs:obey"), workers=1, timeout_s=600, memory_bytes=1 << 28,
+            sandbox = Sandbox("sandbox_jobs:obey", {}, workers=1, timeout_s=600, memory_bytes=1 << 28,
                               max_waiting=1, max_output=1)
             await sandbox.start()
             sandbox.call(b"spin").send(None)
