@@ -46,7 +46,7 @@ _FILE_TIME = (1980, 1, 1, 0, 0, 0)
 
 
 class NoTokenizer(Exception):
-    """There is no tokenizer to send; the message is one line."""
+    """The model has no tokenizer to send; the message is one line."""
 
 
 def model_info(info: EngineInfo, folder: Path | None) -> pb.GetModelInfoResponse:

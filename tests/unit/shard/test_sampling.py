@@ -1,4 +1,4 @@
-"""Every stage of the sampler against its formula, written out row by row."""
+"""The stages of the sampler against their formulas, written out row by row."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from text_generation_proto.values import Sampling
-from text_generation_shard.engines.torch.sampling.choose import Choices, choose, uniforms
-from text_generation_shard.engines.torch.sampling.rows import SamplingRow
-from text_generation_shard.engines.torch.sampling.top_candidates import top_candidates
+from text_generation_shard.engines.torch.sampling.penalties import SamplingRow
+from text_generation_shard.engines.torch.sampling.sampler import SampledTensors, sample, top_candidates, uniforms
 
 VOCABULARY = 6000
-"""More than the sampler sorts at first, or second."""
+"""More tokens than the sampler sorts in its first two attempts."""
 
 
-def a_row(sampling: Sampling, history: list[int] | None = None, position: int | None = None) -> SamplingRow:
+def make_row(sampling: Sampling, history: list[int] | None = None, position: int | None = None) -> SamplingRow:
     history = history or [1, 2, 3]
-    place = len(history) if position is None else position
-    return SamplingRow(sampling, place, history[-1], torch.tensor(history), generated=len(history) // 2)
+    position = len(history) if position is None else position
+    return SamplingRow(sampling, position, history[-1], torch.tensor(history), generated=len(history) // 2)
 
 
 class Read(NamedTuple):
@@ -33,12 +32,12 @@ class Read(NamedTuple):
     valid: list[bool]
 
 
-def read(choices: Choices) -> Read:
-    return Read(choices.token_ids.tolist(), choices.logprobs.tolist(), choices.logprobs.isfinite().tolist())
+def read(sampled: SampledTensors) -> Read:
+    return Read(sampled.token_ids.tolist(), sampled.logprobs.tolist(), sampled.logprobs.isfinite().tolist())
 
 
-def top(choices: Choices, row: int, n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return top_candidates(choices, [row], n).top(0, n)
+def top(sampled: SampledTensors, row: int, n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return top_candidates(sampled, [row], n).top(0, n)
 
 
 def some_logits(rows: int = 1, vocabulary: int = VOCABULARY, scale: float = 3.0, seed: int = 0) -> Tensor:
@@ -46,8 +45,8 @@ def some_logits(rows: int = 1, vocabulary: int = VOCABULARY, scale: float = 3.0,
 
 
 def processed(logits: Tensor, sampling: Sampling, history: list[int] | None = None) -> Tensor:
-    """The scores of one row, alone."""
-    return choose(logits.clone(), [a_row(sampling, history)]).scores[0]
+    """Return the processed scores of a single row."""
+    return sample(logits.clone(), [make_row(sampling, history)]).scores[0]
 
 
 def kept(logits: Tensor, sampling: Sampling) -> set[int]:
@@ -56,9 +55,9 @@ def kept(logits: Tensor, sampling: Sampling) -> set[int]:
 
 def test_greedy_takes_the_largest_logit_and_reports_its_log_softmax() -> None:
     logits = some_logits(5)
-    choices = read(choose(logits.clone(), [a_row(Sampling())] * 5))
-    assert choices.token_ids == logits.argmax(-1).tolist()
-    assert choices.logprobs == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-5)
+    sampled = read(sample(logits.clone(), [make_row(Sampling())] * 5))
+    assert sampled.token_ids == logits.argmax(-1).tolist()
+    assert sampled.logprobs == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-5)
 
 
 def test_temperature_divides() -> None:
@@ -86,7 +85,7 @@ def test_top_p_drops_the_tail_whose_mass_is_at_most_one_minus_p(p: float, scale:
     assert len(kept(logits, Sampling(top_p=p)) ^ (set(range(VOCABULARY)) - dropped)) <= 1  # rounding at the edge
 
 
-def test_top_p_keeps_at_least_the_best() -> None:
+def test_top_p_keeps_at_least_the_most_probable_token() -> None:
     assert kept(torch.tensor([[9.0, 1.0, 0.0]]), Sampling(top_p=1e-9)) == {0}
 
 
@@ -101,8 +100,8 @@ def test_typical_p_keeps_the_tokens_nearest_to_the_entropy(p: float) -> None:
     assert len(kept(logits, Sampling(typical_p=p)) ^ expected) <= 1
 
 
-def test_stages_follow_one_another() -> None:
-    """Temperature before top-k before top-p: the mass is that of the heated, cut distribution."""
+def test_stages_run_in_order() -> None:
+    """Temperature, top-k, top-p: top-p counts the mass of the distribution after the other two."""
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
     # Halved and cut to three: probabilities 0.51, 0.31, 0.19.
     assert kept(logits, Sampling(temperature=2.0, top_k=3, top_p=0.8)) == {0, 1}
@@ -121,17 +120,17 @@ def test_frequency_penalty_counts_over_the_rows_own_length() -> None:
     assert scores.tolist() == pytest.approx([0.0, -0.5 / 4, 0.0, -0.5 * 3 / 4, 0.0])
 
 
-def test_penalties_see_no_padding_in_rows_of_different_length() -> None:
+def test_penalties_of_rows_with_histories_of_different_length() -> None:
     logits = some_logits(3)
     sampling = Sampling(repetition_penalty=1.5, frequency_penalty=-1.0)
     histories = [[5], [7, 8, 9, 9], [4, 4]]
-    together = choose(logits.clone(), [a_row(sampling, history) for history in histories]).scores
+    together = sample(logits.clone(), [make_row(sampling, history) for history in histories]).scores
     for index, history in enumerate(histories):
         assert torch.equal(together[index], processed(logits[index : index + 1], sampling, history))
         assert together[index, 0] == logits[index, 0]
 
 
-def test_the_watermark_favours_half_the_vocabulary_and_hangs_on_the_last_token() -> None:
+def test_the_watermark_favours_half_the_vocabulary_by_the_last_token() -> None:
     logits = some_logits()
     sampling = Sampling(watermark=True)
     scores = processed(logits, sampling, [1, 2, 77])
@@ -180,50 +179,50 @@ def test_the_openai_stages_follow_their_formulas_in_every_row(data: st.DataObjec
             logit_bias_values=tuple(value for _, value in bias),
         )
         rows.append(SamplingRow(sampling, len(history), history[-1], torch.tensor(history), generated))
-        said = history[len(history) - generated :]
-        expected.append(reference(logits[index].tolist(), sampling, said))
-    scores = choose(logits, rows).scores
+        generated_tokens = history[len(history) - generated :]
+        expected.append(reference(logits[index].tolist(), sampling, generated_tokens))
+    scores = sample(logits, rows).scores
     torch.testing.assert_close(scores, torch.tensor(expected), atol=1e-4, rtol=1e-5)
 
 
-def test_output_penalties_leave_the_prompt_alone() -> None:
+def test_output_penalties_ignore_the_prompt() -> None:
     sampling = Sampling(output_frequency_penalty=1.0, output_presence_penalty=0.5)
     history = torch.tensor([0, 0, 1, 1, 2])
     logits = torch.zeros(1, 4)
-    assert choose(logits, [SamplingRow(sampling, 5, 2, history, generated=3)]).scores.tolist() == [
+    assert sample(logits, [SamplingRow(sampling, 5, 2, history, generated=3)]).scores.tolist() == [
         [0.0, -2.5, -1.5, 0.0]
     ]
-    assert choose(logits, [SamplingRow(sampling, 5, 2, history)]).scores.tolist() == [[0.0] * 4]
+    assert sample(logits, [SamplingRow(sampling, 5, 2, history)]).scores.tolist() == [[0.0] * 4]
 
 
-def test_suppressed_tokens_have_no_probability_in_their_row_alone() -> None:
+def test_suppressed_tokens_have_no_probability_in_their_own_row_only() -> None:
     logits = torch.tensor([[1.0, 9.0, 8.0]] * 2)
     suppressed = SamplingRow(Sampling(), 1, 0, suppressed=frozenset({1, 2, 77}))
-    choices = choose(logits, [suppressed, SamplingRow(Sampling(), 1, 0)])
-    assert read(choices).token_ids == [0, 1]
-    assert read(choices).logprobs[0] == 0.0
-    assert top(choices, 0, 3)[0] == (0,)
+    sampled = sample(logits, [suppressed, SamplingRow(Sampling(), 1, 0)])
+    assert read(sampled).token_ids == [0, 1]
+    assert read(sampled).logprobs[0] == 0.0
+    assert top(sampled, 0, 3)[0] == (0,)
 
 
-def test_what_the_grammar_leaves_comes_before_temperature_and_filters() -> None:
+def test_the_grammar_mask_comes_before_temperature_and_filters() -> None:
     logits = torch.tensor([[9.0, 1.0, 2.0, 8.0]] * 2)
     allowed = torch.tensor([False, True, True, False])
     masked = SamplingRow(Sampling(top_k=1), 1, 0, allowed=allowed)
-    choices = read(choose(logits, [SamplingRow(Sampling(), 1, 0), masked]))
-    assert choices.token_ids == [0, 2]
-    assert choices.logprobs[1] == 0.0
-    alone = read(choose(logits[:1], [masked]))
+    sampled = read(sample(logits, [SamplingRow(Sampling(), 1, 0), masked]))
+    assert sampled.token_ids == [0, 2]
+    assert sampled.logprobs[1] == 0.0
+    alone = read(sample(logits[:1], [masked]))
     assert (alone.token_ids, alone.logprobs) == ([2], [0.0])
 
 
-def test_a_mask_that_leaves_nothing_makes_the_row_invalid_alone() -> None:
+def test_an_empty_mask_makes_only_its_row_invalid() -> None:
     logits = torch.tensor([[9.0, 1.0]] * 2)
     nothing = SamplingRow(Sampling(), 1, 0, allowed=torch.zeros(2, dtype=torch.bool))
-    assert read(choose(logits, [nothing, SamplingRow(Sampling(), 1, 0)])).valid == [False, True]
+    assert read(sample(logits, [nothing, SamplingRow(Sampling(), 1, 0)])).valid == [False, True]
 
 
 @pytest.mark.parametrize(("p", "left"), [(1.0, {0, 1}), (0.5, {0, 1, 2}), (0.2, {0, 1, 2, 3})])
-def test_min_p_is_a_share_of_the_best_and_keeps_ties(p: float, left: set[int]) -> None:
+def test_min_p_is_relative_to_the_most_probable_and_keeps_ties(p: float, left: set[int]) -> None:
     logits = torch.tensor([[1.0, 1.0, 0.55, 0.25]]).log()
     assert kept(logits, Sampling(min_p=p)) == left
 
@@ -249,21 +248,21 @@ STAGES = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(samplings=st.lists(STAGES, min_size=2, max_size=6), data=st.data())
-def test_a_row_chooses_the_same_alone_and_in_any_company(samplings: list[Sampling], data: st.DataObject) -> None:
+def test_a_row_samples_the_same_token_in_any_batch(samplings: list[Sampling], data: st.DataObject) -> None:
     logits = some_logits(len(samplings), vocabulary=1500)
     histories = [data.draw(st.lists(st.integers(0, 1499), min_size=1, max_size=9)) for _ in samplings]
-    rows = [a_row(sampling, history) for sampling, history in zip(samplings, histories, strict=True)]
-    together = read(choose(logits.clone(), rows))
+    rows = [make_row(sampling, history) for sampling, history in zip(samplings, histories, strict=True)]
+    together = read(sample(logits.clone(), rows))
     for index, row in enumerate(rows):
-        alone = read(choose(logits[index : index + 1].clone(), [row]))
+        alone = read(sample(logits[index : index + 1].clone(), [row]))
         assert alone.token_ids == [together.token_ids[index]]
         assert alone.logprobs == pytest.approx([together.logprobs[index]], abs=1e-5)
         assert math.isfinite(alone.logprobs[0])
 
 
 def draws(logits: Tensor, sampling: Sampling, count: int) -> list[int]:
-    rows = [a_row(sampling, position=position) for position in range(count)]
-    return read(choose(logits.expand(count, -1).clone(), rows)).token_ids
+    rows = [make_row(sampling, position=position) for position in range(count)]
+    return read(sample(logits.expand(count, -1).clone(), rows)).token_ids
 
 
 def test_draws_follow_the_distribution() -> None:
@@ -295,9 +294,9 @@ def splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def test_a_draw_hangs_on_seed_and_position_alone() -> None:
+def test_a_draw_depends_on_seed_and_position_only() -> None:
     pairs = [(seed, position) for seed in (0, 1, 2, (1 << 64) - 1) for position in range(200)]
-    numbers = uniforms([a_row(Sampling(greedy=False, seed=seed), position=position) for seed, position in pairs])
+    numbers = uniforms([make_row(Sampling(greedy=False, seed=seed), position=position) for seed, position in pairs])
     assert numbers == [(splitmix64(splitmix64(seed) ^ position) >> 11) * 2.0**-53 for seed, position in pairs]
     assert len(set(numbers)) == 800
     assert all(0 <= number < 1 for number in numbers)
@@ -308,44 +307,44 @@ def test_a_draw_hangs_on_seed_and_position_alone() -> None:
 @pytest.mark.parametrize(
     "bad", [[math.nan, 1.0, 2.0], [-math.inf] * 3, [math.inf, 0.0, 0.0]], ids=["nan", "none", "inf"]
 )
-def test_a_row_without_a_choice_is_invalid_alone(bad: list[float], greedy: bool) -> None:
+def test_a_row_without_a_choice_does_not_affect_the_others(bad: list[float], greedy: bool) -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0], bad, [7.0, 1.0, 0.0]])
-    rows = [a_row(Sampling()), a_row(Sampling(greedy=greedy, top_p=0.9)), a_row(Sampling())]
-    choices = read(choose(logits, rows))
-    assert choices.valid == [True, False, True]
-    assert (choices.token_ids[0], choices.token_ids[2]) == (1, 0)
+    rows = [make_row(Sampling()), make_row(Sampling(greedy=greedy, top_p=0.9)), make_row(Sampling())]
+    sampled = read(sample(logits, rows))
+    assert sampled.valid == [True, False, True]
+    assert (sampled.token_ids[0], sampled.token_ids[2]) == (1, 0)
 
 
-def chosen(logits: list[float], sampling: Sampling = Sampling()) -> Choices:
-    return choose(torch.tensor([logits]), [a_row(sampling)])
+def chosen(logits: list[float], sampling: Sampling = Sampling()) -> SampledTensors:
+    return sample(torch.tensor([logits]), [make_row(sampling)])
 
 
-def test_top_tokens_come_best_first_with_the_processed_logprobs() -> None:
+def test_top_tokens_are_sorted_and_have_processed_logprobs() -> None:
     ids, logprobs = top(chosen([1.0, 4.0, 2.0, 3.0], Sampling(temperature=0.5)), 0, 3)
     assert ids == (1, 3, 2)
     expected = torch.tensor([2.0, 8.0, 4.0, 6.0]).log_softmax(-1)
     assert logprobs == pytest.approx(expected[[1, 3, 2]].tolist(), abs=1e-6)
 
 
-def test_top_tokens_bring_every_tie_at_the_last_place() -> None:
+def test_top_tokens_include_ties_with_the_last() -> None:
     assert top(chosen([1.0, 5.0, 1.0, 0.0, 1.0]), 0, 2)[0] == (1, 0, 2, 4)
 
 
-def test_top_tokens_leave_out_what_the_filters_dropped() -> None:
+def test_top_tokens_exclude_filtered_tokens() -> None:
     assert top(chosen([1.0, 5.0, 3.0, 0.0], Sampling(top_k=2)), 0, 4)[0] == (1, 2)
 
 
-def test_top_tokens_of_some_rows_with_numbers_of_their_own() -> None:
+def test_top_tokens_of_some_rows_each_with_its_own_n() -> None:
     logits = some_logits(4)
-    choices = choose(logits, [a_row(Sampling())] * 4)
-    candidates = top_candidates(choices, [1, 3], 7)
-    for place, row, n in [(0, 1, 7), (1, 3, 2)]:
+    sampled = sample(logits, [make_row(Sampling())] * 4)
+    candidates = top_candidates(sampled, [1, 3], 7)
+    for index, row, n in [(0, 1, 7), (1, 3, 2)]:
         expected = logits[row].log_softmax(-1).topk(n)
-        ids, logprobs = candidates.top(place, n)
+        ids, logprobs = candidates.top(index, n)
         assert list(ids) == expected.indices.tolist()
         assert logprobs == pytest.approx(expected.values.tolist(), abs=1e-5)
 
 
-def test_all_that_tie_at_the_last_place_count() -> None:
-    ids, _ = top(choose(torch.zeros(1, VOCABULARY), [a_row(Sampling())]), 0, 3)
+def test_ties_may_span_the_vocabulary() -> None:
+    ids, _ = top(sample(torch.zeros(1, VOCABULARY), [make_row(Sampling())]), 0, 3)
     assert ids == tuple(range(VOCABULARY))

@@ -1,7 +1,7 @@
-"""The choice is launched without a look at what the device holds.
+"""Sampling is launched without reading from the device.
 
-Without a GPU its tensors lie on torch's meta device, which has no numbers: whatever reads one raises. With a GPU torch
-itself raises where the host would wait for it.
+Without a GPU its tensors are on torch's meta device, which has no values: a read raises. With a GPU torch itself raises if
+the host waits for it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,27 @@ import pytest
 import torch
 
 from text_generation_proto.values import Sampling
-from text_generation_shard.engines.torch.sampling.choose import choose
-from text_generation_shard.engines.torch.sampling.rows import SamplingRow
-from text_generation_shard.engines.torch.sampling.top_candidates import top_candidates
+from text_generation_shard.engines.torch.sampling.penalties import SamplingRow
+from text_generation_shard.engines.torch.sampling.sampler import sample, top_candidates
+from text_generation_shard.engines.torch.sampling.thresholds import SORTING, ThresholdSearch
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "meta")
 VOCABULARY = 3000
 
-# torch says so each time its watch is set.
+# torch warns each time the debug mode is set.
 pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 
 FILTERS = [Sampling(top_k=5), Sampling(top_p=0.5), Sampling(typical_p=0.5, greedy=False)]
-"""A search on a CPU reads what it has found, the kernel does not."""
+"""Sorting on a CPU reads its result; the GPU's search does not."""
+
+
+def search() -> ThresholdSearch:
+    if not HAS_GPU:
+        return SORTING
+    from text_generation_shard.engines.torch.cuda.kernels import threshold
+
+    return ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
 
 
 @contextmanager
@@ -60,16 +68,16 @@ def every_stage() -> list[SamplingRow]:
 def test_no_stage_reads_from_the_device() -> None:
     rows = every_stage()
     logits = torch.zeros(len(rows), VOCABULARY, device=DEVICE)
-    choose(logits, rows)  # compiles kernels, has memory pinned
+    sample(logits, rows, search())  # compiles kernels, allocates pinned memory
     with no_waiting():
-        choices = choose(logits, rows)
-        top_candidates(choices, [0, 2], 5)
-    assert choices.token_ids.shape == choices.logprobs.shape == (len(rows),)
+        sampled = sample(logits, rows, search())
+        top_candidates(sampled, [0, 2], 5)
+    assert sampled.token_ids.shape == sampled.logprobs.shape == (len(rows),)
 
 
-def test_nor_does_a_step_whose_rows_all_ask_for_the_same() -> None:
+def test_stages_that_all_rows_use_read_nothing_either() -> None:
     rows = [SamplingRow(Sampling(greedy=False, temperature=0.5, min_p=0.2), 4, 5)] * 3
     logits = torch.zeros(len(rows), VOCABULARY, device=DEVICE)
-    choose(logits, rows)
+    sample(logits, rows, search())
     with no_waiting():
-        choose(logits, rows)
+        sample(logits, rows, search())

@@ -15,6 +15,7 @@ from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
 from text_generation_shard.engines.torch.model import Decoder
 from text_generation_shard.engines.torch.model_config import ModelConfig
+from text_generation_shard.engines.torch.sampling.thresholds import SORTING
 from text_generation_shard.step.steady import StepRows
 
 
@@ -22,6 +23,7 @@ class CpuExecutor:
     """See `Executor`. May use `memory_fraction` of the machine's memory, weights included."""
 
     runs_ahead = False
+    threshold_search = SORTING
 
     def __init__(
         self, model: Decoder, config: ModelConfig, shape: CacheShape, max_slots: int, memory_fraction: float

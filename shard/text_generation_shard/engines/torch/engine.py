@@ -39,9 +39,8 @@ from text_generation_shard.engines.torch.cuda.marks import Mark, Marks
 from text_generation_shard.engines.torch.cuda.staging import Staging
 from text_generation_shard.engines.torch.executor import Executor, Launched
 from text_generation_shard.engines.torch.history import TokenHistories
-from text_generation_shard.engines.torch.sampling.choose import choose
-from text_generation_shard.engines.torch.sampling.rows import SamplingRow, needs_history
-from text_generation_shard.engines.torch.sampling.top_candidates import TopCandidates, top_candidates
+from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
+from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
 from text_generation_shard.engines.torch.scoring import PendingScores, start_scores
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
@@ -217,13 +216,13 @@ class TorchEngine(InProcess):
             step.masks = {} if masking is None else masking.result()
             self._histories.update(row.sequence for row in rows if needs_history(row.sequence.sampling))
             asked = [self._sampling_row(row, step.masks) for row in rows]
-            choices = choose(launched.logits, [STEADY_ROW] * first + asked)
-            self._executor.tell_chosen(step.rows, choices.token_ids)
+            sampled = sample(launched.logits, [STEADY_ROW] * first + asked, self._executor.threshold_search)
+            self._executor.tell_chosen(step.rows, sampled.token_ids)
             step.asking = [(place, row) for place, row in enumerate(rows, first) if row.sequence.top_n]
             if step.asking:
                 most = max(row.sequence.top_n for _, row in step.asking)
-                step.tops = top_candidates(choices, [place for place, _ in step.asking], most)
-            chosen = torch.cat((choices.token_ids.int(), choices.logprobs.view(torch.int32)))
+                step.tops = top_candidates(sampled, [place for place, _ in step.asking], most)
+            chosen = torch.cat((sampled.token_ids.int(), sampled.logprobs.view(torch.int32)))
         if chosen is not None:
             step.chosen = self._landing.take(len(chosen))
             step.chosen.copy_(chosen, non_blocking=True)

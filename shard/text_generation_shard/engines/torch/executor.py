@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.marks import Mark
+from text_generation_shard.engines.torch.sampling.thresholds import ThresholdSearch
 from text_generation_shard.step.sequence import Row
 from text_generation_shard.step.steady import StepRows
 
@@ -42,6 +43,11 @@ class Executor(Protocol):
     @property
     def block_bytes(self) -> int:
         """Memory of a KV block."""
+        ...
+
+    @property
+    def threshold_search(self) -> ThresholdSearch:
+        """The search that the sampler uses on this device."""
         ...
 
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:

@@ -1,8 +1,8 @@
-"""Between host and device without a wait.
+"""Copies between host and device without waiting.
 
-A copy between pageable memory and a GPU stops Python until the stream has done all that was launched before. Here copies go
-by pinned memory and are only launched, on the current stream. torch's allocator of pinned memory marks a block at each such
-copy and gives it away again only when the stream is past the mark, so nobody need keep the source.
+A copy between pageable memory and a GPU blocks Python until the stream has done everything launched before it. Here copies go
+through pinned memory and are only launched, on the current stream. torch's allocator of pinned memory records an event at each
+such copy and reuses a block only after the stream has passed it, so the source need not be kept.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 
 def upload(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[len(values)] on the device. `dtype` is one that numpy has: it reads a list in half of torch's time."""
+    """Return [len(values)] on the device. `dtype` must exist in numpy, which reads a list in half of torch's time."""
     host = torch.empty(len(values), dtype=dtype, pin_memory=device.type == "cuda")
     host.numpy()[:] = values
     return host.to(device, non_blocking=True)
 
 
 def upload_rows(rows: Sequence[Tensor], device: torch.device) -> Tensor:
-    """[len(rows), n] on the device: host tensors [n] of one dtype."""
+    """Return [len(rows), n] on the device, from host tensors [n] of one dtype."""
     host = torch.empty(len(rows), *rows[0].shape, dtype=rows[0].dtype, pin_memory=device.type == "cuda")
     torch.stack(list(rows), out=host)
     return host.to(device, non_blocking=True)
 
 
 def download(tensor: Tensor) -> Tensor:
-    """A copy in host memory, to be read when the device is past this point of the stream; off a GPU the tensor itself."""
+    """Return a copy in host memory, valid once the stream has passed this point; the tensor itself if it is no GPU's."""
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -17,6 +17,7 @@ from text_generation_shard.engines.torch.cuda.staging import Staging
 from text_generation_shard.engines.torch.cuda.step_plan import Ints, Padding, StepPlan, plan_chunks, plan_decoding
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.sampling.thresholds import SORTING, ThresholdSearch
 from text_generation_shard.engines.torch.upload import upload
 from text_generation_shard.step.sequence import Row
 from text_generation_shard.step.steady import StepRows
@@ -36,6 +37,14 @@ class CudaExecutor:
         self._tables = SlotTables(max_slots, runner.max_blocks)
         self._staging = Staging(self._device)
         self._marks = Marks(self._device)
+
+    @property
+    def threshold_search(self) -> ThresholdSearch:
+        if self._device.type != "cuda":
+            return SORTING
+        from text_generation_shard.engines.torch.cuda.kernels import threshold
+
+        return ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
 
     @property
     def block_bytes(self) -> int:
