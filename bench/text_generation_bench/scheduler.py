@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable
 
 from text_generation_proto.values import FinishReason
-from text_generation_router.request import Request, RequestId, Service, TenantId
+from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.prefix_tree import PrefixTree
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -55,9 +55,9 @@ class Load:
     def _submit(self) -> None:
         prompt = self._draw.choice(SYSTEM_PROMPTS) + tuple(self._draw.choices(range(30_000), k=100))
         self._requests += 1
-        service = Service(TenantId(str(self._draw.randrange(TENANTS))), end_by=self._now + 1000)
+        service = QualityOfService(TenantId(str(self._draw.randrange(TENANTS))), end_by=self._now + 1000)
         new = self._draw.randrange(50, 400)
-        self._scheduler.submit(Request(RequestId(self._requests), prompt, new, service=service), self._now)
+        self._scheduler.submit(Request(RequestId(self._requests), prompt, new, qos=service), self._now)
 
     def turn(self, applies: list[float], decisions: list[float]) -> None:
         """A step of each replica; what `apply` took, and what `dispatch` and `decide` took, are added in seconds."""

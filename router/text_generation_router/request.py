@@ -32,7 +32,7 @@ class Priority(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class QualityOfService:
     """What a request is due: whose it is, how urgent, and until when. Times in seconds of the monotonic clock."""
 
     tenant: TenantId = TenantId("")
@@ -69,7 +69,7 @@ class Request:
     prompt_top_n: int = 0
     """With prompt_logprobs: also so many most probable tokens of each prompt position."""
     grammar: Grammar | None = None
-    service: Service = Service()
+    qos: QualityOfService = QualityOfService()
 
 
 TopToken = tuple[TokenId, LogprobJson]

@@ -17,7 +17,7 @@ from shard_server import ServedShard, running, serve_engine
 from text_generation_proto.values import FinishReason
 from text_generation_router.errors import DeadlineExceeded, ServingError, Unhealthy
 from text_generation_router.metrics.steps import StepMetrics
-from text_generation_router.request import LogprobJson, Request, RequestId, Service, TopToken
+from text_generation_router.request import LogprobJson, QualityOfService, Request, RequestId, TopToken
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards import replica
@@ -68,7 +68,7 @@ class Replicas:
     def submit(self, new: int, **service: float) -> Listener:
         listener = Listener()
         self.requests += 1
-        request = Request(RequestId(self.requests), (1, 2, 3), new, service=Service(**service))  # type: ignore[arg-type]
+        request = Request(RequestId(self.requests), (1, 2, 3), new, qos=QualityOfService(**service))  # type: ignore[arg-type]
         self.cluster.submit(request, listener)
         return listener
 

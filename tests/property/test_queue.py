@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from text_generation_router.request import Priority, Request, RequestId, Service, TenantId
+from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.queue import AGEING_S, LEAD, FairQueue
 from text_generation_router.scheduling.tenants import LAG
 
@@ -26,8 +26,8 @@ class Waiter:
     aside: bool = False
 
     @property
-    def service(self) -> Service:
-        return self.request.service
+    def service(self) -> QualityOfService:
+        return self.request.qos
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -139,8 +139,8 @@ class QueueMachine(RuleBasedStateMachine):
     ) -> None:
         self.arrivals += 1
         hope, queue_by, end_by = (None if t is None else self.now + t for t in (first_token_in, queue_for, end_in))
-        service = Service(tenant, priority, "", hope, queue_by, end_by)
-        waiter = Waiter(Request(RequestId(self.arrivals), (1,), 1, service=service), self.now, self.arrivals, work)
+        service = QualityOfService(tenant, priority, "", hope, queue_by, end_by)
+        waiter = Waiter(Request(RequestId(self.arrivals), (1,), 1, qos=service), self.now, self.arrivals, work)
         self.model.put(waiter)
         self.queue.put(waiter)
 

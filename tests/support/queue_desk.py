@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from text_generation_router.request import Priority, Request, RequestId, Service, TenantId
+from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.queue import FairQueue
 
 A, B, C = TenantId("a"), TenantId("b"), TenantId("c")
@@ -27,9 +27,9 @@ class Desk:
         self.arrivals = 0
         self.served: dict[TenantId, int] = {}
 
-    def entry(self, service: Service, arrived: float = 0.0, work: int = WORK) -> Waiter:
+    def entry(self, service: QualityOfService, arrived: float = 0.0, work: int = WORK) -> Waiter:
         self.arrivals += 1
-        request = Request(RequestId(self.arrivals), (1,), 1, service=service)
+        request = Request(RequestId(self.arrivals), (1,), 1, qos=service)
         return Waiter(request, arrived, self.arrivals, work)
 
     def put(
@@ -42,7 +42,7 @@ class Desk:
         queue_by: float | None = None,
         end_by: float | None = None,
     ) -> Waiter:
-        service = Service(tenant, priority, "", first_token_by, queue_by, end_by)
+        service = QualityOfService(tenant, priority, "", first_token_by, queue_by, end_by)
         entry = self.entry(service, arrived, work)
         self.queue.put(entry)
         return entry
@@ -50,7 +50,7 @@ class Desk:
     def serve(self) -> Waiter:
         """Pop, charge, run and end."""
         entry = self.queue.pop()
-        tenant = entry.request.service.tenant
+        tenant = entry.request.qos.tenant
         self.queue.charge(tenant, entry.work)
         self.queue.started(tenant)
         self.queue.ended(tenant)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from text_generation_proto.values import FailureCode, FinishReason
-from text_generation_router.request import Request, RequestId, Service
+from text_generation_router.request import QualityOfService, Request, RequestId
 from text_generation_router.scheduling.batch import Batch
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -81,7 +81,7 @@ class Rig:
             prompt,
             new,
             prompt_logprobs=prompt_logprobs,
-            service=Service(**service),  # type: ignore[arg-type]
+            qos=QualityOfService(**service),  # type: ignore[arg-type]
         )
         self.scheduler.submit(request, self.now)
         return number
@@ -107,7 +107,7 @@ class Rig:
         return [orders for _ in range(count) for orders in self.turn()]
 
     def until_idle(self, most: int = 2000) -> None:
-        """Turns until everything has ended."""
+        """ChatPreparer until everything has ended."""
         for _ in range(most):
             if not self.scheduler.requests:
                 return

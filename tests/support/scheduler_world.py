@@ -15,7 +15,7 @@ from block_audit import audit, audit_idle
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup, ReplicaWorld
 
 from text_generation_proto.values import FailureCode, FinishReason
-from text_generation_router.request import Priority, Request, RequestId, Service, TenantId
+from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.batch import Batch
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -124,7 +124,7 @@ class World:
     def submit(self, ask: Ask) -> RequestId | None:
         """A request comes; None if it is refused."""
         later = self._later
-        service = Service(
+        service = QualityOfService(
             TenantId(ask.tenant),
             ask.priority,
             ask.salt,
@@ -136,7 +136,7 @@ class World:
             RequestId(len(self.told)),
             ask.prompt,
             ask.new,
-            service=service,
+            qos=service,
             prompt_logprobs=ask.prompt_logprobs,
             ignore_eos=ask.ignore_eos,
         )
@@ -178,13 +178,13 @@ class World:
         assert deliveries == self._shadow.expire(self.now)
         assert not deliveries.tokens
         for failed in deliveries.failed:
-            service = self.told[failed.request_id].request.service
+            service = self.told[failed.request_id].request.qos
             assert any(by is not None and by <= self.now for by in (service.queue_by, service.end_by))
             self._failed(failed, FailureCode.EXPIRED)
         next_expiry = self.scheduler.next_expiry
         assert next_expiry is None or next_expiry > self.now
         for told in self.live.values():
-            assert told.request.service.end_by is None or told.request.service.end_by > self.now
+            assert told.request.qos.end_by is None or told.request.qos.end_by > self.now
 
     # ------------------------------------------------------------------------------------------------------ decisions
 

@@ -25,7 +25,7 @@ from text_generation_bench.simulator.replica import Replica
 from text_generation_bench.simulator.setup import Setup
 from text_generation_bench.simulator.shard import BrokenRule, SimulatedShard
 from text_generation_bench.simulator.timings import Timings
-from text_generation_router.request import Priority, Request, RequestId, Service
+from text_generation_router.request import Priority, QualityOfService, Request, RequestId
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.scheduling.steps import Deliveries, Outcome, ReplicaSpec
 
@@ -37,7 +37,7 @@ IDEAL_PREFIXES = 1_000_000
 """Prefixes that are remembered to work out the ideal hit rate; with more of them there is none."""
 LONGEST_REST_S = 86_400.0
 """Seconds after the last arrival in which all must have ended."""
-NO_SERVICE = Service()
+NO_SERVICE = QualityOfService()
 
 
 class World:
@@ -124,19 +124,19 @@ class World:
         now, ledger, scheduler = self.now, self.ledger, self.scheduler
         request_id = RequestId(self._requests)
         self._requests += 1
-        request = Request(request_id, arrival.prompt, arrival.max_new_tokens, service=self._service(arrival))
+        request = Request(request_id, arrival.prompt, arrival.max_new_tokens, qos=self._service(arrival))
         if not scheduler.fits(len(request.prompt), request.max_new_tokens) or scheduler.is_overfull(request):
             ledger.refuse(arrival, now)
             return
         foreseen = None
         if request_id % self._foresee_every == 0:
-            foreseen = scheduler.foreseen_wait(request.service.tenant, now)
+            foreseen = scheduler.foreseen_wait(request.qos.tenant, now)
         ledger.arrive(request_id, arrival, now, foreseen)
         self.ideal.arrive(arrival.prompt)
         since = perf_counter()
         scheduler.submit(request, now)
         self.timings.submit.add(since)
-        if request.service is not NO_SERVICE:
+        if request.qos is not NO_SERVICE:
             self._watch_expiry()
         leaves = arrival.leaves_after_s
         if self._setup.blind and arrival.total_s is not None:
@@ -146,13 +146,13 @@ class World:
             self._push(now + leaves, self._leave, request_id)
         self._dispatch()
 
-    def _service(self, arrival: Arrival) -> Service:
+    def _service(self, arrival: Arrival) -> QualityOfService:
         untold = arrival.queue_s is None and arrival.total_s is None and arrival.priority is Priority.DEFAULT
         if self._setup.blind or (untold and arrival.tenant == NOBODY):
             return NO_SERVICE
         queue_by = None if arrival.queue_s is None else arrival.at + arrival.queue_s
         end_by = None if arrival.total_s is None else arrival.at + arrival.total_s
-        return Service(arrival.tenant, arrival.priority, queue_by=queue_by, end_by=end_by)
+        return QualityOfService(arrival.tenant, arrival.priority, queue_by=queue_by, end_by=end_by)
 
     def _leave(self, request_id: RequestId) -> None:
         if request_id in self.ledger.live:

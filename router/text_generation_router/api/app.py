@@ -11,7 +11,7 @@ from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.turns import Turns
+from text_generation_router.api.core.turns import ChatPreparer
 from text_generation_router.api.document.page import DocsRoutes
 from text_generation_router.api.http import correlation
 from text_generation_router.api.http.middleware import Cors, answering
@@ -24,7 +24,9 @@ from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ModelInfo, ServiceRoutes
 
 
-def create_app(serving: Serving, turns: Turns, *, healthy: Callable[[], bool], info: ModelInfo) -> web.Application:
+def create_app(
+    serving: Serving, turns: ChatPreparer, *, healthy: Callable[[], bool], info: ModelInfo
+) -> web.Application:
     """The application. Run it with `handler_cancellation=True`: a client that leaves must end its request."""
     settings, metrics = serving.settings, serving.metrics
     generate = GenerateRoutes(serving)

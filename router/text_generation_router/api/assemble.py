@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_proto.values import GrammarKind
-from text_generation_router.api.core.admission import Admission, Permits
+from text_generation_router.api.core.admission import Permits, RequestPreparer
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.core.turns import Turns
+from text_generation_router.api.core.turns import ChatPreparer
 from text_generation_router.chat.parsers import detect_format
 from text_generation_router.chat.template import ChatTemplates, TemplateRenderer
 from text_generation_router.generation import Generations
@@ -41,16 +41,16 @@ class Model:
 @asynccontextmanager
 async def assemble(
     model: Model, generations: Generations, permits: Permits, metrics: Metrics, settings: Settings
-) -> AsyncIterator[tuple[Serving, Turns]]:
+) -> AsyncIterator[tuple[Serving, ChatPreparer]]:
     """What routes work with. Raises ChatTemplateError, SandboxError if a worker cannot start."""
     async with AsyncExitStack() as running:
         grammars = None
         if model.grammar_vocabulary is not None:
             grammars = GrammarCompiler(await running.enter_async_context(grammar_sandbox(model.grammar_vocabulary)))
         renderer = await running.enter_async_context(TemplateRenderer(model.templates))
-        admission = Admission(model.tokenizer, settings.limits, metrics, grammars, model.grammar_kinds)
+        admission = RequestPreparer(model.tokenizer, settings.limits, metrics, grammars, model.grammar_kinds)
         serving = Serving(generations, model.tokenizer, admission, permits, metrics, settings)
-        yield serving, Turns(serving, renderer, call_format=_call_format(model), reasoning=model.reasoning)
+        yield serving, ChatPreparer(serving, renderer, call_format=_call_format(model), reasoning=model.reasoning)
 
 
 def _call_format(model: Model) -> str:

@@ -100,7 +100,7 @@ class Entry:
 
     @property
     def salt(self) -> str:
-        return self.request.service.salt
+        return self.request.qos.salt
 
     @property
     def computed(self) -> int:

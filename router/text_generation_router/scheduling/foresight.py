@@ -49,5 +49,5 @@ class Foresight:
         work = len(request.prompt) + self.lengths.expected(request.max_new_tokens)
         if queue.work() + work <= most:
             return False
-        tenant = request.service.tenant
+        tenant = request.qos.tenant
         return queue.work() + work > 2 * most or queue.work(tenant) + work > most * queue.share(tenant)

@@ -73,4 +73,4 @@ def to_preempt(running: Iterable[Entry], *, self_scheduling: bool) -> Entry | No
 
 
 def _dispensability(entry: Entry) -> tuple[Priority, int]:
-    return entry.request.service.priority, entry.arrival
+    return entry.request.qos.priority, entry.arrival

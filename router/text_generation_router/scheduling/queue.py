@@ -5,7 +5,7 @@
 
        key = tokens served / weight - LEAD[class of the entry it would send]
 
-   Service is charged from outside (`charge`); how a tenant comes in that had nothing waiting, see `tenants`. A class buys
+   QualityOfService is charged from outside (`charge`); how a tenant comes in that had nothing waiting, see `tenants`. A class buys
    a bounded lead, in tokens, and not a pass: who floods at a high class gets that far ahead of the others, once.
    A low class is that far behind them, at most.
 3. Within a tenant: the earliest due goes next, ties by arrival.
@@ -27,7 +27,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
-from text_generation_router.request import Priority, Request, Service, TenantId
+from text_generation_router.request import Priority, QualityOfService, Request, TenantId
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 from text_generation_router.scheduling.tenants import Tenant, Tenants
 
@@ -66,12 +66,12 @@ class Queued(Protocol):
 E = TypeVar("E", bound=Queued)
 
 
-def due(service: Service, arrived: float) -> float:
+def due(qos: QualityOfService, arrived: float) -> float:
     """When a request ought to have had its turn; orders the entries of one tenant. In seconds."""
-    by_class = arrived + AGEING_S * service.priority
-    if service.first_token_by is None:
+    by_class = arrived + AGEING_S * qos.priority
+    if qos.first_token_by is None:
         return by_class
-    return max(arrived, min(by_class, service.first_token_by))
+    return max(arrived, min(by_class, qos.first_token_by))
 
 
 @dataclass(slots=True, eq=False)
@@ -131,13 +131,13 @@ class FairQueue(Generic[E]):
 
     def put(self, entry: E) -> None:
         """Queue a new entry."""
-        service = entry.request.service
-        ends = (time for time in (service.queue_by, service.end_by) if time is not None)
-        self._enter(entry, due(service, entry.arrived), min(ends, default=inf), sent_back=False)
+        qos = entry.request.qos
+        ends = (time for time in (qos.queue_by, qos.end_by) if time is not None)
+        self._enter(entry, due(qos, entry.arrived), min(ends, default=inf), sent_back=False)
 
     def put_back(self, entry: E) -> None:
         """Queue an entry that had left the queue and must run again: before all others. Its `queue_by` is met."""
-        end_by = entry.request.service.end_by
+        end_by = entry.request.qos.end_by
         self._enter(entry, entry.arrival, inf if end_by is None else end_by, sent_back=True)
 
     def peek(self) -> E | None:
@@ -243,10 +243,10 @@ class FairQueue(Generic[E]):
     # ---------------------------------------------------------------------------------------------------------- private
 
     def _enter(self, entry: E, rank: float, expires: float, *, sent_back: bool) -> None:
-        arrival, service, work = entry.arrival, entry.request.service, entry.work
+        arrival, qos, work = entry.arrival, entry.request.qos, entry.work
         assert arrival not in self._places, "an entry is queued once"
-        tenant = self._tenants.queue(service.tenant, work, waits=not sent_back)
-        place = _Place(entry, tenant, (rank, arrival), LEAD[service.priority], (expires, arrival), work, sent_back)
+        tenant = self._tenants.queue(qos.tenant, work, waits=not sent_back)
+        place = _Place(entry, tenant, (rank, arrival), LEAD[qos.priority], (expires, arrival), work, sent_back)
         self._places[arrival] = place
         self._work += work
         if expires < inf:

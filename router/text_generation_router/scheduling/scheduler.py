@@ -41,7 +41,7 @@ MOST_HELD_BACK = 16
 
 
 def _end_by(entry: Entry) -> Key:
-    end_by = entry.request.service.end_by
+    end_by = entry.request.qos.end_by
     return math.inf if end_by is None else end_by, entry.arrival
 
 
@@ -101,7 +101,7 @@ class Scheduler:
             entry.moves_in_vain = 1 if len(entry.generated) > entry.generated_before else entry.moves_in_vain + 1
         for entry in sorted((*ran, *others), key=lambda entry: entry.arrival):
             if (problem := self._cannot_move(entry, batch.spec)) is not None:
-                self._queue.ended(entry.request.service.tenant)
+                self._queue.ended(entry.request.qos.tenant)
                 self._fail(entry, FailureCode.LOST, problem, deliveries)
             else:
                 self._requeue(entry)
@@ -135,7 +135,7 @@ class Scheduler:
         self._entries[request.id] = entry
         entry.work = self._work(entry)
         self._queue.put(entry)
-        if request.service.end_by is not None:
+        if request.qos.end_by is not None:
             self._ends.put(entry)
 
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
@@ -162,9 +162,9 @@ class Scheduler:
         self._replicas.changed.add(batch.replica)
         if never_sent:
             if not entry.generated:  # nothing was computed for it
-                self._queue.charge(entry.request.service.tenant, -entry.charged)
+                self._queue.charge(entry.request.qos.tenant, -entry.charged)
                 entry.charged = 0
-            self._queue.ended(entry.request.service.tenant)
+            self._queue.ended(entry.request.qos.tenant)
             self._over(entry)
 
     # ------------------------------------------------------------------------------------------------------- decisions
@@ -225,7 +225,7 @@ class Scheduler:
     def _placed(self, entry: Entry, batch: Batch) -> None:
         self._dispatcher.chosen(entry, batch)
         self._replicas.changed.add(batch.replica)
-        tenant = entry.request.service.tenant
+        tenant = entry.request.qos.tenant
         self._queue.started(tenant)
         if not entry.charged:
             # What an engine that schedules for itself has cached is a guess: nobody is told of it, or charged by it.
@@ -249,7 +249,7 @@ class Scheduler:
         for entry in applied.finished:
             self._foresight.lengths.ended(entry.request.max_new_tokens, len(entry.generated))
         for entry in (*applied.finished, *applied.dropped):
-            self._queue.ended(entry.request.service.tenant)
+            self._queue.ended(entry.request.qos.tenant)
             self._over(entry)
         for entry in applied.returning:
             self._requeue(entry)
@@ -281,7 +281,7 @@ class Scheduler:
         """`entry` left its replica and waits again, before all others."""
         entry.work = self._work(entry)
         self._queue.put_back(entry)
-        self._queue.ended(entry.request.service.tenant)
+        self._queue.ended(entry.request.qos.tenant)
 
     def _over(self, entry: Entry) -> None:
         """`entry` has ended and is forgotten; its tenant pays for what it took, not for what was expected."""
@@ -289,7 +289,7 @@ class Scheduler:
         self._aside.forget(entry)
         self._ends.discard(entry)
         if entry.charged:
-            self._queue.charge(entry.request.service.tenant, len(entry.generated) - entry.expected)
+            self._queue.charge(entry.request.qos.tenant, len(entry.generated) - entry.expected)
 
     def _fail(self, entry: Entry, kind: FailureCode, message: str, deliveries: Deliveries) -> None:
         """`entry`, which is in no queue and on no replica, ends with an error."""
@@ -298,7 +298,7 @@ class Scheduler:
 
     def _forget_cancelled(self, replica: int) -> None:
         for entry in [one for one in self._entries.values() if one.state is State.CANCELLED and one.replica == replica]:
-            self._queue.ended(entry.request.service.tenant)
+            self._queue.ended(entry.request.qos.tenant)
             self._over(entry)
 
     # ------------------------------------------------------------------------------------------------------ foreseeing

@@ -65,7 +65,7 @@ class Cluster:
         now = time.monotonic()
         if self._closed or not self._expects_replicas(now):
             listener.on_failure(Unhealthy("no shard serves now"))
-        elif min(request.service.queue_by or now + 1, request.service.end_by or now + 1) <= now:
+        elif min(request.qos.queue_by or now + 1, request.qos.end_by or now + 1) <= now:
             listener.on_failure(DeadlineExceeded("its time was over before it was queued"))
         elif not self.scheduler.fits(len(request.prompt), request.max_new_tokens):
             listener.on_failure(GenerationFailed("the KV cache is too small for this request now"))
@@ -74,7 +74,7 @@ class Cluster:
         else:
             self._listeners.add(request.id, listener)
             self.scheduler.submit(request, now)
-            if request.service.end_by is not None or request.service.queue_by is not None:
+            if request.qos.end_by is not None or request.qos.queue_by is not None:
                 self._deadlines.set()
             self.dispatch()
 
@@ -115,7 +115,7 @@ class Cluster:
 
     def _wait_too_long(self, request: Request, now: float) -> float | None:
         """Seconds after which to come again, if `request` would wait too long or make others do so."""
-        tenant, queue_by = request.service.tenant, request.service.queue_by
+        tenant, queue_by = request.qos.tenant, request.qos.queue_by
         overfull = self.scheduler.is_overfull(request)
         if not overfull and queue_by is None:
             return None

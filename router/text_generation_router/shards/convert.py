@@ -58,8 +58,8 @@ def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int], *, own_
         message.logprobs.prompt_top_n = request.prompt_top_n
     if request.grammar is not None:
         message.grammar.CopyFrom(convert.grammar_to_pb(request.grammar))
-    if own_cache and request.service.salt:
-        message.cache_salt = hashed_salt(request.service.salt)
+    if own_cache and request.qos.salt:
+        message.cache_salt = hashed_salt(request.qos.salt)
     return message
 
 

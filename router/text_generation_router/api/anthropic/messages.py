@@ -11,7 +11,7 @@ from text_generation_router.api.anthropic.events import MessageScript
 from text_generation_router.api.anthropic.input import to_asked
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.turns import Turn, Turns
+from text_generation_router.api.core.turns import ChatPreparer, ChatRequest
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.openai.blocks import CachedTokens
 from text_generation_router.api.openai.ids import named
@@ -22,7 +22,7 @@ from text_generation_router.text.tokenizer import tokenizer_errors
 class MessagesRoutes:
     """Handlers of Anthropic's Messages API."""
 
-    def __init__(self, serving: Serving, turns: Turns) -> None:
+    def __init__(self, serving: Serving, turns: ChatPreparer) -> None:
         self._serving = serving
         self._turns = turns
 
@@ -30,7 +30,7 @@ class MessagesRoutes:
         """POST /v1/messages: an answer to a conversation, whole or in events."""
         body = await parse_body(request, MessagesBody)
 
-        def script(turn: Turn, cached_tokens: CachedTokens) -> MessageScript:
+        def script(turn: ChatRequest, cached_tokens: CachedTokens) -> MessageScript:
             head = named("msg_", body.model, self._serving.settings)
             return MessageScript(head, turn.prompt_tokens, cached_tokens)
 

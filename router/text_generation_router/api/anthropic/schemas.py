@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.core.service_fields import TieredFields
+from text_generation_router.api.core.quality_of_service import TieredFields
 from text_generation_router.api.http.schema import AnyMetadata, Body, Float32, Int32, Texts, UInt32
 
 MAX_MESSAGES = 10_000

@@ -16,7 +16,7 @@ from typing_extensions import TypeAliasType
 
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
-from text_generation_router.api.core.service_fields import ServiceFields
+from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.record import RECORD
@@ -70,7 +70,7 @@ RequestedOutputs = TypeAliasType(
 )
 
 
-class InferBody(ServiceFields):
+class InferBody(QosFields):
     """Body of an inference request."""
 
     id: str | None = None

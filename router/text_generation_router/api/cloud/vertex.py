@@ -14,7 +14,7 @@ from pydantic import Discriminator, FailFast, Field, Tag
 
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
-from text_generation_router.api.core.service_fields import ServiceFields
+from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.document.answers import VertexAnswer
 from text_generation_router.api.http.bodies import parse_body
@@ -34,7 +34,7 @@ class VertexParameters(GenerateParameters):
     """Sample instead of taking the most probable token."""
 
 
-class TextInstance(ServiceFields):
+class TextInstance(QosFields):
     """A prompt."""
 
     inputs: str
@@ -58,7 +58,7 @@ Instance = Annotated[
 ]
 
 
-class VertexBody(ServiceFields):
+class VertexBody(QosFields):
     """Body of /vertex."""
 
     instances: Annotated[list[Instance], FailFast(), Field(max_length=MAX_INSTANCES)]
@@ -95,7 +95,7 @@ class VertexRoutes:
     async def _text(self, instance: TextInstance | ChatBody, record: GenerationRecord, around: VertexBody) -> str:
         if isinstance(instance, TextInstance):
             parameters = instance.parameters or VertexParameters()
-            body = GenerateBody(inputs=instance.inputs, parameters=parameters, **instance.service_fields)
+            body = GenerateBody(inputs=instance.inputs, parameters=parameters, **instance.qos_fields)
             text: str = (await self._generate.seated_reply(body, record, around))["generated_text"]
             return text
         return await self._chat.text(instance, record, around)

@@ -23,7 +23,7 @@ from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Request, RequestId, Service, TenantId, TokenId
+from text_generation_router.request import QualityOfService, Request, RequestId, TenantId, TokenId
 from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
 
 COUNTED_EXACTLY = 1 << 16
@@ -84,7 +84,7 @@ class Permits:
         return self._held.get(tenant, 0) + count <= share and self.in_use + count <= 2 * self.limit
 
 
-class Admission:
+class RequestPreparer:
     """Validates, tokenizes, numbers."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Admission:
         parameters: GenerateParameters,
         extras: Extras = TGI,
         count: int = 1,
-        service: Service = Service(),
+        qos: QualityOfService = QualityOfService(),
     ) -> Request:
         """The request a body asks for; `inputs` may be tokens already. `count` generations are to be made of it.
 
@@ -146,7 +146,7 @@ class Admission:
             prompt_logprobs=parameters.decoder_input_details,
             prompt_top_n=extras.prompt_top_n,
             grammar=grammar,
-            service=service,
+            qos=qos,
         )
         check_supported(request, self._limits.unsupported, extras.names)
         for _ in range(count):

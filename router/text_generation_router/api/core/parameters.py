@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from text_generation_router.api.core.service_fields import ServiceFields
+from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.http.schema import Float32, Int32, UInt32, UInt64
 
 
-class GenerateParameters(ServiceFields):
+class GenerateParameters(QosFields):
     """How to generate. Ranges are validation.py's; here are types and defaults only."""
 
     best_of: UInt64 | None = None
@@ -56,7 +56,7 @@ class GenerateParameters(ServiceFields):
     """Adapter to use; one that is not loaded means the base model, as in TGI."""
 
 
-class GenerateBody(ServiceFields):
+class GenerateBody(QosFields):
     """Body of /generate, /generate_stream and /tokenize."""
 
     inputs: str

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from text_generation_router.api.core.admission import Admission, Permits
+from text_generation_router.api.core.admission import Permits, RequestPreparer
 from text_generation_router.api.core.collector import Collector
-from text_generation_router.api.core.service import service_of
-from text_generation_router.api.core.service_fields import ServiceFields
+from text_generation_router.api.core.quality_of_service import QosFields, quality_of_service
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.http.caller import read_caller
 from text_generation_router.api.http.dialects import ErrorEvent
@@ -21,7 +20,7 @@ from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import Draining
 from text_generation_router.generation import Generations, Sink
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import Request, Service
+from text_generation_router.request import QualityOfService, Request
 from text_generation_router.text.tokenizer import Tokenizer
 
 
@@ -31,7 +30,7 @@ class Serving:
 
     generations: Generations
     tokenizer: Tokenizer
-    admission: Admission
+    admission: RequestPreparer
     permits: Permits
     metrics: Metrics
     settings: Settings
@@ -52,9 +51,9 @@ class Serving:
         """Hold `count` places for the caller of these generations. Raises Overloaded, InvalidRequest."""
         return self.permits.take(count, records[0].caller.tenant)
 
-    def service(self, record: GenerationRecord, *asked: ServiceFields | None) -> Service:
+    def qos(self, record: GenerationRecord, *asked: QosFields | None) -> QualityOfService:
         """What a generation is due, by its caller's headers and by what its body asked for. Raises InvalidRequest."""
-        return service_of(record.caller, self.settings, *asked)
+        return quality_of_service(record.caller, self.settings, *asked)
 
     def several(self, request: Request, count: int) -> list[Request]:
         """`request`, and as many more with seeds of their own as make `count`."""

@@ -34,7 +34,7 @@ _PARAMETERS: Mapping[str, tuple[str, Callable[[Request], object]]] = {
     "top_n": ("`top_n_tokens`", lambda asked: asked.top_n_tokens),
     "prompt": ("`decoder_input_details`", lambda asked: asked.prompt_logprobs),
     "prompt_top_n": ("`echo` with `logprobs` above 0", lambda asked: asked.prompt_top_n),
-    "cache_salt": ("`cache_salt`", lambda asked: asked.service.salt),
+    "cache_salt": ("`cache_salt`", lambda asked: asked.qos.salt),
 }
 
 

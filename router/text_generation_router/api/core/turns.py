@@ -4,7 +4,7 @@
                                                         │ pieces
     chat, responses, messages ◄── events ── Reader ◄────┘
 
-A dialect brings an EventSink and writes down what it hears; or collects, and asks `Turn.answer` for the whole.
+A dialect brings an EventSink and writes down what it hears; or collects, and asks `ChatRequest.answer` for the whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import ServingError, ToolError
 from text_generation_router.generation import Ending, Piece
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
-from text_generation_router.request import LogprobJson, Request, Service, TokenId, TopToken
+from text_generation_router.request import LogprobJson, QualityOfService, Request, TokenId, TopToken
 
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
@@ -111,7 +111,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatRequest:
     """A turn that may run: proven valid, with as many requests as answers were asked for."""
 
     requests: Sequence[Request]
@@ -196,7 +196,7 @@ def _without_further_calls(events: Sequence[Event]) -> Sequence[Event]:
     return [event for event in events if not isinstance(event, ToolCallStart | ToolCallArguments) or event.index == 0]
 
 
-class Turns:
+class ChatPreparer:
     """Prepares turns."""
 
     def __init__(self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: bool) -> None:
@@ -216,9 +216,9 @@ class Turns:
         conversation: Conversation,
         parameters: GenerateParameters,
         extras: Extras,
-        service: Service,
+        qos: QualityOfService,
         count: int = 1,
-    ) -> Turn:
+    ) -> ChatRequest:
         """A turn with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
         prompt = await self._renderer.render(replace(conversation, tools=tools))
@@ -241,8 +241,8 @@ class Turns:
         extras = replace(
             extras, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
-        first = await self._serving.admission.admit(prompt, parameters, extras, count, service)
-        return Turn(self._serving.several(first, count), prompt, form)
+        first = await self._serving.admission.admit(prompt, parameters, extras, count, qos)
+        return ChatRequest(self._serving.several(first, count), prompt, form)
 
     @property
     def _serves_lark(self) -> bool:

@@ -3,7 +3,7 @@
     0a 0b | 0s 0t   check_whole, check_streamed      before a permit is taken
     1 … 13          check_parameters                 before the prompt is tokenized
     15 16           new_tokens                       once its length is known
-    17 18 19        Admission, with grammar/
+    17 18 19        RequestPreparer, with grammar/
     20              check_supported, in supported.py
 
 The numbers are those of the rules' order, which clients can see: the first rule broken is the one reported.

@@ -9,9 +9,9 @@ import orjson
 from aiohttp import web
 
 from text_generation_router.api.core.collector import Collector
-from text_generation_router.api.core.service_fields import ServiceFields
+from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.turns import Answer, Turn, Turns
+from text_generation_router.api.core.turns import Answer, ChatPreparer, ChatRequest
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
@@ -25,7 +25,7 @@ from text_generation_router.api.openai.usage import usage
 from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
 from text_generation_router.api.tgi.tokens import answer_tokens
-from text_generation_router.request import Service
+from text_generation_router.request import QualityOfService
 from text_generation_router.text.tokenizer import tokenizer_errors
 
 Json = dict[str, Any]
@@ -34,7 +34,7 @@ Json = dict[str, Any]
 class ChatRoutes:
     """Handlers of chats in OpenAI's dialect."""
 
-    def __init__(self, serving: Serving, turns: Turns) -> None:
+    def __init__(self, serving: Serving, turns: ChatPreparer) -> None:
         self._serving = serving
         self._turns = turns
 
@@ -47,7 +47,7 @@ class ChatRoutes:
         count = body.n or 1
         records = self._serving.start(request, count)
         with self._serving.seats(records, count):
-            turn = await self._prepare(body, self._serving.service(records[0], body), count)
+            turn = await self._prepare(body, self._serving.qos(records[0], body), count)
             if body.stream:
                 return await self._streamed(request, body, turn, records)
             collectors = await self._serving.collect(turn.requests, records)
@@ -58,9 +58,9 @@ class ChatRoutes:
             reply = await self._whole(body, turn, collectors, cached_tokens(records))
             return web.Response(body=reply, content_type="application/json", headers=headers)
 
-    async def text(self, body: ChatBody, record: GenerationRecord, around: ServiceFields) -> str:
+    async def text(self, body: ChatBody, record: GenerationRecord, around: QosFields) -> str:
         """The text of one answer, for routes that want nothing else; `around` is the body of several."""
-        turn = await self._prepare(body, self._serving.service(record, body, around), 1)
+        turn = await self._prepare(body, self._serving.qos(record, body, around), 1)
         [collector] = await self._serving.collect(turn.requests, [record])
         return collector.ended.result().text
 
@@ -72,12 +72,12 @@ class ChatRoutes:
         after = b',"templated_text":%b}' % orjson.dumps(text)
         return await answer_tokens(request, text, encoding, before=b'{"tokenize_response":', after=after)
 
-    async def _prepare(self, body: ChatBody, service: Service, count: int) -> Turn:
+    async def _prepare(self, body: ChatBody, qos: QualityOfService, count: int) -> ChatRequest:
         conversation = to_conversation(body, asked_grammar(body))
-        return await self._turns.prepare(conversation, chat_parameters(body), extras(body), service, count)
+        return await self._turns.prepare(conversation, chat_parameters(body), extras(body), qos, count)
 
     async def _streamed(
-        self, request: web.Request, body: ChatBody, turn: Turn, records: Sequence[GenerationRecord]
+        self, request: web.Request, body: ChatBody, turn: ChatRequest, records: Sequence[GenerationRecord]
     ) -> web.StreamResponse:
         serving = self._serving
         stream = serving.stream(request, cost_headers(serving.settings, len(turn.prompt)), openai_error_event)
@@ -92,7 +92,7 @@ class ChatRoutes:
         with serving.run(turn.requests, records, chat.sinks()):
             return await stream.run()
 
-    async def _whole(self, body: ChatBody, turn: Turn, collectors: Sequence[Collector], cached: int) -> bytes:
+    async def _whole(self, body: ChatBody, turn: ChatRequest, collectors: Sequence[Collector], cached: int) -> bytes:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
         choices = (
             self._choice(index, body, turn.answer(collector.ended.result()), collector)

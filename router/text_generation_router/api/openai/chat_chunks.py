@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.api.core.turns import AnswerEnd, Finish, Reader, Turn, finish_of
+from text_generation_router.api.core.turns import AnswerEnd, ChatRequest, Finish, Reader, finish_of
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
@@ -43,7 +43,7 @@ class ChatStream:
         self,
         stream: EventStream,
         named: Named,
-        turn: Turn,
+        turn: ChatRequest,
         records: Sequence[GenerationRecord],
         tokenizer: Tokenizer,
         shown: Shown,

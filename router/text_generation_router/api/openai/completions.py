@@ -24,7 +24,7 @@ from text_generation_router.api.openai.usage import usage
 from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.api.tgi.headers import cost_headers, timing_headers
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
-from text_generation_router.request import Request, Service, TokenId
+from text_generation_router.request import QualityOfService, Request, TokenId
 
 Json = dict[str, Any]
 
@@ -55,8 +55,8 @@ class CompletionRoutes:
         records = self._serving.start(request, min(len(prompts), self._limit) * (body.n or 1))
         self._check(body, prompts)
         with self._serving.seats(records, len(records)):
-            service = self._serving.service(records[0], body)
-            admitted = [await self._admit(body, prompt, service) for prompt in prompts]
+            qos = self._serving.qos(records[0], body)
+            admitted = [await self._admit(body, prompt, qos) for prompt in prompts]
             requests = [one for prompt in admitted for one in prompt.requests]
             headers = cost_headers(self._serving.settings, sum(len(prompt.text) for prompt in admitted))
             if body.stream:
@@ -88,7 +88,7 @@ class CompletionRoutes:
             raise InvalidRequest("`best_of` must be 1 or equal to `n`")
         assert len(prompts) * (body.n or 1) <= self._limit * MAX_CHOICES
 
-    async def _admit(self, body: CompletionBody, prompt: str | list[TokenId], service: Service) -> Prompt:
+    async def _admit(self, body: CompletionBody, prompt: str | list[TokenId], qos: QualityOfService) -> Prompt:
         serving = self._serving
         wanted = replace(
             extras(body),
@@ -96,7 +96,7 @@ class CompletionRoutes:
             prompt_top_n=(body.logprobs or 0) if body.echo else 0,
             grammar=asked_grammar(body),
         )
-        first = await serving.admission.admit(prompt, completion_parameters(body), wanted, body.n or 1, service)
+        first = await serving.admission.admit(prompt, completion_parameters(body), wanted, body.n or 1, qos)
         text = prompt if isinstance(prompt, str) else await serving.tokenizer.decode(prompt)
         requests = serving.several(first, body.n or 1)
         if not body.stream:

@@ -9,9 +9,9 @@ import orjson
 from aiohttp import web
 
 from text_generation_proto.values import Grammar
-from text_generation_router.api.core.service_fields import ServiceFields
+from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.turns import AnswerEnd, Reader, Turn, Turns, finish_of
+from text_generation_router.api.core.turns import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.blocks import CachedTokens, Script
@@ -42,19 +42,19 @@ class Asked:
 async def answer(
     request: web.Request,
     serving: Serving,
-    turns: Turns,
+    turns: ChatPreparer,
     ask: Callable[[], Asked],
-    script_of: Callable[[Turn, CachedTokens], Script],
+    script_of: Callable[[ChatRequest, CachedTokens], Script],
     *,
-    fields: ServiceFields,
+    fields: QosFields,
     stream: bool,
 ) -> web.StreamResponse:
     """Answer what `ask` says. Raises ServingError, whichever of the steps it comes from."""
     records = serving.start(request)
     with serving.seats(records, 1):
         asked = ask()
-        service = serving.service(records[0], fields)
-        turn = await turns.prepare(asked.conversation, chat_parameters(asked.chat), extras(asked.chat), service)
+        qos = serving.qos(records[0], fields)
+        turn = await turns.prepare(asked.conversation, chat_parameters(asked.chat), extras(asked.chat), qos)
         script = script_of(turn, lambda: records[0].cached_tokens)
         headers = cost_headers(serving.settings, len(turn.prompt))
         if stream:
@@ -67,14 +67,14 @@ async def answer(
         return web.Response(body=orjson.dumps(script.whole()), content_type="application/json", headers=headers)
 
 
-def read_whole(script: Script, turn: Turn, ending: Ending) -> None:
+def read_whole(script: Script, turn: ChatRequest, ending: Ending) -> None:
     """Have the script tell a finished text."""
     events, end = turn.read(ending)
     script.events(events)
     script.end(end)
 
 
-def script_sink(stream: EventStream, script: Script, turn: Turn, record: GenerationRecord) -> Sink:
+def script_sink(stream: EventStream, script: Script, turn: ChatRequest, record: GenerationRecord) -> Sink:
     """The sink of a streamed answer: without a parser where all is text."""
     sink = ScriptSink(stream, script, record)
     return sink if turn.form.is_plain else Reader(turn.form.parser(), sink)

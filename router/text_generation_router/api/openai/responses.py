@@ -7,7 +7,7 @@ from functools import partial
 from aiohttp import web
 
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.turns import Turn, Turns
+from text_generation_router.api.core.turns import ChatPreparer, ChatRequest
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.openai.blocks import CachedTokens
 from text_generation_router.api.openai.ids import named
@@ -21,7 +21,7 @@ from text_generation_router.errors import NotFound
 class ResponsesRoutes:
     """Handlers of OpenAI's Responses API."""
 
-    def __init__(self, serving: Serving, turns: Turns) -> None:
+    def __init__(self, serving: Serving, turns: ChatPreparer) -> None:
         self._serving = serving
         self._turns = turns
 
@@ -29,7 +29,7 @@ class ResponsesRoutes:
         """POST /v1/responses: an answer to a conversation, whole or in events."""
         body = await parse_body(request, ResponsesBody)
 
-        def script(turn: Turn, cached_tokens: CachedTokens) -> ResponseScript:
+        def script(turn: ChatRequest, cached_tokens: CachedTokens) -> ResponseScript:
             head = named("resp_", body.model, self._serving.settings)
             return ResponseScript(body, head, turn.prompt_tokens, cached_tokens)
 

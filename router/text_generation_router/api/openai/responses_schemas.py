@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.core.service_fields import TieredFields
+from text_generation_router.api.core.quality_of_service import TieredFields
 from text_generation_router.api.http.schema import Body, Float32, TextMetadata, Texts, UInt32
 from text_generation_router.api.openai.schemas import ContentPart
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, FailFast, Field
 from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import MAX_LOGIT_BIAS
-from text_generation_router.api.core.service_fields import TieredFields
+from text_generation_router.api.core.quality_of_service import TieredFields
 from text_generation_router.api.http.schema import (
     Body,
     Float32,

@@ -8,7 +8,7 @@ import orjson
 from aiohttp import web
 
 from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody, GenerateParameters
-from text_generation_router.api.core.service_fields import ServiceFields
+from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.validation import check_streamed, check_whole
 from text_generation_router.api.http.bodies import parse_body
@@ -67,17 +67,15 @@ class GenerateRoutes:
         check_whole(parameters, self._serving.settings.limits)
         return parameters.best_of or 1
 
-    async def seated_reply(
-        self, body: GenerateBody, record: GenerationRecord, around: ServiceFields | None = None
-    ) -> Json:
+    async def seated_reply(self, body: GenerateBody, record: GenerationRecord, around: QosFields | None = None) -> Json:
         """The same for a caller that holds the reply's places (`places`) already: this takes none.
 
         `around`: the body of several replies that this is one of.
         """
         serving = self._serving
         count = self.places(body.parameters)
-        service = serving.service(record, body.parameters, body, around)
-        first = await serving.admission.admit(body.inputs, body.parameters, service=service)
+        qos = serving.qos(record, body.parameters, body, around)
+        first = await serving.admission.admit(body.inputs, body.parameters, qos=qos)
         # One generation was asked for, however many sequences are tried for it.
         collectors = await serving.collect(serving.several(first, count), [record] * count)
         best = max(collectors, key=lambda collector: collector.mean_logprob)
@@ -90,8 +88,8 @@ class GenerateRoutes:
         [record] = serving.start(request)
         check_streamed(body.parameters)
         with serving.seats([record], 1):
-            service = serving.service(record, body.parameters, body)
-            admitted = await serving.admission.admit(body.inputs, body.parameters, service=service)
+            qos = serving.qos(record, body.parameters, body)
+            admitted = await serving.admission.admit(body.inputs, body.parameters, qos=qos)
             stream = serving.stream(request, cost_headers(serving.settings, len(body.inputs)), tgi_error_event)
             events = TokenEvents(stream, body, serving.tokenizer, record)
             with serving.run([admitted], [record], [events]):

@@ -123,7 +123,7 @@ def test_nothing_expired_is_popped_after_expire(desk: Desk) -> None:
 
 
 def _expiry(entry: Waiter) -> float:
-    service = entry.request.service
+    service = entry.request.qos
     assert service.queue_by is not None
     assert service.end_by is not None
     return min(service.queue_by, service.end_by)
@@ -183,7 +183,7 @@ def test_who_is_set_aside_has_not_left(desk: Desk) -> None:
     assert desk.queue.expire(1.0) == [expired]
     desk.queue.unskip(skipped)
     desk.put(A)
-    assert [desk.serve().request.service.tenant for _ in range(3)] == [A, A, B]
+    assert [desk.serve().request.qos.tenant for _ in range(3)] == [A, A, B]
 
 
 # ------------------------------------------------------------------------------------------------------------- figures

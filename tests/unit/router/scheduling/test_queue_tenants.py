@@ -106,7 +106,7 @@ def test_one_tenant_that_only_runs_does_not_hold_the_entrance_down(desk: Desk) -
         desk.serve()
     for _ in range(100):
         desk.put(B)
-    order = [desk.serve().request.service.tenant for _ in range(20)]
+    order = [desk.serve().request.qos.tenant for _ in range(20)]
     assert 9 <= order.count(A) <= 11
 
 
@@ -116,7 +116,7 @@ def test_coming_back_does_not_pay_a_debt(desk: Desk) -> None:
     desk.put(A, work=10 * WORK)
     assert [desk.serve().arrival for _ in range(2)] == [1, 21]
     desk.put(A)
-    order = [desk.serve().request.service.tenant for _ in range(11)]
+    order = [desk.serve().request.qos.tenant for _ in range(11)]
     assert order.index(A) == 10, "A is let in once B has had more than its 10 WORK"
 
 
@@ -127,7 +127,7 @@ def test_use_of_an_idle_server_is_held_against_nobody(desk: Desk) -> None:
     for _ in range(10):
         desk.put(B)
         desk.put(A)
-    order = [desk.serve().request.service.tenant for _ in range(10)]
+    order = [desk.serve().request.qos.tenant for _ in range(10)]
     assert 4 <= order.count(A) <= 6
 
 

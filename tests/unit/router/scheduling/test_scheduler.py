@@ -7,12 +7,12 @@ from block_audit import audit_idle
 from scheduler_rig import Rig, a_policy, words
 
 from text_generation_proto.values import FailureCode
-from text_generation_router.request import Request, RequestId, Service, TenantId
+from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.steps import Orders
 
 
 def a_request(prompt: int, new: int, tenant: str = "") -> Request:
-    return Request(RequestId(999), words(999, prompt), new, service=Service(TenantId(tenant)))
+    return Request(RequestId(999), words(999, prompt), new, qos=QualityOfService(TenantId(tenant)))
 
 
 def test_the_same_calls_give_the_same_orders() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_router.request import Request, RequestId, Service
+from text_generation_router.request import QualityOfService, Request, RequestId
 from text_generation_router.scheduling.steps import Admission, Orders
 from text_generation_router.shards.convert import hashed_salt, orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
@@ -87,7 +87,7 @@ def test_prompt_top_tokens_are_read_from_their_columns() -> None:
 
 @pytest.mark.parametrize("salt", ["pepper", "a tenant\0salt", "ü"])
 def test_an_engine_with_a_prefix_cache_of_its_own_is_told_salts_that_name_nobody(salt: str) -> None:
-    request = replace(PLAIN, service=Service(salt=salt))
+    request = replace(PLAIN, qos=QualityOfService(salt=salt))
     told = sent(request, own_cache=True).cache_salt
     assert len(told) == 32
     assert set(told) <= set("0123456789abcdef")

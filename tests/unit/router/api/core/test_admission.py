@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_router.api.core.admission import COUNTED_EXACTLY, Admission, Permits
+from text_generation_router.api.core.admission import COUNTED_EXACTLY, Permits, RequestPreparer
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.validation import Limits
 from text_generation_router.errors import InvalidRequest, Overloaded
@@ -18,10 +18,10 @@ from text_generation_router.text.tokenizer import Tokenizer
 LIMITS = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=100, max_total_tokens=200)
 
 
-def an_admission(demo_model: Path) -> Admission:
+def an_admission(demo_model: Path) -> RequestPreparer:
     scheduler = Scheduler(Policy(1, 1))
     metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
-    return Admission(Tokenizer.load(demo_model, workers=1), LIMITS, metrics)
+    return RequestPreparer(Tokenizer.load(demo_model, workers=1), LIMITS, metrics)
 
 
 def test_places_are_given_back_after_a_failure() -> None:

@@ -15,7 +15,7 @@ from text_generation_router.api.core.sampling import to_sampling
 from text_generation_router.api.core.supported import _PARAMETERS, check_supported
 from text_generation_router.api.openai.parameters import CHAT_NAMES, COMPLETION_NAMES
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.request import Request, RequestId, Service
+from text_generation_router.request import QualityOfService, Request, RequestId
 
 PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
 WHY = "the engine never heard of it"
@@ -38,7 +38,7 @@ ASKED: list[tuple[str, dict[str, Any], str]] = [
     ("top_n", {"top_n_tokens": 1}, "`top_n_tokens`"),
     ("prompt", {"prompt_logprobs": True}, "`decoder_input_details`"),
     ("prompt_top_n", {"prompt_top_n": 1}, "`echo` with `logprobs` above 0"),
-    ("cache_salt", {"service": Service(salt="pepper")}, "`cache_salt`"),
+    ("cache_salt", {"qos": QualityOfService(salt="pepper")}, "`cache_salt`"),
 ]
 
 

@@ -11,8 +11,7 @@ from text_generation_router.api.anthropic.schemas import MessagesBody
 from text_generation_router.api.cloud.kserve import InferBody
 from text_generation_router.api.cloud.vertex import TextInstance, VertexBody
 from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody, GenerateParameters
-from text_generation_router.api.core.service import service_of
-from text_generation_router.api.core.service_fields import ServiceFields, TieredFields
+from text_generation_router.api.core.quality_of_service import QosFields, TieredFields, quality_of_service
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.validation import Limits
 from text_generation_router.api.http.bodies import BodyRejected, validate
@@ -20,7 +19,7 @@ from text_generation_router.api.http.caller import Caller
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.request import Priority, Service, TenantId
+from text_generation_router.request import Priority, QualityOfService, TenantId
 
 SETTINGS = Settings(Limits(1, 1, 1, 10, 20))
 NOW = 1000.0
@@ -32,7 +31,11 @@ def fields(**values: object) -> TieredFields:
 
 
 def test_whoever_says_nothing_is_due_nothing_in_particular() -> None:
-    assert service_of(CALLER, SETTINGS) == service_of(CALLER, SETTINGS, None, fields()) == Service()
+    assert (
+        quality_of_service(CALLER, SETTINGS)
+        == quality_of_service(CALLER, SETTINGS, None, fields())
+        == QualityOfService()
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,37 +53,39 @@ def test_whoever_says_nothing_is_due_nothing_in_particular() -> None:
         VertexBody,
     ],
 )
-def test_every_body_that_asks_for_text_has_the_fields(schema: type[ServiceFields]) -> None:
-    assert issubclass(schema, ServiceFields)
+def test_every_body_that_asks_for_text_has_the_fields(schema: type[QosFields]) -> None:
+    assert issubclass(schema, QosFields)
 
 
 # ------------------------------------------------------------------------------------------------------------- deadlines
 
 
 def test_timeouts_count_from_the_arrival() -> None:
-    service = service_of(CALLER, SETTINGS, fields(queue_timeout=2, timeout=30.5))
+    service = quality_of_service(CALLER, SETTINGS, fields(queue_timeout=2, timeout=30.5))
     assert (service.queue_by, service.end_by, service.first_token_by) == (NOW + 2, NOW + 30.5, None)
 
 
 def test_headers_are_passed_on() -> None:
     caller = Caller(NOW, TenantId("a"), Priority.BULK, NOW + 1, NOW + 2, NOW + 3)
-    assert service_of(caller, SETTINGS) == Service(TenantId("a"), Priority.BULK, "", NOW + 1, NOW + 2, NOW + 3)
+    assert quality_of_service(caller, SETTINGS) == QualityOfService(
+        TenantId("a"), Priority.BULK, "", NOW + 1, NOW + 2, NOW + 3
+    )
 
 
 def test_of_header_and_bodies_the_nearest_counts() -> None:
     for given in ([1.0, 2.0, 3.0], [3.0, 1.0, 2.0], [2.0, 3.0, 1.0]):
         caller = replace(CALLER, queue_by=NOW + given[0], end_by=NOW + given[0])
         bodies = [fields(queue_timeout=seconds, timeout=seconds) for seconds in given[1:]]
-        service = service_of(caller, SETTINGS, *bodies)
+        service = quality_of_service(caller, SETTINGS, *bodies)
         assert (service.queue_by, service.end_by) == (NOW + 1, NOW + 1)
 
 
 def test_the_operators_timeouts_are_defaults_and_bounds() -> None:
     settings = replace(SETTINGS, queue_timeout_s=5.0, request_timeout_s=60.0)
     for asked, due in (({}, (5, 60)), ({"queue_timeout": 9, "timeout": 99}, (5, 60)), ({"timeout": 1}, (5, 1))):
-        service = service_of(CALLER, settings, fields(**asked))
+        service = quality_of_service(CALLER, settings, fields(**asked))
         assert (service.queue_by, service.end_by) == (NOW + due[0], NOW + due[1])
-    later = service_of(replace(CALLER, end_by=NOW + 100), settings)
+    later = quality_of_service(replace(CALLER, end_by=NOW + 100), settings)
     assert later.end_by == NOW + 60
 
 
@@ -89,7 +94,7 @@ def test_the_operators_timeouts_are_defaults_and_bounds() -> None:
 def test_what_is_no_timeout_is_refused_by_name(name: str, value: float) -> None:
     asked = TieredFields.model_construct(**{name: value})
     with pytest.raises(InvalidRequest, match=f"`{name}` must be > 0 and <= 10000000 seconds. Given: "):
-        service_of(CALLER, SETTINGS, asked)
+        quality_of_service(CALLER, SETTINGS, asked)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +136,15 @@ def test_wrong_types_are_refused_with_the_body(wrong: dict[str, Any]) -> None:
     ],
 )
 def test_a_body_says_how_urgent_it_is(asked: dict[str, Any], priority: Priority) -> None:
-    assert service_of(CALLER, SETTINGS, fields(**asked)).priority is priority
+    assert quality_of_service(CALLER, SETTINGS, fields(**asked)).priority is priority
 
 
 def test_the_header_wins_over_the_body_and_the_inner_body_over_the_one_around_it() -> None:
     caller = replace(CALLER, priority=Priority.DEFAULT)
-    assert service_of(caller, SETTINGS, fields(priority=-1)).priority is Priority.DEFAULT
+    assert quality_of_service(caller, SETTINGS, fields(priority=-1)).priority is Priority.DEFAULT
     inner, outer = fields(priority=1), fields(priority=-1)
-    assert service_of(CALLER, SETTINGS, inner, outer).priority is Priority.BULK
-    assert service_of(CALLER, SETTINGS, fields(), outer).priority is Priority.INTERACTIVE
+    assert quality_of_service(CALLER, SETTINGS, inner, outer).priority is Priority.BULK
+    assert quality_of_service(CALLER, SETTINGS, fields(), outer).priority is Priority.INTERACTIVE
 
 
 # ----------------------------------------------------------------------------------------------------------------- salts
@@ -148,15 +153,15 @@ def test_the_header_wins_over_the_body_and_the_inner_body_over_the_one_around_it
 def test_a_salt_is_the_bodys_whoever_asks() -> None:
     for tenant in ("a", "b"):
         caller = replace(CALLER, tenant=TenantId(tenant))
-        assert service_of(caller, SETTINGS, fields(cache_salt="s")).salt == "s"
-        assert service_of(caller, SETTINGS).salt == ""
-    assert service_of(CALLER, SETTINGS, fields(cache_salt="inner"), fields(cache_salt="outer")).salt == "inner"
+        assert quality_of_service(caller, SETTINGS, fields(cache_salt="s")).salt == "s"
+        assert quality_of_service(caller, SETTINGS).salt == ""
+    assert quality_of_service(CALLER, SETTINGS, fields(cache_salt="inner"), fields(cache_salt="outer")).salt == "inner"
 
 
 def test_tenants_that_are_kept_apart_never_have_the_same_salt() -> None:
     settings = replace(SETTINGS, salt_per_tenant=True)
     salts = {
-        service_of(replace(CALLER, tenant=TenantId(tenant)), settings, fields(cache_salt=salt)).salt
+        quality_of_service(replace(CALLER, tenant=TenantId(tenant)), settings, fields(cache_salt=salt)).salt
         for tenant in ("", "a", "ab")
         for salt in (None, "b", "a\0", "\0a")
     }
