@@ -1,199 +1,389 @@
-"""Every way a request can fail, with its stable word and its HTTP status. What HTTP itself refuses (a route that is not
-there, a body that is no JSON or of the wrong shape) never gets here: api/http answers it.
+"""Every error that a client can receive: one class for each, with its status and its name in every dialect.
+
+To add an error, define its class here and raise it. Responses, metrics, the OpenAPI document and the table in docs/api.md
+follow from the class attributes. Texts and types are TGI's, because its clients match on them.
 
     ServingError
-    ├── InvalidRequest      validation              422   the client's to mend; no retry
-    │   ├── NotUtf8         utf8                    422   KServe: bytes of an input that are no text
-    │   ├── LengthMismatch  length mismatch         422   KServe: not as many outputs as inputs
-    │   ├── NoInstances     Input validation error  422   Vertex AI: nothing to predict
-    │   └── ThreadNotSupported validation           422   Anthropic: only the new part of a conversation
-    ├── TemplateError       template_error          422   the chat template is missing or refuses these messages
-    ├── ToolError           tool_error              422   a tool that is not there, or tools and a grammar at once
-    ├── BatchTooLarge       batch size exceeded     422   more prompts than one request may bring
-    ├── SuffixNotSupported  suffix not supported    422
-    ├── Unauthorized        unauthorized            401   no key, or a wrong one
-    ├── NotFound            not_found               404   a model that is not served here
-    ├── Overloaded          overloaded              429   no place in the building; retry later, Retry-After says when
-    ├── Draining            overloaded              503   this router is stopping; retry elsewhere
-    ├── Unhealthy           healthcheck             503   what a request needs does not work now: the shards, or a sandbox
-    ├── DeadlineExceeded    timeout                 408   its time was over, in the queue or later
-    ├── GenerationFailed    generation              424   admitted, then failed: this sequence, its step or its shard
-    └── IncompleteGeneration incomplete_generation  500   a stream ended without an end: a bug of ours
-
-Texts and words are TGI's, which clients match on (`Input validation error: …`).
+    ├── ClientError                      the client must change the request
+    │   ├── BodyRejected …               while its body is read
+    │   └── InvalidRequest …             a validation rule is broken
+    ├── Overloaded, Draining, Unhealthy  refused now; a retry may succeed
+    └── DeadlineExceeded, GenerationFailed, IncompleteGeneration, ClientLeft
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
+from enum import Enum, Flag, auto
 from typing import ClassVar
+
+MAX_RETRY_AFTER_S = 3600.0
+"""Upper bound of Retry-After. Estimates further ahead are not reliable."""
+
+
+class Operation(Flag):
+    """The operations of a route. The OpenAPI document derives the errors of a route from them."""
+
+    NONE = 0
+    HEALTH = auto()
+    FIND = auto()
+    TOKENIZE = auto()
+    TEMPLATE = auto()
+    """Render a chat template."""
+    GENERATE = auto()
+    COMPLETE = auto()
+    """OpenAI's completions: several prompts in one request."""
+    PREDICT = auto()
+    """Vertex AI."""
+    INFER = auto()
+    """KServe."""
+
+
+class Outcome(Enum):
+    """The end of a failed generation: the values of `reason` in `text_generation_requests_finished_total`."""
+
+    REFUSED = "refused"
+    """It never reached the queue."""
+    ERROR = "error"
+    """It was queued and could not be finished."""
+    EXPIRED = "expired"
+    """Its deadline passed."""
+    CANCELLED = "cancelled"
+    """The client left before the response was complete."""
+
+
+class TgiBody(Enum):
+    """Form of an error on TGI's routes."""
+
+    JSON = "JSON"
+    TEXT = "plain text"
+    """As TGI's web framework answers before TGI's own code runs."""
+    EMPTY = "empty"
 
 
 class ServingError(Exception):
-    """A failure a client is told of. `str()` is the text, complete with TGI's prefix."""
+    """An error that a client receives. `str()` is the full text.
 
-    error_type: ClassVar[str]
+    The defaults are those of an internal error.
+    """
+
     status: ClassVar[int]
+    error_type: ClassVar[str]
+    """TGI's `error_type`."""
+    tgi_body: ClassVar[TgiBody] = TgiBody.JSON
     prefix: ClassVar[str] = ""
-    details: ClassVar[dict[str, object] | None] = None
-    """What Anthropic's clients are told beside the text."""
+    """Prefix of the text, mostly TGI's."""
+    message: ClassVar[str] = "…"
+    """The text where the raiser gives none, and the example in the OpenAPI document."""
+    openai_type: ClassVar[str] = "server_error"
+    openai_code: ClassVar[str | None]
+    """Default: that of the base class, else `error_type` with underscores for spaces."""
+    responses_code: ClassVar[str] = "server_error"
+    """`error.code` of a failed response in OpenAI's Responses API."""
+    anthropic_type: ClassVar[str] = "api_error"
+    anthropic_details: ClassVar[Mapping[str, object] | None] = None
+    """Machine-readable details for Anthropic's clients."""
+    headers: ClassVar[Mapping[str, str]] = {}
+    """Fixed response headers."""
+    closes_connection: ClassVar[bool] = False
+    metric_label: ClassVar[str] = "incomplete"
+    """Value of `err` in `tgi_request_failure`."""
+    outcome: ClassVar[Outcome] = Outcome.REFUSED
+    operations: ClassVar[Operation] = Operation.NONE
+    """Operations that raise it."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(self.prefix + message)
+    retry_after_s: float | None = None
+    """Seconds after which a retry is expected to succeed; None sends no Retry-After."""
+
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "error_type") and not hasattr(cls, "openai_code"):
+            cls.openai_code = cls.error_type.replace(" ", "_")
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(self.prefix + (self.message if message is None else message))
+
+    @property
+    def retry_after(self) -> int | None:
+        """Value of the Retry-After header, in whole seconds from 1 to MAX_RETRY_AFTER_S; None without a header."""
+        if self.retry_after_s is None:
+            return None
+        return max(1, math.ceil(min(MAX_RETRY_AFTER_S, self.retry_after_s)))
 
 
-class InvalidRequest(ServingError):
+def error_classes(base: type[ServingError] = ServingError) -> Iterator[type[ServingError]]:
+    """Every error class that can be raised, in the order of definition, a base before its subclasses."""
+    for error in base.__subclasses__():
+        if hasattr(error, "status"):
+            yield error
+        yield from error_classes(error)
+
+
+class ClientError(ServingError):
+    """The request is wrong; repeating it unchanged fails again."""
+
+    openai_type = "invalid_request_error"
+    anthropic_type = "invalid_request_error"
+    metric_label = "validation"
+
+
+# ------------------------------------------------------------------------------------- refused before a handler decides
+
+
+class BodyRejected(ClientError):
+    """The body of a request cannot be read."""
+
+    tgi_body = TgiBody.TEXT
+
+
+class InvalidJson(BodyRejected):
+    """The body is not valid JSON."""
+
+    status = 400
+    error_type = "invalid_json"
+
+
+class BodyTooLarge(BodyRejected):
+    """The body is larger than the limit."""
+
+    status = 413
+    error_type = "payload_too_large"
+    message = "Failed to buffer the request body: length limit exceeded"
+    anthropic_type = "request_too_large"
+    closes_connection = True  # the client may still be sending
+
+
+class UnsupportedMediaType(BodyRejected):
+    """The content type of the body is not JSON."""
+
+    status = 415
+    error_type = "unsupported_media_type"
+    message = "Expected request with `Content-Type: application/json`"
+
+
+class InvalidBody(BodyRejected):
+    """The body does not match the schema of the route."""
+
+    status = 422
+    error_type = "invalid_body"
+    openai_code = None
+    prefix = "Failed to deserialize the JSON body into the target type: "
+
+
+class Unauthorized(ClientError):
+    """The request carries no valid API key."""
+
+    status = 401
+    error_type = "unauthorized"
+    tgi_body = TgiBody.EMPTY
+    message = "Incorrect API key provided"
+    openai_code = "invalid_api_key"
+    anthropic_type = "authentication_error"
+    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class NotFound(ClientError):
+    """The named resource does not exist."""
+
+    status = 404
+    error_type = "not_found"
+    anthropic_type = "not_found_error"
+    operations = Operation.FIND
+
+
+class UnknownRoute(NotFound):
+    """No route has this path."""
+
+    tgi_body = TgiBody.EMPTY
+    message = "Not Found"
+    operations = Operation.NONE
+
+
+class MethodNotAllowed(ClientError):
+    """The route does not accept this method."""
+
+    status = 405
+    error_type = "method_not_allowed"
+    tgi_body = TgiBody.EMPTY
+    message = "Method Not Allowed"
+
+
+# --------------------------------------------------------------------------------------------------- the client's errors
+
+
+class InvalidRequest(ClientError):
     """The request breaks a validation rule."""
 
-    error_type = "validation"
     status = 422
+    error_type = "validation"
+    openai_code = None
     prefix = "Input validation error: "
+    responses_code = "invalid_prompt"
+    operations = Operation.GENERATE | Operation.TOKENIZE
 
 
 class NotUtf8(InvalidRequest):
-    """An input is no text."""
+    """An input is not UTF-8 text."""
 
     error_type = "utf8"
     prefix = ""
+    operations = Operation.INFER
 
 
 class LengthMismatch(InvalidRequest):
-    """There are not as many outputs as inputs."""
+    """The numbers of inputs and outputs differ."""
 
     error_type = "length mismatch"
     prefix = ""
-
-    def __init__(self, message: str = "Inputs and outputs length mismatch") -> None:
-        super().__init__(message)
+    message = "Inputs and outputs length mismatch"
+    operations = Operation.INFER
 
 
 class NoInstances(InvalidRequest):
-    """There is nothing to predict."""
+    """The request has no instances."""
 
     error_type = "Input validation error"
     prefix = ""
-
-    def __init__(self, message: str = "Input validation error") -> None:
-        super().__init__(message)
+    message = "Input validation error"
+    operations = Operation.PREDICT
 
 
 class ThreadNotSupported(InvalidRequest):
-    """A conversation is to be kept here, or to go on from what was kept: nothing is."""
+    """The request continues a stored conversation. None is stored."""
 
-    details: ClassVar[dict[str, object] | None] = {
-        "error_code": "thread_unsupported_request",  # makes clients send it whole
+    message = "`thread` is not supported: messages are not stored. Send the whole `messages`"
+    anthropic_details: ClassVar[Mapping[str, object] | None] = {
+        "error_code": "thread_unsupported_request",  # the client then sends the whole conversation
         "unsupported": ["thread"],
     }
-
-    def __init__(self) -> None:
-        super().__init__("`thread` is not supported: messages are not stored. Send the whole `messages`")
+    operations = Operation.NONE
 
 
-class TemplateError(ServingError):
-    """The messages cannot be made a prompt."""
+class TemplateError(ClientError):
+    """The chat template cannot render the messages."""
 
+    status = 422
     error_type = "template_error"
-    status = 422
     prefix = "Template error: "
+    metric_label = "template"
+    operations = Operation.TEMPLATE
 
 
-class ToolError(ServingError):
-    """The tools asked for cannot be used."""
+class ToolError(ClientError):
+    """The tools of the request cannot be used."""
 
+    status = 422
     error_type = "tool_error"
-    status = 422
     prefix = "Tool error: "
+    metric_label = "tool"
+    operations = Operation.TEMPLATE
 
 
-class BatchTooLarge(ServingError):
-    """More prompts than one request may bring."""
+class BatchTooLarge(ClientError):
+    """The request has more prompts than allowed."""
 
+    status = 422
     error_type = "batch size exceeded"
+    prefix = "Number of prompts exceeds the maximum allowed batch size of "
+    operations = Operation.COMPLETE
+
+
+class SuffixNotSupported(ClientError):
+    """`suffix` is not supported."""
+
     status = 422
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"Number of prompts exceeds the maximum allowed batch size of {limit}")
-
-
-class SuffixNotSupported(ServingError):
-    """`suffix` was given."""
-
     error_type = "suffix not supported"
-    status = 422
-
-    def __init__(self) -> None:
-        super().__init__("Suffix is not supported and can be achieved by preprocessing the prompt.")
+    message = "Suffix is not supported and can be achieved by preprocessing the prompt."
+    operations = Operation.COMPLETE
 
 
-class Unauthorized(ServingError):
-    """The request carries no valid API key."""
-
-    error_type = "unauthorized"
-    status = 401
-
-    def __init__(self, message: str = "Incorrect API key provided") -> None:
-        super().__init__(message)
-
-
-class NotFound(ServingError):
-    """What the request names is not here."""
-
-    error_type = "not_found"
-    status = 404
+# ------------------------------------------------------------------------------------------------- the server's condition
 
 
 class Overloaded(ServingError):
-    """As many requests are in the building as may be, or as much work as may wait."""
+    """Too many requests run or wait."""
 
-    error_type = "overloaded"
     status = 429
+    error_type = "overloaded"
+    message = "Model is overloaded"
+    openai_type = "rate_limit_error"
+    responses_code = "rate_limit_exceeded"
+    anthropic_type = "rate_limit_error"
+    metric_label = "overloaded"
+    operations = Operation.GENERATE | Operation.TOKENIZE
+    retry_after_s = 1.0  # permits become free all the time
 
-    def __init__(self, message: str = "Model is overloaded", retry_after_s: float | None = None) -> None:
-        """`retry_after_s`: the wait foreseen for a request that came now; None: nothing is known of it."""
+    def __init__(self, message: str | None = None, retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: estimated wait of a request that arrives now; None if unknown."""
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
 
 class Draining(ServingError):
-    """The router is stopping and takes nothing new."""
+    """The server is shutting down."""
 
-    error_type = "overloaded"
     status = 503
-
-    def __init__(self, message: str = "The server is shutting down") -> None:
-        super().__init__(message)
+    error_type = "overloaded"
+    message = "The server is shutting down"
+    anthropic_type = "overloaded_error"
+    metric_label = "overloaded"
+    operations = Operation.GENERATE
+    retry_after_s = 1.0  # another server can answer at once
 
 
 class Unhealthy(ServingError):
-    """Tokens cannot be produced, nor prompts or grammars be made ready for it, now."""
+    """A part that the request needs is unavailable: the shards or a worker process."""
 
-    error_type = "healthcheck"
     status = 503
-
-    def __init__(self, message: str = "unhealthy") -> None:
-        super().__init__(message)
+    error_type = "healthcheck"
+    message = "unhealthy"
+    anthropic_type = "overloaded_error"
+    metric_label = "generation"
+    operations = Operation.GENERATE | Operation.TEMPLATE | Operation.HEALTH
+    retry_after_s = 5.0  # about the restart time of a shard
 
 
 class DeadlineExceeded(ServingError):
-    """The request's time was over before its answer was whole."""
+    """The deadline of the request passed before the response was complete."""
 
-    error_type = "timeout"
     status = 408
+    error_type = "timeout"
     prefix = "Request timed out: "
+    openai_type = "timeout"
+    anthropic_type = "timeout_error"
+    # OpenAI's and Anthropic's clients would otherwise retry a request whose deadline is over.
+    headers: ClassVar[Mapping[str, str]] = {"x-should-retry": "false"}
+    metric_label = "timeout"
+    outcome = Outcome.EXPIRED
+    operations = Operation.GENERATE
 
 
 class GenerationFailed(ServingError):
-    """A request that was admitted could not be finished."""
+    """The request failed after it was admitted."""
 
-    error_type = "generation"
     status = 424
+    error_type = "generation"
     prefix = "Request failed during generation: "
+    metric_label = "generation"
+    outcome = Outcome.ERROR
+    operations = Operation.GENERATE
 
 
 class IncompleteGeneration(ServingError):
-    """A request's stream ended without an end."""
+    """Internal error: the generation ended without a result."""
 
-    error_type = "incomplete_generation"
     status = 500
+    error_type = "incomplete_generation"
+    message = "Incomplete generation"
+    outcome = Outcome.ERROR
+    operations = Operation.GENERATE
 
-    def __init__(self, message: str = "Incomplete generation") -> None:
-        super().__init__(message)
+
+class ClientLeft(ServingError):
+    """The client closed the connection before the response was complete. Logged and counted, never sent."""
+
+    status = 499  # as nginx logs it
+    error_type = "dropped"
+    metric_label = "dropped"
+    outcome = Outcome.CANCELLED

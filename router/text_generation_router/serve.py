@@ -22,7 +22,7 @@ from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.validation import Limits
-from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.http.caller import ApiKeys
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host

@@ -16,6 +16,7 @@ from shard_server import ServedShard, running, serve_engine
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.errors import DeadlineExceeded, ServingError, Unhealthy
+from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.request import LogprobJson, QualityOfService, Request, RequestId, TopToken
 from text_generation_router.scheduling.policy import Policy
@@ -89,7 +90,7 @@ class Replicas:
 
 @asynccontextmanager
 async def two_replicas(folder: Path, max_batch_size: int = 64) -> AsyncIterator[Replicas]:
-    cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=2), StepMetrics())
+    cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=2), StepMetrics(Registry()))
     engines = [EchoEngine.build(ShardConfig(engine="echo", echo_step_ms=2)) for _ in range(2)]
     addresses = [f"unix://{folder}/shard-{number}" for number in range(2)]
     limits = WarmUpLimits()

@@ -11,7 +11,7 @@ import pytest
 from http_stack import Stack, serve
 from structlog.testing import capture_logs
 
-from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.http.caller import ApiKeys
 
 KEY = "sk-Secret-1"
 BEARER = {"authorization": f"Bearer {KEY}"}

@@ -9,7 +9,7 @@ import pytest
 from http_stack import Stack, serve
 from structlog.testing import capture_logs
 
-from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.http.caller import ApiKeys
 
 ORIGIN = "http://a.example"
 KEYS = {"api_keys": ApiKeys(["key"])}

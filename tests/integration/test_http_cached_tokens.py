@@ -18,7 +18,7 @@ from openai.types.responses import ResponseUsage
 from sse_client import chunks, post
 from structlog.testing import capture_logs
 
-from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.http.caller import ApiKeys
 
 Json = dict[str, Any]
 TEXT = " the" * 200

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from http_stack import Stack, serve
 
-from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.http.caller import ApiKeys
 
 Json = dict[str, Any]
 HELLO: Json = {"inputs": "Hello there"}

@@ -13,7 +13,7 @@ import pytest
 from every_dialect import GENERATE, STREAMED, VERBATIM, WHOLE, Asking, name
 from http_stack import Stack, serve, until
 
-from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.http.caller import ApiKeys
 from text_generation_router.request import TenantId
 
 MANY = 1500

@@ -15,6 +15,7 @@ from shard_server import running, serve_engine
 
 from text_generation_proto.values import FinishReason, Sampling
 from text_generation_router.errors import ServingError
+from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.request import LogprobJson, Request, RequestId, TopToken
 from text_generation_router.scheduling.policy import Policy
@@ -96,7 +97,7 @@ async def tokens_of(
     scheduler = Scheduler(
         Policy(**{"max_batch_prefill_tokens": 512, "max_batch_size": 16, **(policy or {})}), replicas=len(engines)
     )
-    cluster = Cluster(scheduler, StepMetrics())
+    cluster = Cluster(scheduler, StepMetrics(Registry()))
     limits = WarmUpLimits(max_batch_total_tokens=pool_tokens, max_batch_prefill_tokens=512, max_batch_size=16)
     addresses = [f"unix://{folder}/shard-{number}" for number in range(len(engines))]
     stops: list[Callable[[], None]] = []

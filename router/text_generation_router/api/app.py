@@ -13,8 +13,7 @@ from text_generation_router.api.cloud.vertex import VertexRoutes
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.turns import ChatPreparer
 from text_generation_router.api.document.page import DocsRoutes
-from text_generation_router.api.http import correlation
-from text_generation_router.api.http.middleware import Cors, answering
+from text_generation_router.api.http.middleware import Cors, add_request_id, answering
 from text_generation_router.api.http.routes import add_routes
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
@@ -54,5 +53,5 @@ def create_app(
     probes = add_routes(app, table)
     cors = Cors(settings.cors_allow_origin)
     app.middlewares.extend([answering(metrics), cors.middleware(), settings.api_keys.middleware(probes)])
-    app.on_response_prepare.extend([cors.mark, correlation.mark])
+    app.on_response_prepare.extend([cors.add_headers, add_request_id])
     return app

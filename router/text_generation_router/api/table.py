@@ -15,7 +15,7 @@ from text_generation_router.api.core.parameters import CompatGenerateBody, Gener
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.document import answers
 from text_generation_router.api.http.dialects import Dialect
-from text_generation_router.api.http.routes import GENERATING, Route
+from text_generation_router.api.http.routes import Route
 from text_generation_router.api.openai import answers as openai
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
@@ -25,33 +25,17 @@ from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ServiceRoutes
 from text_generation_router.api.tgi.service_schemas import DetokenizeBody, TokenizeBody
-from text_generation_router.errors import (
-    BatchTooLarge,
-    InvalidRequest,
-    LengthMismatch,
-    NoInstances,
-    NotFound,
-    NotUtf8,
-    Overloaded,
-    SuffixNotSupported,
-    TemplateError,
-    ToolError,
-    Unhealthy,
-)
+from text_generation_router.errors import Operation
 
-CHATTING = (*GENERATING, TemplateError, ToolError)
-"""How an answer to a conversation can fail."""
-COMPLETING = (*GENERATING, BatchTooLarge, SuffixNotSupported)
-TOKENIZING = (InvalidRequest, Overloaded)
-TEMPLATING = (*TOKENIZING, TemplateError, ToolError, Unhealthy)
+_CHAT = Operation.GENERATE | Operation.TEMPLATE
 
 
 def service_routes(service: ServiceRoutes) -> list[Route]:
     """About the service."""
     return [
-        Route("GET", "/", service.health, "Service", raises=(Unhealthy,), probe=True),
-        Route("GET", "/health", service.health, "Service", raises=(Unhealthy,), probe=True),
-        Route("GET", "/ping", service.health, "Service", raises=(Unhealthy,), probe=True),
+        Route("GET", "/", service.health, "Service", operations=Operation.HEALTH, probe=True),
+        Route("GET", "/health", service.health, "Service", operations=Operation.HEALTH, probe=True),
+        Route("GET", "/ping", service.health, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/info", service.info, "Service", answer=answers.InfoAnswer),
         Route("GET", "/metrics", service.metrics, "Service", answer=str, content_type="text/plain"),
         Route("GET", "/tokenizer_info", service.tokenizer_info, "Service", answer=answers.TokenizerInfo),
@@ -62,7 +46,7 @@ def service_routes(service: ServiceRoutes) -> list[Route]:
             "Service",
             body=DetokenizeBody,
             answer=answers.DetokenizeAnswer,
-            raises=TOKENIZING,
+            operations=Operation.TOKENIZE,
         ),
     ]
 
@@ -78,7 +62,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             body=CompatGenerateBody,
             answer=list[answers.GenerateAnswer],
             events=answers.StreamEvent,
-            raises=GENERATING,
+            operations=Operation.GENERATE,
         ),
         Route(
             "POST",
@@ -87,7 +71,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             "TGI",
             body=GenerateBody,
             answer=answers.GenerateAnswer,
-            raises=GENERATING,
+            operations=Operation.GENERATE,
         ),
         Route(
             "POST",
@@ -96,7 +80,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             "TGI",
             body=GenerateBody,
             events=answers.StreamEvent,
-            raises=GENERATING,
+            operations=Operation.GENERATE,
         ),
         Route(
             "POST",
@@ -105,7 +89,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             "TGI",
             body=TokenizeBody,
             answer=list[answers.SimpleToken] | answers.TokenIdsAnswer,
-            raises=TOKENIZING,
+            operations=Operation.TOKENIZE,
         ),
         Route(
             "POST",
@@ -114,7 +98,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             "TGI",
             body=ChatTokenizeBody,
             answer=answers.ChatTokenizeAnswer,
-            raises=TEMPLATING,
+            operations=Operation.TOKENIZE | Operation.TEMPLATE,
         ),
     ]
 
@@ -132,7 +116,7 @@ def openai_routes(
             body=ChatBody,
             answer=openai.ChatAnswer,
             events=openai.ChatChunk,
-            raises=CHATTING,
+            operations=_CHAT,
         ),
         Route(
             "POST",
@@ -142,7 +126,7 @@ def openai_routes(
             body=CompletionBody,
             answer=openai.CompletionAnswer,
             events=openai.CompletionAnswer,
-            raises=COMPLETING,
+            operations=Operation.GENERATE | Operation.COMPLETE,
         ),
         Route(
             "POST",
@@ -152,13 +136,18 @@ def openai_routes(
             body=ResponsesBody,
             answer=openai.ResponseAnswer,
             events=openai.ResponseEvent,
-            raises=CHATTING,
+            operations=_CHAT,
         ),
-        Route("GET", "/v1/responses/{id}", responses.stored, "OpenAI", raises=(NotFound,)),
-        Route("DELETE", "/v1/responses/{id}", responses.stored, "OpenAI", raises=(NotFound,)),
+        Route("GET", "/v1/responses/{id}", responses.stored, "OpenAI", operations=Operation.FIND),
+        Route("DELETE", "/v1/responses/{id}", responses.stored, "OpenAI", operations=Operation.FIND),
         Route("GET", "/v1/models", service.models, "OpenAI", answer=answers.ModelsAnswer),
         Route(
-            "GET", "/v1/models/{model:.+}", service.one_model, "OpenAI", answer=answers.ModelAnswer, raises=(NotFound,)
+            "GET",
+            "/v1/models/{model:.+}",
+            service.one_model,
+            "OpenAI",
+            answer=answers.ModelAnswer,
+            operations=Operation.FIND,
         ),
     ]
 
@@ -174,7 +163,7 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
             body=MessagesBody,
             answer=anthropic.MessageAnswer,
             events=anthropic.MessageEvent,
-            raises=CHATTING,
+            operations=_CHAT,
         ),
         Route(
             "POST",
@@ -183,7 +172,7 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
             "Anthropic",
             body=CountTokensBody,
             answer=anthropic.TokenCount,
-            raises=TEMPLATING,
+            operations=Operation.TOKENIZE | Operation.TEMPLATE,
         ),
     ]
 
@@ -203,7 +192,7 @@ def cloud_routes(
             answer=list[answers.GenerateAnswer] | openai.ChatAnswer | openai.CompletionAnswer,
             events=answers.StreamEvent | openai.ChatChunk | openai.CompletionAnswer,
             speaks=(Dialect.TGI, Dialect.OPENAI),
-            raises=(*CHATTING, BatchTooLarge, SuffixNotSupported),
+            operations=_CHAT | Operation.COMPLETE,
         ),
         *(
             Route(
@@ -214,12 +203,12 @@ def cloud_routes(
                 body=VertexBody,
                 answer=answers.VertexAnswer,
                 speaks=(Dialect.TGI,),
-                raises=(*CHATTING, NoInstances),
+                operations=_CHAT | Operation.PREDICT,
             )
             for path in dict.fromkeys(("/vertex", *settings.vertex_predict_routes))
         ),
         *(
-            Route("GET", path, service.health, "Vertex AI", raises=(Unhealthy,), probe=True)
+            Route("GET", path, service.health, "Vertex AI", operations=Operation.HEALTH, probe=True)
             for path in settings.vertex_health_routes
             if path not in ("/", "/health", "/ping")
         ),
@@ -231,7 +220,7 @@ def cloud_routes(
             kserve.ready,
             "KServe",
             answer=answers.LiveAnswer,
-            raises=(Unhealthy,),
+            operations=Operation.HEALTH,
             probe=True,
         ),
         Route("GET", model, kserve.model, "KServe", answer=answers.ServerMetadata),
@@ -241,7 +230,7 @@ def cloud_routes(
             kserve.ready,
             "KServe",
             answer=answers.LiveAnswer,
-            raises=(Unhealthy,),
+            operations=Operation.HEALTH,
             probe=True,
         ),
         Route(
@@ -251,6 +240,6 @@ def cloud_routes(
             "KServe",
             body=InferBody,
             answer=answers.InferAnswer,
-            raises=(*GENERATING, NotUtf8, LengthMismatch),
+            operations=Operation.GENERATE | Operation.INFER,
         ),
     ]

@@ -1,15 +1,17 @@
-"""Prometheus metrics: TGI's under TGI's names, so that its dashboards and alerts go on working; and our own.
+"""Prometheus metrics: TGI's under TGI's names, so that its dashboards and alerts keep working, and our own.
 
-    instruments ◄── requests   generations: asked for, ended, how long     told by api/http/record.py
-                ◄── steps      what the shard did, step by step            told by shards/replica.py
-                ◄── pool       queue, slots, KV blocks                     read when scraped
+    instruments ◄── requests   generations: requested, finished, latencies     updated by api/http/record.py
+                ◄── steps      steps of the shards                             updated by shards/replica.py
+                ◄── pool       queue, slots, KV blocks, replicas               read when scraped
 
-Nothing is counted token by token: the work is a step's, or a request's.
+To add a metric, add its instrument to the registry, in one of these modules, and update it at the call site. Nothing is
+counted per token: the cost is per step or per request.
 """
 
 from __future__ import annotations
 
-from text_generation_router.metrics.pool import pool_figures, pool_status
+from text_generation_router.metrics.instruments import Registry
+from text_generation_router.metrics.pool import add_scheduler_readings, scheduler_status
 from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -23,17 +25,16 @@ class Metrics:
     """Every metric of the router."""
 
     def __init__(self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler) -> None:
-        self.requests = RequestMetrics(max_input_tokens, max_total_tokens)
-        """Told of every generation."""
-        self.steps = StepMetrics()
-        """Told of every step."""
+        self._registry = Registry()
         self._scheduler = scheduler
-        self._instruments = [*self.requests.instruments(), *self.steps.instruments(), *pool_figures(scheduler)]
+        self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
+        self.steps = StepMetrics(self._registry)
+        add_scheduler_readings(self._registry, scheduler)
 
     def status(self) -> dict[str, object]:
-        """What /info tells of the replicas and their prefix caches."""
-        return pool_status(self._scheduler)
+        """Replicas and prefix caches, for /info."""
+        return scheduler_status(self._scheduler)
 
     def exposition(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        return "".join(f"{line}\n" for one in self._instruments for line in one.lines()).encode()
+        """Every metric in Prometheus' text format."""
+        return self._registry.exposition()

@@ -1,9 +1,9 @@
-"""What counts and how it is written down: Prometheus' text format, by hand.
+"""Counters, histograms and gauges in Prometheus' text format.
 
-Every series is there from the first scrape, with a zero, so that `rate` sees the first event. Label values are fixed when
-an instrument is made: none comes from a client, and their number never grows. Written here and not by prometheus_client
-because TGI's counters carry no `_total`, and because a scrape stops the event loop: the two thousand lines that TGI's
-buckets make take the library more than 10 ms, and this well under one.
+Every series exists from the first scrape, with a zero, so that `rate` sees the first event. Label values are fixed when an
+instrument is created: none comes from a client, and their number never grows. prometheus_client is not used because TGI's
+counters have no `_total`, and because a scrape blocks the event loop: the two thousand lines of TGI's buckets take the
+library more than 10 ms, and this module less than one.
 """
 
 from __future__ import annotations
@@ -11,19 +11,46 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
+"""Upper bounds in seconds, 0.15 ms to 146 s: TGI's for every name that ends in `duration` (router/src/server.rs)."""
+
+
+def token_buckets(largest: int) -> tuple[float, ...]:
+    """TGI's bounds for counts of tokens: a hundred equal steps up to the limit."""
+    return tuple(largest / 100 * step for step in range(1, 101))
 
 
 class Instrument(Protocol):
-    """Something that a scrape reads."""
+    """A metric."""
 
     def lines(self) -> list[str]:
-        """Its lines in Prometheus' text format, HELP and TYPE first."""
+        """The metric in Prometheus' text format, HELP and TYPE first."""
         ...
 
 
+I = TypeVar("I", bound=Instrument)  # noqa: E741 - an instrument
+
+
+class Registry:
+    """The instruments of a scrape, in order of creation."""
+
+    def __init__(self) -> None:
+        self._instruments: list[Instrument] = []
+
+    def add(self, instrument: I) -> I:
+        """Include `instrument` in every scrape; return it."""
+        self._instruments.append(instrument)
+        return instrument
+
+    def exposition(self) -> bytes:
+        """All instruments in Prometheus' text format."""
+        return "".join(f"{line}\n" for instrument in self._instruments for line in instrument.lines()).encode()
+
+
 class Counter:
-    """Counts events, by the values of one label or without any."""
+    """A counter with one label or none."""
 
     def __init__(self, name: str, documentation: str, label: str = "", values: Sequence[str] = ("",)) -> None:
         self._head = _head(name, documentation, "counter")
@@ -31,7 +58,7 @@ class Counter:
         self.counts = dict.fromkeys(values, 0)
 
     def add(self, value: str = "", count: int = 1) -> None:
-        """`value` is one of the label's. Raises KeyError for any other."""
+        """Count events under a label value. Raises KeyError for an undeclared value."""
         self.counts[value] += count
 
     def lines(self) -> list[str]:
@@ -39,7 +66,7 @@ class Counter:
 
 
 class Histogram:
-    """Counts observations by bucket, by the values of one label or without any."""
+    """A histogram with one label or none."""
 
     def __init__(
         self, name: str, documentation: str, bounds: Sequence[float], label: str = "", values: Sequence[str] = ("",)
@@ -48,11 +75,11 @@ class Histogram:
         self._series = {value: Buckets(name, tuple(bounds), label, value) for value in values}
 
     def of(self, value: str = "") -> Buckets:
-        """The series of one of the label's values. Raises KeyError for any other."""
+        """The series of a label value. Raises KeyError for an undeclared value."""
         return self._series[value]
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`count` observations of the same value, by a histogram without a label."""
+        """Add `count` observations of the same value to a histogram without a label."""
         self._series[""].observe(value, count)
 
     def lines(self) -> list[str]:
@@ -60,7 +87,7 @@ class Histogram:
 
 
 class Buckets:
-    """One series of a histogram: observations by bucket, and their sum."""
+    """One series of a histogram: counts by bucket, and the sum of all observations."""
 
     __slots__ = ("_bounds", "_count_prefix", "_counts", "_prefixes", "_sum", "_sum_prefix")
 
@@ -74,7 +101,7 @@ class Buckets:
         self._sum_prefix = f"{name}_sum{_braces(label, value)} "
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`count` observations of the same value; it belongs to the first bucket whose bound is not below it."""
+        """Add `count` observations of the same value. Upper bounds are inclusive."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
@@ -86,7 +113,7 @@ class Buckets:
 
 
 class Reading:
-    """A figure that somebody else keeps, read when it is scraped: a gauge, or a counter that only ever rises."""
+    """A gauge or a counter whose value is kept elsewhere and read at each scrape."""
 
     def __init__(self, name: str, documentation: str, read: Callable[[], float], kind: str = "gauge") -> None:
         self._head = _head(name, documentation, kind)

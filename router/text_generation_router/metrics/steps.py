@@ -1,15 +1,16 @@
-"""The metrics of steps: TGI's tgi_batch_*, measured where this design has the same thing.
+"""Metrics of steps: TGI's tgi_batch_*, where this design has an equivalent, and the gaps between tokens.
 
-TGI prefills and decodes in turns. Here one step does both: a step that computes prompt tokens counts as
-`method="prefill"`, any other as `method="decode"`; one that failed brought no prompt tokens, and is one of the others.
+TGI alternates prefill and decode. Here one step does both: a step that computes prompt tokens counts as
+`method="prefill"`, any other as `method="decode"`. A failed step reports no prompt tokens and counts as decode.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.metrics.buckets import BATCH_SIZE_BUCKETS, DURATION_BUCKETS, SKIPPED_TOKENS_BUCKETS
-from text_generation_router.metrics.gaps import TokenGaps, gap_histogram
-from text_generation_router.metrics.instruments import Counter, Histogram, Instrument, Reading
+from text_generation_router.metrics.instruments import DURATION_BUCKETS, Counter, Histogram, Reading, Registry
+from text_generation_router.request import RequestId
 from text_generation_router.scheduling.steps import Deliveries, JoinReason, Orders
 from text_generation_router.shards.observer import Handled
 
@@ -17,53 +18,80 @@ PREFILL, DECODE = "prefill", "decode"
 METHODS = (PREFILL, DECODE)
 _BY_METHOD = "; steps that compute prompt tokens are method prefill, others decode"
 
+BATCH_SIZE_BUCKETS = tuple(range(1, 1025))
+"""TGI's: one per size."""
+SKIPPED_TOKENS_BUCKETS = tuple(range(17))
+"""Ours: TGI has a summary here, though its dashboard reads buckets."""
+TOKEN_GAP_BUCKETS = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.08),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+"""Seconds. Above a tenth a sequence was held up: a long prompt, a full KV cache, a preemption."""
+
 
 class StepMetrics:
-    """A StepObserver. What it does a step does not grow with the step's tokens, but for one set of request ids."""
+    """Metrics updated from orders and reports: a StepObserver.
 
-    def __init__(self) -> None:
-        self._count = _by_method("tgi_batch_inference_count", "Steps")
-        self._success = _by_method("tgi_batch_inference_success", "Steps that went well")
-        self._failure = _by_method("tgi_batch_inference_failure", "Steps that failed")
-        self._duration = _durations("tgi_batch_inference_duration", "Seconds a step took the shard")
-        self._forward = _durations("tgi_batch_forward_duration", "Seconds of it in the model")
-        self._decode = _durations("tgi_batch_decode_duration", "Seconds to make text of a step's tokens and send it")
-        self._filter = _durations("tgi_batch_filter_duration", "Seconds to record a step and drop what ended with it")
-        self._concat = Counter(
-            "tgi_batch_concat",
-            "Times that requests from the queue joined running ones: as many waited as the ratio wants (backpressure), "
-            "they waited long enough (wait_exceeded), or nothing held them back (chunking)",
-            "reason",
-            [reason.value for reason in JoinReason],
+    The cost per step does not grow with its tokens, except for one set of request ids.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        def by_method(name: str, documentation: str) -> Counter:
+            return registry.add(Counter(name, documentation + _BY_METHOD, "method", METHODS))
+
+        def duration(name: str, documentation: str, methods: Sequence[str] = METHODS) -> Histogram:
+            suffix = _BY_METHOD if methods is METHODS else ""
+            return registry.add(Histogram(name, documentation + suffix, DURATION_BUCKETS, "method", methods))
+
+        self._count = by_method("tgi_batch_inference_count", "Steps")
+        self._success = by_method("tgi_batch_inference_success", "Steps that succeeded")
+        self._failure = by_method("tgi_batch_inference_failure", "Steps that failed")
+        durations = (
+            duration("tgi_batch_inference_duration", "Seconds per step on the shard"),
+            duration("tgi_batch_forward_duration", "Seconds of it in the model"),
+            duration("tgi_batch_filter_duration", "Seconds to record a step and release finished sequences"),
+            duration("tgi_batch_decode_duration", "Seconds to detokenize and send the tokens of a step"),
         )
-        self._concat_duration = Histogram(
-            "tgi_batch_concat_duration", "Seconds to let them join", DURATION_BUCKETS, "method", [DECODE]
+        self._durations = {method: tuple(histogram.of(method) for histogram in durations) for method in METHODS}
+        self._concat = registry.add(
+            Counter(
+                "tgi_batch_concat",
+                "Times that requests from the queue joined running ones: as many waited as the ratio requires "
+                "(backpressure), they waited long enough (wait_exceeded), or no condition was set (chunking)",
+                "reason",
+                [reason.value for reason in JoinReason],
+            )
         )
-        self._next_size = Histogram("tgi_batch_next_size", "Requests that left the queue together", BATCH_SIZE_BUCKETS)
-        self._skipped = Histogram(
-            "tgi_request_skipped_tokens",
-            "Tokens a step brought a request beyond the first",
-            SKIPPED_TOKENS_BUCKETS,
+        self._concat_duration = duration("tgi_batch_concat_duration", "Seconds to let them join", [DECODE])
+        self._next_size = registry.add(
+            Histogram("tgi_batch_next_size", "Requests that left the queue together", BATCH_SIZE_BUCKETS)
         )
-        self._gap_histogram = gap_histogram()
+        self._skipped = registry.add(
+            Histogram("tgi_request_skipped_tokens", "Tokens per sequence and step beyond one", SKIPPED_TOKENS_BUCKETS)
+        )
+        self._gap_seconds = registry.add(
+            Histogram(
+                "text_generation_inter_token_seconds",
+                "Seconds between two new tokens of a request; 0 within a step",
+                TOKEN_GAP_BUCKETS,
+            )
+        )
+        self._prompt_tokens = registry.add(Counter("text_generation_prompt_tokens_total", "Prompt tokens computed"))
+        self._new_tokens = registry.add(Counter("text_generation_generated_tokens_total", "New tokens delivered"))
         self._gaps: dict[int, TokenGaps] = {}
         """By replica."""
-        self._prompt_tokens = Counter("text_generation_prompt_tokens_total", "Prompt tokens computed")
-        self._new_tokens = Counter("text_generation_generated_tokens_total", "New tokens given to requests")
         self._engine_queued: dict[int, int] = {}
         """By replica: requests in the queue of its engine, as of its last report."""
-        self._engine_queue = Reading(
-            "text_generation_engine_queued_requests",
-            "Requests handed to engines that schedule for themselves, and waiting there",
-            lambda: sum(self._engine_queued.values()),
+        registry.add(
+            Reading(
+                "text_generation_engine_queued_requests",
+                "Requests in the queues of self-scheduling engines",
+                lambda: sum(self._engine_queued.values()),
+            )
         )
-        self._parts = {
-            method: tuple(whole.of(method) for whole in (self._duration, self._forward, self._filter, self._decode))
-            for method in METHODS
-        }
 
     def on_session(self, replica: int) -> None:
-        self._gaps.setdefault(replica, TokenGaps(self._gap_histogram))
+        self._gaps.setdefault(replica, TokenGaps(self._gap_seconds))
 
     def on_loss(self, replica: int) -> None:
         self._engine_queued.pop(replica, None)
@@ -78,7 +106,7 @@ class StepMetrics:
     def on_report(self, handled: Handled) -> None:
         report = handled.report
         self._engine_queued[handled.replica] = report.queued
-        if handled.steps:  # otherwise it only says that orders were applied
+        if handled.steps:  # 0: the report only acknowledges orders
             self._step(handled, PREFILL if report.prefilled_slots else DECODE)
         if tokens := handled.deliveries.tokens:
             self._gaps[handled.replica].step(handled.received, {token[0] for token in tokens}, handled.alive)
@@ -89,10 +117,10 @@ class StepMetrics:
         self._count.add(method, handled.steps)
         if report.failed and any(failure.code == pb.FAILURE_CODE_STEP for failure in report.failed):
             self._failure.add(method, handled.steps)
-            return  # nothing was measured
+            return  # a failed step has no times
         self._success.add(method, handled.steps)
-        duration, forward, filtering, decode = self._parts[method]
-        duration.observe(report.step_ns * 1e-9 / handled.steps, handled.steps)
+        inference, forward, filtering, decode = self._durations[method]
+        inference.observe(report.step_ns * 1e-9 / handled.steps, handled.steps)
         forward.observe(report.forward_ns * 1e-9 / handled.steps, handled.steps)
         filtering.observe(handled.apply_s)
         decode.observe(handled.deliver_s)
@@ -108,31 +136,47 @@ class StepMetrics:
         for _, first, end, _ in deliveries.tokens:
             self._new_tokens.add(count=end - first)
             self._skipped.observe(end - first - 1)
-            self._gap_histogram.observe(0.0, end - first - 1)
-
-    def instruments(self) -> list[Instrument]:
-        return [
-            self._count,
-            self._success,
-            self._failure,
-            self._duration,
-            self._forward,
-            self._decode,
-            self._filter,
-            self._concat,
-            self._concat_duration,
-            self._next_size,
-            self._skipped,
-            self._gap_histogram,
-            self._prompt_tokens,
-            self._new_tokens,
-            self._engine_queue,
-        ]
+            self._gap_seconds.observe(0.0, end - first - 1)
 
 
-def _by_method(name: str, documentation: str) -> Counter:
-    return Counter(name, documentation + _BY_METHOD, "method", METHODS)
+class TokenGaps:
+    """Inter-token latency of the requests of one replica: exact, at a cost per step and not per token.
 
+    Requests that got a token in two consecutive steps all waited the time between the two reports, and are counted
+    together. A request left out of a step (no free KV block, preempted) is remembered with the time of its last token
+    until it gets another one, so that long gaps are measured too.
+    """
 
-def _durations(name: str, documentation: str) -> Histogram:
-    return Histogram(name, documentation + _BY_METHOD, DURATION_BUCKETS, "method", METHODS)
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._previous: set[RequestId] = set()
+        """Requests that got a token in the last step."""
+        self._at = 0.0
+        """Time of the last step."""
+        self._left_out: dict[RequestId, float] = {}
+        """Time of the last token of running requests that were not in the last step."""
+
+    @property
+    def tracked(self) -> int:
+        """Number of requests remembered apart."""
+        return len(self._left_out)
+
+    def step(self, now: float, served: set[RequestId], alive: Container[RequestId]) -> None:
+        """Record a step with new tokens for `served`; keeps that set. `alive`: requests that continue."""
+        if together := len(served & self._previous):
+            self._histogram.observe(now - self._at, together)
+        if self._left_out:
+            self._resume(now, served, alive)
+        if together < len(self._previous):
+            for request_id in self._previous - served:
+                if request_id in alive:
+                    self._left_out[request_id] = self._at
+        self._previous, self._at = served, now
+
+    def _resume(self, now: float, served: set[RequestId], alive: Container[RequestId]) -> None:
+        for request_id, at in list(self._left_out.items()):
+            if request_id in served:
+                self._histogram.observe(now - at)
+            elif request_id in alive:
+                continue
+            del self._left_out[request_id]

@@ -18,9 +18,8 @@ from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
 from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.bodies import Body, UInt64, parse_body
 from text_generation_router.api.http.record import RECORD
-from text_generation_router.api.http.schema import Body, UInt64
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.errors import InvalidRequest, LengthMismatch, NotUtf8, Unhealthy
 

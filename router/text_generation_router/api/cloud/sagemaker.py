@@ -7,20 +7,19 @@ from typing import TypeVar
 from aiohttp import web
 
 from text_generation_router.api.core.parameters import CompatGenerateBody
-from text_generation_router.api.http.bodies import BodyRejected, parse_json, validate
+from text_generation_router.api.http.bodies import Body, parse_json, validate
 from text_generation_router.api.http.dialects import DIALECT, Dialect
-from text_generation_router.api.http.schema import Body
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.errors import InvalidBody
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 InvocationBody = CompatGenerateBody | ChatBody | CompletionBody
 """Body of /invocations: `inputs`, `messages` or `prompt` tell them apart, the first of them that is there."""
 
-_PREFIX = "Failed to deserialize the JSON body into the target type: "
 _NO_VARIANT = "data did not match any variant of untagged enum SagemakerRequest"
 
 
@@ -46,11 +45,11 @@ class SageMakerRoutes:
             completion = _variant(value, CompletionBody)
             request[DIALECT] = Dialect.OPENAI
             return await self._completions.answer(request, completion)
-        raise BodyRejected(422, _PREFIX + _NO_VARIANT)
+        raise InvalidBody(_NO_VARIANT)
 
 
 def _variant(value: object, schema: type[BodyT]) -> BodyT:
     try:
         return validate(value, schema)
-    except BodyRejected as error:  # TGI's words, then what is wrong
-        raise BodyRejected(error.status, f"{_PREFIX}{_NO_VARIANT}: {str(error).removeprefix(_PREFIX)}") from None
+    except InvalidBody as error:  # TGI's text, then the reason
+        raise InvalidBody(f"{_NO_VARIANT}: {str(error).removeprefix(InvalidBody.prefix)}") from None

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 
 from text_generation_router.api.core.quality_of_service import QosFields
-from text_generation_router.api.http.schema import Float32, Int32, UInt32, UInt64
+from text_generation_router.api.http.bodies import Float32, Int32, UInt32, UInt64
 
 
 class GenerateParameters(QosFields):

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.http.bodies import Body
 from text_generation_router.api.http.caller import MAX_TIMEOUT_S, Caller, in_range
-from text_generation_router.api.http.schema import Body
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from text_generation_router.api.core.validation import Limits
-from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.http.caller import ApiKeys
 
 
 @dataclass(frozen=True, slots=True)

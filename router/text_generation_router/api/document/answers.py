@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 
 class Answer(BaseModel):
     """Base of what is answered: nothing is in it that is not described."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
-
-
-class ErrorAnswer(Answer):
-    """A failure, as TGI tells it."""
-
-    error: str
-    """What went wrong."""
-    error_type: str
-    """A stable word for it."""
-
-
-class OpenAIError(Answer):
-    """A failure, as OpenAI tells it."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-    http_status_code: int
-
-
-class OpenAIErrorAnswer(Answer):
-    """A failure, as OpenAI tells it."""
-
-    error: OpenAIError
-
-
-class AnthropicError(Answer):
-    """A failure, as Anthropic tells it."""
-
-    type: str
-    message: str
-    details: dict[str, Any] = Field(default={})
-    """What the client may do about it."""
-
-
-class AnthropicErrorAnswer(Answer):
-    """A failure, as Anthropic tells it."""
-
-    type: Literal["error"]
-    error: AnthropicError
 
 
 class Token(Answer):

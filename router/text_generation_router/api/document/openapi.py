@@ -6,35 +6,22 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import orjson
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from text_generation_router.api.core.validation import Limits
-from text_generation_router.api.document.answers import AnthropicErrorAnswer, ErrorAnswer, OpenAIErrorAnswer
 from text_generation_router.api.document.parameters import CALLER_HEADERS
 from text_generation_router.api.document.rules import document_rules
-from text_generation_router.api.http.dialects import LONGEST_RETRY_S, Dialect, error_object, retry_after
-from text_generation_router.api.http.routes import JSON, Route
-from text_generation_router.errors import DeadlineExceeded, ServingError, Unauthorized
+from text_generation_router.api.http.bodies import JSON
+from text_generation_router.api.http.dialects import ERROR_ANSWERS, Dialect, error_answer
+from text_generation_router.api.http.routes import Route
+from text_generation_router.errors import MAX_RETRY_AFTER_S, Operation, ServingError, TgiBody, Unauthorized
 
 Json = dict[str, Any]
 
 _TEXT = "text/plain"
 _EVENTS = "text/event-stream"
 _SCHEMAS = "#/components/schemas/{model}"
-_ERRORS: Mapping[Dialect, Any] = {
-    Dialect.TGI: ErrorAnswer,
-    Dialect.OPENAI: OpenAIErrorAnswer,
-    Dialect.ANTHROPIC: AnthropicErrorAnswer,
-}
-_REFUSED = {
-    400: "The body is no JSON.",
-    413: "The body is larger than the server takes.",
-    415: "The body does not say that it is JSON.",
-    422: "The body is not what the route takes.",
-}
-"""What a body is refused for before it becomes a request: plain text where the route speaks as TGI does."""
 _SECURITY: Json = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -46,7 +33,7 @@ _RETRY_AFTER = "Retry-After"
 _OWN_HEADERS: Json = {
     _RETRY_AFTER: {
         "description": "Seconds after which to try again.",
-        "schema": {"type": "integer", "minimum": 1, "maximum": int(LONGEST_RETRY_S)},
+        "schema": {"type": "integer", "minimum": 1, "maximum": int(MAX_RETRY_AFTER_S)},
     }
 }
 """Of some answers only."""
@@ -99,7 +86,7 @@ class _Schemas:
 
 def _schemas(routes: Sequence[Route]) -> tuple[_Schemas, Json]:
     taken = {repr(route.body): route.body for route in routes if route.body is not None}
-    answered = {repr(model): model for model in _ERRORS.values()}
+    answered = {repr(model): model for model in ERROR_ANSWERS.values()}
     for route in routes:
         answered |= {repr(model): model for model in (route.answer, route.events) if model is not None}
     inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
@@ -133,7 +120,7 @@ def _parameters(route: Route) -> list[Json]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _VARIABLE.findall(route.path)
     ]
-    headers = CALLER_HEADERS if DeadlineExceeded in route.raises else ()
+    headers = CALLER_HEADERS if Operation.GENERATE in route.operations else ()
     return [*variables, *({"$ref": f"#/components/parameters/{name}"} for name in headers)]
 
 
@@ -147,20 +134,16 @@ def _summary(route: Route) -> str:
 def _responses(route: Route, schemas: _Schemas, needs_key: bool) -> dict[int, Json]:  # noqa: FBT001 - of one caller
     responses: dict[int, Json] = {200: _good(route, schemas)}
     for dialect in route.dialects:
-        schema = schemas.answers(_ERRORS[dialect])
-        for error in (*route.raises, *((Unauthorized,) if needs_key else ())):
+        schema = schemas.answers(ERROR_ANSWERS[dialect])
+        for error in (*route.errors, *((Unauthorized,) if needs_key else ())):
             _add_error(responses, dialect, error, schema)
-        for status, text in _REFUSED.items() if route.body is not None else ():
-            response = responses.setdefault(status, _response(text))
-            if dialect is Dialect.TGI:
-                response.setdefault("content", {})[_TEXT] = {"schema": {"type": "string"}}
-            else:
-                _add_schema(response, schema)
     return responses
 
 
 def _good(route: Route, schemas: _Schemas) -> Json:
-    response = _response("Events follow." if route.always_streams else "As asked for.")
+    response = _response(
+        "Server-sent events." if route.answer is None and route.events is not None else "The response."
+    )
     content: Json = {}
     if route.answer is not None:
         content[route.content_type] = {"schema": schemas.answers(route.answer)}
@@ -185,14 +168,16 @@ def _add_error(responses: dict[int, Json], dialect: Dialect, error: type[Serving
     response = responses[error.status] = known or _response(text)
     if known is not None and text not in known["description"]:
         known["description"] += " " + text
-    if error is Unauthorized and dialect is Dialect.TGI:
-        return  # TGI's has no body
-    example = _example(error)
-    if retry_after(example) is not None:
+    example = error()
+    if example.retry_after is not None:
         response["headers"][_RETRY_AFTER] = {"$ref": f"#/components/headers/{_RETRY_AFTER}"}
+    if dialect is Dialect.TGI and error.tgi_body is not TgiBody.JSON:
+        if error.tgi_body is TgiBody.TEXT:
+            response.setdefault("content", {})[_TEXT] = {"schema": {"type": "string"}}
+        return
     examples = _add_schema(response, schema).setdefault("examples", {})
     name = error.error_type if error.error_type not in examples else f"{error.error_type} ({dialect.value})"
-    examples[name] = {"value": orjson.loads(error_object(dialect, example))}
+    examples[name] = {"value": error_answer(dialect, example)}
 
 
 def _add_schema(response: Json, schema: Json) -> Json:
@@ -202,13 +187,6 @@ def _add_schema(response: Json, schema: Json) -> Json:
     if schema not in known:
         media["schema"] = {"anyOf": [*known, schema]}
     return media
-
-
-def _example(error: type[ServingError]) -> ServingError:
-    try:
-        return error()  # type: ignore[call-arg]  # those whose text is always the same
-    except TypeError:
-        return error("…")
 
 
 def _response(description: str) -> Json:

@@ -15,7 +15,8 @@ from aiohttp import hdrs, web
 
 from text_generation_router.api.core.validation import Limits
 from text_generation_router.api.document.openapi import document
-from text_generation_router.api.http.routes import JSON, Handler, Route
+from text_generation_router.api.http.bodies import JSON
+from text_generation_router.api.http.routes import Handler, Route
 from text_generation_router.errors import NotFound
 
 _POLICY = "; ".join(

@@ -1,1 +1,1 @@
-"""HTTP itself, in no dialect: bodies, keys, request ids, server-sent events, how a failure is told, what is logged."""
+"""HTTP without any dialect's details: bodies, callers, errors, server-sent events, records, routes."""

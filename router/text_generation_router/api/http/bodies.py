@@ -1,96 +1,164 @@
-"""From the bytes of a request to a proven body, or a refusal in the words TGI's web framework uses.
+"""Base classes and types of request and response bodies, and the reading of request bodies.
 
-These refusals are plain text, not TGI's error object, because TGI answers them before its own code runs.
+As in TGI (serde), values are not coerced, numbers have a size, and unknown fields are ignored. A body that cannot be read
+is refused in the words of TGI's web framework.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import struct
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from aiohttp import HttpVersion11, hdrs, web
-from pydantic import ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetPydanticSchema,
+    ValidationError,
+    with_config,
+)
+from typing_extensions import TypeAliasType, TypedDict
 
-from text_generation_router.api.http.schema import Body
+from text_generation_router.errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
+
+JSON = "application/json"
+
+
+# ---------------------------------------------------------------------------------------------------------------- schemas
+
+
+class Body(BaseModel):
+    """Base of every request body."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+
+@with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True))
+class Answer(TypedDict):
+    """Base of every response body: a dict at run time, checked by mypy, described in the OpenAPI document."""
+
+
+WrittenLogprob = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(float | None))]
+"""A log-probability, already written as JSON; null if unknown."""
+
+
+_FLOAT32 = struct.Struct("<f")  # native "f" would turn 1e39 into infinity
+
+
+def _to_float32(value: float) -> float:
+    """The nearest 32-bit float. TGI's rules apply to it: 1e-46 is 0, 0.99999999999 is 1."""
+    try:
+        rounded: float = _FLOAT32.unpack(_FLOAT32.pack(value))[0]
+    except OverflowError:
+        raise ValueError("number out of range") from None
+    return rounded
+
+
+Float32 = Annotated[float, AfterValidator(_to_float32)]
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
+UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+
+# Validation of a list stops at its first invalid entry, so that a list of half a million is refused as fast as a short
+# one. These are aliases because FailFast cannot be part of a union.
+Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+TokenIds = TypeAliasType("TokenIds", Annotated[list[UInt32], FailFast()])
+TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
+
+MAX_METADATA = 16
+"""OpenAI's limit for the keys of `metadata`."""
+
+
+def at_most(limit: int, what: str) -> Callable[[Any], Any]:
+    """A validator that refuses an object of more than `limit` keys before any key is validated.
+
+    Pydantic has no FailFast for objects.
+    """
+
+    def counted(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"at most {limit} {what}")
+        return value
+
+    return counted
+
+
+TextMetadata = TypeAliasType("TextMetadata", Annotated[dict[str, str], BeforeValidator(at_most(MAX_METADATA, "keys"))])
+AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[str, Any], BeforeValidator(at_most(MAX_METADATA, "keys"))])
+
+# ---------------------------------------------------------------------------------------------------------------- reading
 
 BodyT = TypeVar("BodyT", bound=Body)
 
 
-class BodyRejected(Exception):
-    """The body never became a request. `str()` is the text of the answer."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
 async def parse_body(request: web.Request, schema: type[BodyT]) -> BodyT:
-    """Read and check the body, at most the application's `client_max_size` of it. Raises BodyRejected."""
+    """Read and validate the body, up to the application's `client_max_size`. Raises BodyRejected."""
     return validate(await parse_json(request), schema)
 
 
-async def parse_json(request: web.Request) -> Any:  # noqa: ANN401 - a JSON value
-    """The body as a JSON value, at most `client_max_size` of it. Raises BodyRejected."""
+async def parse_json(request: web.Request) -> Any:  # noqa: ANN401 - any JSON value
+    """Read the body as a JSON value, up to `client_max_size`. Raises BodyRejected."""
     content_type = request.content_type
-    if content_type != "application/json" and not (
-        content_type.startswith("application/") and content_type.endswith("+json")
-    ):
-        raise BodyRejected(415, "Expected request with `Content-Type: application/json`")
+    if content_type != JSON and not (content_type.startswith("application/") and content_type.endswith("+json")):
+        raise UnsupportedMediaType
     raw = await _read(request)
     try:
-        # orjson is RFC 8259 to the letter (no NaN, no lone surrogates, bounded nesting), which pydantic's parser is not.
+        # orjson implements RFC 8259 exactly (no NaN, no lone surrogates, bounded nesting); pydantic's parser does not.
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise BodyRejected(
-            400, f"Failed to parse the request body as JSON: {error.msg} at line {error.lineno} column {error.colno}"
-        ) from None
+        position = f"at line {error.lineno} column {error.colno}"
+        raise InvalidJson(f"Failed to parse the request body as JSON: {error.msg} {position}") from None
 
 
 def validate(value: object, schema: type[BodyT]) -> BodyT:
-    """A JSON value as a proven body. Raises BodyRejected."""
+    """Return a JSON value as a validated body. Raises InvalidBody."""
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        raise BodyRejected(
-            422, f"Failed to deserialize the JSON body into the target type: {_first_reason(error)}"
-        ) from None
+        raise InvalidBody(_first_reason(error)) from None
+
+
+def json_response(value: object) -> web.Response:
+    """A response with a JSON body."""
+    return web.Response(body=orjson.dumps(value), content_type=JSON)
 
 
 async def expect_continue(request: web.Request) -> web.StreamResponse | None:
-    """What aiohttp calls for `Expect: 100-continue`: nothing yet.
+    """Ignore `Expect: 100-continue` for now; aiohttp calls this before the handler.
 
-    The client may send once somebody is about to read: whoever has no key, or too large a body, keeps it.
+    `parse_json` asks for the body, so a client without a valid key, or with too large a body, never sends it.
     """
     return None
 
 
 async def _read(request: web.Request) -> bytes:
     if (request.content_length or 0) > request.client_max_size:
-        raise _too_large()
+        raise BodyTooLarge
     if hdrs.EXPECT in request.headers and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the answer proper has not begun
+        request.writer.output_size = 0  # the final response has not begun
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise _too_large() from None
+        raise BodyTooLarge from None
     except web.RequestPayloadError as error:  # broken chunks, broken compression
-        raise BodyRejected(400, f"Failed to buffer the request body: {error}") from None
-
-
-def _too_large() -> BodyRejected:
-    return BodyRejected(413, "Failed to buffer the request body: length limit exceeded")
+        raise InvalidJson(f"Failed to buffer the request body: {error}") from None
 
 
 def _first_reason(error: ValidationError) -> str:
-    """The first error; of a field that may be several things, what the one that fits best lacks: the deepest error.
+    """The first error. For a field of a union type: the deepest one, from the variant that fits best.
 
-    There are no more of them than a body has fields, because every list of a body ends at its first wrong entry
-    (`schema.py`): pydantic cannot be asked for some of its errors only.
+    There are at most as many errors as the body has fields, because validation of a list stops at its first invalid entry.
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     field = errors[0]["loc"][:1]
-    first = max((one for one in errors if one["loc"][:1] == field), key=lambda one: len(one["loc"]))
+    first = max((other for other in errors if other["loc"][:1] == field), key=lambda other: len(other["loc"]))
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "missing":
         return f"missing field `{path}`"

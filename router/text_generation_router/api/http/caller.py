@@ -1,24 +1,34 @@
-"""What a request's headers say of its caller: who it is, how urgent, and until when it is of use.
+"""The client of a request, from its headers: API key, tenant, priority, deadlines.
 
-    tenant      the API key that let it in, where there are several; else x-llm-d-inference-fairness-id
+    tenant      the API key, if several are configured; else x-llm-d-inference-fairness-id
     priority    x-smg-priority
-    deadlines   x-slo-ttft-ms: a hope, of the first token; x-queue-timeout-ms: of leaving the queue;
-                x-request-timeout-ms, grpc-timeout: of the whole answer
+    deadlines   x-slo-ttft-ms: target for the first token; x-queue-timeout-ms: for leaving the queue;
+                x-request-timeout-ms, grpc-timeout: for the complete response
 
 The names are those of inference gateways (llm-d, the Gateway API's inference extension, SMG) and of gRPC, where they
-have one. `x-llm-d-slo-tpot-ms` is not read: a step's time is the server's choice, not a request's.
+have one. `x-llm-d-slo-tpot-ms` is not read: the time per step is a setting of the server, not of a request.
+
+API keys are checked before the body is read, on every route but the health probes, unknown routes included. The exemption
+depends on the resolved route, never on the path as written: `//health`, `/v1/../health` and `/%68ealth` are exempt exactly
+where they resolve to a probe.
 """
 
 from __future__ import annotations
 
+import hmac
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 
-from text_generation_router.api.http.auth import ApiKeys
-from text_generation_router.errors import InvalidRequest
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+
+from text_generation_router.errors import InvalidRequest, Unauthorized
 from text_generation_router.request import Priority, TenantId
 
+X_API_KEY = "x-api-key"
+"""Header in which Anthropic's clients send the key."""
 TENANT = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 PRIORITY = "x-smg-priority"
 FIRST_TOKEN = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
@@ -26,27 +36,92 @@ QUEUE_TIMEOUT = "x-queue-timeout-ms"
 REQUEST_TIMEOUT = "x-request-timeout-ms"
 GRPC_TIMEOUT = "grpc-timeout"
 HEADERS = (*TENANT, PRIORITY, *FIRST_TOKEN, QUEUE_TIMEOUT, REQUEST_TIMEOUT, GRPC_TIMEOUT)
-"""All that is read here."""
+"""Every header that `read_caller` reads."""
 
-NOBODY = TenantId("")
-"""Callers that nothing tells apart."""
+DEFAULT_TENANT = TenantId("")
+"""Tenant of requests that name none."""
 LONGEST_TENANT = 128
 MAX_TIMEOUT_S = 1e7
-"""Four months: what is longer is a mistake."""
+"""Four months; a longer timeout is taken for a mistake."""
 
+_SCHEME = "bearer "
 _MILLISECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
 _GRPC = re.compile(r"([0-9]{1,8})([HMSmun])")
 """TimeoutValue and TimeoutUnit of gRPC over HTTP/2."""
 _GRPC_UNITS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_PRIORITIES = {one.name.lower(): one for one in Priority}
+_PRIORITIES = {priority.name.lower(): priority for priority in Priority}
+
+
+class ApiKeys:
+    """The accepted API keys; without any, every request is accepted. Only digests are kept."""
+
+    def __init__(self, keys: Collection[str] = ()) -> None:
+        """Raises ValueError for a key that no header can carry; the text does not contain the key."""
+        if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
+            raise ValueError("an API key must be made of visible ASCII characters")
+        self._digests = tuple(dict.fromkeys(_digest(key) for key in keys))
+        self._names = tuple(dict.fromkeys(_name(key) for key in keys))
+
+    def __bool__(self) -> bool:
+        """Return True if a key is required."""
+        return bool(self._digests)
+
+    @property
+    def several(self) -> bool:
+        """True if keys distinguish tenants."""
+        return len(self._digests) > 1
+
+    def admit(self, headers: Mapping[str, str]) -> bool:
+        """Return True if the headers carry a key: `Authorization: Bearer <key>` or `x-api-key: <key>`, exactly."""
+        return self.holder(headers) is not None
+
+    def holder(self, headers: Mapping[str, str]) -> str | None:
+        """Return the name of the key in the headers; None without a valid key.
+
+        The name is a digest that does not reveal the key, the same on every server and after every restart.
+        """
+        authorization = headers.get(hdrs.AUTHORIZATION, "")
+        holder = None
+        if authorization[: len(_SCHEME)].lower() == _SCHEME:
+            holder = self._holder(authorization[len(_SCHEME) :])
+        if holder is None and (key := headers.get(X_API_KEY)) is not None:
+            holder = self._holder(key)
+        return holder
+
+    def middleware(self, exempt: Collection[web.AbstractRoute]) -> Middleware:
+        """The middleware that raises Unauthorized without a valid key, except on the routes in `exempt`."""
+        exempt = frozenset(exempt)
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if not self._digests or request.match_info.route in exempt or self.admit(request.headers):
+                return await handler(request)
+            raise Unauthorized
+
+        return check
+
+    def _holder(self, key: str) -> str | None:
+        # Constant time, and every key is compared, so that the time reveals nothing.
+        digest = _digest(key)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return self._names[matches.index(True)] if True in matches else None
+
+
+def _name(key: str) -> str:
+    # Not derived from the digest that is compared: a name appears in logs and must not help to guess a key.
+    return sha256(b"tenant " + key.encode()).hexdigest()[:16]
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode(errors="surrogateescape")).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the headers say. Times in seconds of the monotonic clock; None: nothing."""
+    """The client of a request. Deadlines are times of the monotonic clock, in seconds; None: no deadline."""
 
     arrived: float = 0.0
-    tenant: TenantId = NOBODY
+    tenant: TenantId = DEFAULT_TENANT
     priority: Priority | None = None
     first_token_by: float | None = None
     queue_by: float | None = None
@@ -54,7 +129,7 @@ class Caller:
 
 
 def read_caller(headers: Mapping[str, str], arrived: float, keys: ApiKeys) -> Caller:
-    """The caller of a request that `keys` let in. Raises InvalidRequest for the first header that makes no sense."""
+    """Read the headers of a request that `keys` admitted. Raises InvalidRequest for the first invalid header."""
     return Caller(
         arrived,
         _tenant(headers, keys),
@@ -66,14 +141,14 @@ def read_caller(headers: Mapping[str, str], arrived: float, keys: ApiKeys) -> Ca
 
 
 def in_range(seconds: float) -> bool:
-    """Whether a timeout is one; NaN is not."""
+    """Return True if `seconds` is a valid timeout; NaN is not."""
     return 0 < seconds <= MAX_TIMEOUT_S
 
 
 def _tenant(headers: Mapping[str, str], keys: ApiKeys) -> TenantId:
     if keys.several:
-        # Who may only be told by the key cannot pass for somebody else.
-        return TenantId(keys.holder(headers) or NOBODY)
+        # The header is ignored: one tenant must not be able to pass for another.
+        return TenantId(keys.holder(headers) or DEFAULT_TENANT)
     for name in TENANT:
         given = headers.get(name)
         if given is None:
@@ -81,7 +156,7 @@ def _tenant(headers: Mapping[str, str], keys: ApiKeys) -> TenantId:
         if len(given) > LONGEST_TENANT or not (given.isascii() and given.isprintable()):
             raise InvalidRequest(f"header `{name}` must have at most {LONGEST_TENANT} characters, of printable ASCII")
         return TenantId(given)
-    return NOBODY
+    return DEFAULT_TENANT
 
 
 def _priority(headers: Mapping[str, str]) -> Priority | None:

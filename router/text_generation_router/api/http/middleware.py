@@ -1,39 +1,56 @@
-"""Around every route: failures become answers, each request leaves one record, browsers may call."""
+"""Middleware around every route: errors become responses, each request leaves one log line, browsers may call (CORS).
+
+Requests are correlated across services by `x-request-id`, which every response repeats, and by W3C's `traceparent`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 import structlog
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from text_generation_router.api.http import correlation
-from text_generation_router.api.http.bodies import BodyRejected
-from text_generation_router.api.http.caller import HEADERS
-from text_generation_router.api.http.dialects import dialect_of, error_response, refusal
-from text_generation_router.api.http.record import CLIENT_LEFT, RECORD, Record, finish
-from text_generation_router.errors import IncompleteGeneration, ServingError
+from text_generation_router.api.http.caller import HEADERS, X_API_KEY
+from text_generation_router.api.http.dialects import Dialect, dialect_of, error_response
+from text_generation_router.api.http.record import RECORD, Record, finish
+from text_generation_router.errors import (
+    ClientLeft,
+    IncompleteGeneration,
+    MethodNotAllowed,
+    ServingError,
+    UnknownRoute,
+)
 from text_generation_router.metrics import Metrics
 
 log = structlog.get_logger()
 
+X_REQUEST_ID = "x-request-id"
+ANTHROPIC_REQUEST_ID = "request-id"
+"""Name of the same header for Anthropic's clients."""
+TRACEPARENT = "traceparent"
+MAX_ID_LENGTH = 128
+_HEX = frozenset("0123456789abcdef")
+
+# ----------------------------------------------------------------------------------------------------- errors and records
+
 
 def answering(metrics: Metrics) -> Middleware:
-    """Every request gets an answer, whatever its handler raises, and leaves a record."""
+    """The middleware that turns exceptions into responses and keeps a record of each request."""
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         record = request[RECORD] = Record()
-        record.http_request_id = correlation.request_id(request.headers)
-        record.trace_id = correlation.trace_id(request.headers)
-        status = CLIENT_LEFT
+        record.http_request_id = request_id(request.headers)
+        record.trace_id = trace_id(request.headers)
+        status = ClientLeft.status
         try:
             response = await _answer(request, handler)
             status = response.status
         except (asyncio.CancelledError, ConnectionError):
-            record.error_type = record.error_type or "dropped"
+            record.error = record.error or ClientLeft
             raise
         finally:
             finish(record, request, status, metrics)
@@ -47,46 +64,76 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except ConnectionError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes an answer here
+    except Exception as error:  # noqa: BLE001 - every exception becomes a response here
         response = _failed(request, error)
     if hdrs.EXPECT in request.headers:
-        # Whether the client now sends its body or drops it is its choice, so what follows cannot be told apart.
+        # The client may now send its body or not; the next bytes on this connection are ambiguous.
         response.force_close()
     return response
 
 
 def _failed(request: web.Request, error: Exception) -> web.Response:
-    dialect = dialect_of(request)
-    if isinstance(error, ServingError):
-        request[RECORD].failed(error)
-        return error_response(dialect, error)
-    if isinstance(error, BodyRejected):
-        response = refusal(dialect, error.status, str(error), str(error))
-        if error.status == web.HTTPRequestEntityTooLarge.status_code:
-            # What is still coming is read away for a while, so that the client lives to see this; then we hang up.
-            response.force_close()
-        return response
-    if isinstance(error, web.HTTPException):  # no such route or method: TGI's framework sends no body
-        response = refusal(dialect, error.status, error.reason, "")
-        if allow := error.headers.get(hdrs.ALLOW):
-            response.headers[hdrs.ALLOW] = allow
-        return response
-    # A bug: logged whole, told in one word.
-    log.error("request handler failed", route=request.path, exc_info=error)
-    incomplete = IncompleteGeneration()
-    request[RECORD].failed(incomplete)
-    if request.writer.output_size > 0:
-        raise ConnectionAbortedError("failed after the first byte") from error
-    return error_response(dialect, incomplete)
+    if isinstance(error, web.HTTPNotFound):
+        error = UnknownRoute()
+    allowed = ""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed, error = error.headers[hdrs.ALLOW], MethodNotAllowed()
+    if not isinstance(error, ServingError):
+        log.error("request handler failed", route=request.path, exc_info=error)
+        cause, error = error, IncompleteGeneration()
+        if request.writer.output_size > 0:
+            request[RECORD].failed(error)
+            raise ConnectionAbortedError("failed after the first byte") from cause
+    request[RECORD].failed(error)
+    response = error_response(dialect_of(request), error)
+    if allowed:
+        response.headers[hdrs.ALLOW] = allowed
+    return response
 
+
+# ------------------------------------------------------------------------------------------------------------ correlation
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's id of the request if it is fit for a header and a log line, else a new one."""
+    given = headers.get(X_REQUEST_ID)
+    if given and len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable() and " " not in given:
+        return given
+    return os.urandom(16).hex()
+
+
+def trace_id(headers: Mapping[str, str]) -> str | None:
+    """The trace id in `traceparent` (W3C Trace Context, level 1); None if absent or invalid."""
+    given = headers.get(TRACEPARENT)
+    if given is None or len(given) > MAX_ID_LENGTH:
+        return None
+    parts = given.split("-")
+    if len(parts) < 4 or [len(part) for part in parts[:4]] != [2, 32, 16, 2] or not _HEX.issuperset("".join(parts[:4])):
+        return None
+    version, trace, parent, _flags = parts[:4]
+    if version == "ff" or (version == "00" and len(parts) > 4):  # only later versions may have more parts
+        return None
+    return trace if trace.strip("0") and parent.strip("0") else None
+
+
+async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler for `on_response_prepare`: add the request id, remove the server's name."""
+    response.headers.pop(hdrs.SERVER, None)
+    if (record := request.get(RECORD)) is not None and record.http_request_id is not None:
+        response.headers[X_REQUEST_ID] = record.http_request_id
+        if dialect_of(request) is Dialect.ANTHROPIC:
+            response.headers[ANTHROPIC_REQUEST_ID] = record.http_request_id
+
+
+# ------------------------------------------------------------------------------------------------------------------- CORS
 
 _REQUEST_HEADERS = ",".join(
     (
-        "authorization",  # TGI forgets it, so that no browser can send a key
+        "authorization",  # missing in TGI, so that a browser could not send a key
         "content-type",
-        "x-api-key",
-        "x-request-id",
-        "traceparent",
+        X_API_KEY,
+        X_REQUEST_ID,
+        TRACEPARENT,
         "tracestate",
         *HEADERS,
         "anthropic-version",
@@ -99,8 +146,8 @@ _REQUEST_HEADERS = ",".join(
 )
 _RESPONSE_HEADERS = ",".join(
     (
-        "x-request-id",
-        "request-id",  # Anthropic's name of it
+        X_REQUEST_ID,
+        ANTHROPIC_REQUEST_ID,
         "retry-after",
         "www-authenticate",
         "x-compute-type",
@@ -116,15 +163,15 @@ _RESPONSE_HEADERS = ",".join(
         "x-cached-tokens",
     )
 )
-_REMEMBERED_S = "7200"
-"""How long a browser need not ask again; none remembers it for longer."""
+_MAX_AGE_S = "7200"
+"""Seconds for which a browser may cache a preflight response; browsers allow no more."""
 
 
 class Cors:
     """Cross-origin calls from browsers, from the given origins or from any.
 
-    Origins are what is judged. Any request header may be sent: a page that may call may say what it likes, and the
-    clients' own headers (`x-stainless-…`) change with their versions.
+    Only the origin is checked. Every request header is allowed, because the clients' own headers (`x-stainless-…`) change
+    with their versions.
     """
 
     def __init__(self, allowed_origins: Sequence[str]) -> None:
@@ -132,7 +179,7 @@ class Cors:
         self._origins = frozenset(allowed_origins)
 
     def middleware(self) -> Middleware:
-        """Answers preflight requests, whatever the route and without a key: browsers send none with them."""
+        """The middleware that answers preflight requests, on every path and without a key: browsers send none."""
 
         @web.middleware
         async def preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -142,7 +189,7 @@ class Cors:
                     headers={
                         hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET,POST,DELETE",
                         hdrs.ACCESS_CONTROL_ALLOW_HEADERS: asked or _REQUEST_HEADERS,
-                        hdrs.ACCESS_CONTROL_MAX_AGE: _REMEMBERED_S,
+                        hdrs.ACCESS_CONTROL_MAX_AGE: _MAX_AGE_S,
                         hdrs.VARY: hdrs.ACCESS_CONTROL_REQUEST_HEADERS,
                     }
                 )
@@ -150,8 +197,8 @@ class Cors:
 
         return preflight
 
-    async def mark(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Signal handler for `on_response_prepare`: says whether this origin may read the response."""
+    async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Signal handler for `on_response_prepare`: allow the origin to read the response."""
         headers = response.headers
         origin = request.headers.get(hdrs.ORIGIN)
         if self._any:

@@ -1,9 +1,8 @@
-"""What became of each HTTP request: one line in the log, and the counts of its generations. A prompt's text is in
-neither.
+"""The record of each HTTP request: one log line, and the counts of its generations. Neither contains prompt text.
 
-    Record (one an HTTP request)
-      └── GenerationRecord (one a generation asked for: n choices of 2 prompts are 2 · n; sequences tried for `best_of`
-                            are one, for one is asked for)
+Record                    one per HTTP request
+  └── GenerationRecord    one per requested generation: n choices of 2 prompts are 2 · n; the sequences of `best_of`
+                          are one
 """
 
 from __future__ import annotations
@@ -23,32 +22,28 @@ from text_generation_router.request import Request
 
 log = structlog.get_logger()
 
-CLIENT_LEFT = 499
-"""Status logged, after nginx, for a client that left before its answer was whole."""
-
 
 @dataclass(slots=True)
 class GenerationRecord:
-    """One generation asked for, filled in as it goes its way."""
+    """One requested generation. Times are of the monotonic clock, in seconds."""
 
     arrived: float
-    """When its HTTP request came."""
+    """Arrival of the HTTP request."""
     metrics: RequestMetrics
     caller: Caller = field(default_factory=Caller)
-    """What the headers say."""
     request: Request | None = None
     ending: Ending | None = None
     times: Times = field(default_factory=Times)
-    """Of the sequence that was answered, or of the first that ran."""
+    """Times of the sequence that was returned, or of the first one queued."""
     sequences: list[Times] = field(default_factory=list)
-    """Of every sequence that ran for it."""
+    """Times of every sequence queued for it."""
     first_token: float = 0.0
-    """When the first token came, of whichever sequence; 0 until it did."""
-    error_type: str | None = None
-    """Its own failure, where the HTTP request went on without it."""
+    """Time of the first token of any of its sequences; 0 before."""
+    error: type[ServingError] | None = None
+    """Its own error, if the HTTP request continued without it."""
 
     def follow(self, times: Times) -> None:
-        """A sequence was queued for it."""
+        """Add a sequence that was queued for this generation."""
         if not self.times.queued:
             self.times = times
         self.sequences.append(times)
@@ -56,15 +51,15 @@ class GenerationRecord:
 
     @property
     def cached_tokens(self) -> int:
-        """The tokens of its prompt that were not computed for it."""
+        """Cached tokens of its prompt."""
         return cached_tokens((self,))
 
     def failed(self, error: ServingError) -> None:
-        """The client was told of `error`."""
-        self.error_type = error.error_type
+        """Record the error sent to the client."""
+        self.error = type(error)
 
     def spent(self, now: float) -> Spent:
-        """Where a finished generation's time went."""
+        """The latency breakdown of a finished generation."""
         times = self.times
         return Spent(
             total_s=now - self.arrived,
@@ -82,32 +77,31 @@ class GenerationRecord:
 
 @dataclass(slots=True)
 class Record:
-    """One HTTP request, written down once at its end."""
+    """One HTTP request, logged once at its end."""
 
     started: float = field(default_factory=time.monotonic)
     generations: list[GenerationRecord] = field(default_factory=list)
     http_request_id: str | None = None
-    """What the request is called across services: the client's name for it, or ours."""
+    """The id of the request across services: the client's or a new one."""
     trace_id: str | None = None
-    """The trace it is part of, if it is."""
-    error_type: str | None = None
-    """Why the request failed as a whole, and each of its generations with it."""
+    error: type[ServingError] | None = None
+    """The error of the whole request, and thereby of each of its generations."""
 
     def start(self, metrics: Metrics) -> GenerationRecord:
-        """A generation was asked for. It counts from here on: as a success or as a failure, once, in `finish`."""
+        """Add a requested generation. `finish` counts it once, as a success or as a failure."""
         generation = GenerationRecord(self.started, metrics.requests)
         self.generations.append(generation)
         metrics.requests.started()
         return generation
 
     def failed(self, error: ServingError) -> None:
-        """The client was told of `error` in place of an answer."""
-        self.error_type = error.error_type
+        """Record the error sent to the client as the response."""
+        self.error = type(error)
 
 
-def cached_tokens(answers: Iterable[GenerationRecord]) -> int:
-    """The tokens of one prompt that were not computed for its answers: as many as the answer found that found fewest."""
-    sequences = (times for one in answers for times in one.sequences)
+def cached_tokens(generations: Iterable[GenerationRecord]) -> int:
+    """Cached prompt tokens of generations that share a prompt: the minimum over their sequences."""
+    sequences = (times for generation in generations for times in generation.sequences)
     return min((times.cached_tokens for times in sequences if times.scheduled), default=0)
 
 
@@ -115,21 +109,22 @@ RECORD = web.RequestKey("record", Record)
 
 
 def finish(record: Record, request: web.Request, status: int, metrics: Metrics) -> None:
-    """Count and log a request that is over."""
+    """Count and log a request that ended."""
     now = time.monotonic()
-    # The failure of one answer ends the others of its stream.
-    first_failure = next((one.error_type for one in record.generations if one.error_type), None)
+    # The error of one generation ends the others of its stream.
+    first_error = next((generation.error for generation in record.generations if generation.error), None)
     for generation in record.generations:
-        error_type = record.error_type or generation.error_type
-        if error_type is None and generation.ending is not None:
+        error = record.error or generation.error
+        if error is None and generation.ending is not None:
             metrics.requests.succeeded(generation.spent(now), generation.ending.reason)
         else:
-            metrics.requests.failed(error_type or first_failure or IncompleteGeneration.error_type)
+            metrics.requests.failed(error or first_error or IncompleteGeneration)
     write = log.info if request.method == "POST" else log.debug
-    write("request finished", route=request.path, status=status, **_fields(record, now))
+    write("request finished", route=request.path, status=status, **_fields(record, record.error or first_error, now))
 
 
-def _fields(record: Record, now: float) -> dict[str, object]:
+def _fields(record: Record, error: type[ServingError] | None, now: float) -> dict[str, object]:
+    """The fields of the log line that are known."""
     fields: dict[str, object] = {"total_s": round(now - record.started, 6)}
     if record.http_request_id is not None:
         fields["http_request_id"] = record.http_request_id
@@ -138,19 +133,18 @@ def _fields(record: Record, now: float) -> dict[str, object]:
     generations = record.generations
     if len(generations) > 1:
         fields["generations"] = len(generations)
-    if requests := [one.request for one in generations if one.request is not None]:
-        fields |= {"request_id": requests[0].id, "prompt_tokens": sum(len(one.prompt) for one in requests)}
-    if endings := [one.ending for one in generations if one.ending is not None]:
+    if requests := [generation.request for generation in generations if generation.request is not None]:
+        fields |= {"request_id": requests[0].id, "prompt_tokens": sum(len(request.prompt) for request in requests)}
+    if endings := [generation.ending for generation in generations if generation.ending is not None]:
         fields |= {
-            "new_tokens": sum(one.generated_tokens for one in endings),
-            "finish_reason": ",".join(dict.fromkeys(one.reason.value for one in endings)),
+            "new_tokens": sum(ending.generated_tokens for ending in endings),
+            "finish_reason": ",".join(dict.fromkeys(ending.reason.value for ending in endings)),
         }
-    if queued := [one.times.scheduled - one.times.queued for one in generations if one.times.scheduled]:
-        fields["queue_s"] = round(max(queued), 6)
-        fields["cached_tokens"] = sum(one.cached_tokens for one in generations)
-    if first_tokens := [one.first_token for one in generations if one.first_token]:
+    if scheduled := [generation.times for generation in generations if generation.times.scheduled]:
+        fields["queue_s"] = round(max(times.scheduled - times.queued for times in scheduled), 6)
+        fields["cached_tokens"] = sum(generation.cached_tokens for generation in generations)
+    if first_tokens := [generation.first_token for generation in generations if generation.first_token]:
         fields["first_token_s"] = round(min(first_tokens) - record.started, 6)
-    error_type = record.error_type or next((one.error_type for one in generations if one.error_type), None)
-    if error_type is not None:
-        fields["error_type"] = error_type
+    if error is not None:
+        fields["error_type"] = error.error_type
     return fields

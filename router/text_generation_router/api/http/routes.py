@@ -1,4 +1,4 @@
-"""What a route is: one line, from which both the server and its OpenAPI document are made, so that they cannot differ."""
+"""A route is one row of a table. The server and its OpenAPI document are both made from the table."""
 
 from __future__ import annotations
 
@@ -8,77 +8,59 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from text_generation_router.api.http.bodies import expect_continue
+from text_generation_router.api.http.bodies import JSON, expect_continue
 from text_generation_router.api.http.dialects import ROUTE_DIALECTS, Dialect, dialect_of_path
-from text_generation_router.errors import (
-    DeadlineExceeded,
-    Draining,
-    GenerationFailed,
-    IncompleteGeneration,
-    InvalidRequest,
-    Overloaded,
-    ServingError,
-    Unhealthy,
-)
+from text_generation_router.errors import BodyRejected, Operation, ServingError, error_classes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-GENERATING: tuple[type[ServingError], ...] = (
-    InvalidRequest,
-    GenerationFailed,
-    Overloaded,
-    IncompleteGeneration,
-    Draining,
-    Unhealthy,
-    DeadlineExceeded,
-)
-"""How a generation can fail."""
-
-JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A method, a path, what it takes and every way it answers.
+    """A method and a path with their request, responses and errors.
 
-    The first line of the handler's docstring is the route's summary: what stands after `GET /path: `.
+    The first line of the handler's docstring is the summary of the route, after `GET /path: `.
     """
 
     method: str
     path: str
-    """As aiohttp writes it: `/v1/models/{model:.+}`."""
+    """In aiohttp's syntax: `/v1/models/{model:.+}`."""
     handler: Handler
     tag: str = ""
+    operations: Operation = Operation.NONE
+    """From these follow the errors of the route."""
     body: Any = None
-    """The model that checks the body, or a union of them; None: the route takes none."""
+    """The model of the request body, or a union of models; None: no body."""
     answer: Any = None
-    """Describes the good answer: a pydantic model, or a type made of them. None: it is empty."""
+    """The type of the response body; None: empty."""
     content_type: str = JSON
-    """Of the good answer; `answer` is then its text."""
+    """Content type of the response."""
     events: Any = None
-    """Describes the data of each server-sent event, where the route can stream."""
-    raises: tuple[type[ServingError], ...] = ()
-    """What else it answers, beside what its body and its key can be refused for."""
+    """The type of the data of each server-sent event; None: the route does not stream."""
     speaks: tuple[Dialect, ...] = ()
-    """The dialects its failures are told in, the first one unless the handler says otherwise; none: that of its path."""
+    """Dialects of the responses, the default first. Empty: the dialect of the path."""
     probe: bool = False
-    """Answers without a key."""
+    """Needs no key."""
     documented: bool = True
-    """Whether the OpenAPI document has it: what only a page of ours loads is left out."""
+    """Listed in the OpenAPI document; False for the files of the documentation page."""
 
     @property
     def dialects(self) -> tuple[Dialect, ...]:
-        """Whose words it speaks."""
+        """Dialects of the responses."""
         return self.speaks or (dialect_of_path(self.path),)
 
     @property
-    def always_streams(self) -> bool:
-        """Whether it has no other good answer than events."""
-        return self.events is not None and self.answer is None
+    def errors(self) -> tuple[type[ServingError], ...]:
+        """The errors of its operations and of its body; a missing key is not among them."""
+        return tuple(
+            error
+            for error in error_classes()
+            if error.operations & self.operations or (self.body is not None and issubclass(error, BodyRejected))
+        )
 
 
 def add_routes(app: web.Application, table: Iterable[Route]) -> frozenset[web.AbstractRoute]:
-    """Serve the table; returns the probes. Raises ValueError where two routes are the same."""
+    """Serve the routes of `table`; return the probes. Raises ValueError if two rows have the same method and path."""
     resources: dict[str, web.Resource] = {}
     seen: set[tuple[str, str]] = set()
     probes: set[web.AbstractRoute] = set()

@@ -1,14 +1,14 @@
-"""Server-sent events, written straight to the connection: one write a token, and no task woken for it.
+"""Server-sent events, written directly to the connection: one write per token, without waking a task.
 
-The one who makes the tokens calls `send`, `close` and `fail`; the request's handler awaits `run`, which wakes only for
-the first event, for the end, for a congested connection and for silence.
+The producer of tokens calls `send`, `close` and `fail`. The handler of the request awaits `run`, which wakes only for the
+first event, the end, a congested connection and silence.
 
-    first event or failure ──► headers ──► events … ──► end
-       failure here: raised, so the answer still has its HTTP status
-                                 └─ failure here: a last event with the error object
+    first event or error ──► headers ──► events … ──► end
+       an error here is raised, so the response has its HTTP status
+                                └─ an error here becomes the last event
 
-This is the only place that knows how aiohttp writes: once a chunked response is prepared, its body is ours to frame, and
-its own `write_eof` ends it.
+Only this module depends on how aiohttp writes: after a chunked response is prepared, this module frames its body, and
+aiohttp's `write_eof` ends it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from text_generation_router.api.http.dialects import ErrorEvent, tgi_error_event
 from text_generation_router.errors import ServingError
 
 KEEP_ALIVE_EVENT = b":\n\n"
-"""A comment: clients skip it, proxies see traffic."""
+"""A comment: clients ignore it, proxies see traffic."""
 
 _HEADERS = {
     "content-type": "text/event-stream",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would otherwise collect events
+    "x-accel-buffering": "no",  # nginx would otherwise buffer events
 }
 
 
 class EventStream:
-    """One response made of events."""
+    """A streamed response."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class EventStream:
         if self._chunked:
             self._response.enable_chunked_encoding()
         else:
-            self._response.force_close()  # HTTP/1.0: the end of the body is the end of the connection
+            self._response.force_close()  # HTTP/1.0: the body ends with the connection
         self._transport = request.transport
         self._protocol = request.protocol
         self._loop = asyncio.get_running_loop()
@@ -56,17 +56,19 @@ class EventStream:
         self._stall_s = stall_s
         self._last_write = self._loop.time()
         self._flowing = False
-        """Events go to the connection at once; otherwise they are held back for `run`."""
+        """True while events go to the connection at once; otherwise they are held for `run`."""
         self._held: list[bytes] = []
-        """At most one request's events: bounded by its max_new_tokens."""
+        """Unsent events; bounded by max_new_tokens of the request."""
         self._attention = asyncio.Event()
         self._ended = False
         self._error: ServingError | None = None
         self._error_event = error_event
 
     def send(self, event: bytes) -> None:
-        """Write one whole event, blank line included, or hold it until the connection takes it. Dropped once the stream
-        was closed or failed: of several answers in one stream, one may fail while others go on."""
+        """Write one event with its blank line, or hold it until the connection accepts it.
+
+        Dropped after `close` or `fail`: several generations share a stream, and one may fail before the others notice.
+        """
         if self._ended:
             return
         if self._flowing and not self._protocol.writing_paused:
@@ -77,21 +79,21 @@ class EventStream:
             self._attention.set()
 
     def close(self) -> None:
-        """The last event was sent."""
+        """End the stream; the last event was sent."""
         self._ended = True
         self._attention.set()
 
     def fail(self, error: ServingError) -> None:
-        """No event follows but the one that tells of `error`; if none was sent before, `run` raises it."""
+        """End the stream with an event for `error`; `run` raises it if no event was sent before."""
         self._error = error
         self.close()
 
     async def run(self) -> web.StreamResponse:
-        """Last until the stream was closed and all of it written. Raises the failure that came before any event."""
+        """Return when the stream is closed and written. Raises an error that came before the first event."""
         while not (self._ended and self._response.prepared):
             if not await self._attention_within(self._last_write + self._keep_alive_s):
                 if self._last_write + self._keep_alive_s > self._loop.time():
-                    continue  # events were written meanwhile
+                    continue  # events were written in the meantime
                 self._held.append(KEEP_ALIVE_EVENT)
             elif self._error is not None and not self._response.prepared and not self._held:
                 raise self._error
@@ -113,7 +115,7 @@ class EventStream:
         return True
 
     async def _flush(self) -> None:
-        """Write what was held back once the connection takes it, headers first."""
+        """Write the headers, if not yet sent, then the held events."""
         if not self._response.prepared:
             await self._response.prepare(self._request)
         await self._drained()
@@ -123,9 +125,9 @@ class EventStream:
         self._flowing = True
 
     async def _drained(self) -> None:
-        """Return once the connection takes more: at once, unless it is congested. Raises ConnectionAbortedError.
+        """Wait until the connection accepts more. Raises ConnectionAbortedError if the client reads nothing for `stall_s`.
 
-        A client that reads slowly is waited for; one that reads nothing for `stall_s` must not hold its place for ever.
+        A slow reader is waited for; a client that stopped reading must not hold its permit for ever.
         """
         while True:
             unsent = self._unsent()
@@ -144,6 +146,6 @@ class EventStream:
     def _write(self, events: bytes) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
-            return  # the client left; its handler is being cancelled
+            return  # the client left; the handler is being cancelled
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         self._last_write = self._loop.time()

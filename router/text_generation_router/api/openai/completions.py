@@ -83,7 +83,7 @@ class CompletionRoutes:
         if not prompts:
             raise InvalidRequest("Empty array detected. Do not use an empty array for the prompt.")
         if len(prompts) > self._limit:
-            raise BatchTooLarge(self._limit)
+            raise BatchTooLarge(str(self._limit))
         if body.best_of not in (None, 1, body.n or 1):
             raise InvalidRequest("`best_of` must be 1 or equal to `n`")
         assert len(prompts) * (body.n or 1) <= self._limit * MAX_CHOICES

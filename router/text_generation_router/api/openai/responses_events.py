@@ -21,12 +21,10 @@ from text_generation_router.api.openai.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.openai.ids import Named, new_call_id, now
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
-from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
+from text_generation_router.errors import InvalidRequest, ServingError
 
 Json = dict[str, Any]
 
-_ERROR_CODES: dict[type[ServingError], str] = {InvalidRequest: "invalid_prompt", Overloaded: "rate_limit_exceeded"}
-"""OpenAI's few words for why a response failed; the rest are `server_error`."""
 _PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
 _DELTAS = {
     Kind.TEXT: "response.output_text.delta",
@@ -129,7 +127,7 @@ class ResponseScript(Script):
         last = self.cut_off()
         self._response |= {
             "status": "failed",
-            "error": {"code": _ERROR_CODES.get(type(error), "server_error"), "message": str(error)},
+            "error": {"code": error.responses_code, "message": str(error)},
             "output": self.blocks,
         }
         return last + self._say("response.failed", response=self._response)

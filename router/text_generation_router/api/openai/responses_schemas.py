@@ -11,7 +11,7 @@ from pydantic import ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
 from text_generation_router.api.core.quality_of_service import TieredFields
-from text_generation_router.api.http.schema import Body, Float32, TextMetadata, Texts, UInt32
+from text_generation_router.api.http.bodies import Body, Float32, TextMetadata, Texts, UInt32
 from text_generation_router.api.openai.schemas import ContentPart
 
 MAX_ITEMS = 10_000

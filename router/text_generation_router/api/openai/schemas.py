@@ -13,7 +13,7 @@ from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import MAX_LOGIT_BIAS
 from text_generation_router.api.core.quality_of_service import TieredFields
-from text_generation_router.api.http.schema import (
+from text_generation_router.api.http.bodies import (
     Body,
     Float32,
     Int32,

@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import AliasChoices, FailFast, Field
 
 from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
-from text_generation_router.api.http.bodies import validate
-from text_generation_router.api.http.schema import Body, UInt32
+from text_generation_router.api.http.bodies import Body, UInt32, validate
 
 
 class PromptBody(Body):

@@ -17,14 +17,14 @@ from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.validation import Limits
-from text_generation_router.api.http.bodies import BodyRejected, validate
-from text_generation_router.api.http.schema import Body
+from text_generation_router.api.http.bodies import Body, validate
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.table import anthropic_routes, cloud_routes, openai_routes, service_routes, tgi_routes
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.service import ServiceRoutes
+from text_generation_router.errors import InvalidBody
 
 LIMITS = Limits(max_best_of=4, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=1024, max_total_tokens=2048)
 LARGE = 1_800_000
@@ -128,7 +128,7 @@ def test_a_large_wrong_body_is_refused_at_once(model: type[Body], path: Path, ki
     names = [name for _, name in path if name != IN_LIST]
     assert any(_leads_through(error["loc"], names) for error in refused.value.errors())
     start = time.thread_time()  # of the processor: others may want it too
-    with pytest.raises(BodyRejected):
+    with pytest.raises(InvalidBody):
         validate(body, model)
     assert time.thread_time() - start < 0.25
 
@@ -139,5 +139,5 @@ def test_metadata_is_counted_before_it_is_checked() -> None:
     few = {str(number): "a" for number in range(16)}
     for model, body in ((openai, {"input": "a"}), (anthropic, {"messages": [], "max_tokens": 1})):
         validate(body | {"metadata": few}, model)
-        with pytest.raises(BodyRejected, match=r"metadata.*at most 16 keys"):
+        with pytest.raises(InvalidBody, match=r"metadata.*at most 16 keys"):
             validate(body | {"metadata": few | {"one more": "a"}}, model)

@@ -1,10 +1,13 @@
-"""The gaps between tokens are those each request saw, however they are counted."""
+"""Inter-token latency equals what each request saw, however it is counted."""
 
 from __future__ import annotations
 
 import random
 
-from text_generation_router.metrics.gaps import TokenGaps, gap_histogram
+import pytest
+
+from text_generation_router.metrics.instruments import Histogram
+from text_generation_router.metrics.steps import TOKEN_GAP_BUCKETS, TokenGaps
 from text_generation_router.request import RequestId
 
 
@@ -12,55 +15,60 @@ def ids(*numbers: int) -> set[RequestId]:
     return {RequestId(number) for number in numbers}
 
 
-def count_and_sum(gaps: TokenGaps) -> tuple[float, float]:
-    count, total = (float(line.rsplit(" ", 1)[1]) for line in gaps.histogram.lines()[-2:])
+@pytest.fixture
+def histogram() -> Histogram:
+    return Histogram("seconds", "", TOKEN_GAP_BUCKETS)
+
+
+def count_and_sum(histogram: Histogram) -> tuple[float, float]:
+    count, total = (float(line.rsplit(" ", 1)[1]) for line in histogram.lines()[-2:])
     return count, total
 
 
-def test_a_first_token_has_no_gap_before_it() -> None:
-    gaps = TokenGaps(gap_histogram())
+def test_a_first_token_has_no_gap_before_it(histogram: Histogram) -> None:
+    gaps = TokenGaps(histogram)
     gaps.step(1.0, ids(1, 2), ids(1, 2))
-    assert count_and_sum(gaps) == (0, 0)
+    assert count_and_sum(histogram) == (0, 0)
 
 
-def test_requests_in_two_steps_running_share_the_gap() -> None:
-    gaps = TokenGaps(gap_histogram())
+def test_requests_in_consecutive_steps_are_counted_together(histogram: Histogram) -> None:
+    gaps = TokenGaps(histogram)
     gaps.step(1.0, ids(1, 2), ids(1, 2))
     gaps.step(1.5, ids(1, 2, 3), ids(1, 2, 3))
-    assert count_and_sum(gaps) == (2, 1.0)
+    assert count_and_sum(histogram) == (2, 1.0)
 
 
-def test_a_request_left_out_of_steps_waited_for_all_of_them() -> None:
-    gaps = TokenGaps(gap_histogram())
+def test_a_request_left_out_of_steps_has_one_long_gap(histogram: Histogram) -> None:
+    gaps = TokenGaps(histogram)
     for at, served in ((1.0, ids(1, 2)), (2.0, ids(1)), (3.0, ids(1)), (7.0, ids(1, 2))):
         gaps.step(at, served, ids(1, 2))
-    assert count_and_sum(gaps) == (4, 1.0 + 1.0 + 4.0 + 6.0)
+    assert count_and_sum(histogram) == (4, 1.0 + 1.0 + 4.0 + 6.0)
 
 
-def test_a_request_that_is_gone_is_forgotten() -> None:
-    gaps = TokenGaps(gap_histogram())
+def test_a_finished_request_is_forgotten(histogram: Histogram) -> None:
+    gaps = TokenGaps(histogram)
     gaps.step(1.0, ids(1, 2, 3), ids(1, 2))
     gaps.step(2.0, ids(1), ids(1, 2))
     gaps.step(3.0, ids(1), ids(1))
     gaps.step(4.0, ids(1), ids(1))
-    assert gaps._left_out == {}
+    assert gaps.tracked == 0
 
 
-def test_shared_or_single_the_gaps_are_each_requests_own() -> None:
+def test_gaps_are_exact_over_many_steps(histogram: Histogram) -> None:
     chance = random.Random(7)
-    gaps, last, now = TokenGaps(gap_histogram()), dict[RequestId, float](), 0.0
+    gaps, last, now = TokenGaps(histogram), dict[RequestId, float](), 0.0
     alive, count, total = ids(*range(8)), 0, 0.0
     for _ in range(500):
         now += chance.choice((0.25, 0.5, 4.0))
-        served = {one for one in sorted(alive) if chance.random() < 0.8}
+        served = {request_id for request_id in sorted(alive) if chance.random() < 0.8}
         if not served:
             continue
-        for one in served & last.keys():
+        for request_id in served & last.keys():
             count += 1
-            total += now - last[one]
+            total += now - last[request_id]
         last |= dict.fromkeys(served, now)
-        ended = {one for one in sorted(served) if chance.random() < 0.02}
-        alive = (alive - ended) | ids(*(one + 100 for one in ended))  # whoever ends is followed by somebody new
+        ended = {request_id for request_id in sorted(served) if chance.random() < 0.02}
+        alive = (alive - ended) | ids(*(request_id + 100 for request_id in ended))
         gaps.step(now, served, alive)
     assert count > 1000
-    assert count_and_sum(gaps) == (count, total)
+    assert count_and_sum(histogram) == (count, total)

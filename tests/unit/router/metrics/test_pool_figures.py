@@ -1,10 +1,12 @@
-"""Figures of the scheduler: what waits, runs and is held; who was put back, cancelled, let in and why."""
+"""Metrics read from the scheduler: queue, slots, KV blocks, preemptions, cancellations, reasons for joining."""
 
 from __future__ import annotations
 
 import pytest
+from metric_samples import samples
 
-from text_generation_router.metrics.pool import pool_figures
+from text_generation_router.metrics.instruments import Registry
+from text_generation_router.metrics.pool import add_scheduler_readings
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -30,8 +32,9 @@ def decided(scheduler: Scheduler) -> Orders:
 
 
 def figures(scheduler: Scheduler) -> dict[str, float]:
-    lines = (one.lines()[-1].split(" ") for one in pool_figures(scheduler))
-    return {name: float(value) for name, value in lines}
+    registry = Registry()
+    add_scheduler_readings(registry, scheduler)
+    return samples(registry)
 
 
 def test_figures_are_those_of_the_scheduler() -> None:

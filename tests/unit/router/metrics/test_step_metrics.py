@@ -1,27 +1,32 @@
-"""What a step's report counts as."""
+"""Metrics derived from step reports and orders."""
 
 from __future__ import annotations
 
+import pytest
+from metric_samples import samples
+
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.steps import Admission, Deliveries, JoinReason, Orders
 from text_generation_router.shards.observer import Handled
 
 
-def samples(metrics: StepMetrics) -> dict[str, float]:
-    lines = (line.rsplit(" ", 1) for one in metrics.instruments() for line in one.lines() if line[0] != "#")
-    return {name: float(value) for name, value in lines}
+@pytest.fixture
+def registry() -> Registry:
+    return Registry()
 
 
-def some_metrics() -> StepMetrics:
-    metrics = StepMetrics()
+@pytest.fixture
+def metrics(registry: Registry) -> StepMetrics:
+    metrics = StepMetrics(registry)
     metrics.on_session(0)
     return metrics
 
 
 def handled(report: pb.StepReport, tokens: dict[int, int] | None = None, steps: int = 1) -> Handled:
-    """`report`, that brought so many tokens to whom."""
+    """`report`, delivered; `tokens`: number of new tokens by request."""
     deliveries, first = Deliveries(), 0
     for number, count in (tokens or {}).items():
         deliveries.tokens.append((RequestId(number), first, first + count, None))
@@ -43,8 +48,9 @@ def orders(admitted: int, joined: JoinReason | None) -> Orders:
     return Orders(1, admit=admit, joined=joined)
 
 
-def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode() -> None:
-    metrics = some_metrics()
+def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode(
+    registry: Registry, metrics: StepMetrics
+) -> None:
     metrics.on_report(
         handled(
             pb.StepReport(
@@ -54,7 +60,7 @@ def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode() ->
     )
     for step in (2, 3):
         metrics.on_report(handled(pb.StepReport(step=step, step_ns=2_000_000_000, forward_ns=1_000_000_000)))
-    values = samples(metrics)
+    values = samples(registry)
     for method, count, seconds, forward in (("prefill", 1, 4.0, 3.0), ("decode", 2, 4.0, 2.0)):
         label = f'{{method="{method}"}}'
         assert values[f"tgi_batch_inference_count{label}"] == values[f"tgi_batch_inference_success{label}"] == count
@@ -65,70 +71,66 @@ def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode() ->
     assert values["text_generation_prompt_tokens_total"] == 9
 
 
-def test_a_report_that_only_acknowledges_is_no_step() -> None:
-    metrics = some_metrics()
+def test_a_report_that_only_acknowledges_is_not_a_step(registry: Registry, metrics: StepMetrics) -> None:
     metrics.on_report(handled(pb.StepReport(step=1, step_ns=1)))
     for _ in range(2):
         metrics.on_report(handled(pb.StepReport(step=1, step_ns=1), steps=0))
-    assert samples(metrics)['tgi_batch_inference_count{method="decode"}'] == 1
+    assert samples(registry)['tgi_batch_inference_count{method="decode"}'] == 1
 
 
-def test_a_report_of_several_steps_counts_as_so_many_of_one_length() -> None:
-    metrics = some_metrics()
+def test_a_report_of_several_steps_counts_each_of_them(registry: Registry, metrics: StepMetrics) -> None:
     metrics.on_report(handled(pb.StepReport(step=4, step_ns=8_000_000_000, forward_ns=4_000_000_000), steps=4))
-    values = samples(metrics)
+    values = samples(registry)
     assert values['tgi_batch_inference_count{method="decode"}'] == 4
     assert values['tgi_batch_inference_duration_count{method="decode"}'] == 4
     assert values['tgi_batch_inference_duration_sum{method="decode"}'] == 8.0
 
 
-def test_a_step_that_failed_is_a_failure_and_a_sequence_that_failed_is_not() -> None:
-    metrics = some_metrics()
+def test_a_step_that_failed_is_a_failure_and_a_sequence_that_failed_is_not(
+    registry: Registry, metrics: StepMetrics
+) -> None:
     numerics = pb.Failure(slot=0, code=pb.FAILURE_CODE_NUMERICS)
     whole = pb.Failure(slot=0, code=pb.FAILURE_CODE_STEP)
     metrics.on_report(handled(pb.StepReport(step=1, step_ns=1, failed=[numerics])))
     metrics.on_report(handled(pb.StepReport(step=2, failed=[whole])))
-    values = samples(metrics)
+    values = samples(registry)
     assert values['tgi_batch_inference_count{method="decode"}'] == 2
     assert values['tgi_batch_inference_success{method="decode"}'] == 1
     assert values['tgi_batch_inference_failure{method="decode"}'] == 1
     assert values['tgi_batch_inference_duration_count{method="decode"}'] == 1
 
 
-def test_tokens_beyond_a_requests_first_are_skipped_steps() -> None:
-    metrics = some_metrics()
+def test_tokens_beyond_the_first_of_a_step_are_skipped_steps(registry: Registry, metrics: StepMetrics) -> None:
     metrics.on_report(handled(pb.StepReport(step=1, step_ns=1), {1: 1, 2: 1}))
     metrics.on_report(handled(pb.StepReport(step=2, step_ns=1, token_counts=[1, 4]), {1: 1, 3: 4}))
-    values = samples(metrics)
+    values = samples(registry)
     assert values["text_generation_generated_tokens_total"] == 7
     assert values["tgi_request_skipped_tokens_count"] == 4
     assert values["tgi_request_skipped_tokens_sum"] == 3
-    # Between the tokens of request 1 there was a step, between those of request 3 there was nothing.
+    # One gap of request 1 between two steps, three of request 3 within one step.
     assert values["text_generation_inter_token_seconds_count"] == 1 + 3
 
 
-def test_newcomers_join_for_a_reason_or_run_alone() -> None:
-    metrics = some_metrics()
+def test_joins_are_counted_by_reason(registry: Registry, metrics: StepMetrics) -> None:
     metrics.on_orders(orders(0, None), 9.0)
     metrics.on_orders(orders(3, None), 9.0)
     for reason in JoinReason:
         metrics.on_orders(orders(2, reason), 0.5)
-    values = samples(metrics)
+    values = samples(registry)
     assert (values["tgi_batch_next_size_count"], values["tgi_batch_next_size_sum"]) == (4, 9)
     for word in ("backpressure", "wait_exceeded", "chunking"):
         assert values[f'tgi_batch_concat{{reason="{word}"}}'] == 1
     assert values['tgi_batch_concat_duration_sum{method="decode"}'] == 1.5
 
 
-def test_what_waits_in_the_engines_is_summed_until_a_replica_is_lost() -> None:
-    metrics = some_metrics()
+def test_engine_queues_are_summed_until_a_replica_is_lost(registry: Registry, metrics: StepMetrics) -> None:
     name = "text_generation_engine_queued_requests"
-    assert samples(metrics)[name] == 0
+    assert samples(registry)[name] == 0
     metrics.on_report(handled(pb.StepReport(queued=3)))
     metrics.on_report(handled(pb.StepReport(queued=5))._replace(replica=1))
-    assert samples(metrics)[name] == 8
+    assert samples(registry)[name] == 8
     metrics.on_report(handled(pb.StepReport(queued=1), steps=0))
-    assert samples(metrics)[name] == 6
+    assert samples(registry)[name] == 6
     metrics.on_loss(1)
     metrics.on_loss(1)
-    assert samples(metrics)[name] == 1
+    assert samples(registry)[name] == 1

@@ -14,11 +14,11 @@ from text_generation_router.api.core.parameters import CompatGenerateBody, Gener
 from text_generation_router.api.core.quality_of_service import QosFields, TieredFields, quality_of_service
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.validation import Limits
-from text_generation_router.api.http.bodies import BodyRejected, validate
+from text_generation_router.api.http.bodies import validate
 from text_generation_router.api.http.caller import Caller
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
-from text_generation_router.errors import InvalidRequest
+from text_generation_router.errors import InvalidBody, InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
 
 SETTINGS = Settings(Limits(1, 1, 1, 10, 20))
@@ -111,7 +111,7 @@ def test_what_is_no_timeout_is_refused_by_name(name: str, value: float) -> None:
     ],
 )
 def test_wrong_types_are_refused_with_the_body(wrong: dict[str, Any]) -> None:
-    with pytest.raises(BodyRejected, match=next(iter(wrong))) as refused:
+    with pytest.raises(InvalidBody, match=next(iter(wrong))) as refused:
         validate(wrong, TieredFields)
     assert refused.value.status == 422
 

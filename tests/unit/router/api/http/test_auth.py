@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from text_generation_router.api.http.auth import ApiKeys
+from text_generation_router.api.http.caller import ApiKeys
 
 KEYS = ApiKeys(["sk-First", "second"])
 

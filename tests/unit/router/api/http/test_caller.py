@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from text_generation_router.api.http.auth import ApiKeys
-from text_generation_router.api.http.caller import HEADERS, Caller, read_caller
+from text_generation_router.api.http.caller import HEADERS, ApiKeys, Caller, read_caller
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Priority
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from text_generation_router.api.http.correlation import request_id, trace_id
+from text_generation_router.api.http.middleware import request_id, trace_id
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"

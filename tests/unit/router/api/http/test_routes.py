@@ -1,4 +1,4 @@
-"""One table makes the server and its document."""
+"""The server and its OpenAPI document are made from one table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pydantic import BaseModel
 from text_generation_router.api.core.parameters import GenerateBody
 from text_generation_router.api.core.validation import Limits
 from text_generation_router.api.document.openapi import document
+from text_generation_router.api.http.bodies import Body
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route, add_routes
-from text_generation_router.api.http.schema import Body
-from text_generation_router.errors import NotFound, Overloaded
+from text_generation_router.errors import Operation
 
 
 class Question(Body):
@@ -29,11 +29,17 @@ async def handler(request: web.Request) -> web.StreamResponse:
 
 
 ASK = Route(
-    "POST", "/v1/ask/{name:.+}", handler, "Questions", body=Question, answer=Reply, raises=(Overloaded, NotFound)
+    "POST",
+    "/v1/ask/{name:.+}",
+    handler,
+    "Questions",
+    body=Question,
+    answer=Reply,
+    operations=Operation.TOKENIZE | Operation.FIND,
 )
 
 
-def test_two_routes_cannot_share_a_place() -> None:
+def test_two_routes_cannot_have_the_same_path() -> None:
     with pytest.raises(ValueError, match="POST /a is served already"):
         add_routes(web.Application(), [Route("POST", "/a", handler), Route("GET", "/a", handler)] * 2)
 
@@ -45,7 +51,7 @@ def test_probes_answer_head_too() -> None:
     assert {route.method for route in app.router.routes()} == {"GET", "HEAD", "POST"}
 
 
-def test_an_operation_says_what_its_route_does() -> None:
+def test_an_operation_describes_its_route() -> None:
     [(path, methods)] = document([ASK], "1", keys=True)["paths"].items()
     operation = methods["post"]
     assert path == "/v1/ask/{name}"
@@ -61,22 +67,24 @@ def test_an_operation_says_what_its_route_does() -> None:
     assert "security" not in operation
 
 
-def test_tgi_refuses_bodies_in_plain_text_and_keys_without_a_word() -> None:
-    route = Route("POST", "/ask", handler, "Questions", body=Question, raises=(Overloaded,))
+def test_tgi_refuses_bodies_in_plain_text_and_keys_without_a_body() -> None:
+    route = Route("POST", "/ask", handler, "Questions", body=Question, operations=Operation.HEALTH)
     responses = document([route], "1", keys=True)["paths"]["/ask"]["post"]["responses"]
     assert set(responses["400"]["content"]) == set(responses["422"]["content"]) == {"text/plain"}
-    assert set(responses["429"]["content"]) == {"application/json"}
+    assert set(responses["503"]["content"]) == {"application/json"}
     assert "content" not in responses["401"]
     assert "content" not in responses["200"]
 
 
-def test_a_route_of_two_dialects_may_answer_in_either() -> None:
-    route = Route("POST", "/ask", handler, "Questions", speaks=(Dialect.TGI, Dialect.OPENAI), raises=(Overloaded,))
+def test_a_route_of_two_dialects_lists_the_errors_of_both() -> None:
+    route = Route(
+        "POST", "/ask", handler, "Questions", speaks=(Dialect.TGI, Dialect.OPENAI), operations=Operation.TOKENIZE
+    )
     described = document([route], "1", keys=False)["paths"]["/ask"]["post"]["responses"]["429"]["content"]
     assert len(described["application/json"]["schema"]["anyOf"]) == 2
 
 
-def test_rules_beyond_types_are_told() -> None:
+def test_validation_rules_are_in_the_schemas() -> None:
     limits = Limits(max_best_of=3, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=10, max_total_tokens=20)
     route = Route("POST", "/generate", handler, "TGI", body=GenerateBody)
     schemas = document([route], "1", keys=False, limits=limits)["components"]["schemas"]

@@ -1,0 +1,39 @@
+"""docs/api.md agrees with the code: errors and metrics."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from text_generation_router.errors import ServingError, TgiBody, error_classes
+from text_generation_router.metrics import Metrics
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+
+API = (Path(__file__).parents[3] / "docs/api.md").read_text(encoding="utf-8")
+
+
+def row(error: type[ServingError]) -> str:
+    """The line of the error table."""
+    tgi = f"`{error.error_type}`" if error.tgi_body is TgiBody.JSON else error.tgi_body.value
+    openai = f"`{error.openai_type}`" + (f", `{error.openai_code}`" if error.openai_code else "")
+    cause = (error.__doc__ or "").partition("\n")[0].removesuffix(".")
+    wait = error().retry_after
+    return f"| {error.status} | {cause} | {tgi} | {openai} | `{error.anthropic_type}` | {wait or '–'} |"
+
+
+def test_the_error_table_has_a_row_for_each_error() -> None:
+    rows = {row(error): error.status for error in error_classes() if error.status != 499}
+    assert re.findall(r"^\| \d{3} \|.*$", API, re.MULTILINE) == sorted(rows, key=lambda line: rows[line])
+
+
+def test_every_metric_of_our_own_is_listed() -> None:
+    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=Scheduler(Policy(1, 1)))
+    families = {
+        family.name + "_total" * (family.type == "counter"): family.documentation
+        for family in text_string_to_metric_families(metrics.exposition().decode())
+        if family.name.startswith("text_generation_")
+    }
+    assert dict(re.findall(r"^\| `(text_generation_\w+)` \| (.*) \|$", API, re.MULTILINE)) == families

@@ -1,0 +1,141 @@
+"""Errors in each dialect: status, body, headers, stream events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from text_generation_router.api.http.dialects import (
+    Dialect,
+    anthropic_error_event,
+    error_response,
+    openai_error_event,
+    tgi_error_event,
+)
+from text_generation_router.errors import (
+    BodyRejected,
+    BodyTooLarge,
+    DeadlineExceeded,
+    Draining,
+    GenerationFailed,
+    InvalidBody,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    ServingError,
+    TemplateError,
+    ThreadNotSupported,
+    Unauthorized,
+    Unhealthy,
+    UnknownRoute,
+    error_classes,
+)
+
+
+def body(dialect: Dialect, error: ServingError) -> Any:  # noqa: ANN401
+    written = error_response(dialect, error).body
+    assert isinstance(written, bytes)
+    return json.loads(written)
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+@pytest.mark.parametrize(
+    ("error", "status", "seconds"),
+    [
+        (Overloaded(), 429, "1"),
+        (Overloaded(retry_after_s=0.0), 429, "1"),
+        (Overloaded(retry_after_s=-3.0), 429, "1"),
+        (Overloaded(retry_after_s=1.01), 429, "2"),
+        (Overloaded(retry_after_s=42.0), 429, "42"),
+        (Overloaded(retry_after_s=1e9), 429, "3600"),
+        (Overloaded(retry_after_s=float("inf")), 429, "3600"),
+        (Overloaded(retry_after_s=float("nan")), 429, "3600"),
+        (Draining(), 503, "1"),
+        (Unhealthy(), 503, "5"),
+        (DeadlineExceeded("too late"), 408, None),
+        (GenerationFailed("numerics"), 424, None),
+        (InvalidRequest("no"), 422, None),
+    ],
+)
+def test_status_and_retry_after(dialect: Dialect, error: ServingError, status: int, seconds: str | None) -> None:
+    response = error_response(dialect, error)
+    assert response.status == status
+    assert response.headers.get("retry-after") == seconds
+    assert response.headers.get("x-should-retry") == ("false" if status == 408 else None)
+
+
+@pytest.mark.parametrize(
+    ("error", "openai", "anthropic"),
+    [
+        (InvalidRequest("no"), ("invalid_request_error", None), "invalid_request_error"),
+        (InvalidBody("no"), ("invalid_request_error", None), "invalid_request_error"),
+        (TemplateError("no"), ("invalid_request_error", "template_error"), "invalid_request_error"),
+        (BodyTooLarge(), ("invalid_request_error", "payload_too_large"), "request_too_large"),
+        (Unauthorized(), ("invalid_request_error", "invalid_api_key"), "authentication_error"),
+        (NotFound("no"), ("invalid_request_error", "not_found"), "not_found_error"),
+        (Overloaded(), ("rate_limit_error", "overloaded"), "rate_limit_error"),
+        (Draining(), ("server_error", "overloaded"), "overloaded_error"),
+        (Unhealthy(), ("server_error", "healthcheck"), "overloaded_error"),
+        (GenerationFailed("no"), ("server_error", "generation"), "api_error"),
+    ],
+)
+def test_openai_and_anthropic_have_their_own_types(
+    error: ServingError, openai: tuple[str, str | None], anthropic: str
+) -> None:
+    answer = body(Dialect.OPENAI, error)["error"]
+    assert (answer["type"], answer["code"], answer["http_status_code"]) == (*openai, error.status)
+    assert body(Dialect.ANTHROPIC, error)["error"] == {"type": anthropic, "message": str(error)}
+
+
+def test_anthropics_clients_learn_that_threads_are_not_stored() -> None:
+    assert body(Dialect.ANTHROPIC, ThreadNotSupported())["error"]["details"] == {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    }
+
+
+@pytest.mark.parametrize("error", [InvalidBody("missing field `inputs`"), BodyTooLarge()])
+def test_tgi_refuses_a_body_in_plain_text(error: BodyRejected) -> None:
+    response = error_response(Dialect.TGI, error)
+    assert response.content_type == "text/plain"
+    assert response.text == str(error)
+    assert response.keep_alive is (False if isinstance(error, BodyTooLarge) else None)
+
+
+@pytest.mark.parametrize("error", [Unauthorized(), UnknownRoute(), MethodNotAllowed()])
+def test_tgi_refuses_routes_and_keys_without_a_body(error: ServingError) -> None:
+    response = error_response(Dialect.TGI, error)
+    assert response.body is None
+    assert response.headers.get("www-authenticate") == ("Bearer" if error.status == 401 else None)
+
+
+def test_a_deadline_has_its_own_type_in_every_dialect() -> None:
+    error = DeadlineExceeded("it waited too long")
+    text = "Request timed out: it waited too long"
+    assert json.loads(tgi_error_event(error).removeprefix(b"data: ")) == {"error": text, "error_type": "timeout"}
+    first, done, _ = openai_error_event(error).split(b"\n\n")
+    assert done == b"data: [DONE]"
+    assert json.loads(first.removeprefix(b"data: "))["error"] == {
+        "message": text,
+        "type": "timeout",
+        "param": None,
+        "code": "timeout",
+        "http_status_code": 408,
+    }
+    event, data = anthropic_error_event(error).removesuffix(b"\n\n").split(b"\n")
+    assert event == b"event: error"
+    assert json.loads(data.removeprefix(b"data: ")) == {
+        "type": "error",
+        "error": {"type": "timeout_error", "message": text},
+    }
+
+
+def test_every_error_has_a_status_a_type_and_a_default_text() -> None:
+    assert len(list(error_classes())) > 20
+    for error in error_classes():
+        assert 400 <= error.status < 600
+        assert error.error_type
+        assert str(error()) == error.prefix + error.message
