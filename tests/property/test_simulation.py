@@ -8,21 +8,19 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from text_generation_bench.simulator.arrivals import Arrival
-from text_generation_bench.simulator.ledger import Targets
-from text_generation_bench.simulator.machine import Machine
-from text_generation_bench.simulator.setup import Outage, Setup
-from text_generation_bench.simulator.tokens import TokenPool
-from text_generation_bench.simulator.world import World
+from text_generation_bench.simulator.config import LatencyTargets, Outage, SimConfig
+from text_generation_bench.simulator.cost_model import CostModel
+from text_generation_bench.simulator.simulator import Simulator
+from text_generation_bench.simulator.traces import Arrival, TokenPool
 from text_generation_router.request import Priority, TenantId
 from text_generation_router.scheduling.policy import Dispatch, Policy
 
 POOL = TokenPool(2)
-MACHINE = Machine(0.01, 0.0005, 0.0005, 1e-6, 1e-7, 4, 512, 8, 32, 0.03, 24)
+COST_MODEL = CostModel(0.01, 0.0005, 0.0005, 1e-6, 1e-7, 4, 512, 8, 32, 0.03, 24)
 
 machines = st.builds(
     lambda slots, blocks, budget, growth: replace(
-        MACHINE, slots=slots, kv_tokens=8 * blocks, prefill_budget=budget, growth_tokens=growth
+        COST_MODEL, slots=slots, kv_tokens=8 * blocks, prefill_budget=budget, growth_tokens=growth
     ),
     st.integers(1, 6),
     st.integers(24, 64),
@@ -32,7 +30,7 @@ machines = st.builds(
 
 
 @st.composite
-def policies(draw: st.DrawFn, machine: Machine) -> Policy:
+def policies(draw: st.DrawFn, machine: CostModel) -> Policy:
     return Policy(
         max_batch_prefill_tokens=machine.prefill_budget,
         max_batch_size=draw(st.integers(1, machine.slots)),
@@ -76,30 +74,39 @@ def arrivals(random: Random, count: int, rate: float) -> list[Arrival]:
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), machine=machines, replicas=st.integers(1, 3), seed=st.integers(0, 1 << 30))
 def test_no_rule_is_broken_and_it_plays_the_same_twice(
-    data: st.DataObject, machine: Machine, replicas: int, seed: int
+    data: st.DataObject, machine: CostModel, replicas: int, seed: int
 ) -> None:
     random = Random(seed)
     trace = arrivals(random, 40, random.choice([3.0, 20.0, 100.0]))
     outages = [
         Outage(random.uniform(0, 2), random.randrange(replicas), random.uniform(0.01, 1)) for _ in range(seed % 3)
     ]
-    setup = Setup(
+    config = SimConfig(
         machine,
         data.draw(policies(machine)),
         replicas,
-        Targets(1.0, 0.05),
+        LatencyTargets(1.0, 0.05),
         POOL.ids,
         outages=sorted(outages, key=lambda outage: outage.at),
         with_fairness=True,
         audited=True,
-        most_steps=random.choice([1, 1 << 20]),
+        max_span_steps=random.choice([1, 1 << 20]),
     )
     runs = []
     for _ in range(2):
-        world = World(setup)
-        world.run(iter(trace))
-        ledger = world.ledger
-        ended = ledger.total.finished + ledger.refused + ledger.cancelled + sum(ledger.failed.values())
+        simulation = Simulator(config)
+        simulation.run(iter(trace))
+        statistics = simulation.statistics
+        ended = statistics.total.finished + statistics.refused + statistics.cancelled + sum(statistics.failed.values())
         assert ended == len(trace)
-        runs.append((world.now, world.events, ledger.new_tokens, ledger.prefilled_tokens, ledger.failed, ledger.busy_s))
+        runs.append(
+            (
+                simulation.now,
+                simulation.events,
+                statistics.new_tokens,
+                statistics.prefilled_tokens,
+                statistics.failed,
+                statistics.busy_s,
+            )
+        )
     assert runs[0] == runs[1]

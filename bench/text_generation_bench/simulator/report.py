@@ -1,20 +1,20 @@
-"""The table of a scenario, as Markdown that reads as well as text."""
+"""The result tables of a scenario, as aligned Markdown."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 
-from text_generation_bench.simulator.play import Result
+from text_generation_bench.simulator.experiment import ExperimentResult
 from text_generation_bench.simulator.scenarios import SCENARIOS
 
-NOTHING = "–"
+NO_VALUE = "–"
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits that matter."""
+    """Format a duration in milliseconds, with three significant digits."""
     if math.isnan(seconds):
-        return NOTHING
+        return NO_VALUE
     value = seconds * 1000
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
@@ -24,17 +24,17 @@ def _number(value: float) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return NOTHING if share is None else f"{share:.1%}"
+    return NO_VALUE if share is None else f"{share:.1%}"
 
 
 def _ratio(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3f}"
+    return NO_VALUE if value is None else f"{value:.3f}"
 
 
-COLUMNS: Sequence[tuple[str, Callable[[Result], str]]] = (
-    ("policy", lambda result: result.plan.policy),
+COLUMNS: Sequence[tuple[str, Callable[[ExperimentResult], str]]] = (
+    ("policy", lambda result: result.experiment.policy),
     ("done", lambda result: str(result.total.finished)),
-    ("refused", lambda result: str(result.refused)),
+    ("rejected", lambda result: str(result.refused)),
     ("failed", lambda result: str(result.failed)),
     ("left", lambda result: str(result.left)),
     ("TTFT p50", lambda result: milliseconds(result.total.ttft.quantile(0.5))),
@@ -51,18 +51,18 @@ COLUMNS: Sequence[tuple[str, Callable[[Result], str]]] = (
     ("Jain", lambda result: _ratio(result.jain)),
     ("preempted", lambda result: str(result.preemptions)),
     ("moved", lambda result: str(result.moves)),
-    ("foreseen/true", lambda result: _ratio(result.foreseen_ratio)),
+    ("queue est.", lambda result: _ratio(result.queue_time_ratio)),
     ("busy", lambda result: _percent(result.busy)),
 )
-KIND_COLUMNS = ("policy", "kind", "asked", "done", "well served", "TTFT p50", "p99", "ITL p50", "p99", "max")
+KIND_COLUMNS = ("policy", "kind", "sent", "done", "in target", "TTFT p50", "p99", "ITL p50", "p99", "max")
 
 
-def scenario_report(results: Sequence[Result]) -> str:
-    """One scenario under several policies. The same results give the same text."""
-    plan = results[0].plan
+def scenario_report(results: Sequence[ExperimentResult]) -> str:
+    """Return the tables of one scenario under several policies."""
+    experiment = results[0].experiment
     head = (
-        f"## {plan.scenario}\n\n{SCENARIOS[plan.scenario].summary}; {plan.replicas} × {plan.machine}, "
-        f"{plan.seconds:g} s, seed {plan.seed}. Times in ms.\n\n"
+        f"## {experiment.scenario}\n\n{SCENARIOS[experiment.scenario].summary}; {experiment.replicas} × {experiment.machine}, "
+        f"{experiment.seconds:g} s, seed {experiment.seed}. Times in ms.\n\n"
     )
     rows = [[cell(result) for _, cell in COLUMNS] for result in results]
     text = head + table([name for name, _ in COLUMNS], rows)
@@ -71,26 +71,26 @@ def scenario_report(results: Sequence[Result]) -> str:
     return text
 
 
-def _kind_rows(result: Result) -> list[list[str]]:
+def _kind_rows(result: ExperimentResult) -> list[list[str]]:
     return [
         [
-            result.plan.policy,
+            result.experiment.policy,
             kind or "other",
-            str(figures.arrived),
-            str(figures.finished),
-            str(figures.good),
-            milliseconds(figures.ttft.quantile(0.5)),
-            milliseconds(figures.ttft.quantile(0.99)),
-            milliseconds(figures.itl.quantile(0.5)),
-            milliseconds(figures.itl.quantile(0.99)),
-            milliseconds(figures.itl.longest),
+            str(stats.arrived),
+            str(stats.finished),
+            str(stats.good),
+            milliseconds(stats.ttft.quantile(0.5)),
+            milliseconds(stats.ttft.quantile(0.99)),
+            milliseconds(stats.itl.quantile(0.5)),
+            milliseconds(stats.itl.quantile(0.99)),
+            milliseconds(stats.itl.longest),
         ]
-        for kind, figures in result.kinds.items()
+        for kind, stats in result.kinds.items()
     ]
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up; all but the first to the right."""
+    """Return an aligned Markdown table; all columns except the first are right-aligned."""
     widths = [max(len(row[column]) for row in (names, *rows)) for column in range(len(names))]
 
     def line(cells: Sequence[str]) -> str:
@@ -102,9 +102,9 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return line(names) + rule + "".join(line(row) for row in rows)
 
 
-def timing_report(result: Result) -> str:
-    """What the scheduler's calls cost this machine: the only figures that differ from run to run."""
+def timing_report(result: ExperimentResult) -> str:
+    """Return the processor time of the scheduler's calls, the only results that differ between runs."""
     calls = ", ".join(
         f"{name} {call.count} × {call.seconds / call.count * 1e6:.1f} µs" for name, call in result.timings if call.count
     )
-    return f"{result.plan.scenario}, {result.plan.policy}: {result.events} events; {calls}\n"
+    return f"{result.experiment.scenario}, {result.experiment.policy}: {result.events} events; {calls}\n"

@@ -1,4 +1,4 @@
-"""The scenarios, by name: which clients come, how many, and what is to be seen."""
+"""The scenarios: clients, load, outages and defaults, by name."""
 
 from __future__ import annotations
 
@@ -9,220 +9,237 @@ from operator import attrgetter
 from random import Random
 from types import MappingProxyType
 
-from text_generation_bench.simulator.arrivals import Trace
-from text_generation_bench.simulator.machine import Machine
-from text_generation_bench.simulator.setup import Outage
-from text_generation_bench.simulator.tokens import TokenPool
+from text_generation_bench.simulator.config import Outage
+from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.traces import (
-    ChatHabits,
-    Client,
-    Sizes,
+    ChatProfile,
+    ClientProfile,
+    RequestSizes,
+    TokenPool,
+    Trace,
     busy_clients,
     chats,
     phased_times,
     poisson_times,
     shared_prefixes,
-    singles,
     system_prompts,
+    unrelated_requests,
 )
 from text_generation_router.request import Priority, TenantId
 
 LONG = "long"
-"""Kind of the long prompts among short ones."""
+"""Label of the long prompts among short ones."""
 QUEUE_S = 1.0
-"""Seconds of work that may wait where the queue is bounded."""
+"""Length of a bounded queue, in seconds of work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Custom:
-    """How large things are that a machine of a kind is asked for."""
+class WorkloadSizes:
+    """RequestSizes of requests that suit a machine."""
 
-    question: Sizes
-    turn: Sizes
+    question: RequestSizes
+    turn: RequestSizes
     system_tokens: int
     long_prompt: int
     longest_chat: int
 
 
-CUSTOMS: Mapping[str, Custom] = MappingProxyType(
+WORKLOAD_SIZES: Mapping[str, WorkloadSizes] = MappingProxyType(
     {
-        "cpu-135m": Custom(Sizes((20, 160), 48, 160), Sizes((10, 60), 32, 96), 256, 2000, 1500),
-        "h200-8b": Custom(Sizes((200, 800), 100, 512), Sizes((50, 300), 100, 512), 2000, 65_536, 8000),
+        "cpu-135m": WorkloadSizes(RequestSizes((20, 160), 48, 160), RequestSizes((10, 60), 32, 96), 256, 2000, 1500),
+        "h200-8b": WorkloadSizes(
+            RequestSizes((200, 800), 100, 512), RequestSizes((50, 300), 100, 512), 2000, 65_536, 8000
+        ),
     }
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What a scenario is made for."""
+class ScenarioInput:
+    """The parameters that a scenario is built from."""
 
-    machine: Machine
-    custom: Custom
+    cost_model: CostModel
+    sizes: WorkloadSizes
     replicas: int
     seconds: float
     seed: int
     pool: TokenPool
 
     def random(self, name: str) -> Random:
-        """A stream of numbers of its own for each source of requests."""
+        """Return a separate random generator for a source of requests."""
         return Random(f"{self.seed}/{name}")
 
-    def rate(self, share: float, sizes: Sizes, before: int = 0) -> float:
-        """Requests a second that are such a share of what all replicas can serve; `before`: tokens before each prompt."""
-        return share * self.replicas * self.machine.capacity(before + sizes.prompt_mean, sizes.new_mean)
+    def rate(self, share: float, sizes: RequestSizes, before: int = 0) -> float:
+        """Return the request rate at a fraction of the capacity of all replicas; `before`: tokens before each prompt."""
+        return share * self.replicas * self.cost_model.capacity(before + sizes.prompt_mean, sizes.new_mean)
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """What a run is played with."""
+class ScenarioLoad:
+    """The load of one run."""
 
     trace: Trace
     outages: Sequence[Outage] = ()
-    most_queued: int | None = None
-    """Tokens of work that may wait."""
+    max_queued_tokens: int | None = None
+    """Most tokens in the queue."""
     overload: tuple[float, float] | None = None
-    """From when to when more is asked for than can be served."""
+    """Start and end of the overload."""
     with_fairness: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One scenario."""
+    """A named workload."""
 
     summary: str
-    build: Callable[[Setting], Scene]
+    build: Callable[[ScenarioInput], ScenarioLoad]
     replicas: int = 4
     seconds: float = 60.0
     kv_share: float = 1.0
-    """Share of the machine's KV cache that there is."""
+    """Fraction of the machine's KV cache that is available."""
     policies: Sequence[str] = ("ours", "no-reuse", "least-loaded", "round-robin", "random", "tgi")
 
 
-def _poisson(setting: Setting, share: float = 0.7) -> Scene:
-    sizes, random = setting.custom.question, setting.random("poisson")
-    times = poisson_times(random, setting.rate(share, sizes), 0.0, setting.seconds)
-    return Scene(singles(setting.pool, random, times, sizes))
+def _poisson(source: ScenarioInput, share: float = 0.7) -> ScenarioLoad:
+    sizes, random = source.sizes.question, source.random("poisson")
+    times = poisson_times(random, source.rate(share, sizes), 0.0, source.seconds)
+    return ScenarioLoad(unrelated_requests(source.pool, random, times, sizes))
 
 
-def _tight(setting: Setting) -> Scene:
-    return _poisson(setting, share=0.8)
+def _tight(source: ScenarioInput) -> ScenarioLoad:
+    return _poisson(source, share=0.8)
 
 
-def _bursts(setting: Setting) -> Scene:
-    sizes, random = setting.custom.question, setting.random("bursts")
-    on, off = setting.rate(2.0, sizes), setting.rate(0.1, sizes)
-    phases = [(5.0, on), (15.0, off)] * max(1, round(setting.seconds / 20))
-    return Scene(singles(setting.pool, random, phased_times(random, phases), sizes))
+def _bursts(source: ScenarioInput) -> ScenarioLoad:
+    sizes, random = source.sizes.question, source.random("bursts")
+    on, off = source.rate(2.0, sizes), source.rate(0.1, sizes)
+    phases = [(5.0, on), (15.0, off)] * max(1, round(source.seconds / 20))
+    return ScenarioLoad(unrelated_requests(source.pool, random, phased_times(random, phases), sizes))
 
 
-def _prefixes(setting: Setting) -> Scene:
-    sizes, length, random = setting.custom.turn, setting.custom.system_tokens, setting.random("prefixes")
-    # Together they are more than one replica can keep.
-    count = max(8, round(1.5 * setting.machine.kv_tokens / length))
-    systems = system_prompts(setting.pool, random, count, length)
-    times = poisson_times(random, setting.rate(0.9, sizes, length), 0.0, setting.seconds)
-    return Scene(shared_prefixes(setting.pool, random, times, sizes, systems))
+def _prefixes(source: ScenarioInput) -> ScenarioLoad:
+    sizes, length, random = source.sizes.turn, source.sizes.system_tokens, source.random("prefixes")
+    # Together they exceed the cache of one replica.
+    count = max(8, round(1.5 * source.cost_model.kv_tokens / length))
+    systems = system_prompts(source.pool, random, count, length)
+    times = poisson_times(random, source.rate(0.9, sizes, length), 0.0, source.seconds)
+    return ScenarioLoad(shared_prefixes(source.pool, random, times, sizes, systems))
 
 
-def _steady(setting: Setting) -> Scene:
-    sizes, random = setting.custom.question, setting.random("steady")
-    times = poisson_times(random, setting.rate(0.3, sizes), 0.0, setting.seconds)
-    return Scene(singles(setting.pool, random, times, sizes))
+def _steady(source: ScenarioInput) -> ScenarioLoad:
+    sizes, random = source.sizes.question, source.random("steady")
+    times = poisson_times(random, source.rate(0.3, sizes), 0.0, source.seconds)
+    return ScenarioLoad(unrelated_requests(source.pool, random, times, sizes))
 
 
-def _long(setting: Setting) -> Scene:
-    custom, random = setting.custom, setting.random("long")
-    sizes = Sizes((custom.long_prompt, custom.long_prompt), custom.question.new_mean, custom.question.new_most)
-    rate = setting.rate(0.2, sizes)
-    times = poisson_times(random, rate, 0.0, setting.seconds)
-    books = singles(setting.pool, random, times, sizes, Client(kind=LONG))
-    return Scene(_together(_steady(setting).trace, books))
+def _long(source: ScenarioInput) -> ScenarioLoad:
+    workload, random = source.sizes, source.random("long")
+    sizes = RequestSizes(
+        (workload.long_prompt, workload.long_prompt), workload.question.new_mean, workload.question.max_new_tokens
+    )
+    rate = source.rate(0.2, sizes)
+    times = poisson_times(random, rate, 0.0, source.seconds)
+    books = unrelated_requests(source.pool, random, times, sizes, ClientProfile(kind=LONG))
+    return ScenarioLoad(_merge(_steady(source).trace, books))
 
 
-def _chats(setting: Setting, share: float = 0.6) -> Scene:
-    custom, random = setting.custom, setting.random("chats")
-    habits = ChatHabits(custom.turn, turns_mean=6.0, think_mean_s=8.0, longest=custom.longest_chat)
-    systems = system_prompts(setting.pool, random, 8, custom.system_tokens // 4)
-    rate = setting.rate(share, custom.turn, custom.system_tokens // 4) / habits.turns_mean
-    times = poisson_times(random, rate, 0.0, setting.seconds)
-    return Scene(chats(setting.pool, random, times, habits, systems))
+def _chats(source: ScenarioInput, share: float = 0.6) -> ScenarioLoad:
+    workload, random = source.sizes, source.random("chats")
+    profile = ChatProfile(workload.turn, turns_mean=6.0, think_mean_s=8.0, longest=workload.longest_chat)
+    systems = system_prompts(source.pool, random, 8, workload.system_tokens // 4)
+    rate = source.rate(share, workload.turn, workload.system_tokens // 4) / profile.turns_mean
+    times = poisson_times(random, rate, 0.0, source.seconds)
+    return ScenarioLoad(chats(source.pool, random, times, profile, systems))
 
 
-def _tenants(setting: Setting) -> Scene:
-    sizes = setting.custom.question
+def _tenants(source: ScenarioInput) -> ScenarioLoad:
+    sizes = source.sizes.question
     low, high = sizes.prompt[0] // 2, sizes.prompt[1] // 2
-    short = Sizes((low, high), sizes.new_mean, sizes.new_most)
-    tall = Sizes((8 * low, 8 * high), sizes.new_mean, sizes.new_most)
-    clients = 2 * setting.machine.slots * setting.replicas
+    short = RequestSizes((low, high), sizes.new_mean, sizes.max_new_tokens)
+    tall = RequestSizes((8 * low, 8 * high), sizes.new_mean, sizes.max_new_tokens)
+    clients = 2 * source.cost_model.slots * source.replicas
     light = busy_clients(
-        setting.pool, setting.random("light"), clients, short, setting.seconds, Client(TenantId("light"), kind="light")
+        source.pool,
+        source.random("light"),
+        clients,
+        short,
+        source.seconds,
+        ClientProfile(TenantId("light"), kind="light"),
     )
     heavy = busy_clients(
-        setting.pool,
-        setting.random("heavy"),
+        source.pool,
+        source.random("heavy"),
         10 * clients,
         tall,
-        setting.seconds,
-        Client(TenantId("heavy"), kind="heavy"),
+        source.seconds,
+        ClientProfile(TenantId("heavy"), kind="heavy"),
     )
-    return Scene(_together(light, heavy), with_fairness=True)
+    return ScenarioLoad(_merge(light, heavy), with_fairness=True)
 
 
-def _overload(setting: Setting) -> Scene:
-    sizes, random = setting.custom.question, setting.random("overload")
-    before, during = setting.seconds / 4, setting.seconds / 2
-    full = setting.rate(1.0, sizes)
+def _overload(source: ScenarioInput) -> ScenarioLoad:
+    sizes, random = source.sizes.question, source.random("overload")
+    before, during = source.seconds / 4, source.seconds / 2
+    full = source.rate(1.0, sizes)
     phases = [(before, 0.95 * full), (during, 3.0 * full), (before, 0.5 * full)]
     most = QUEUE_S * full * (sizes.prompt_mean + sizes.new_mean)
-    return Scene(
-        singles(setting.pool, random, phased_times(random, phases), sizes),
-        most_queued=int(most),
+    return ScenarioLoad(
+        unrelated_requests(source.pool, random, phased_times(random, phases), sizes),
+        max_queued_tokens=int(most),
         overload=(before, before + during),
     )
 
 
-def _failures(setting: Setting) -> Scene:
+def _failures(source: ScenarioInput) -> ScenarioLoad:
     outages = []
     at, replica = 5.0, 0
-    while at < setting.seconds:
-        outages.append(Outage(at, replica % setting.replicas, 10.0))
+    while at < source.seconds:
+        outages.append(Outage(at, replica % source.replicas, 10.0))
         at, replica = at + 12.5, replica + 1
-    return Scene(_chats(setting, share=0.5).trace, outages=outages)
+    return ScenarioLoad(_chats(source, share=0.5).trace, outages=outages)
 
 
-def _mix(setting: Setting) -> Scene:
-    custom, pool = setting.custom, setting.pool
-    shop = Client(TenantId("shop"), Priority.INTERACTIVE, queue_s=10.0, patience_s=5.0, leaving=0.05, kind="shop")
-    batch = Client(TenantId("batch"), Priority.BULK, kind="batch")
-    lab = Client(TenantId("lab"), total_s=60.0, kind=LONG)
-    long = Sizes((custom.long_prompt // 4, custom.long_prompt), custom.question.new_mean, custom.question.new_most)
-    random = setting.random("mix")
-    systems = system_prompts(pool, random, 32, custom.system_tokens)
-    questions = poisson_times(random, setting.rate(0.25, custom.turn, custom.system_tokens), 0.0, setting.seconds)
-    books = setting.random("books")
-    bulk = setting.random("bulk")
-    on = setting.rate(1.0, custom.question)
-    phases = [(10.0, 0.0), (10.0, on)] * max(1, round(setting.seconds / 20))
-    return Scene(
-        _together(
-            _chats(setting, share=0.25).trace,
-            shared_prefixes(pool, random, questions, custom.turn, systems, shop),
-            singles(pool, books, poisson_times(books, setting.rate(0.05, long), 0.0, setting.seconds), long, lab),
-            singles(pool, bulk, phased_times(bulk, phases), custom.question, batch),
+def _mix(source: ScenarioInput) -> ScenarioLoad:
+    workload, pool = source.sizes, source.pool
+    shop = ClientProfile(
+        TenantId("shop"), Priority.INTERACTIVE, queue_s=10.0, patience_s=5.0, leaving=0.05, kind="shop"
+    )
+    batch = ClientProfile(TenantId("batch"), Priority.BULK, kind="batch")
+    lab = ClientProfile(TenantId("lab"), total_s=60.0, kind=LONG)
+    long = RequestSizes(
+        (workload.long_prompt // 4, workload.long_prompt), workload.question.new_mean, workload.question.max_new_tokens
+    )
+    random = source.random("mix")
+    systems = system_prompts(pool, random, 32, workload.system_tokens)
+    questions = poisson_times(random, source.rate(0.25, workload.turn, workload.system_tokens), 0.0, source.seconds)
+    books = source.random("books")
+    bulk = source.random("bulk")
+    on = source.rate(1.0, workload.question)
+    phases = [(10.0, 0.0), (10.0, on)] * max(1, round(source.seconds / 20))
+    return ScenarioLoad(
+        _merge(
+            _chats(source, share=0.25).trace,
+            shared_prefixes(pool, random, questions, workload.turn, systems, shop),
+            unrelated_requests(
+                pool, books, poisson_times(books, source.rate(0.05, long), 0.0, source.seconds), long, lab
+            ),
+            unrelated_requests(pool, bulk, phased_times(bulk, phases), workload.question, batch),
         )
     )
 
 
-def _scale(setting: Setting) -> Scene:
-    random, custom = setting.random("scale"), setting.custom
-    # 0.4 requests a second and replica; prompts of 200 to 800 tokens for most, longer as a chat goes on.
-    habits = ChatHabits(Sizes((50, 200), 100, 512), turns_mean=3.0, think_mean_s=10.0, longest=custom.longest_chat)
-    systems = system_prompts(setting.pool, random, 64, 150)
-    times = poisson_times(random, 0.4 * setting.replicas / 2.9, 0.0, setting.seconds)
-    return Scene(chats(setting.pool, random, times, habits, systems))
+def _scale(source: ScenarioInput) -> ScenarioLoad:
+    random, workload = source.random("scale"), source.sizes
+    # 0.4 requests per second and replica; most prompts have 200 to 800 tokens and grow during a chat.
+    profile = ChatProfile(
+        RequestSizes((50, 200), 100, 512), turns_mean=3.0, think_mean_s=10.0, longest=workload.longest_chat
+    )
+    systems = system_prompts(source.pool, random, 64, 150)
+    times = poisson_times(random, 0.4 * source.replicas / 2.9, 0.0, source.seconds)
+    return ScenarioLoad(chats(source.pool, random, times, profile, systems))
 
 
-def _together(*traces: Trace) -> Trace:
+def _merge(*traces: Trace) -> Trace:
     return iter(merge(*traces, key=attrgetter("at")))
 
 
@@ -236,14 +253,14 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             kv_share=1 / 40,
             policies=("ours", "no-reuse", "tgi"),
         ),
-        "prefixes": Scenario("system prompts by Zipf, more of them than one replica can keep", _prefixes),
-        "chats": Scenario("chats of six turns, each prompt with all turns before it", _chats),
+        "prefixes": Scenario("system prompts by Zipf, more than one replica can cache", _prefixes),
+        "chats": Scenario("chats of six turns, each prompt contains the chat so far", _chats),
         "steady": Scenario("the short requests of `long`, alone", _steady, policies=("ours", "no-target", "tgi")),
         "long": Scenario(
-            "short requests, and now and then a very long prompt", _long, policies=("ours", "no-target", "tgi")
+            "short requests with occasional very long prompts", _long, policies=("ours", "no-target", "tgi")
         ),
         "tenants": Scenario(
-            "two tenants that always want more: 10 times the clients, 8 times the prompts",
+            "two backlogged tenants: 10 times the clients, 8 times the prompts",
             _tenants,
             replicas=1,
             seconds=60.0,
@@ -253,11 +270,11 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             "three times the capacity for half of the time", _overload, seconds=240.0, policies=("ours", "tgi")
         ),
         "failures": Scenario(
-            "chats, while every 12.5 s a replica is lost for 10 s", _failures, policies=("ours", "round-robin", "tgi")
+            "chats; every 12.5 s a replica is lost for 10 s", _failures, policies=("ours", "round-robin", "tgi")
         ),
-        "mix": Scenario("all of these at once: tenants, classes, deadlines, clients that leave", _mix),
-        "scale": Scenario("chats on very many replicas", _scale, replicas=512, seconds=3600.0, policies=("ours",)),
+        "mix": Scenario("all at once: tenants, priorities, deadlines, clients that leave", _mix),
+        "scale": Scenario("chats on many replicas", _scale, replicas=512, seconds=3600.0, policies=("ours",)),
     }
 )
-UNASKED = frozenset({"scale"})
-"""Scenarios that are played only when they are named."""
+ONLY_BY_NAME = frozenset({"scale"})
+"""Scenarios that `all` does not include."""

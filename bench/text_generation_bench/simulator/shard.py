@@ -1,13 +1,15 @@
-"""SimulatedShard: what a step engine's shard does with its orders, without a model. The rules are the real shard's
-(`text_generation_shard.step.table`): orders apply at a step boundary; every decoding sequence with room in its grant and
-every ordered chunk is in the step; nobody runs past its grant; a sequence that finishes is gone.
+"""A simulated shard: a step engine without a model.
 
-Steps come in spans: as long as the same sequences decode and nothing else happens, so many steps are one object, and
-their times a sum that has a closed form. A span ends, at the latest, before somebody finishes, runs out of its grant, or
-comes so close to its end that the scheduler wants to hear of it.
+It follows the rules of the real shard (`text_generation_shard.step.table`): orders apply at a step boundary; a step has
+every ordered chunk and every decoding sequence with room in its blocks; no sequence runs past its blocks; a finished
+sequence is removed.
 
-A sequence is followed by one number, `at`: where the token it generates next stands in the pool of ids. All else that
-changes from step to step is a fixed distance from it.
+Steps come in spans: while the same sequences decode and nothing else happens, many steps are sequence object, and their total
+duration has a closed form. A span ends before a sequence finishes, runs out of blocks, or comes so close to that point
+that the scheduler needs a report.
+
+The state of a decoding sequence is sequence number, `at`: the index of its next token in the pool of ids. Everything else that
+changes from step to step has a fixed distance from it.
 """
 
 from __future__ import annotations
@@ -16,45 +18,45 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from text_generation_bench.simulator.arrivals import Arrival
-from text_generation_bench.simulator.machine import Machine
+from text_generation_bench.simulator.cost_model import CostModel
+from text_generation_bench.simulator.traces import Arrival
 from text_generation_proto.values import FinishReason
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.growth import URGENT_ROOM
 from text_generation_router.scheduling.steps import Admission, Orders, Outcome
 
 
-class BrokenRule(Exception):
-    """The scheduler, or the simulation, broke a rule. The run is worth nothing."""
+class RuleViolation(Exception):
+    """The scheduler or the simulation violated a rule; the results are invalid."""
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One sequence. `at + shift` is its length: all tokens known, the one not yet computed among them."""
+class SimSequence:
+    """A sequence. Its length, `at + shift`, counts all known tokens, including the sequence not yet computed."""
 
     slot: int
     request_id: RequestId
     arrival: Arrival
     blocks: list[int]
     prompt_length: int
-    """Of this admission: with what was generated before it."""
+    """Length at admission, including tokens generated before it."""
     computed: int
-    """While its prompt is prefilled: positions whose KV is there."""
+    """Number of computed positions during prefill."""
     at: int
     end: int
-    """`at` when its answer is whole."""
+    """`at` when its answer is complete."""
     longest: int
-    """Positions whose KV may ever be needed, as the scheduler counts."""
+    """Most positions whose KV it may need, as the scheduler counts."""
     shift: int
     generated_before: int = 0
     capacity: int = 0
     hard: int = 0
-    """`at` where it has to stop: it finishes, or its grant is used up."""
+    """`at` at which it must stop: it finishes, or its blocks are full."""
     stop: int = 0
-    """`at` where a span ends: there, or where the scheduler wants to hear of it, from then on after every step."""
+    """`at` at which a span ends: `hard`, or earlier where the scheduler needs a report after every step."""
 
-    def granted(self, block_size: int) -> None:
-        """Its blocks are other ones than they were."""
+    def update_limits(self, block_size: int) -> None:
+        """Update the limits after a change of `blocks`."""
         self.capacity = len(self.blocks) * block_size
         self.hard = min(self.end, self.capacity + 1 - self.shift)
         enough = self.capacity >= self.longest
@@ -62,44 +64,44 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Span:
-    """Steps that differ in nothing but the length of what they attend to."""
+class StepSpan:
+    """Consecutive steps that differ only in context length."""
 
     start: float
-    """When the first of them began."""
+    """Start of the first step."""
     first_s: float
-    """Seconds the first takes."""
+    """Duration of the first step."""
     growth_s: float
-    """By how much each takes longer than the one before."""
+    """Difference of the durations of consecutive steps."""
     steps: int
-    decoding: list[Sequence]
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    """Only a span of one step has any."""
+    decoding: list[SimSequence]
+    chunks: list[tuple[SimSequence, int]] = field(default_factory=list)
+    """Only in a span of sequence step."""
 
     def step(self, number: int) -> float:
-        """Seconds its step `number` takes; the first is 1."""
+        """Return the duration of step `number`; the first is 1."""
         return self.first_s + self.growth_s * (number - 1)
 
     def seconds(self, steps: int) -> float:
-        """How long its first `steps` steps take."""
+        """Return the duration of the first `steps` steps."""
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
     @property
     def end(self) -> float:
-        """When the last of its steps is over."""
+        """End of the last step."""
         return self.start + self.seconds(self.steps)
 
-    def after(self, steps: int) -> Span:
-        """The rest of it, once `steps` steps are over."""
+    def after(self, steps: int) -> StepSpan:
+        """Return the rest of the span after `steps` steps."""
         start, first_s = self.start + self.seconds(steps), self.first_s + steps * self.growth_s
-        return Span(start, first_s, self.growth_s, self.steps - steps, self.decoding)
+        return StepSpan(start, first_s, self.growth_s, self.steps - steps, self.decoding)
 
     def steps_until(self, now: float) -> int:
-        """Steps that are over at `now`."""
+        """Return the number of steps that have ended at `now`."""
         passed = now - self.start
         if passed <= 0:
             return 0
-        # The root of `seconds(n) = passed`, written so that it loses no digits where growth is next to nothing.
+        # The root of `seconds(n) = passed`, in a form that loses no digits if growth is tiny.
         linear = self.first_s - self.growth_s / 2
         done = min(self.steps, int(2 * passed / (linear + math.sqrt(linear * linear + 2 * self.growth_s * passed))))
         while done < self.steps and self.seconds(done + 1) <= passed:
@@ -109,26 +111,26 @@ class Span:
         return done
 
     def steps_to_boundary(self, after: float) -> int:
-        """Steps to the first boundary that is not before `after`."""
+        """Return the number of steps to the first boundary at or after `after`."""
         done = self.steps_until(after)
         return done if done > 0 and self.start + self.seconds(done) >= after else min(done + 1, self.steps)
 
 
 class SimulatedShard:
-    """The sequences one replica holds."""
+    """The sequences of sequence replica."""
 
-    def __init__(self, machine: Machine, num_slots: int, ids: tuple[int, ...]) -> None:
-        self._machine = machine
+    def __init__(self, cost_model: CostModel, num_slots: int, ids: tuple[int, ...]) -> None:
+        self._cost_model = cost_model
         self._num_slots = num_slots
         self._ids = ids
-        self._decoding: dict[int, Sequence] = {}
-        self._prefilling: dict[int, Sequence] = {}
-        self._chunks: list[tuple[Sequence, int]] = []
+        self._decoding: dict[int, SimSequence] = {}
+        self._prefilling: dict[int, SimSequence] = {}
+        self._chunks: list[tuple[SimSequence, int]] = []
         self.orders_applied = 0
-        self.span: Span | None = None
+        self.span: StepSpan | None = None
 
     def clear(self) -> None:
-        """A new session: nothing is held."""
+        """Start a new session without sequences."""
         self._decoding.clear()
         self._prefilling.clear()
         self._chunks = []
@@ -139,25 +141,25 @@ class SimulatedShard:
         return len(self._prefilling) + len(self._decoding)
 
     @property
-    def held(self) -> list[Sequence]:
-        """Every sequence."""
+    def held(self) -> list[SimSequence]:
+        """All sequences."""
         return [*self._prefilling.values(), *self._decoding.values()]
 
     def apply(self, orders: Orders, arrivals: Mapping[RequestId, Arrival]) -> None:
-        """Make the changes ordered. Raises BrokenRule for what the real shard would refuse."""
+        """Apply orders. Raises RuleViolation where the real shard would reject them."""
         if orders.number != self.orders_applied + 1:
-            raise BrokenRule(f"orders {orders.number} follow orders {self.orders_applied}")
+            raise RuleViolation(f"orders {orders.number} follow orders {self.orders_applied}")
         for slot in orders.release:
             if self._decoding.pop(slot, None) is None:
                 self._prefilling.pop(slot, None)
         for admission in orders.admit:
             self._admit(admission, arrivals[admission.request.id])
-        block_size = self._machine.block_size
+        block_size = self._cost_model.block_size
         for slot, blocks in orders.grants:
             sequence = self._decoding.get(slot) or self._prefilling.get(slot)
-            if sequence is not None:  # a grant may cross a finish
+            if sequence is not None:  # it may have finished meanwhile
                 sequence.blocks += blocks
-                sequence.granted(block_size)
+                sequence.update_limits(block_size)
         for slot, tokens in orders.prefill:
             if (sequence := self._prefilling.get(slot)) is not None:
                 self._order_chunk(sequence, tokens)
@@ -167,11 +169,11 @@ class SimulatedShard:
         slot, request = admission.slot, admission.request
         before = len(admission.generated)
         if not 0 <= slot < self._num_slots or slot in self._decoding or slot in self._prefilling:
-            raise BrokenRule(f"slot {slot} is taken, or is none of {self._num_slots}")
+            raise RuleViolation(f"slot {slot} is taken, or not below {self._num_slots}")
         length = len(request.prompt) + before
-        if admission.cached_tokens >= length or admission.cached_tokens % self._machine.block_size:
-            raise BrokenRule(f"{admission.cached_tokens} of {length} tokens cannot be cached")
-        sequence = Sequence(
+        if admission.cached_tokens >= length or admission.cached_tokens % self._cost_model.block_size:
+            raise RuleViolation(f"{admission.cached_tokens} of {length} tokens cannot be cached")
+        sequence = SimSequence(
             slot,
             request.id,
             arrival,
@@ -184,71 +186,71 @@ class SimulatedShard:
             shift=len(request.prompt) - arrival.answer_at,
             generated_before=before,
         )
-        sequence.granted(self._machine.block_size)
+        sequence.update_limits(self._cost_model.block_size)
         self._prefilling[slot] = sequence
 
-    def _order_chunk(self, sequence: Sequence, tokens: int) -> None:
+    def _order_chunk(self, sequence: SimSequence, tokens: int) -> None:
         end = sequence.computed + tokens
         if tokens < 1 or end > sequence.prompt_length or end > sequence.capacity:
-            raise BrokenRule(f"a chunk of {tokens} does not fit slot {sequence.slot}")
+            raise RuleViolation(f"a chunk of {tokens} does not fit slot {sequence.slot}")
         self._chunks.append((sequence, tokens))
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
-    def begin(self, now: float, most: int) -> Span | None:
-        """Begin the next span, of at most `most` steps; None if there is nothing to compute."""
-        machine = self._machine
-        decoding = [one for one in self._decoding.values() if one.at < one.hard]
+    def begin(self, now: float, max_steps: int) -> StepSpan | None:
+        """Start the next span, of at most `max_steps` steps; None if there is nothing to compute."""
+        cost_model = self._cost_model
+        decoding = [sequence for sequence in self._decoding.values() if sequence.at < sequence.hard]
         rows = len(decoding)
-        context = sum([one.at + one.shift for one in decoding])
+        context = sum([sequence.at + sequence.shift for sequence in decoding])
         if self._chunks:
-            chunks = [one for one in self._chunks if self._prefilling.get(one[0].slot) is one[0]]
+            chunks = [sequence for sequence in self._chunks if self._prefilling.get(sequence[0].slot) is sequence[0]]
             self._chunks = []
             if chunks:
                 tokens = sum([chunk for _, chunk in chunks])
-                pairs = sum([chunk * one.computed + chunk * (chunk + 1) // 2 for one, chunk in chunks])
-                first = machine.step_s(tokens, rows + len(chunks), context, pairs)
-                self.span = Span(now, first, 0.0, 1, decoding, chunks)
+                pairs = sum([chunk * sequence.computed + chunk * (chunk + 1) // 2 for sequence, chunk in chunks])
+                first = cost_model.step_s(tokens, rows + len(chunks), context, pairs)
+                self.span = StepSpan(now, first, 0.0, 1, decoding, chunks)
                 return self.span
         if not decoding:
             self.span = None
             return None
-        steps = max(1, min([one.stop - one.at for one in decoding]))
-        first = machine.step_s(0, rows, context, 0)
-        self.span = Span(now, first, machine.growth_s(rows), min(steps, most), decoding)
+        steps = max(1, min([sequence.stop - sequence.at for sequence in decoding]))
+        first = cost_model.step_s(0, rows, context, 0)
+        self.span = StepSpan(now, first, cost_model.growth_s(rows), min(steps, max_steps), decoding)
         return self.span
 
     def advance(self, steps: int) -> Outcome:
-        """The first `steps` steps of the span are over: what they brought. The rest of it, if any, goes on."""
+        """Return the results of the first `steps` steps of the span; the rest of it continues."""
         span = self.span
-        assert span is not None, "a step that never began is not over"
-        assert 0 < steps <= span.steps, "more steps are over than began"
+        assert span is not None, "no span has started"
+        assert 0 < steps <= span.steps, "the span has fewer steps"
         seconds = span.seconds(steps)
-        slots = [one.slot for one in span.decoding]
+        slots = [sequence.slot for sequence in span.decoding]
         finished: dict[int, FinishReason] = {}
         ids = self._ids
         if steps == 1:
-            token_ids = [ids[one.at] for one in span.decoding]
+            token_ids = [ids[sequence.at] for sequence in span.decoding]
             counts = []
         else:
             token_ids = []
-            for one in span.decoding:
-                token_ids += ids[one.at : one.at + steps]
+            for sequence in span.decoding:
+                token_ids += ids[sequence.at : sequence.at + steps]
             counts = [steps] * len(slots)
-        for one in span.decoding:
-            one.at += steps
-            if one.at == one.end:
-                finished[one.slot] = _reason(one)
-        prefilled = [(one.slot, chunk) for one, chunk in span.chunks]
-        for one, chunk in span.chunks:
-            one.computed += chunk
-            if one.computed == one.prompt_length:
-                slots.append(one.slot)
-                token_ids.append(ids[one.at])
-                one.at += 1
-                self._decoding[one.slot] = self._prefilling.pop(one.slot)
-                if one.at == one.end:
-                    finished[one.slot] = _reason(one)
+        for sequence in span.decoding:
+            sequence.at += steps
+            if sequence.at == sequence.end:
+                finished[sequence.slot] = _reason(sequence)
+        prefilled = [(sequence.slot, chunk) for sequence, chunk in span.chunks]
+        for sequence, chunk in span.chunks:
+            sequence.computed += chunk
+            if sequence.computed == sequence.prompt_length:
+                slots.append(sequence.slot)
+                token_ids.append(ids[sequence.at])
+                sequence.at += 1
+                self._decoding[sequence.slot] = self._prefilling.pop(sequence.slot)
+                if sequence.at == sequence.end:
+                    finished[sequence.slot] = _reason(sequence)
         for slot in finished:
             del self._decoding[slot]
         self.span = None if steps == span.steps else span.after(steps)
@@ -257,6 +259,6 @@ class SimulatedShard:
         )
 
 
-def _reason(sequence: Sequence) -> FinishReason:
+def _reason(sequence: SimSequence) -> FinishReason:
     arrival = sequence.arrival
     return FinishReason.LENGTH if arrival.new_tokens == arrival.max_new_tokens else FinishReason.EOS_TOKEN

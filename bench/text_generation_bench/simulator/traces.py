@@ -1,65 +1,121 @@
-"""Traces: what clients send, and when. Each is lazy, in order of time, and the same for the same seed.
+"""Traces: the requests that clients send, lazily, in order of time, reproducible by seed.
 
-What a source draws does not depend on when its requests are answered, so every policy meets the same clients. Only the
-time of a chat's next turn does: a client thinks after the answer, not before.
+A source draws the same requests under every policy. Only the time of a chat's next turn depends on the policy, because a
+client thinks after the answer. Texts are slices of one pool of random token ids, which are cheap to make. A slice may be
+drawn twice, so a text that must be unique begins with an id that is used once.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 
-from text_generation_bench.simulator.arrivals import NOBODY, Arrival, Trace
-from text_generation_bench.simulator.tokens import TokenPool
 from text_generation_router.request import Priority, TenantId
+
+POOL_TOKENS = 1 << 18
+LONGEST = 1 << 17
+"""Longest slice, in tokens."""
+VOCABULARY = 32_000
+
+
+class TokenPool:
+    """Random token ids to take texts from, reproducible by seed."""
+
+    def __init__(self, seed: int) -> None:
+        ids = Random(seed).choices(range(VOCABULARY), k=POOL_TOKENS)
+        self.ids: tuple[int, ...] = (*ids, *ids[:LONGEST])
+        """`ids[at : at + length]` is a text for every `at` below POOL_TOKENS."""
+        self._unique = VOCABULARY
+
+    def text(self, random: Random, length: int) -> tuple[int, ...]:
+        """Return `length` tokens, from 1 to LONGEST, whose first token is unique."""
+        self._unique += 1
+        at = int(random.random() * POOL_TOKENS)
+        return (self._unique, *self.ids[at + 1 : at + length])
+
+    def answer_at(self, random: Random) -> int:
+        """Return the index in `ids` at which an answer begins."""
+        return int(random.random() * POOL_TOKENS)
+
+
+NO_TENANT = TenantId("")
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request that a client sends, and the behaviour of the client after it."""
+
+    at: float
+    """Time of sending, in seconds since the start."""
+    prompt: tuple[int, ...]
+    new_tokens: int
+    """True length of the answer, which the scheduler does not know."""
+    max_new_tokens: int
+    answer_at: int
+    """Index of the answer in the pool."""
+    tenant: TenantId = NO_TENANT
+    priority: Priority = Priority.DEFAULT
+    queue_s: float | None = None
+    """Longest time in the queue, in seconds."""
+    total_s: float | None = None
+    """Deadline for the whole answer, in seconds."""
+    leaves_after_s: float | None = None
+    """Time after which the client leaves, in seconds."""
+    kind: str = ""
+    """Label for separate statistics, such as long prompts among short ones."""
+    follow_up: Callable[[float], Arrival | None] | None = None
+    """Returns the next request of the client, given the time at which this one finished; None: no further one."""
+
+
+Trace = Iterator[Arrival]
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large requests are, in tokens."""
+class RequestSizes:
+    """Distribution of request sizes, in tokens."""
 
     prompt: tuple[int, int]
-    """Shortest and longest; all lengths between are as likely."""
+    """Shortest and longest prompt; uniformly distributed."""
     new_mean: int
-    """Mean length of answers, which fall off exponentially."""
-    new_most: int
-    """What clients ask for at most; they do not know how long the answer will be."""
+    """Mean length of answers; exponentially distributed."""
+    max_new_tokens: int
+    """The clients' max_new_tokens."""
 
     def prompt_tokens(self, random: Random) -> int:
-        """A prompt's length."""
+        """Draw the length of a prompt."""
         low, high = self.prompt
         return low + int(random.random() * (high - low + 1))
 
     def new_tokens(self, random: Random) -> int:
-        """An answer's length."""
-        return max(1, min(self.new_most, int(-math.log(1.0 - random.random()) * self.new_mean) + 1))
+        """Draw the length of an answer."""
+        return max(1, min(self.max_new_tokens, int(-math.log(1.0 - random.random()) * self.new_mean) + 1))
 
     @property
     def prompt_mean(self) -> float:
-        """Mean length of prompts."""
+        """Mean length of a prompt."""
         return sum(self.prompt) / 2
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
-    """Who sends, and what they are due."""
+class ClientProfile:
+    """Tenant, priority, deadlines and patience of clients."""
 
-    tenant: TenantId = NOBODY
+    tenant: TenantId = NO_TENANT
     priority: Priority = Priority.DEFAULT
     queue_s: float | None = None
     total_s: float | None = None
     patience_s: float | None = None
-    """Mean of the time after which some leave."""
+    """Mean time after which impatient clients leave."""
     leaving: float = 0.0
-    """Share of them that would leave."""
+    """Fraction of impatient clients."""
     kind: str = ""
 
     def arrival(self, random: Random, at: float, prompt: tuple[int, ...], new: int, most: int, answer: int) -> Arrival:
-        """Its request."""
+        """Return a request of such a client."""
         leaves = self.patience_s is not None and random.random() < self.leaving
         return Arrival(
             at,
@@ -76,39 +132,41 @@ class Client:
         )
 
 
-ANYBODY = Client()
+DEFAULT_CLIENT = ClientProfile()
 
 
 def poisson_times(random: Random, rate: float, start: float, end: float) -> Iterator[float]:
-    """Times in [start, end) of a Poisson process with `rate` events a second."""
+    """Yield the times in [start, end) of a Poisson process with `rate` events per second."""
     at = start
     while rate > 0 and (at := at + random.expovariate(rate)) < end:
         yield at
 
 
 def phased_times(random: Random, phases: Sequence[tuple[float, float]]) -> Iterator[float]:
-    """A Poisson process whose rate changes: `phases` are (seconds, rate)."""
+    """Yield the times of a Poisson process with a varying rate; `phases` are (seconds, rate)."""
     start = 0.0
     for seconds, rate in phases:
         yield from poisson_times(random, rate, start, start + seconds)
         start += seconds
 
 
-def singles(pool: TokenPool, random: Random, times: Iterator[float], sizes: Sizes, client: Client = ANYBODY) -> Trace:
-    """Requests that have nothing in common."""
+def unrelated_requests(
+    pool: TokenPool, random: Random, times: Iterator[float], sizes: RequestSizes, client: ClientProfile = DEFAULT_CLIENT
+) -> Trace:
+    """Yield unrelated requests."""
     for at in times:
         prompt = pool.text(random, sizes.prompt_tokens(random))
-        yield client.arrival(random, at, prompt, sizes.new_tokens(random), sizes.new_most, pool.answer_at(random))
+        yield client.arrival(random, at, prompt, sizes.new_tokens(random), sizes.max_new_tokens, pool.answer_at(random))
 
 
-class Zipf:
-    """Ranks 0, 1, 2 … of which rank r is drawn in proportion to 1 / (r + 1)."""
+class ZipfDistribution:
+    """Distribution of ranks 0, 1, 2 …: the probability of rank r is proportional to 1 / (r + 1)."""
 
     def __init__(self, count: int) -> None:
         self._sums = list(accumulate(1 / (rank + 1) for rank in range(count)))
 
     def draw(self, random: Random) -> int:
-        """A rank."""
+        """Draw a rank."""
         return bisect(self._sums, random.random() * self._sums[-1])
 
 
@@ -116,33 +174,33 @@ def shared_prefixes(
     pool: TokenPool,
     random: Random,
     times: Iterator[float],
-    sizes: Sizes,
+    sizes: RequestSizes,
     systems: Sequence[tuple[int, ...]],
-    client: Client = ANYBODY,
+    client: ClientProfile = DEFAULT_CLIENT,
 ) -> Trace:
-    """Requests that begin with one of a few system prompts; `sizes.prompt` is what follows it."""
-    zipf = Zipf(len(systems))
+    """Yield requests that begin with one of a few system prompts; `sizes.prompt` is the length of the rest."""
+    zipf = ZipfDistribution(len(systems))
     for at in times:
         prompt = systems[zipf.draw(random)] + pool.text(random, sizes.prompt_tokens(random))
-        yield client.arrival(random, at, prompt, sizes.new_tokens(random), sizes.new_most, pool.answer_at(random))
+        yield client.arrival(random, at, prompt, sizes.new_tokens(random), sizes.max_new_tokens, pool.answer_at(random))
 
 
 def system_prompts(pool: TokenPool, random: Random, count: int, length: int) -> list[tuple[int, ...]]:
-    """So many system prompts of so many tokens."""
+    """Return `count` system prompts of `length` tokens."""
     return [pool.text(random, length) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
-class ChatHabits:
-    """How people chat."""
+class ChatProfile:
+    """Distribution of chats."""
 
-    sizes: Sizes
-    """Of a turn."""
+    sizes: RequestSizes
+    """RequestSizes of a turn."""
     turns_mean: float
     think_mean_s: float
-    """From an answer's end to the next turn."""
+    """Mean time from the end of an answer to the next turn."""
     longest: int
-    """Tokens of prompt after which a chat is left."""
+    """Longest prompt, in tokens; a chat ends before a longer one."""
 
 
 @dataclass(slots=True)
@@ -150,36 +208,36 @@ class _Turn:
     text: tuple[int, ...]
     think_s: float
     request: Arrival
-    """What is sent, but for its time and its prompt."""
+    """The request without its time and prompt."""
 
 
 class _Chat:
-    """What one person says, all drawn beforehand; each prompt is all that was said before, and a new text."""
+    """One chat, with all turns drawn in advance. A prompt is the whole chat so far plus a new text."""
 
-    __slots__ = ("_at", "_habits", "_ids", "_said", "_turns")
+    __slots__ = ("_at", "_ids", "_profile", "_text", "_turns")
 
-    def __init__(self, ids: tuple[int, ...], habits: ChatHabits, system: tuple[int, ...], turns: list[_Turn]) -> None:
+    def __init__(self, ids: tuple[int, ...], profile: ChatProfile, system: tuple[int, ...], turns: list[_Turn]) -> None:
         self._ids = ids
-        self._habits = habits
-        self._said = system
+        self._profile = profile
+        self._text = system
         self._turns = turns
         self._at = 0
 
     def next_turn(self, now: float) -> Arrival | None:
-        """The next request, the answer to the last one being whole."""
+        """Return the next request, after the last answer has finished; None at the end of the chat."""
         if self._at > 0:
             last = self._turns[self._at - 1].request
-            self._said += self._ids[last.answer_at : last.answer_at + last.new_tokens]
-            last.follow_up = None  # or the two would keep each other for good
+            self._text += self._ids[last.answer_at : last.answer_at + last.new_tokens]
+            last.follow_up = None  # breaks a reference cycle
         if self._at == len(self._turns):
             return None
         turn = self._turns[self._at]
-        if len(self._said) + len(turn.text) > self._habits.longest:
+        if len(self._text) + len(turn.text) > self._profile.longest:
             return None
         self._at += 1
-        self._said += turn.text
+        self._text += turn.text
         request = turn.request
-        request.at, request.prompt, request.follow_up = now + turn.think_s, self._said, self.next_turn
+        request.at, request.prompt, request.follow_up = now + turn.think_s, self._text, self.next_turn
         return request
 
 
@@ -187,30 +245,35 @@ def chats(
     pool: TokenPool,
     random: Random,
     times: Iterator[float],
-    habits: ChatHabits,
+    profile: ChatProfile,
     systems: Sequence[tuple[int, ...]] = ((),),
-    client: Client = ANYBODY,
+    client: ClientProfile = DEFAULT_CLIENT,
 ) -> Trace:
-    """Chats begin at `times`; each turn's prompt holds the turns and answers before it."""
-    zipf = Zipf(len(systems))
-    sizes = habits.sizes
+    """Yield the first requests of chats that begin at `times`; later turns follow through `follow_up`."""
+    zipf = ZipfDistribution(len(systems))
+    sizes = profile.sizes
     for at in times:
         turns = []
-        for number in range(1 + int(random.expovariate(1 / max(habits.turns_mean - 0.5, 0.1)))):
+        for number in range(1 + int(random.expovariate(1 / max(profile.turns_mean - 0.5, 0.1)))):
             length = sizes.prompt_tokens(random)
             text = pool.text(random, length)
             new, answer = sizes.new_tokens(random), pool.answer_at(random)
-            think = random.expovariate(1 / habits.think_mean_s) if number else 0.0
-            turns.append(_Turn(text, think, client.arrival(random, 0.0, (), new, sizes.new_most, answer)))
-        first = _Chat(pool.ids, habits, systems[zipf.draw(random)], turns).next_turn(at)
+            think = random.expovariate(1 / profile.think_mean_s) if number else 0.0
+            turns.append(_Turn(text, think, client.arrival(random, 0.0, (), new, sizes.max_new_tokens, answer)))
+        first = _Chat(pool.ids, profile, systems[zipf.draw(random)], turns).next_turn(at)
         if first is not None:
             yield first
 
 
 def busy_clients(
-    pool: TokenPool, random: Random, count: int, sizes: Sizes, until: float, client: Client = ANYBODY
+    pool: TokenPool,
+    random: Random,
+    count: int,
+    sizes: RequestSizes,
+    until: float,
+    client: ClientProfile = DEFAULT_CLIENT,
 ) -> Trace:
-    """`count` clients that always want something: each sends again as soon as it has its answer, until `until`."""
+    """Yield the first requests of `count` clients that send again as soon as they have an answer, until `until`."""
     for number in range(count):
         own = Random(random.random())
 
@@ -219,7 +282,7 @@ def busy_clients(
                 return None
             prompt = pool.text(own, sizes.prompt_tokens(own))
             new, answer = sizes.new_tokens(own), pool.answer_at(own)
-            arrival = client.arrival(own, now, prompt, new, sizes.new_most, answer)
+            arrival = client.arrival(own, now, prompt, new, sizes.max_new_tokens, answer)
             arrival.follow_up = ask
             return arrival
 

@@ -7,27 +7,27 @@ from random import Random
 
 import pytest
 
-from text_generation_bench.simulator.arrivals import Arrival
-from text_generation_bench.simulator.machine import MACHINES
-from text_generation_bench.simulator.scenarios import CUSTOMS, SCENARIOS, Setting
-from text_generation_bench.simulator.tokens import TokenPool
+from text_generation_bench.simulator.cost_model import MACHINES
+from text_generation_bench.simulator.scenarios import SCENARIOS, WORKLOAD_SIZES, ScenarioInput
 from text_generation_bench.simulator.traces import (
-    ChatHabits,
-    Sizes,
-    Zipf,
+    Arrival,
+    ChatProfile,
+    RequestSizes,
+    TokenPool,
+    ZipfDistribution,
     chats,
     phased_times,
     poisson_times,
     shared_prefixes,
-    singles,
     system_prompts,
+    unrelated_requests,
 )
 
-SIZES = Sizes((5, 50), 20, 60)
+SIZES = RequestSizes((5, 50), 20, 60)
 
 
 def made(scenario: str, machine: str, seed: int) -> list[Arrival]:
-    setting = Setting(MACHINES[machine], CUSTOMS[machine], 1, 4.0, seed, TokenPool(seed))
+    setting = ScenarioInput(MACHINES[machine], WORKLOAD_SIZES[machine], 1, 4.0, seed, TokenPool(seed))
     return list(islice(SCENARIOS[scenario].build(setting).trace, 200))
 
 
@@ -68,7 +68,7 @@ def test_phases_follow_each_other() -> None:
 
 def test_unrelated_prompts_share_no_beginning() -> None:
     pool, random = TokenPool(1), Random(1)
-    firsts = [one.prompt[0] for one in singles(pool, random, iter(range(2000)), SIZES)]
+    firsts = [one.prompt[0] for one in unrelated_requests(pool, random, iter(range(2000)), SIZES)]
     assert len(set(firsts)) == 2000
 
 
@@ -83,16 +83,16 @@ def test_shared_prefixes_are_shared_by_zipf() -> None:
 
 
 def test_zipf_draws_every_rank() -> None:
-    zipf, random = Zipf(3), Random(1)
+    zipf, random = ZipfDistribution(3), Random(1)
     assert {zipf.draw(random) for _ in range(200)} == {0, 1, 2}
 
 
 def test_each_turn_of_a_chat_holds_the_turns_and_answers_before_it() -> None:
     pool, random = TokenPool(1), Random(1)
     systems = system_prompts(pool, random, 1, 10)
-    habits = ChatHabits(SIZES, turns_mean=5.0, think_mean_s=3.0, longest=100_000)
+    profile = ChatProfile(SIZES, turns_mean=5.0, think_mean_s=3.0, longest=100_000)
     longest = 0
-    for first in chats(pool, random, iter(float(at) for at in range(50)), habits, systems):
+    for first in chats(pool, random, iter(float(at) for at in range(50)), profile, systems):
         assert first.prompt[:10] == systems[0]
         said, turn, turns = first.prompt, first, 1
         while turn.follow_up is not None:
@@ -112,8 +112,8 @@ def test_each_turn_of_a_chat_holds_the_turns_and_answers_before_it() -> None:
 
 def test_a_chat_ends_before_its_prompt_is_too_long() -> None:
     pool, random = TokenPool(1), Random(1)
-    habits = ChatHabits(SIZES, turns_mean=50.0, think_mean_s=3.0, longest=120)
-    for first in chats(pool, random, iter([0.0] * 20), habits):
+    profile = ChatProfile(SIZES, turns_mean=50.0, think_mean_s=3.0, longest=120)
+    for first in chats(pool, random, iter([0.0] * 20), profile):
         turn: Arrival | None = first
         while turn is not None and turn.follow_up is not None:
             assert len(turn.prompt) <= 120

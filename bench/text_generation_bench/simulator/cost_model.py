@@ -1,14 +1,14 @@
-"""Machine: what a step costs, as a straight line over what is in it.
+"""The duration of a step of one replica, as a linear function of its contents.
 
     seconds = base + per_prefill_token · P + per_row · R + per_context_token · C + per_pair · A
 
     P   prompt tokens computed in the step, over all chunks
     R   sequences in the step: those that decode, and the chunks
-    C   tokens in the KV cache that the decoding ones read
+    C   tokens in the KV cache that decoding sequences read
     A   pairs (token computed, token it attends to) of the chunks
 
-A decoding sequence reads one token more each step, so steps in which nothing else changes grow by a constant, and many of
-them have a closed form: that is what lets the simulation leap over them.
+A decoding sequence reads one token more in each step, so consecutive steps with the same sequences grow by a constant.
+Their sum has a closed form, which lets the simulator skip over many steps at once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """One replica: what its steps cost, in seconds, and what it holds."""
+class CostModel:
+    """Step costs and capacity of one replica."""
 
     base_s: float
     per_prefill_token_s: float
@@ -28,22 +28,22 @@ class Machine:
     per_context_token_s: float
     per_pair_s: float
     slots: int
-    """Sequences it runs at once."""
+    """Most sequences running at once."""
     kv_tokens: int
-    """Tokens its KV cache holds."""
+    """Size of the KV cache, in tokens."""
     block_size: int
-    """Tokens a KV block holds."""
+    """Tokens per KV block."""
     prefill_budget: int
-    """Prompt tokens a step may compute where no latency target says otherwise."""
+    """Most prompt tokens of a step, without a latency target."""
     target_itl_s: float
-    """The gap between tokens that its operator wants to hold, and that goodput is measured by."""
+    """Inter-token latency target, also the limit for goodput."""
     growth_tokens: int
-    """Tokens of room that a grant of KV blocks restores."""
+    """Free tokens that an allocation of KV blocks restores."""
     orders_delay_s: float = 0.0003
-    """From the decision until the orders are with the replica."""
+    """Time from the decision until the replica has the orders."""
 
     def step_s(self, prefill_tokens: int, rows: int, context_tokens: int, pairs: int) -> float:
-        """Seconds of one step."""
+        """Return the duration of a step."""
         return (
             self.base_s
             + self.per_prefill_token_s * prefill_tokens
@@ -53,13 +53,13 @@ class Machine:
         )
 
     def growth_s(self, rows: int) -> float:
-        """By how much each step is longer than the one before, with `rows` sequences decoding."""
+        """Return by how much each step is longer than the one before, with `rows` decoding sequences."""
         return self.per_context_token_s * rows
 
     def capacity(self, prompt_tokens: float, new_tokens: float) -> float:
-        """Requests a second of such a mean size that one replica can serve at best, no prompt token cached.
+        """Return the requests per second of this mean size that one replica can serve at best, without prefix cache.
 
-        A request costs its prompt, and its share of the steps of a batch as large as slots and KV cache allow.
+        A request costs its prompt and its share of the steps, in a batch as large as slots and KV cache allow.
         """
         context = prompt_tokens + new_tokens / 2
         batch = max(1.0, min(self.slots, self.kv_tokens / (prompt_tokens + new_tokens)))
@@ -68,10 +68,10 @@ class Machine:
         return 1 / (prefill + new_tokens * decode)
 
 
-MACHINES: Mapping[str, Machine] = MappingProxyType(
+MACHINES: Mapping[str, CostModel] = MappingProxyType(
     {
-        # SmolLM2-135M on two CPU cores, as the torch engine was measured.
-        "cpu-135m": Machine(
+        # SmolLM2-135M on two CPU cores, measured with the torch engine.
+        "cpu-135m": CostModel(
             base_s=22e-3,
             per_prefill_token_s=0.9e-3,
             per_row_s=1.5e-3,
@@ -85,8 +85,8 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
             growth_tokens=40,
         ),
         # An 8B model in bf16 on an H200. A context token is 128 KiB to read at about 4.3 TB/s; a pair is 2 · 2 · 4096 · 32
-        # operations at about 500 TFLOP/s; 850 000 tokens of KV are what 16 GB of weights leave.
-        "h200-8b": Machine(
+        # operations at about 500 TFLOP/s; 16 GB of weights leave room for 850 000 tokens of KV cache.
+        "h200-8b": CostModel(
             base_s=3.6e-3,
             per_prefill_token_s=13e-6,
             per_row_s=11e-6,

@@ -6,10 +6,9 @@ from random import Random
 
 import pytest
 
-from text_generation_bench.simulator.arrivals import Arrival
-from text_generation_bench.simulator.machine import Machine
-from text_generation_bench.simulator.shard import BrokenRule, SimulatedShard
-from text_generation_bench.simulator.tokens import TokenPool
+from text_generation_bench.simulator.cost_model import CostModel
+from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard
+from text_generation_bench.simulator.traces import Arrival, TokenPool
 from text_generation_proto.values import FinishReason, Stopping
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.steps import Admission, Orders
@@ -18,7 +17,7 @@ from text_generation_shard.step.chosen import Chosen, ChosenToken
 from text_generation_shard.step.table import SequenceTable
 
 BLOCK, SLOTS, BLOCKS = 4, 4, 4096
-MACHINE = Machine(0.01, 0.001, 0.001, 1e-5, 1e-6, SLOTS, BLOCK * BLOCKS, BLOCK, 16, 0.1, 8)
+COST_MODEL = CostModel(0.01, 0.001, 0.001, 1e-5, 1e-6, SLOTS, BLOCK * BLOCKS, BLOCK, 16, 0.1, 8)
 POOL = TokenPool(3)
 EOS = 1_000_000
 
@@ -46,7 +45,7 @@ class Both:
     """The simulated shard and the real one's bookkeeping, side by side."""
 
     def __init__(self) -> None:
-        self.simulated = SimulatedShard(MACHINE, SLOTS, POOL.ids)
+        self.simulated = SimulatedShard(COST_MODEL, SLOTS, POOL.ids)
         self.real = real_table()
         self.arrivals: dict[RequestId, Arrival] = {}
         self.by_slot: dict[int, Arrival] = {}
@@ -162,7 +161,7 @@ def test_it_brings_what_the_real_shard_brings(seed: int) -> None:
 
 
 def admitted(new: int = 20, most: int = 20, prompt: int = 6, blocks: int = 8) -> tuple[SimulatedShard, Request]:
-    shard = SimulatedShard(MACHINE, SLOTS, POOL.ids)
+    shard = SimulatedShard(COST_MODEL, SLOTS, POOL.ids)
     arrival = Arrival(0.0, tuple(range(prompt)), new, most, 100)
     request = Request(RequestId(1), arrival.prompt, most)
     admission = Admission(2, request, (), tuple(range(blocks)))
@@ -217,11 +216,11 @@ def test_part_of_a_span_leaves_the_rest_to_go_on() -> None:
 def test_orders_that_the_real_shard_would_refuse_break_a_rule() -> None:
     shard, request = admitted()
     arrivals = {request.id: Arrival(0.0, request.prompt, 20, 20, 100)}
-    with pytest.raises(BrokenRule, match="slot 2 is taken"):
+    with pytest.raises(RuleViolation, match="slot 2 is taken"):
         shard.apply(Orders(2, admit=(Admission(2, request, (), (9,)),)), arrivals)
-    with pytest.raises(BrokenRule, match="follow orders"):
+    with pytest.raises(RuleViolation, match="follow orders"):
         shard.apply(Orders(5), {})
-    with pytest.raises(BrokenRule, match="does not fit slot 2"):
+    with pytest.raises(RuleViolation, match="does not fit slot 2"):
         shard.apply(Orders(2, prefill=((2, 7),)), {})
-    with pytest.raises(BrokenRule, match="cannot be cached"):
+    with pytest.raises(RuleViolation, match="cannot be cached"):
         shard.apply(Orders(2, admit=(Admission(1, request, (), (9, 10), cached_tokens=3),)), arrivals)

@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from text_generation_bench.simulator.__main__ import main
-from text_generation_bench.simulator.play import Plan, play
-from text_generation_bench.simulator.policies import POLICIES
+from text_generation_bench.simulator.config import POLICIES
+from text_generation_bench.simulator.experiment import Experiment, run_experiment
+from text_generation_bench.simulator.plots import BarChart, LineChart, svg
 from text_generation_bench.simulator.report import scenario_report, table
 from text_generation_bench.simulator.scenarios import SCENARIOS
-from text_generation_bench.simulator.svg import Bars, Lines, picture
 from text_generation_router.scheduling.scheduler import Scheduler
 
 SHORT = ["--machine", "cpu-135m", "--replicas", "2", "--seconds", "4"]
@@ -31,7 +31,7 @@ def test_a_table_lines_up() -> None:
 
 
 def test_a_report_says_what_was_played() -> None:
-    results = [play(Plan("mix", policy, "cpu-135m", 2, 4.0, 7)) for policy in ("ours", "tgi")]
+    results = [run_experiment(Experiment("mix", policy, "cpu-135m", 2, 4.0, 7)) for policy in ("ours", "tgi")]
     text = scenario_report(results)
     assert "2 × cpu-135m, 4 s, seed 7" in text
     assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ours")].count("ours") > 1
@@ -40,21 +40,21 @@ def test_a_report_says_what_was_played() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_policy_answers_everybody(policy: str) -> None:
-    result = play(Plan("chats", policy, "cpu-135m", 2, 5.0, 1, audited=True))
+    result = run_experiment(Experiment("chats", policy, "cpu-135m", 2, 5.0, 1, audited=True))
     assert result.total.finished == result.total.arrived > 0
 
 
 @pytest.mark.parametrize("scenario", sorted(set(SCENARIOS) - {"scale"}))
 def test_every_scenario_plays_without_a_broken_rule(scenario: str) -> None:
-    result = play(Plan(scenario, "ours", "cpu-135m", 2, 4.0, 1, audited=True))
+    result = run_experiment(Experiment(scenario, "ours", "cpu-135m", 2, 4.0, 1, audited=True))
     ended = result.total.finished + result.refused + result.failed + result.left
     assert result.total.arrived == ended > 0
 
 
 def test_pictures_are_well_formed_and_hold_every_name() -> None:
-    bars = Bars("a < b", {"ours": 2.0, "tgi": 1.0}, {"ours": "2", "tgi": "1"})
-    lines = Lines("over time", {"ours": [1.0, 2.0, 3.0], "tgi": []})
-    drawn = picture([("row & title", (bars, lines)), ("nothing", (Bars("none", {}, {}),))], ["ours", "tgi"])
+    bars = BarChart("a < b", {"ours": 2.0, "tgi": 1.0}, {"ours": "2", "tgi": "1"})
+    lines = LineChart("over time", {"ours": [1.0, 2.0, 3.0], "tgi": []})
+    drawn = svg([("row & title", (bars, lines)), ("nothing", (BarChart("none", {}, {}),))], ["ours", "tgi"])
     root = ElementTree.fromstring(drawn)
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"ours", "tgi", "a < b", "row & title"} <= set(texts)
@@ -89,9 +89,9 @@ def test_another_process_gives_the_same_table() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--scenario", "nonsense"], "there is no scenario 'nonsense'"),
-        (["--scenario", ","], "name a scenario"),
-        (["--policies", "ours,theirs"], "there is no policy 'theirs'"),
+        (["--scenario", "nonsense"], "unknown scenario 'nonsense'"),
+        (["--scenario", ","], "no scenario given"),
+        (["--policies", "ours,theirs"], "unknown policy 'theirs'"),
         (["--replicas", "0"], "is not a number from 1"),
         (["--replicas", "many"], "is not a number from 1"),
         (["--seconds", "nan"], "is not a number of seconds"),
@@ -116,4 +116,4 @@ def test_an_output_that_cannot_be_written(tmp_path: Path, capsys: pytest.Capture
 def test_a_broken_rule_has_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(Scheduler, "requests", property(lambda _: (1,)))
     assert main([*SHORT, "--scenario", "poisson", "--policies", "ours"]) == 70
-    assert "a rule was broken: 1 requests are still in the scheduler" in capsys.readouterr().err
+    assert "rule violated: 1 requests are still in the scheduler" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Configuration of a simulation: replicas, policy, outages; and the scheduling policies that are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from text_generation_bench.simulator.cost_model import CostModel
+from text_generation_router.scheduling.policy import Dispatch, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """Latencies of a well-served request, in seconds."""
+
+    ttft_s: float
+    itl_s: float
+    """99 % of the gaps between its tokens are no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """The loss of a replica, which comes back empty after `seconds`."""
+
+    at: float
+    replica: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """Everything that is simulated except the clients."""
+
+    cost_model: CostModel
+    policy: Policy
+    replicas: int
+    targets: LatencyTargets
+    ids: tuple[int, ...]
+    """The token pool that answers are taken from."""
+    until: float = math.inf
+    """Time after which clients send nothing more."""
+    outages: Sequence[Outage] = ()
+    blind: bool = False
+    """Hide tenants, priorities and deadlines from the scheduler."""
+    with_fairness: bool = False
+    """Count service per tenant."""
+    audited: bool = False
+    """Check the content of every KV block at every step."""
+    max_span_steps: int = 1 << 20
+    """Most steps of a span; 1: each step is an event of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVariant:
+    """A scheduling policy to compare."""
+
+    policy: Policy
+    blind: bool = False
+    """Hide tenants, priorities and deadlines from the scheduler."""
+
+
+def _ours(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
+    return PolicyVariant(
+        Policy(
+            max_batch_prefill_tokens=model.prefill_budget,
+            max_batch_size=model.slots,
+            target_itl_s=model.target_itl_s,
+            max_queued_tokens=max_queued_tokens,
+            growth_tokens=model.growth_tokens,
+        )
+    )
+
+
+def _ours_with(**changes: object) -> Callable[[CostModel, int | None], PolicyVariant]:
+    def build(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
+        ours = _ours(model, max_queued_tokens)
+        return replace(ours, policy=replace(ours.policy, **changes))  # type: ignore[arg-type]
+
+    return build
+
+
+def _fcfs(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
+    return replace(_ours(model, max_queued_tokens), blind=True)
+
+
+def _tgi(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
+    ours = _ours(model, max_queued_tokens).policy
+    policy = replace(
+        ours,
+        target_itl_s=None,
+        dispatch=Dispatch.ROUND_ROBIN,
+        reserve_worst_case=True,
+        publish_prompts_only=True,
+    )
+    return PolicyVariant(policy, blind=True)
+
+
+POLICIES: Mapping[str, Callable[[CostModel, int | None], PolicyVariant]] = MappingProxyType(
+    {
+        "ours": _ours,
+        "no-reuse": _ours_with(prefix_caching=False),
+        "no-target": _ours_with(target_itl_s=None),
+        "fcfs": _fcfs,
+        "least-loaded": _ours_with(dispatch=Dispatch.LEAST_LOADED),
+        "round-robin": _ours_with(dispatch=Dispatch.ROUND_ROBIN),
+        "random": _ours_with(dispatch=Dispatch.RANDOM),
+        "tgi": _tgi,
+    }
+)
+"""Functions of the cost model and the queue limit, by name."""
