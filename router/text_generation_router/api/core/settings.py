@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from text_generation_router.api.core.validation import Limits
 from text_generation_router.api.http.caller import ApiKeys
+
+if TYPE_CHECKING:  # the rules read these settings
+    from text_generation_router.api.core.validation import Limits
 
 
 @dataclass(frozen=True, slots=True)
