@@ -20,8 +20,7 @@ from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model as ApiModel
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.admission import Permits
-from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.caller import ApiKeys
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template import ChatTemplateError, ChatTemplates

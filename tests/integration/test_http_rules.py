@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from http_stack import Stack, serve
 
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits
 
 LIMITS = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=10, max_total_tokens=20)
 LONG = "a b c d e f g h i j k l m n o p q r s t u v w x y z"

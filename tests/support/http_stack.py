@@ -21,8 +21,7 @@ from shard_server import running, serve_engine
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model, assemble
 from text_generation_router.api.core.admission import Permits
-from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template import ChatTemplates
 from text_generation_router.generation import Generations

@@ -12,13 +12,9 @@ from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.api.core.extras import TGI, Extras, check_extras, check_token_ids
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.sampling import to_sampling
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.core.supported import check_supported
-from text_generation_router.api.core.validation import (
-    Limits,
-    check_parameters,
-    check_total,
-    new_tokens,
-)
+from text_generation_router.api.core.validation import check_parameters, check_total, new_tokens
 from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.core.supported import Names
-from text_generation_router.api.core.validation import Limits
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import TokenId
 

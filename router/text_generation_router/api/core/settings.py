@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from text_generation_router.api.http.caller import ApiKeys
 
-if TYPE_CHECKING:  # the rules read these settings
-    from text_generation_router.api.core.validation import Limits
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one request."""
+
+    max_best_of: int
+    max_stop_sequences: int
+    max_top_n_tokens: int
+    max_input_tokens: int
+    max_total_tokens: int
+    vocab_size: int = 1 << 20
+    """Token ids that clients name are below this."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that the engine does not support: name on the wire → reason."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.max_input_tokens < self.max_total_tokens, "the longest prompt must leave room for a new token"
 
 
 @dataclass(frozen=True, slots=True)

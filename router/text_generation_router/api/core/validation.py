@@ -11,33 +11,15 @@ The numbers are those of the rules' order, which clients can see: the first rule
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 from text_generation_router.api.core.parameters import GenerateParameters
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import TokenId
 
 LEG_TOKENS = 1024
 """As many new tokens rule 15 judges; see `new_tokens`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much one request may ask for."""
-
-    max_best_of: int
-    max_stop_sequences: int
-    max_top_n_tokens: int
-    max_input_tokens: int
-    max_total_tokens: int
-    vocab_size: int = 1 << 20
-    """Token ids that clients name are below this."""
-    unsupported: Mapping[str, str] = field(default_factory=dict)
-    """What the engine cannot honour, by its name on the wire to the shards, and why."""
-
-    def __post_init__(self) -> None:
-        assert 0 < self.max_input_tokens < self.max_total_tokens, "a longest prompt must leave room for one new token"
 
 
 def check_whole(parameters: GenerateParameters, limits: Limits) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.parameters import CALLER_HEADERS
 from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import JSON

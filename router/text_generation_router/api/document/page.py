@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import hdrs, web
 
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.openapi import document
 from text_generation_router.api.http.bodies import JSON
 from text_generation_router.api.http.routes import Handler, Route

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.caller import MAX_TIMEOUT_S
 
 Json = dict[str, Any]

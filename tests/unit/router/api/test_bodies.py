@@ -15,8 +15,7 @@ from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
-from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.bodies import Body, validate
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes

@@ -8,7 +8,7 @@ import pytest
 
 from text_generation_router.api.core.admission import COUNTED_EXACTLY, Permits, RequestPreparer
 from text_generation_router.api.core.parameters import GenerateParameters
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy

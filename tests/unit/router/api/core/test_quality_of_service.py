@@ -12,8 +12,7 @@ from text_generation_router.api.cloud.kserve import InferBody
 from text_generation_router.api.cloud.vertex import TextInstance, VertexBody
 from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody, GenerateParameters
 from text_generation_router.api.core.quality_of_service import QosFields, TieredFields, quality_of_service
-from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.bodies import validate
 from text_generation_router.api.http.caller import Caller
 from text_generation_router.api.openai.responses_schemas import ResponsesBody

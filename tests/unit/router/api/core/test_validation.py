@@ -11,13 +11,8 @@ import pytest
 from text_generation_router.api.core.extras import TGI
 from text_generation_router.api.core.parameters import GenerateParameters
 from text_generation_router.api.core.sampling import to_sampling
-from text_generation_router.api.core.validation import (
-    Limits,
-    check_parameters,
-    check_streamed,
-    check_whole,
-    new_tokens,
-)
+from text_generation_router.api.core.settings import Limits
+from text_generation_router.api.core.validation import check_parameters, check_streamed, check_whole, new_tokens
 from text_generation_router.errors import InvalidRequest
 
 LIMITS = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=10, max_total_tokens=20)

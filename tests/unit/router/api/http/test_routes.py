@@ -7,7 +7,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from text_generation_router.api.core.parameters import GenerateBody
-from text_generation_router.api.core.validation import Limits
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.openapi import document
 from text_generation_router.api.http.bodies import Body
 from text_generation_router.api.http.dialects import Dialect
