@@ -112,7 +112,7 @@ class Recorder:
 
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         launched = self.inner.launch(rows, greedy=greedy)
-        for row, places in launched.places:
+        for row, places in launched.prefills:
             prompt = tuple(row.sequence.tokens[: row.start + row.length])
             for offset, first, length in places:
                 for at in range(0, length, POSITIONS_AT_ONCE):

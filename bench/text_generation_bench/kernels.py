@@ -45,7 +45,7 @@ from text_generation_shard.engines.torch.cuda.kernels.decode_attention import (
     Merge,
     config_for,
 )
-from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedyChoice
+from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 EPS = 1e-5
@@ -75,7 +75,7 @@ def matvecs(table: Table) -> None:
 def cuts(product: Product, rows: int) -> Iterator[matvec.MatvecConfig]:
     """Those where a thread reads four to 32 times 16 bytes of the weight."""
     loads_of_a_row = max(product.inputs // 256, 1) * (2 if product.gated else 1)
-    orders: tuple[matvec.Order, ...] = ("free", "ahead", "chained")
+    orders: tuple[matvec.Order, ...] = ("free", "ahead", "pdl")
     for block_n, num_warps, order in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), orders):
         loads = block_n * loads_of_a_row / num_warps
         if 4 <= loads <= (16 if rows == 1 else 8):
@@ -223,7 +223,7 @@ def layer_kernels(table: Table, rows: int, angles: Tensor, embeddings: Tensor) -
 
 
 def greedy_choice(table: Table, rows: int, vocabulary: int) -> None:
-    logits, greedy = randn(rows, vocabulary, dtype=torch.float32), GreedyChoice(rows, vocabulary, DEVICE)
+    logits, greedy = randn(rows, vocabulary, dtype=torch.float32), GreedySampler(rows, vocabulary, DEVICE)
     slots, last, chosen = ints(range(rows)), ints([0] * rows), ints([0] * rows)
     logprobs = empty(rows, dtype=torch.float32)
     us = timed([lambda: greedy.run(logits, slots, last, chosen, logprobs)] * LAUNCHES)

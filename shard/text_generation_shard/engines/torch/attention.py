@@ -1,9 +1,9 @@
-"""Attention of a step over the paged cache: each group as one batch of matrix products.
+"""Attention of a step over the paged KV cache: one batched matrix product per tile group.
 
-The heads that share a KV head are folded into the queries (grouped-query attention, Ainslie et al. 2023), so a KV head's
-keys and values are read once. What a group reads and masks is the same in every layer of one window: it is planned once a
-step. Measured on CPU, plain matrix products beat `scaled_dot_product_attention` by two to four times, except where there
-is so little to do that starting them is what takes the time.
+The query heads that share a KV head are folded into the query dimension (grouped-query attention, Ainslie et al. 2023), so
+the keys and values of a KV head are read once. The indices and the mask of a group are the same in all layers with the same
+window, so they are computed once per step. Measured on CPU, plain matrix products are two to four times as fast as
+`scaled_dot_product_attention`, except for very small inputs, where the launch overhead dominates.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from text_generation_shard.engines.torch.batch import Group, StepBatch
+from text_generation_shard.engines.torch.batch import StepBatch, TileGroup
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, KVCache
 from text_generation_shard.engines.torch.model_config import ModelConfig
 
 FEW_KEYS = 512
-"""Up to so many keys in a group of decoding rows, one fused call is faster than three products."""
+"""Up to this many keys in a group of decode rows, one fused call is faster than three products."""
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a group reads of the cache in layers of one window."""
+    """Indices and mask of a group for the layers with one window size."""
 
     read_index: Tensor
     keys: int
-    """Tokens read for each sequence."""
+    """Tokens read per sequence."""
     mask: Tensor
-    """[sequences · KV heads, queries · heads that share one, keys], zero, or −inf where a query must not look; the
-    second dimension is 1 where one query a sequence makes it the same for all heads."""
+    """[sequences · KV heads, queries · heads per KV head, keys]: 0, or −inf where a query must not attend. The second
+    dimension is 1 if each sequence has one query, because the mask is then the same for all heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PlannedGroup:
-    group: Group
+    group: TileGroup
     views: dict[int | None, _View]
     query_index: Tensor | None
-    """[sequences · queries]: the group's token that stands in each padded place; None if nothing is padded."""
+    """[sequences · queries]: the token of the group at each padded position; None without padding."""
     result_index: Tensor | None
-    """[tokens]: the padded place of each of the group's tokens; None if nothing is padded."""
+    """[tokens]: the padded position of each token of the group; None without padding."""
 
 
 class AttentionPlan:
-    """How the tokens of one step attend."""
+    """Precomputed attention indices and masks of one step."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class AttentionPlan:
         windows = frozenset(config.windows)
         self._groups = [self._plan(group, tables, windows) for group in batch.groups]
         largest = max(view.read_index.numel() for planned in self._groups for view in planned.views.values())
-        # One buffer for all reads of the step: memory fresh from the system would be faulted in again in every layer.
+        # One buffer for all reads of the step: a fresh allocation would be page-faulted in again in every layer.
         self._buffer = torch.empty(largest * BLOCK_SIZE * shape.head_dim, device=shape.device, dtype=shape.dtype)
 
     def attend(self, queries: Tensor, layer: int, window: int | None) -> Tensor:
-        """softmax(q·kᵀ / √head_dim)·v for `queries` [tokens, heads, head_dim]; [tokens, heads · head_dim]."""
+        """Return softmax(q·kᵀ / √head_dim)·v as [tokens, heads · head_dim]; `queries` is [tokens, heads, head_dim]."""
         results = [self._attend(planned, queries, layer, window) for planned in self._groups]
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _attend(self, planned: _PlannedGroup, queries: Tensor, layer: int, window: int | None) -> Tensor:
         group, view = planned.group, planned.views[window]
-        size, kv_heads, head_dim = len(group.spans), self._shape.num_kv_heads, self._shape.head_dim
+        size, kv_heads, head_dim = len(group.tiles), self._shape.num_kv_heads, self._shape.head_dim
         own = queries[group.first : group.first + group.tokens]
         buffer = self._buffer[: view.read_index.numel() * BLOCK_SIZE * head_dim]
         self._cache.read(layer, view.read_index, buffer)
@@ -83,7 +83,7 @@ class AttentionPlan:
             return fused.flatten(1)
         if planned.query_index is not None:
             own = own[planned.query_index]
-        # [sequences · KV heads, queries · heads that share one, head_dim]
+        # [sequences · KV heads, queries · heads per KV head, head_dim]
         folded = own.reshape(size, group.queries, kv_heads, self._share, head_dim).transpose(1, 2)
         folded = folded.reshape(size * kv_heads, group.queries * self._share, head_dim)
         scores = torch.baddbmm(view.mask, folded, keys.flatten(0, 1).transpose(1, 2), alpha=self._scale)
@@ -92,12 +92,12 @@ class AttentionPlan:
         result = result.reshape(size * group.queries, kv_heads * self._share * head_dim)
         return result if planned.result_index is None else result[planned.result_index]
 
-    def _plan(self, group: Group, tables: BlockTables, windows: frozenset[int | None]) -> _PlannedGroup:
+    def _plan(self, group: TileGroup, tables: BlockTables, windows: frozenset[int | None]) -> _PlannedGroup:
         device = self._shape.device
         starts, lengths, slots = torch.tensor(
-            [(span.start, span.length, span.slot) for span in group.spans], device=device
+            [(tile.start, tile.length, tile.slot) for tile in group.tiles], device=device
         ).T.unsqueeze(2)
-        # A padded place repeats the span's last token: its result is finite, and dropped.
+        # A padded position repeats the last token of its tile: the result is finite and is dropped.
         place = torch.minimum(torch.arange(group.queries, device=device), lengths - 1)
         query_index = result_index = None
         if group.is_padded:
@@ -106,15 +106,17 @@ class AttentionPlan:
         views = {window: self._view(group, starts + place, slots, tables, window) for window in windows}
         return _PlannedGroup(group, views, query_index, result_index)
 
-    def _view(self, group: Group, positions: Tensor, slots: Tensor, tables: BlockTables, window: int | None) -> _View:
-        """`positions` [sequences, queries] and `slots` [sequences, 1] of a group."""
+    def _view(
+        self, group: TileGroup, positions: Tensor, slots: Tensor, tables: BlockTables, window: int | None
+    ) -> _View:
+        """Build the view of a group; `positions` [sequences, queries], `slots` [sequences, 1]."""
         device = self._shape.device
-        first_blocks = [0 if window is None else max(0, span.start - window + 1) // BLOCK_SIZE for span in group.spans]
-        end_blocks = [-(-span.end // BLOCK_SIZE) for span in group.spans]
+        first_blocks = [0 if window is None else max(0, tile.start - window + 1) // BLOCK_SIZE for tile in group.tiles]
+        end_blocks = [-(-tile.end // BLOCK_SIZE) for tile in group.tiles]
         count = max(end - first for first, end in zip(first_blocks, end_blocks, strict=True))
         first = torch.tensor(first_blocks, device=device).unsqueeze(1)
         end = torch.tensor(end_blocks, device=device).unsqueeze(1)
-        # Past its last block a sequence reads that block again: masked, and known to be finite.
+        # Beyond its last block, a sequence reads that block again: it is masked, and its values are finite.
         blocks = tables.lookup(slots, torch.minimum(first + torch.arange(count, device=device), end - 1))
         keys = count * BLOCK_SIZE
         key_positions = (first * BLOCK_SIZE + torch.arange(keys, device=device)).unsqueeze(1)

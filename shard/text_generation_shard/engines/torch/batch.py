@@ -1,8 +1,8 @@
-"""What one step computes, laid out flat: the tokens of every row side by side, grouped for attention.
+"""The flat batch of one step: the tokens of all rows in one dimension, grouped for attention.
 
-A row's tokens are cut into *spans* of at most SPAN_TOKENS, so that a long chunk attends tile by tile, each to no more than
-the keys before its end. Spans of similar size form a *group*, which attends as one padded batch. The flat order is the
-order of the groups; a decode row is a span of one token.
+The tokens of a row are cut into *tiles* of at most TILE_TOKENS, so that a long chunk attends tile by tile and each tile reads
+only the keys before its end. Tiles of similar size form a *tile group*, which attends as one padded batch. The flat order is
+the order of the groups; a decode row is a tile of one token.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, KVCache
 from text_generation_shard.step.sequence import Row
 
-SPAN_TOKENS = 128
+TILE_TOKENS = 128
 GROUP_COST = 2048
-"""What an additional group costs, in padded (query, key) pairs; measured on CPU."""
+"""Cost of one more group, in padded (query, key) pairs; measured on CPU."""
 MAX_GROUP_PAIRS = 1 << 18
-"""(query, key) pairs of a group: bounds the memory of its scores."""
+"""Largest number of (query, key) pairs of a group: bounds the memory of its scores."""
 MAX_GROUP_KEYS = 1 << 14
-"""Keys of a group: bounds the memory of what it reads from the cache, so that it stays in the processor's."""
+"""Largest number of keys of a group: bounds the size of its gathered keys and values, so that they fit the CPU cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Positions [start, start + length) of a row; `row` is its place in the step."""
+class Tile:
+    """Positions [start, start + length) of a row; `row` is its index in the step."""
 
     row: int
     slot: int
@@ -39,59 +39,59 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Spans that attend together, padded to the longest: tokens [first, first + tokens) of the flat order."""
+class TileGroup:
+    """Tiles that attend together, padded to the longest: tokens [first, first + tokens) of the flat order."""
 
-    spans: list[Span]
+    tiles: list[Tile]
     first: int
     tokens: int
     queries: int
-    """Tokens of the longest span."""
+    """Tokens of the longest tile."""
 
     @property
     def is_padded(self) -> bool:
-        return self.tokens < len(self.spans) * self.queries
+        return self.tokens < len(self.tiles) * self.queries
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """A step's inputs on the device; n tokens in all."""
+    """Inputs of a step on the device; n tokens in total."""
 
     token_ids: Tensor
     """[n]"""
     positions: Tensor
     """[n]"""
     write_index: Tensor
-    """Where the tokens' keys and values go: see `KVCache.write`."""
+    """Cache positions of the tokens' keys and values: see `KVCache.write`."""
     entered_blocks: Tensor
-    """Blocks that a row enters without filling them: to be cleared first."""
-    groups: list[Group]
-    offsets: list[list[tuple[int, Span]]]
-    """For each row its spans in order of position, each with its place in the flat order."""
+    """Blocks that a row starts but does not fill in this step: to be cleared first."""
+    groups: list[TileGroup]
+    offsets: list[list[tuple[int, Tile]]]
+    """For each row, its tiles in order of position, each with its offset in the flat order."""
 
-    def last_token(self, row: int) -> int:
-        """Place of a row's last token in the flat order."""
-        offset, span = self.offsets[row][-1]
-        return offset + span.length - 1
+    def last_token_index(self, row: int) -> int:
+        """Return the index of a row's last token in the flat order."""
+        offset, tile = self.offsets[row][-1]
+        return offset + tile.length - 1
 
 
 def build_batch(
     rows: list[Row], tables: BlockTables, cache: KVCache, window: int | None, device: torch.device
 ) -> StepBatch:
-    """Lay out `rows`. `window` is the longest sliding window if every layer has one."""
-    groups = _groups(_spans(rows), window)
+    """Build the batch of `rows`. `window` is the longest sliding window if every layer has one, else None."""
+    groups = _groups(_tiles(rows), window)
     token_ids: list[int] = []
-    offsets: list[list[tuple[int, Span]]] = [[] for _ in rows]
+    offsets: list[list[tuple[int, Tile]]] = [[] for _ in rows]
     for group in groups:
-        for span in group.spans:
-            offsets[span.row].append((len(token_ids), span))
-            token_ids.extend(rows[span.row].sequence.tokens[span.start : span.end])
+        for tile in group.tiles:
+            offsets[tile.row].append((len(token_ids), tile))
+            token_ids.extend(rows[tile.row].sequence.tokens[tile.start : tile.end])
     for places in offsets:
         places.sort(key=lambda place: place[1].start)
     tables.update(rows)
-    spans = [span for group in groups for span in group.spans]
-    starts, lengths, slots = torch.tensor([(span.start, span.length, span.slot) for span in spans], device=device).T
-    if len(token_ids) == len(spans):
+    tiles = [tile for group in groups for tile in group.tiles]
+    starts, lengths, slots = torch.tensor([(tile.start, tile.length, tile.slot) for tile in tiles], device=device).T
+    if len(token_ids) == len(tiles):
         positions = starts
     else:
         first = (starts + lengths - lengths.cumsum(0)).repeat_interleave(lengths)
@@ -117,38 +117,38 @@ def _entered_blocks(rows: list[Row]) -> list[int]:
     ]
 
 
-def _spans(rows: list[Row]) -> list[Span]:
+def _tiles(rows: list[Row]) -> list[Tile]:
     return [
-        Span(index, row.sequence.slot, start, min(SPAN_TOKENS, row.start + row.length - start))
+        Tile(index, row.sequence.slot, start, min(TILE_TOKENS, row.start + row.length - start))
         for index, row in enumerate(rows)
-        for start in range(row.start, row.start + row.length, SPAN_TOKENS)
+        for start in range(row.start, row.start + row.length, TILE_TOKENS)
     ]
 
 
-def _groups(spans: list[Span], window: int | None) -> list[Group]:
-    """Largest spans first; a span joins the group before it unless the padding costs more than a group of its own."""
+def _groups(tiles: list[Tile], window: int | None) -> list[TileGroup]:
+    """Group tiles, largest first; a tile joins the previous group unless the padding costs more than a new group."""
 
-    def keys(span: Span) -> int:
-        return span.end if window is None else min(span.end, span.length + window)
+    def keys(tile: Tile) -> int:
+        return tile.end if window is None else min(tile.end, tile.length + window)
 
-    groups: list[Group] = []
-    members: list[Span] = []
+    groups: list[TileGroup] = []
+    members: list[Tile] = []
     first = widest = pairs = 0
-    for span in sorted(spans, key=lambda span: (span.length, keys(span)), reverse=True):
+    for tile in sorted(tiles, key=lambda tile: (tile.length, keys(tile)), reverse=True):
         if members:
-            queries, width = members[0].length, max(widest, keys(span))
+            queries, width = members[0].length, max(widest, keys(tile))
             padded_keys = (len(members) + 1) * width
             padded_pairs = padded_keys * queries
-            waste = padded_pairs - pairs - span.length * keys(span)
+            waste = padded_pairs - pairs - tile.length * keys(tile)
             if waste > GROUP_COST or padded_pairs > MAX_GROUP_PAIRS or padded_keys > MAX_GROUP_KEYS:
                 groups.append(_group(members, first))
                 first += groups[-1].tokens
                 members, widest, pairs = [], 0, 0
-        members.append(span)
-        widest = max(widest, keys(span))
-        pairs += span.length * keys(span)
+        members.append(tile)
+        widest = max(widest, keys(tile))
+        pairs += tile.length * keys(tile)
     return [*groups, _group(members, first)]
 
 
-def _group(spans: list[Span], first: int) -> Group:
-    return Group(spans, first, sum(span.length for span in spans), spans[0].length)
+def _group(tiles: list[Tile], first: int) -> TileGroup:
+    return TileGroup(tiles, first, sum(tile.length for tile in tiles), tiles[0].length)

@@ -1,4 +1,4 @@
-"""From a shard's settings to its torch engine: which device, which part of which weights, who leads."""
+"""Builds the torch engine from the settings of a shard: device, weights, executor."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ MAX_SLOTS = 256
 MAX_TOP_N_TOKENS = 20
 DEVICES = ("cpu", "cuda")
 CPU_PREFILL_TOKENS = 512
-"""On CPU, larger chunks compute a prompt no faster and hold decoding up longer."""
+"""On CPU, larger chunks do not speed up prefill, but delay decoding more."""
 CUDA_PREFILL_TOKENS = (1024, 8192)
-"""The least and the most. Products of fewer rows are slower; more activations than these take memory from the KV pool."""
+"""Minimum and maximum. Products of fewer rows are slower; activations of more rows take memory from the KV cache."""
 CUDA_CHUNK_PRODUCTS = 16e12
-"""Multiplications of a chunk in which a Hopper GPU computes for some 50 ms: so long decoding may be held up, so long a launch
-is worth its while. Measured on an H200, 2,048 tokens of an 8B model are served faster than 4,096 or 1,024."""
+"""Multiplications per chunk, about 50 ms on a Hopper GPU: long enough to amortize a launch, short enough not to delay decoding.
+Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
 
 
 def build_torch_engine(config: ShardConfig) -> Engine:
-    """Load the model, or this rank's part of it. Raises EngineError, in one line, if it cannot be run."""
+    """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
     if not config.model_path:
         raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
     if config.num_threads:
@@ -64,15 +64,15 @@ def build_torch_engine(config: ShardConfig) -> Engine:
 def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.device, dtype: str) -> Decoder:
     with torch.inference_mode():
         model = Decoder(model_config, device, getattr(torch, dtype))
-        load(config, model.targets())
-        model.seal()
+        load(config, model.named_parameters())
+        model.process_weights_after_loading()
     return model
 
 
 def engine_info(
     config: ShardConfig, model_config: ModelConfig, device: torch.device, grammars: Grammars | None
 ) -> EngineInfo:
-    """What the engine that `config` asks for is."""
+    """Return the description of the engine that `config` asks for."""
     return EngineInfo(
         engine="torch",
         model_id=config.model_id or config.model_path,

@@ -1,4 +1,4 @@
-"""Steps on a CPU: laid out flat (batch), who attends to what planned (attention), computed (model), all in the call."""
+"""The executor for CPUs: builds the batch, plans attention and runs the model within the call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.attention import AttentionPlan
 from text_generation_shard.engines.torch.batch import build_batch
-from text_generation_shard.engines.torch.cuda.marks import CpuMark
+from text_generation_shard.engines.torch.events import CpuEvent
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape, KVCache
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
@@ -20,7 +20,7 @@ from text_generation_shard.step.steady import StepRows
 
 
 class CpuExecutor:
-    """See `Executor`. May use `memory_fraction` of the machine's memory, weights included."""
+    """Implements `Executor`. May use `memory_fraction` of the machine's memory, including the weights."""
 
     runs_ahead = False
     threshold_search = SORTING
@@ -43,36 +43,36 @@ class CpuExecutor:
 
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         device = self._shape.device
-        # None are steady: here a step is over before the next one is made up.
+        # There is no persistent batch: a step ends before the next one is scheduled.
         batch = build_batch(rows.others, self._block_tables, self._cache, self._window, device)
         if batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
         plan = AttentionPlan(batch, self._block_tables, self._cache, self._shape, self._config)
-        started = CpuMark()
+        started = CpuEvent()
         hidden = self._model.forward(batch, plan, self._cache)
-        sampling = [batch.last_token(index) for index, row in enumerate(rows.others) if row.samples]
+        sampling = [batch.last_token_index(index) for index, row in enumerate(rows.others) if row.samples]
         logits = self._model.logits(hidden[torch.tensor(sampling, device=device)]) if sampling else None
         return Launched(
             hidden=hidden,
-            places=[
-                (row, [(offset, span.start, span.length) for offset, span in places])
+            prefills=[
+                (row, [(offset, tile.start, tile.length) for offset, tile in places])
                 for row, places in zip(rows.others, batch.offsets, strict=True)
                 if row.prefills
             ],
             logits=logits,
-            chosen=None,
+            sampled=None,
             started=started,
-            computed=CpuMark(),
+            computed=CpuEvent(),
         )
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
         return self._model.logits(hidden[first:end])
 
-    def tell_chosen(self, rows: StepRows, token_ids: Tensor) -> None:
-        """They are known before the next step."""
+    def store_sampled_tokens(self, rows: StepRows, token_ids: Tensor) -> None:
+        """Nothing to store: the tokens are known before the next step."""
 
     def allocate(self, num_blocks: int) -> None:
-        # The old pool goes before the new one comes: they need not fit side by side.
+        # The old pool is freed first: both need not fit at once.
         self._cache = KVCache(self._shape, 0)
         self._cache = KVCache(self._shape, num_blocks)
 
@@ -89,7 +89,7 @@ class CpuExecutor:
         return False
 
     def on_broken(self, tell: Callable[[str], None]) -> None:
-        """Nothing to tell: what breaks breaks in a call."""
+        """Nothing to register: failures are raised by calls."""
 
     def close(self) -> None:
         self.allocate(0)

@@ -1,16 +1,14 @@
 """The torch engine: Llama-family decoders from Hugging Face safetensors, on CPU or CUDA.
 
-A step is three verbs: launch its forward pass (executor), choose its tokens (sampling), record them (sequences). On a CPU
-one follows the other. On a GPU a step is launched before the tokens of the one before it are read, so that the device
-never waits for the host:
+A step is launched (executor), sampled (sampling) and recorded (step.table). On a CPU this happens in order. On a GPU a step
+is launched before the tokens of the previous one are read, so that the device never waits for the host:
 
-    host    launch k+1 · read k · choose k+1 │ report k · orders · launch k+2 · read k+1 · choose k+2 │ …
+    host    launch k+1 · read k · sample k+1 │ report k · orders · launch k+2 · read k+1 · sample k+2 │ …
     device  … k ──────────► k+1 ───────────────────────────────────────────► k+2 ──────────
 
-The forward pass takes the tokens of the step before from the device. The choice hangs on what the host knows: penalties,
-grammars, what must not end yet; it is launched while the forward pass runs. Where nothing but the most probable token
-can be chosen in any row, the device chooses it along with the forward pass. A sequence that has ended with step k is
-computed once more in step k+1; what comes of that is dropped.
+The forward pass reads the tokens of the previous step on the device. Sampling depends on host state: penalties, grammars,
+minimum lengths. It is launched while the forward pass runs. If every row is sampled greedily without constraints, the device
+samples within the forward pass. A sequence that finished in step k is computed once more in step k+1; that result is dropped.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from text_generation_shard.engine import (
     TopTokens,
     WarmUpLimits,
 )
-from text_generation_shard.engines.torch.cuda.marks import Mark, Marks
-from text_generation_shard.engines.torch.cuda.staging import Staging
+from text_generation_shard.engines.torch.events import DeviceEvent, EventRecorder
 from text_generation_shard.engines.torch.executor import Executor, Launched
 from text_generation_shard.engines.torch.history import TokenHistories
+from text_generation_shard.engines.torch.pinned import PinnedBuffers
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
 from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
 from text_generation_shard.engines.torch.scoring import PendingScores, start_scores
@@ -55,32 +53,32 @@ Masks = dict[int, Mask]
 
 NO_TOKEN = (FailureCode.NUMERICS, "the logits leave no token to choose")
 STEADY_ROW = SamplingRow(PLAIN, 0, 0)
-"""A steady sequence among rows that are not all chosen greedily: the most probable token, wherever it is."""
+"""Settings of a persistent row in a step that is not greedy as a whole: the row itself still takes the most probable token."""
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step under way."""
+    """A step in flight."""
 
     rows: StepRows
-    started: Mark
-    computed: Mark | None
+    started: DeviceEvent
+    computed: DeviceEvent | None
     launched: Launched | None
-    """Until the tokens are chosen: its tensors are large, and nobody needs them longer."""
+    """Until the tokens are sampled; then dropped, because its tensors are large."""
     masking: Future[Masks] | None = None
     masks: Masks = field(default_factory=dict)
-    """Of its rows with a grammar, by slot."""
-    chosen: Tensor | None = None
-    """As `Launched.chosen`, on the host once `done` has come."""
+    """Masks of rows with a grammar, by slot."""
+    sampled: Tensor | None = None
+    """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
     scores: list[PendingScores] = field(default_factory=list)
-    asking: list[tuple[int, Row]] = field(default_factory=list)
-    """Those of the rows that sample, and their places, that are told the most probable tokens too, and `tops` of these."""
+    top_token_rows: list[tuple[int, Row]] = field(default_factory=list)
+    """Sampling rows that asked for top tokens, with their index in the step; `tops` holds their candidates."""
     tops: TopCandidates | None = None
-    done: Mark | None = None
+    done: DeviceEvent | None = None
 
 
 class TorchEngine(InProcess):
-    """See the module."""
+    """The engine described in the module docstring."""
 
     def __init__(
         self, info: EngineInfo, executor: Executor, grammars: Grammars | None = None, trace: StepTrace | None = None
@@ -91,13 +89,13 @@ class TorchEngine(InProcess):
         self._executor = executor
         self._trace = trace or StepTrace("")
         self._device = torch.device(info.device)
-        self._marks = Marks(self._device)
+        self._events = EventRecorder(self._device)
         self._table = SequenceTable(info, steady=SteadyTable() if executor.runs_ahead else None)
         self._histories = TokenHistories(self._device)
-        self._landing = Staging(self._device)
-        """What steps choose arrives here."""
-        self._under_way: _Step | None = None
-        """Launched and not read yet, where the executor runs ahead."""
+        self._downloads = PinnedBuffers(self._device)
+        """Sampled tokens are copied here."""
+        self._in_flight: _Step | None = None
+        """The step that is launched but not yet recorded, if the executor runs ahead."""
 
     def warm_up(self, limits: WarmUpLimits) -> int:
         executor = self._executor
@@ -112,7 +110,7 @@ class TorchEngine(InProcess):
             with torch.inference_mode():
                 self._record(self._choose(self._launch(rows)))
             self.reset()
-            # The peak holds the pool of the warm-up step, whose place the real pool takes.
+            # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + worst.num_blocks * executor.block_bytes
             num_blocks = pool_blocks(self.info, limits, executor.block_bytes, available)
             self._allocate(num_blocks)
@@ -129,7 +127,7 @@ class TorchEngine(InProcess):
     @torch.inference_mode()
     def step(self) -> StepResult | None:
         rows = self._table.rows()
-        before, self._under_way = self._under_way, None
+        before, self._in_flight = self._in_flight, None
         if not rows and before is None:
             self._trace.pause()
             return None
@@ -140,7 +138,7 @@ class TorchEngine(InProcess):
         if isinstance(launched, StepResult):
             result.failed += launched.failed
         elif self._executor.runs_ahead:
-            self._under_way = launched
+            self._in_flight = launched
         else:
             return self._record(launched)
         return result
@@ -157,12 +155,12 @@ class TorchEngine(InProcess):
         self._executor.on_broken(tell)
 
     def reset(self) -> None:
-        if self._under_way is not None and self._under_way.done is not None:
-            self._under_way.done.wait()
-        self._under_way = None
+        if self._in_flight is not None and self._in_flight.done is not None:
+            self._in_flight.done.wait()
+        self._in_flight = None
         self._trace.pause()
         self._table.clear()
-        self._histories.forget()
+        self._histories.clear()
 
     def close(self) -> None:
         self.reset()
@@ -190,14 +188,14 @@ class TorchEngine(InProcess):
             return self._fail(step.rows, error)
 
     def _fail(self, rows: StepRows, error: Exception) -> StepResult:
-        """Whatever a kernel raises costs this step's sequences, and only those – unless nothing can be computed any more."""
+        """Fail the sequences of this step only, unless the executor is broken for good."""
         if self._executor.is_broken_by(error):
             raise error
         return self._table.fail(rows, f"the step failed: {_one_line(error)}")
 
     def _launch(self, rows: StepRows) -> _Step:
         ahead = self._executor.runs_ahead
-        # On a CPU the masks are computed beside the forward pass; on a GPU they hang on tokens that are not read yet.
+        # On a CPU the masks are computed during the forward pass; on a GPU they depend on tokens not read yet.
         masking = None if ahead else self._start_masks(rows.sampling)
         greedy = ahead and all(_is_greedy(row) for row in rows.others if row.samples)
         launched = self._executor.launch(rows, greedy=greedy)
@@ -205,11 +203,11 @@ class TorchEngine(InProcess):
         return _Step(rows, launched.started, launched.computed, launched, masking)
 
     def _choose(self, step: _Step) -> _Step:
-        """Choose a step's tokens, and have what it brings copied to the host."""
+        """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
         step.scores = start_scores(launched, self._executor.logits)
-        chosen = launched.chosen
+        chosen = launched.sampled
         if launched.logits is not None and chosen is None:
             rows, first = step.rows.sampling, step.rows.num_steady
             masking = step.masking or self._start_masks(rows)
@@ -217,28 +215,28 @@ class TorchEngine(InProcess):
             self._histories.update(row.sequence for row in rows if needs_history(row.sequence.sampling))
             asked = [self._sampling_row(row, step.masks) for row in rows]
             sampled = sample(launched.logits, [STEADY_ROW] * first + asked, self._executor.threshold_search)
-            self._executor.tell_chosen(step.rows, sampled.token_ids)
-            step.asking = [(place, row) for place, row in enumerate(rows, first) if row.sequence.top_n]
-            if step.asking:
-                most = max(row.sequence.top_n for _, row in step.asking)
-                step.tops = top_candidates(sampled, [place for place, _ in step.asking], most)
+            self._executor.store_sampled_tokens(step.rows, sampled.token_ids)
+            step.top_token_rows = [(place, row) for place, row in enumerate(rows, first) if row.sequence.top_n]
+            if step.top_token_rows:
+                most = max(row.sequence.top_n for _, row in step.top_token_rows)
+                step.tops = top_candidates(sampled, [place for place, _ in step.top_token_rows], most)
             chosen = torch.cat((sampled.token_ids.int(), sampled.logprobs.view(torch.int32)))
         if chosen is not None:
-            step.chosen = self._landing.take(len(chosen))
-            step.chosen.copy_(chosen, non_blocking=True)
-        step.done = self._marks.set()
+            step.sampled = self._downloads.take(len(chosen))
+            step.sampled.copy_(chosen, non_blocking=True)
+        step.done = self._events.record()
         return step
 
     def _record(self, step: _Step) -> StepResult:
-        """Wait for what a step brings, and record it."""
+        """Wait for the results of a step and record them."""
         assert step.done is not None
         self._trace.before_wait()
         step.done.wait()
         self._trace.after_wait(step.rows, step.started, step.done)
         for scores in step.scores:
             scores.finish()
-        chosen = Chosen([], []) if step.chosen is None else _read(step.chosen, step.rows.num_sampling)
-        _judge(step, chosen)
+        chosen = Chosen([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)
+        _add_mask_results(step, chosen)
         tops = self._top_tokens(step, chosen)
         result = self._table.advance(step.rows, chosen)
         result.top_tokens = tops
@@ -250,14 +248,14 @@ class TorchEngine(InProcess):
             return []
         return [
             TopTokens(row.sequence.slot, 0, *step.tops.top(index, row.sequence.top_n))
-            for index, (place, row) in enumerate(step.asking)
+            for index, (place, row) in enumerate(step.top_token_rows)
             if place not in chosen.failures and row.sequence.is_held
         ]
 
     def _start_masks(self, rows: list[Row]) -> Future[Masks] | None:
-        """What the grammars allow next in rows that sample, computed beside whatever else is done.
+        """Start computing the grammar masks of the rows that sample, in the background.
 
-        If the step fails, so do the sequences whose matchers are in use here: nobody asks these again.
+        If the step fails, its sequences fail too, so their matchers are not used again.
         """
         constrained = [row.sequence for row in rows if row.sequence.matcher is not None and row.sequence.is_held]
         return self._masks.start(constrained) if constrained and self._masks is not None else None
@@ -271,29 +269,29 @@ class TorchEngine(InProcess):
             last_token=sequence.tokens[-1],
             history=self._histories.tokens(sequence) if needs_history(sequence.sampling) else None,
             generated=sequence.generated_before + sequence.generated,
-            # A mask has settled this already.
+            # The mask already excludes them.
             suppressed=sequence.suppressed if mask is None else frozenset(),
             allowed=None if mask is None or mask.failure is not None else torch.from_numpy(mask.allowed),
         )
 
 
 def _is_greedy(row: Row) -> bool:
-    """Whether nothing but the most probable token can follow, whatever the step before brings."""
+    """Return True if only the most probable token can follow, regardless of the previous step's token."""
     return row.start + row.length >= row.sequence.plain_from
 
 
 def _read(chosen: Tensor, rows: int) -> Chosen:
     numbers, half = chosen.numpy(), len(chosen) // 2
     read = Chosen(numbers[:rows].tolist(), numbers[half : half + rows].view(np.float32).tolist())
-    # A NaN or an infinity among the logits is in their sum, and so in the logprob, and so in the sum of these.
+    # A NaN or infinity among the logits propagates to their sum, to the logprob, and to the sum of all logprobs.
     if not isfinite(sum(read.logprobs)):
         invalid = [place for place, logprob in enumerate(read.logprobs) if not isfinite(logprob)]
         read.failures = dict.fromkeys(invalid, NO_TOKEN)
     return read
 
 
-def _judge(step: _Step, chosen: Chosen) -> None:
-    """Add what the masks say of the tokens chosen under them."""
+def _add_mask_results(step: _Step, chosen: Chosen) -> None:
+    """Add the completions and failures reported by the grammar masks."""
     if not step.masks:
         return
     for place, row in enumerate(step.rows.sampling, step.rows.num_steady):

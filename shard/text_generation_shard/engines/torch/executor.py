@@ -1,4 +1,4 @@
-"""What computes an engine's steps: on a CPU at once, on a GPU while the host goes on."""
+"""The executor protocol: runs the forward passes of an engine, within the call on a CPU, asynchronously on a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.marks import Mark
+from text_generation_shard.engines.torch.events import DeviceEvent
 from text_generation_shard.engines.torch.sampling.thresholds import ThresholdSearch
 from text_generation_shard.step.sequence import Row
 from text_generation_shard.step.steady import StepRows
@@ -16,33 +16,33 @@ from text_generation_shard.step.steady import StepRows
 
 @dataclass(slots=True)
 class Launched:
-    """A forward pass that has been launched. What its tensors hold may be known to the device only."""
+    """A forward pass that has been launched. On a GPU its tensors are not computed yet."""
 
     hidden: Tensor
-    """[tokens, hidden] of all tokens, ready for `Executor.logits`."""
-    places: list[tuple[Row, list[tuple[int, int, int]]]]
-    """Rows of prompts, and where their tokens are: (offset in `hidden`, first position, tokens)."""
+    """[tokens, hidden]: hidden states of all tokens, as `Executor.logits` expects them."""
+    prefills: list[tuple[Row, list[tuple[int, int, int]]]]
+    """Rows that prefill and the location of their tokens: (offset in `hidden`, first position, number of tokens)."""
     logits: Tensor | None
-    """[rows that sample, vocabulary], in order: the steady ones do; None if none samples."""
-    chosen: Tensor | None
-    """int32 [2 · n], n the rows that sample or a few more, if they were chosen greedily along with it: n token ids, and the bits
-    of their logprobs. The whole of the memory they were left in: cut to size it could not be copied at one go."""
-    started: Mark
-    computed: Mark | None
-    """When the model's part is done; None if nothing comes after it."""
+    """[rows that sample, vocabulary], in order, persistent rows first; None if no row samples."""
+    sampled: Tensor | None
+    """int32 [2 · n], where n ≥ the number of rows that sample, if tokens were sampled greedily within the forward pass: n
+    token ids, then the bits of n logprobs. The whole allocation, because a slice could not be copied in one transfer."""
+    started: DeviceEvent
+    computed: DeviceEvent | None
+    """Recorded when the model has finished; None if nothing follows it in the step."""
 
 
 class Executor(Protocol):
-    """Holds the model and the KV pool of a device. Called from one thread."""
+    """Holds the model and the KV cache of a device. Called from one thread."""
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step is to be launched before the tokens of the one before it are known."""
+        """True if a step is launched before the tokens of the previous one are known."""
         ...
 
     @property
     def block_bytes(self) -> int:
-        """Memory of a KV block."""
+        """Bytes of a KV block."""
         ...
 
     @property
@@ -51,39 +51,39 @@ class Executor(Protocol):
         ...
 
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
-        """Start the forward pass of some rows, `greedy` if nothing but the most probable token can be chosen in any."""
+        """Launch the forward pass of some rows; `greedy` if every row takes its most probable token."""
         ...
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
-        """[end - first, vocabulary] for rows first <= row < end of the hidden states launched last."""
+        """Return logits [end - first, vocabulary] for rows first <= row < end of the last hidden states."""
         ...
 
-    def tell_chosen(self, rows: StepRows, token_ids: Tensor) -> None:
-        """What was chosen for rows that sample, for the steps to come."""
+    def store_sampled_tokens(self, rows: StepRows, token_ids: Tensor) -> None:
+        """Store the sampled tokens of the rows that sample, as inputs of the next steps."""
         ...
 
     def allocate(self, num_blocks: int) -> None:
-        """Have a KV pool of so many blocks. Raises torch.OutOfMemoryError."""
+        """Replace the KV cache by one of `num_blocks` blocks. Raises torch.OutOfMemoryError."""
         ...
 
     def begin_measuring(self) -> None:
-        """Count the memory of steps from here on."""
+        """Measure peak memory from here on."""
         ...
 
     def spare_bytes(self) -> int:
-        """What is left of the memory to be used beside all that was ever in use at once since `begin_measuring`."""
+        """Return the usable memory minus the peak since `begin_measuring`, in bytes."""
         ...
 
     def ready(self) -> None:
-        """The pool has its final size: prepare what hangs on it."""
+        """Prepare what depends on the final size of the KV cache."""
         ...
 
     def is_broken_by(self, error: Exception) -> bool:
-        """Whether no step can be computed any more after this error of one."""
+        """Return True if no step can be computed after this error of a step."""
         ...
 
     def on_broken(self, tell: Callable[[str], None]) -> None:
-        """Have `tell` called, from any thread, with the reason why no step can be computed any more, if so it is."""
+        """Register a callback for fatal failure. May be called from any thread, with the reason."""
         ...
 
     def close(self) -> None:

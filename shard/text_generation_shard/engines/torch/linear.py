@@ -1,4 +1,4 @@
-"""y = x·Wᵀ + b, with the weight laid out once for the fastest kernel of its device."""
+"""y = x·Wᵀ + b on a CPU, with the weight reordered once for the fastest kernel."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import functional
 
 TYPICAL_ROWS = 16
-"""Rows of x that oneDNN lays a weight out for; measured, 1 to 512 give the same layout and speed."""
+"""Rows of x that oneDNN optimizes the weight layout for; measured, 1 to 512 give the same layout and speed."""
 
 
-class Linear:
-    """A weight [outputs, inputs] and its optional bias [outputs], first loaded, then sealed, then used."""
+class CpuLinear:
+    """A weight [outputs, inputs] and an optional bias [outputs]. Load the weight, process it, then call."""
 
     def __init__(
         self, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype, *, bias: bool = False
@@ -20,17 +20,14 @@ class Linear:
         self.bias = torch.empty(outputs, device=device, dtype=dtype) if bias else None
         self._packed = False
 
-    def seal(self) -> None:
-        """Lay the loaded weight out for use.
-
-        On CPU, oneDNN otherwise re-lays the weight at every call: half of a decode step's time.
-        """
+    def process_weights_after_loading(self) -> None:
+        """Reorder the loaded weight for oneDNN, which otherwise does so at every call: half of a decode step's time."""
         if _packs(self.weight):
             self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, TYPICAL_ROWS)
             self._packed = True
 
     def __call__(self, x: Tensor) -> Tensor:
-        """y [rows, outputs] for x [rows, inputs]."""
+        """Return y [rows, outputs] for x [rows, inputs]."""
         if self._packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return y

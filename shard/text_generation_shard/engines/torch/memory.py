@@ -1,4 +1,4 @@
-"""How much memory the machine has, and the most this process has used of it: for the CPU."""
+"""Memory of the machine and peak memory of this process, for the CPU."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from pathlib import Path
 import torch
 
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where a container's limit is written, by cgroup version 2 and 1."""
+"""Files with the memory limit of a container, by cgroup version 2 and 1."""
 
 
 LARGEST_KEPT = 31 << 20
-"""Just under the size (32 MiB) up to which glibc learns to keep freed blocks."""
+"""Just below the size (32 MiB) up to which glibc raises its threshold for keeping freed blocks."""
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep large freed blocks for the next step instead of giving them back to the system.
+    """Make the C library keep large freed blocks for the next step instead of returning them to the system.
 
-    glibc raises its thresholds to what it has seen freed (mallopt(3), M_MMAP_THRESHOLD). Left to grow by chance, a step of
-    48 sequences gave 18 MiB back each time and spent a tenth of its time faulting them in again.
+    glibc raises its thresholds to the size of freed blocks (mallopt(3), M_MMAP_THRESHOLD). Without this, a step of 48
+    sequences returned 18 MiB each time and spent a tenth of its time on page faults.
     """
     torch.empty(LARGEST_KEPT, dtype=torch.uint8)
 
 
 def total_memory() -> int:
-    """Bytes of the machine, or of the container if that is less."""
+    """Return the bytes of the machine, or of the container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = (path.read_text(encoding="ascii").strip() for path in CGROUP_LIMITS if path.is_file())
     return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def reset_peak() -> None:
-    """Measure the peak anew from here on."""
+    """Restart the measurement of peak memory."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
-        # The peak then counts loading too: it errs to the safe side.
+        # The peak then includes loading, which errs on the safe side.
         return
 
 
 def peak_memory() -> int:
-    """The most bytes this process has had in use at once since `reset_peak`."""
+    """Return the peak resident memory of this process since `reset_peak`, in bytes."""
     status = Path("/proc/self/status")
     if status.is_file():
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():

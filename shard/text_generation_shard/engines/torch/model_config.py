@@ -1,7 +1,7 @@
-"""What a checkpoint's config.json says about its decoder, proven usable.
+"""Reads and validates a checkpoint's config.json.
 
 Reads the spellings of transformers 4 (`torch_dtype`, `rope_theta`, `rope_scaling`) and 5 (`dtype`, `rope_parameters`).
-What this engine would compute wrongly is refused by name here, so that the model file never has to ask.
+Models that this engine would compute wrongly are refused by name here, so that the model code has no checks.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""config.json's model_type, and the one architecture of it that generates text."""
+"""config.json's model_type, and the architecture of that type that generates text."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""`dynamic` and `longrope` change a token's rotation with the length of its batch: they cannot be cached."""
+"""`dynamic` and `longrope` are left out: they change the rotation with the sequence length, so keys cannot be cached."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding, in the words of transformers' `rope_parameters`."""
+    """Rotary position embedding; the fields are those of transformers' `rope_parameters`."""
 
     type: str
     theta: float
@@ -72,13 +72,13 @@ class ModelConfig:
     mlp_bias: bool
     query_key_norm: bool
     windows: tuple[int | None, ...]
-    """For each layer how many positions back it sees, itself included; None: all."""
+    """For each layer, the number of positions it attends to, including the token's own; None: all."""
     eos_token_ids: tuple[int, ...]
     quantization: Fp8Scheme | None = None
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """The model in `folder`. Raises EngineError, in one line, for whatever this engine cannot run."""
+    """Read the config of the model in `folder`. Raises EngineError with a one-line message if it is not supported."""
     raw = _Json(folder / "config.json")
     model_type = raw.text("model_type", "")
     if model_type not in ARCHITECTURES:
@@ -89,7 +89,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     hidden_size = raw.count("hidden_size")
     num_heads = raw.count("num_attention_heads")
     num_kv_heads = raw.count("num_key_value_heads", num_heads)
-    # Qwen3Config alone has a head_dim of its own when config.json names none.
+    # Qwen3Config is the only one with a default head_dim.
     head_dim = raw.count("head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise raw.error(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
@@ -127,7 +127,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 class _Json:
-    """A JSON object read from a file; its getters check types and say which file and key is at fault."""
+    """A JSON object read from a file; its getters check types and raise errors that name the file and the key."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -145,15 +145,15 @@ class _Json:
         return EngineError(f"{self.path}: {problem}")
 
     def get(self, key: str) -> Any:  # noqa: ANN401 – JSON
-        """The value at `key`; None where it is missing or null."""
+        """Return the value at `key`; None if it is missing or null."""
         return self._values.get(key)
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and null, where that is not the same as missing."""
+        """Return True if the key is present and null."""
         return key in self._values and self._values[key] is None
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least one."""
+        """Return an integer of at least 1."""
         value = self.get(key)
         if value is None and default is not None:
             return default
@@ -166,13 +166,13 @@ class _Json:
         return default if value is None else self.as_number(key, value)
 
     def as_number(self, key: str, value: object) -> float:
-        """`value` as a positive number, or the error that `key` holds none."""
+        """Return `value` as a positive number; raise an error that names `key` if it is not one."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self._ill_typed(key, "a positive number")
         return float(value)
 
     def flag(self, key: str) -> bool:
-        """Missing reads as false, the default of every flag asked for here."""
+        """Return a boolean; a missing key is False."""
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise self._ill_typed(key, "true or false")
@@ -189,7 +189,7 @@ class _Json:
 
 
 def _quantization(folder: Path, raw: _Json) -> Fp8Scheme | None:
-    """What config.json says, else ModelOpt's own file beside it."""
+    """Read the quantization of config.json, else of ModelOpt's hf_quant_config.json beside it."""
     source, given = raw, raw.get("quantization_config")
     path = folder / "hf_quant_config.json"
     if not given and path.exists():
@@ -202,7 +202,7 @@ def _quantization(folder: Path, raw: _Json) -> Fp8Scheme | None:
     except UnsupportedSchemeError as error:
         raise source.error(str(error)) from None
     if asked := [given[key] for key in KV_KEYS if given.get(key)]:
-        # Ours is more precise than what the checkpoint was made for: its scales for keys and values are not needed.
+        # Our KV cache is more precise than the checkpoint asks for; the scales for keys and values are not needed.
         log.info("the KV cache is not quantized", checkpoint_asks=asked[0])
     return scheme
 
@@ -215,7 +215,7 @@ def _dtype(raw: _Json) -> str:
 
 
 def _rope(raw: _Json, max_positions: int) -> Rope:
-    """transformers' `RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`, for one set of parameters."""
+    """Port of transformers' `RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`, for one set of parameters."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise raw.error("rope_parameters must be an object")
@@ -262,14 +262,14 @@ def _rope(raw: _Json, max_positions: int) -> Rope:
 
 
 def _max_sequence_length(rope: Rope, max_positions: int) -> int:
-    """max_position_embeddings, which counts scaling in – save in YaRN checkpoints that keep the original length there."""
+    """Return max_position_embeddings, which includes the scaling factor, except in some YaRN checkpoints."""
     return max(max_positions, int(rope.original_max_positions * rope.factor)) if rope.type == "yarn" else max_positions
 
 
 def _windows(raw: _Json, model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding windows as MistralModel and Qwen2Config/Qwen3Config lay them out."""
+    """Return the sliding window of each layer, as MistralModel and Qwen2Config/Qwen3Config define it."""
     if model_type == "mistral":
-        # MistralConfig's default is a window; null switches it off.
+        # MistralConfig has a default window; null disables it.
         window = None if raw.is_null("sliding_window") else raw.count("sliding_window", 4096)
         return (window,) * num_layers
     if model_type == "llama" or not raw.flag("use_sliding_window"):
@@ -288,7 +288,7 @@ def _windows(raw: _Json, model_type: str, num_layers: int) -> tuple[int | None, 
 
 
 def _eos_token_ids(folder: Path, raw: _Json) -> tuple[int, ...]:
-    """generation_config.json's word, else config.json's: one id, a list, or none."""
+    """Return the EOS ids of generation_config.json, else of config.json: an id, a list, or none."""
     path = folder / "generation_config.json"
     found = _Json(path).get("eos_token_id") if path.exists() else None
     found = raw.get("eos_token_id") if found is None else found

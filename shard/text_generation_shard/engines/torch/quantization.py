@@ -1,7 +1,7 @@
-"""What a checkpoint's config says about its quantization: FP8 as compressed-tensors and ModelOpt write it, nothing else.
+"""The FP8 quantization schemes of checkpoints: compressed-tensors and ModelOpt.
 
-Both hold weights in float8_e4m3fn beside a scale for the tensor or for each row, and round what the weights are multiplied
-with to the same type: by a scale that the checkpoint brings along (static), or by the values at hand (dynamic).
+Both store weights in float8_e4m3fn with a scale per tensor or per row, and quantize activations to the same type, with a scale
+from the checkpoint (static) or from the largest value of each token (dynamic).
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeGuard
 
 KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""Where checkpoints say how they would have the KV cache rounded."""
+"""Keys of a checkpoint's KV cache quantization."""
 METHODS = ("compressed-tensors", "modelopt")
 REGEX = "re:"
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """Which projections are in FP8, and how they are scaled."""
+    """The projections that are in FP8, and their scales."""
 
     scale_per_row: bool
-    """A weight_scale for each row of a weight (shape [outputs, 1]), or one for all of them."""
+    """True: a weight_scale for each row of a weight (shape [outputs, 1]). False: one for the tensor."""
     static_inputs: bool
-    """Activations are scaled by the checkpoint's input_scale; else each token's by its own largest value."""
+    """True: activations are scaled by the checkpoint's input_scale. False: each token by its own largest value."""
     ignored: tuple[str, ...] = ()
-    """Modules left as they were: names, patterns with *, or regular expressions after `re:`."""
+    """Modules that are not quantized: names, patterns with *, or regular expressions after `re:`."""
 
     def covers(self, module: str) -> bool:
-        """Whether the module of this name, such as model.layers.0.mlp.down_proj, is in FP8."""
+        """Return True if the module, for example model.layers.0.mlp.down_proj, is in FP8."""
         return not any(_matches(module, pattern) for pattern in self.ignored)
 
 
 class UnsupportedSchemeError(ValueError):
-    """In one line, what the config asks for that is not done."""
+    """The config asks for a scheme that is not supported; the message is one line."""
 
 
 def read_scheme(given: object) -> Fp8Scheme:
-    """The scheme of config.json's `quantization_config`, or of hf_quant_config.json's `quantization`."""
+    """Read the scheme of config.json's `quantization_config`, or of hf_quant_config.json's `quantization`."""
     if not isinstance(given, dict):
         raise UnsupportedSchemeError(f"quantized checkpoints ({given}) are not supported")
     method = given.get("quant_method", "modelopt")
@@ -89,7 +89,7 @@ def _is_fp8(values: object) -> TypeGuard[dict[str, Any]]:
 
 
 def _words(values: object) -> str:
-    """The three words that name a scheme of compressed-tensors."""
+    """Return a short description of a compressed-tensors scheme."""
     if not isinstance(values, dict):
         return str(values)
     return f"{values.get('type')}{values.get('num_bits')} by {values.get('strategy')}"

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies as transformers computes them, cos and sin as the decoder applies them."""
+"""Rotary position embeddings for the CPU: frequencies as in transformers, cos and sin as the decoder applies them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from text_generation_shard.engines.torch.model_config import Rope
 
 
 class RotaryEmbedding:
-    """Turns positions into the factors of x·cos + rotate_half(x)·sin (Su et al. 2021, arXiv 2104.09864)."""
+    """Computes the factors of x·cos + rotate_half(x)·sin (Su et al. 2021, arXiv 2104.09864)."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         frequencies, self._scale = inverse_frequencies(rope, head_dim)
@@ -20,9 +20,9 @@ class RotaryEmbedding:
         self._half = head_dim // 2
 
     def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, each [tokens, 1, head_dim], for `positions` [tokens]. Computed in float32.
+        """Return cos and signed sin, each [tokens, 1, head_dim], for `positions` [tokens]. Computed in float32.
 
-        The sign of rotate_half is folded into sin, so that a plain roll by half a head is all that is left of it.
+        The sign of rotate_half is folded into sin, so that rotate_half becomes a roll by half a head.
         """
         angles = positions.unsqueeze(1).float() * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
@@ -39,7 +39,7 @@ class RotaryEmbedding:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Frequencies [head_dim / 2] in float32, and the factor that cos and sin are multiplied by.
+    """Return the frequencies [head_dim / 2] in float32, and the factor for cos and sin.
 
     The formulas of transformers' ROPE_INIT_FUNCTIONS, operation by operation, so that the bits agree.
     """
@@ -55,7 +55,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """transformers' `_compute_llama3_parameters`: long waves are slowed, short ones kept, those between blended."""
+    """transformers' `_compute_llama3_parameters`: low frequencies are scaled down, high ones kept, the rest interpolated."""
     low_wavelength = rope.original_max_positions / rope.low_freq_factor
     high_wavelength = rope.original_max_positions / rope.high_freq_factor
     wavelengths = 2 * math.pi / frequencies
@@ -72,7 +72,7 @@ def _yarn(rope: Rope, head_dim: int, exponents: Tensor) -> Tensor:
     """transformers' `_compute_yarn_parameters` (Peng et al. 2023, arXiv 2309.00071)."""
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns `rotations` times over the original length."""
+        """Return the dimension that makes `rotations` turns over the original length."""
         return (head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi))) / (
             2 * math.log(rope.theta)
         )
@@ -82,7 +82,7 @@ def _yarn(rope: Rope, head_dim: int, exponents: Tensor) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # the ramp needs a width
+        high += 0.001  # avoids a division by zero
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     steps = rope.theta**exponents
     keep = 1 - ramp

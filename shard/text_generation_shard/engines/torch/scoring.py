@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: what the model gave each prompt token before it was told."""
+"""Prompt log-probabilities: the logprob of each prompt token given the tokens before it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from text_generation_shard.engines.torch.upload import download, upload
 from text_generation_shard.step.sequence import Sequence
 
 POSITIONS_AT_ONCE = 64
-"""Positions whose logits are held at the same time: a whole prompt's would take gigabytes."""
+"""Positions whose logits are held at once: the logits of a whole prompt would take gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingScores:
-    """Scores of the prompt tokens at positions [first, first + n), on their way to the host."""
+    """Scores of the prompt tokens at positions [first, first + n), being copied to the host."""
 
     scores: PromptScores
     first: int
     logprobs: Tensor
     """[n]"""
     top_ids: Tensor
-    """[n, most probable tokens wanted]; likewise `top_logprobs`."""
+    """[n, number of top tokens]; `top_logprobs` likewise."""
     top_logprobs: Tensor
 
     def finish(self) -> None:
-        """Fill them in; the device must be past the start of these."""
+        """Write the scores to `scores`; the device must have finished the copies."""
         places = slice(self.first, self.first + len(self.logprobs))
         self.scores.logprobs[places] = self.logprobs.tolist()
         if self.scores.tops is not None:
@@ -39,13 +39,13 @@ class PendingScores:
 
 
 def start_scores(launched: Launched, logits: Callable[[Tensor, int, int], Tensor]) -> list[PendingScores]:
-    """Launch the scoring of what prompt tokens a step's hidden states predict, for the rows that ask.
+    """Launch the scoring of the prompt tokens that a step's hidden states predict, for the rows that ask for it.
 
-    `logits` gives those of rows first <= row < end of the hidden states. They are the model's own: no stage of sampling touches them. Position i
-    predicts token i + 1.
+    `logits(hidden, first, end)` returns the logits of rows first <= row < end of the hidden states, without any sampling
+    transformation. Position i predicts token i + 1.
     """
     pending: list[PendingScores] = []
-    for row, places in launched.places:
+    for row, places in launched.prefills:
         scores = row.sequence.prompt_scores
         if scores is None:
             continue
@@ -59,7 +59,7 @@ def start_scores(launched: Launched, logits: Callable[[Tensor, int, int], Tensor
 
 
 def _start(sequence: Sequence, scores: PromptScores, first: int, logits: Tensor) -> PendingScores:
-    """Score the tokens that `logits` [n, vocabulary] predict, the first of which is at position `first`."""
+    """Score the tokens that `logits` [n, vocabulary] predict; `first` is the position of the first of them."""
     logprobs = logits.float().log_softmax(-1)
     targets = upload(sequence.tokens[first : first + len(logits)], torch.int64, logits.device)
     count = 0 if scores.tops is None else min(sequence.prompt_top_n, logits.shape[1])

@@ -1,11 +1,12 @@
-"""What each step cost, written to a file as it goes: one JSON line a step.
+"""The step trace: timings of each step, one JSON object per line.
 
     {"step": 7, "kind": "decode", "rows": 256, "tokens": 256, "host_us": 312.0, "wall_us": 398.1, "device_us": 11870.1, "gap_us": 1.3}
 
-`host_us` is the processor time of the engine's thread between the tokens of the last step and the wait for this one's:
-orders, records, reports, the launch of the step after – not the writing of this. `wall_us` is how long that took on the clock: other threads of the
-process run meanwhile, and may be what this one waits for. `device_us` is the device's time from a step's first kernel to its
-last, `gap_us` what the device waited before that. Host and gap are left out of the first step after a pause.
+`host_us` is the CPU time of the engine's thread between the end of the previous step and the wait for this one: orders,
+recording, reports and the launch of the next step, without the writing of the trace. `wall_us` is the elapsed time of the same
+interval, in which other threads of the process may run. `device_us` is the time on the device from the first kernel of the
+step to its last, `gap_us` the idle time of the device before it. Host times and gap are missing in the first step after a
+pause.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from pathlib import Path
 import orjson
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.marks import Mark
+from text_generation_shard.engines.torch.events import DeviceEvent
 from text_generation_shard.step.steady import StepRows
 
 
 class StepTrace:
-    """Writes the file. Without a path it does nothing."""
+    """Writes the trace file. Without a path it does nothing."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -30,18 +31,18 @@ class StepTrace:
             raise EngineError(f"the trace of steps cannot be written: {error}") from None
         self._step = 0
         self._busy_since: tuple[int, int] | None = None
-        """The clock, and the thread's own."""
-        self._end: Mark | None = None
+        """Start of the host interval: (perf_counter_ns, thread_time_ns)."""
+        self._end: DeviceEvent | None = None
         self._busy_ns: tuple[int, int] | None = None
 
     def before_wait(self) -> None:
-        """The engine's thread has nothing left to do before a step's tokens are there."""
+        """End the host interval: the engine starts to wait for the tokens of a step."""
         if self._file is not None and self._busy_since is not None:
             wall, own = self._busy_since
             self._busy_ns = time.perf_counter_ns() - wall, time.thread_time_ns() - own
 
-    def after_wait(self, rows: StepRows, started: Mark, ended: Mark) -> None:
-        """They are there."""
+    def after_wait(self, rows: StepRows, started: DeviceEvent, ended: DeviceEvent) -> None:
+        """Write the line of a finished step and start the next host interval."""
         self._step += 1
         if self._file is not None:
             busy = self._busy_ns
@@ -61,12 +62,12 @@ class StepTrace:
         self._end = ended
 
     def pause(self) -> None:
-        """There is nothing to compute."""
+        """Mark a pause: there is nothing to compute."""
         self._busy_since = self._busy_ns = self._end = None
         if self._file is not None:
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()

@@ -1,8 +1,8 @@
-"""Copies weights from mapped files to where they are used; to a GPU by way of pinned memory, with several readers.
+"""Copies weights from mapped files to the device; to a GPU through pinned memory, with several reader threads.
 
-A plain copy from a mapped file to a GPU is staged by the driver, one page fault at a time. Here several threads read files
-into small pinned buffers and leave the copies to the GPU, each on a stream of its own. Host memory stays flat: what is
-mapped is the page cache, what is allocated are the buffers.
+The driver stages a plain copy from a mapped file to a GPU, one page fault at a time. Here several threads read the files into
+small pinned buffers and start asynchronous copies, each thread on its own stream. Host memory stays flat: mapped pages belong
+to the page cache, only the buffers are allocated.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ import torch
 from torch import Tensor
 
 MAX_READERS = 8
-"""Threads that read for a GPU; one copies 2 to 4 GB/s out of the page cache."""
-STAGING_BYTES = 8 << 20
-"""Of one pinned buffer; each reader has two, so that one is filled while the other is copied."""
+"""Reader threads for a GPU; one copies 2 to 4 GB/s out of the page cache."""
+BUFFER_BYTES = 8 << 20
+"""Size of a pinned buffer; each reader has two, one being filled while the other is copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy, source to target of the same shape; the target's dtype is what counts."""
+    """One copy from source to target of the same shape, converted to the dtype of the target."""
 
     source: Tensor
     target: Tensor
     row_scales: Tensor | None = None
-    """[rows, 1], float32: each row of the source is multiplied by its own."""
+    """[rows, 1], float32: factors for the rows of the source."""
 
     def write(self, target: Tensor, *, one_thread: bool = False) -> None:
-        """The source in the dtype of `target`, which is in host memory and has the target's shape."""
+        """Write the converted source to `target`, which is in host memory and has the target's shape and dtype."""
         if self.row_scales is not None:
             target.copy_(self.source.float().mul_(self.row_scales))
         elif one_thread and self.source.dtype == target.dtype:
-            # torch's copy would have each of our threads keep a team of all cores busy.
+            # torch's copy would start a thread pool over all cores in each reader thread.
             np.copyto(target.view(torch.uint8).numpy(), self.source.view(torch.uint8).numpy())
         else:
             target.copy_(self.source)
 
-    def pieces(self, max_bytes: int) -> Iterator[Transfer]:
-        """The same copy in pieces, whole rows of at most `max_bytes` in the target (but one row at the least)."""
+    def chunks(self, max_bytes: int) -> Iterator[Transfer]:
+        """Split the copy into chunks of whole rows, at most `max_bytes` of the target each, but at least one row."""
         rows = self.target.shape[0]
         step = max(1, max_bytes * rows // max(1, self.target.nbytes))
         for start in range(0, rows, step):
-            piece = slice(start, start + step)
-            scales = None if self.row_scales is None else self.row_scales[piece]
-            yield Transfer(self.source[piece], self.target[piece], scales)
+            chunk = slice(start, start + step)
+            scales = None if self.row_scales is None else self.row_scales[chunk]
+            yield Transfer(self.source[chunk], self.target[chunk], scales)
 
 
 def copy_all(transfers: Sequence[Transfer]) -> Iterator[int]:
-    """Copy everything; yields the bytes of the source of each transfer once it is on its way, and ends when all is there.
+    """Copy everything. Yields the source bytes of each transfer once its copy has started; returns when all are complete.
 
     All targets are on one device.
     """
@@ -62,69 +62,69 @@ def copy_all(transfers: Sequence[Transfer]) -> Iterator[int]:
         return
     device = transfers[0].target.device
     if device.type == "cpu":
-        # One after another: torch copies with all cores as it is.
+        # One after another: torch's copy uses all cores.
         for transfer in transfers:
             transfer.write(transfer.target)
             yield transfer.source.nbytes
         return
-    lanes = [PinnedLane(device) for _ in range(min(MAX_READERS, len(os.sched_getaffinity(0))))]
-    yield from copy_through(lanes, transfers)
+    copiers = [PinnedCopier(device) for _ in range(min(MAX_READERS, len(os.sched_getaffinity(0))))]
+    yield from copy_through(copiers, transfers)
 
 
-class Lane(Protocol):
-    """A reader's way to the device, for one thread at a time."""
+class Copier(Protocol):
+    """Copies to the device, for one thread at a time."""
 
     def copy(self, transfer: Transfer) -> None: ...
 
     def wait(self) -> None:
-        """Return when all that was copied is there."""
+        """Wait until all copies are complete."""
 
 
-def copy_through(lanes: Sequence[Lane], transfers: Sequence[Transfer]) -> Iterator[int]:
-    """Copy with a thread a lane; yields as `copy_all`. The first error ends it: nothing new is begun."""
-    free: SimpleQueue[Lane] = SimpleQueue()
-    for lane in lanes:
-        free.put(lane)
+def copy_through(copiers: Sequence[Copier], transfers: Sequence[Transfer]) -> Iterator[int]:
+    """Copy with one thread per copier; yields as `copy_all`. The first error stops it: no new copy is started."""
+    free: SimpleQueue[Copier] = SimpleQueue()
+    for copier in copiers:
+        free.put(copier)
 
-    @torch.inference_mode()  # a thread's own setting: only in it may tensors made in it be written
+    @torch.inference_mode()  # per thread: tensors made in inference mode can only be written in it
     def copy(transfer: Transfer) -> int:
-        lane = free.get()
+        copier = free.get()
         try:
-            lane.copy(transfer)
+            copier.copy(transfer)
         finally:
-            free.put(lane)
+            free.put(copier)
         return transfer.source.nbytes
 
     try:
-        with ThreadPoolExecutor(len(lanes), thread_name_prefix="weights") as readers:
+        with ThreadPoolExecutor(len(copiers), thread_name_prefix="weights") as readers:
             yield from readers.map(copy, transfers)
     finally:
-        for lane in lanes:
-            lane.wait()
+        for copier in copiers:
+            copier.wait()
 
 
-class PinnedLane:
-    """To a GPU: two pinned buffers, filled in turn, and a stream."""
+class PinnedCopier:
+    """Copies to a GPU through two alternating pinned buffers, on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
-        # Pinning uses the current device, and would start up another one than ours.
+        # Pinning initializes the current device, which may be another one.
         with torch.cuda.device(device):
-            self._buffers = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # The targets' memory may still be in use by what was launched before they were allocated.
+        # Work launched before the targets were allocated may still use their memory.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
         self._turn = 0
 
     def copy(self, transfer: Transfer) -> None:
-        for piece in transfer.pieces(STAGING_BYTES):
+        for chunk in transfer.chunks(BUFFER_BYTES):
             self._turn ^= 1
             copied = self._copied[self._turn]
             copied.synchronize()
-            staged = self._staged(piece.target)
-            piece.write(staged, one_thread=True)
+            staged = self._staged(chunk.target)
+            chunk.write(staged, one_thread=True)
             with torch.cuda.stream(self._stream):
-                piece.target.copy_(staged, non_blocking=True)
+                chunk.target.copy_(staged, non_blocking=True)
                 copied.record(self._stream)
 
     def wait(self) -> None:

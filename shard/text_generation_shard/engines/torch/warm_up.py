@@ -1,4 +1,4 @@
-"""How many KV blocks there is memory for, and the worst-case step that is run to find out."""
+"""The size of the KV cache, and the worst-case step that measures the memory left for it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from text_generation_shard.engine import EngineInfo, InsufficientMemory, NewSequ
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 HARDEST_SAMPLING = Sampling(greedy=False, top_p=1 - 1e-9)
-"""Keeps next to everything, so that the whole vocabulary must be sorted."""
+"""Keeps nearly all tokens, so that the whole vocabulary must be sorted."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorstStep:
-    """One step as large as the limits allow."""
+    """A step as large as the limits allow."""
 
     orders: Orders
     num_blocks: int
 
 
 def worst_step(info: EngineInfo, limits: WarmUpLimits) -> WorstStep:
-    """Long prompts that fill the prefill budget, and one token each in the slots left; clipped to what the model takes."""
+    """Build a step of long prompts that fill the prefill budget and one token in each remaining slot, within model limits."""
     slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
     tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
     longest = info.max_sequence_length - 1
@@ -50,7 +50,7 @@ def worst_step(info: EngineInfo, limits: WarmUpLimits) -> WorstStep:
 
 
 def pool_blocks(info: EngineInfo, limits: WarmUpLimits, block_bytes: int, available: int) -> int:
-    """Blocks of the KV pool, given `available` bytes: as many as asked for, else as many as can ever be used.
+    """Return the number of KV blocks for `available` bytes: as many as asked for, else as many as can ever be used.
 
     Raises InsufficientMemory with the numbers.
     """
@@ -67,7 +67,7 @@ def pool_blocks(info: EngineInfo, limits: WarmUpLimits, block_bytes: int, availa
 
 
 def blocks_for(tokens: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Return the number of blocks that hold `tokens` tokens."""
     return -(-tokens // BLOCK_SIZE)
 
 

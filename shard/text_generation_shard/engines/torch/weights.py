@@ -1,7 +1,7 @@
-"""Fills a model's tensors from a Hugging Face folder of safetensors, straight from the mapped files.
+"""Loads the parameters of a model from a Hugging Face folder of safetensors, directly from the mapped files.
 
-Nothing is ever unpickled: a folder that only holds *.bin is refused. Everything that can be wrong with a checkpoint is
-found in its headers, before the first weight is read.
+Nothing is unpickled: a folder with only *.bin is refused. A checkpoint is validated by its headers, before the first weight
+is read.
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ log = structlog.get_logger()
 
 FP8 = torch.float8_e4m3fn
 DUMMY_STD = 0.02
-"""Spread of random weights: transformers' default initializer_range, small enough for finite logits at any depth."""
+"""Standard deviation of random weights: transformers' default initializer_range, small enough for finite logits at any depth."""
 SECONDS_BETWEEN_REPORTS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Where a rank's part of a checkpoint's tensor goes."""
+class ParameterShard:
+    """This rank's part of a checkpoint tensor."""
 
     tensor: Tensor
-    """Filled from source[starts[0] : starts[0] + tensor.shape[0], …]."""
+    """Loaded from source[starts[0] : starts[0] + tensor.shape[0], …]."""
     shape: tuple[int, ...]
-    """Of the whole tensor in the checkpoint; a number there, of no dimensions, counts as (1,)."""
+    """Shape of the whole tensor in the checkpoint; a zero-dimensional one counts as (1,)."""
     starts: tuple[int, ...]
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> Part:
+    def whole(cls, tensor: Tensor) -> ParameterShard:
         return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
-    def of(self, source: Tensor) -> Tensor:
-        """A view of this part of the checkpoint's tensor."""
+    def select(self, source: Tensor) -> Tensor:
+        """Return a view of this part of the checkpoint tensor."""
         for dim, start in enumerate(self.starts):
             source = source.narrow(dim, start, self.tensor.shape[dim])
         return source
 
 
-Targets = Mapping[str, Tensor | Part]
-"""What to fill, by its name in the checkpoint; a plain tensor takes the whole of it."""
+NamedParameters = Mapping[str, Tensor | ParameterShard]
+"""Parameters by checkpoint name; a plain tensor takes the whole checkpoint tensor."""
 
 
-def load_weights(folder: Path, targets: Targets) -> None:
-    """Fill every target from the tensor of its name, converted to its dtype. Raises EngineError in one line.
+def load_weights(folder: Path, parameters: NamedParameters) -> None:
+    """Load every parameter from the tensor of its name, converted to its dtype. Raises EngineError with a one-line message.
 
-    FP8 weights that go to a wider dtype are multiplied by the scale beside them (`NAME_scale`, of one number, or one a
-    row), so that whoever has no product for FP8 reads such a checkpoint like any other.
+    FP8 weights loaded into a wider dtype are multiplied by the scale stored beside them (`NAME_scale`, one number or one per
+    row), so that FP8 checkpoints run on devices without FP8 products.
     """
-    transfers = _transfers(folder, {name: _part(target) for name, target in targets.items()})
-    progress = Progress(sum(transfer.source.nbytes for transfer in transfers))
+    transfers = _transfers(folder, {name: _part(parameter) for name, parameter in parameters.items()})
+    progress = LoadingProgress(sum(transfer.source.nbytes for transfer in transfers))
     for copied in copy_all(transfers):
         progress.add(copied)
     progress.end()
 
 
-def fill_dummy(targets: Targets) -> None:
-    """Random weights that are the same wherever and however often they are drawn: norms one, the rest N(0, 0.02²).
+def fill_dummy(parameters: NamedParameters) -> None:
+    """Fill with random weights that are the same in every run: norms are 1, the rest is N(0, 0.02²).
 
-    A part is drawn as part of its whole tensor, on its own device: ranks agree with each other and with one device that
-    holds everything, though not one kind of device with another.
+    A part is sliced from its whole random tensor, generated on its own device. So all ranks agree with each other and with a
+    single device of the same type; different device types generate different numbers.
     """
-    for name, target in targets.items():
-        part = _part(target)
+    for name, parameter in parameters.items():
+        part = _part(parameter)
         if name.endswith("norm.weight"):
             part.tensor.fill_(1.0)
         elif name.endswith(("weight_scale", "input_scale")):
@@ -82,14 +82,14 @@ def fill_dummy(targets: Targets) -> None:
         else:
             device = part.tensor.device
             generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-            # FP8 is left to its scale: 0.02 is next to the smallest number that it can hold to full precision.
+            # FP8 weights are left to their scale: 0.02 is close to the smallest number that FP8 holds at full precision.
             std = 1.0 if part.tensor.dtype == FP8 else DUMMY_STD
             whole = torch.empty(part.shape, device=device).normal_(0.0, std, generator=generator)
-            part.tensor.copy_(part.of(whole))
+            part.tensor.copy_(part.select(whole))
 
 
-class Progress:
-    """Says in the log how far loading is: every five seconds, and once at the end."""
+class LoadingProgress:
+    """Logs the progress of loading every five seconds, and once at the end."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -98,7 +98,7 @@ class Progress:
         self._done = 0
 
     def add(self, copied: int) -> None:
-        """So many more bytes of the checkpoint are in place."""
+        """Count bytes of the checkpoint that are loaded."""
         self._done += copied
         now = self._clock()
         if self._done < self._total and now - self._reported >= SECONDS_BETWEEN_REPORTS:
@@ -109,12 +109,12 @@ class Progress:
         log.info("weights loaded", gib=_gib(self._done), seconds=round(self._clock() - self._started, 1))
 
 
-def _part(target: Tensor | Part) -> Part:
-    return target if isinstance(target, Part) else Part.whole(target)
+def _part(parameter: Tensor | ParameterShard) -> ParameterShard:
+    return parameter if isinstance(parameter, ParameterShard) else ParameterShard.whole(parameter)
 
 
-def _transfers(folder: Path, parts: Mapping[str, Part]) -> list[Transfer]:
-    """What has to be copied where, in the order in which it lies in the files."""
+def _transfers(folder: Path, parts: Mapping[str, ParameterShard]) -> list[Transfer]:
+    """Return the copies to make, in file order."""
     files = _files(folder)
     names_of: dict[Path, list[str]] = {}
     for name in parts:
@@ -128,24 +128,24 @@ def _transfers(folder: Path, parts: Mapping[str, Part]) -> list[Transfer]:
     return transfers
 
 
-def _transfer(part: Part, tensor: Tensor, name: str, files: Mapping[str, Path]) -> Transfer:
+def _transfer(part: ParameterShard, tensor: Tensor, name: str, files: Mapping[str, Path]) -> Transfer:
     path = files[name]
     tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
     if tuple(tensor.shape) != part.shape:
         raise EngineError(f"{path}: {name} has shape {list(tensor.shape)}, config.json says {list(part.shape)}")
     if tensor.dtype == part.tensor.dtype:
-        return Transfer(part.of(tensor), part.tensor)
+        return Transfer(part.select(tensor), part.tensor)
     if part.tensor.dtype == FP8:
         raise EngineError(f"{path}: {name} is {_type_name(tensor)}, config.json says {_type_name(part.tensor)}")
     if tensor.dtype == FP8 and (scale_file := files.get(f"{name}_scale")) is not None:
-        return Transfer(part.of(tensor), part.tensor, _row_scales(part, f"{name}_scale", scale_file))
+        return Transfer(part.select(tensor), part.tensor, _row_scales(part, f"{name}_scale", scale_file))
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise EngineError(f"{path}: {name} is {_type_name(tensor)}, a quantized checkpoint")
-    return Transfer(part.of(tensor), part.tensor)
+    return Transfer(part.select(tensor), part.tensor)
 
 
-def _row_scales(part: Part, name: str, path: Path) -> Tensor:
-    """What to multiply the rows of a part with: [rows, 1], float32."""
+def _row_scales(part: ParameterShard, name: str, path: Path) -> Tensor:
+    """Return the factors of the rows of a part: [rows, 1], float32."""
     scale = _mapped(path, [name])[name]
     if scale.numel() not in (1, part.shape[0]):
         raise EngineError(f"{path}: {name} has shape {list(scale.shape)}, only one scale, or one a row, is supported")
@@ -154,7 +154,7 @@ def _row_scales(part: Part, name: str, path: Path) -> Tensor:
 
 
 def _mapped(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """Views of the mapped file: nothing is read before it is copied, and the views keep the mapping."""
+    """Return views of a mapped file: nothing is read before it is copied, and the views keep the mapping alive."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in names}
@@ -163,7 +163,7 @@ def _mapped(path: Path, names: list[str]) -> dict[str, Tensor]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor: by the index if there is one, else whatever the *.safetensors hold."""
+    """Return the file of each tensor, from the index if there is one, else from the headers of all *.safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return _indexed_files(index)

@@ -11,7 +11,7 @@ from text_generation_shard.engines.torch.batch import (
     GROUP_COST,
     MAX_GROUP_KEYS,
     MAX_GROUP_PAIRS,
-    SPAN_TOKENS,
+    TILE_TOKENS,
     StepBatch,
     build_batch,
 )
@@ -52,9 +52,9 @@ def test_every_token_of_every_row_stands_once_in_its_place(sizes: list[tuple[int
     )
     assert (batch.token_ids % 10_000).tolist() == batch.positions.tolist()
     for index, row in enumerate(rows):
-        places = [offset + i for offset, span in batch.offsets[index] for i in range(span.length)]
+        places = [offset + i for offset, tile in batch.offsets[index] for i in range(tile.length)]
         assert batch.token_ids[places].tolist() == row.sequence.tokens[row.start :]
-        assert batch.last_token(index) == places[-1]
+        assert batch.last_token_index(index) == places[-1]
 
 
 @given(sizes=sizes)
@@ -64,13 +64,13 @@ def test_groups_are_contiguous_and_bounded(sizes: list[tuple[int, int]]) -> None
     for group in batch.groups:
         assert group.first == first
         first += group.tokens
-        keys = max(span.end for span in group.spans)
-        assert group.queries == max(span.length for span in group.spans) <= SPAN_TOKENS
-        if len(group.spans) > 1:
-            padded = len(group.spans) * group.queries * keys
+        keys = max(tile.end for tile in group.tiles)
+        assert group.queries == max(tile.length for tile in group.tiles) <= TILE_TOKENS
+        if len(group.tiles) > 1:
+            padded = len(group.tiles) * group.queries * keys
             assert padded <= MAX_GROUP_PAIRS
-            assert len(group.spans) * keys <= MAX_GROUP_KEYS
-            assert padded - sum(span.length * span.end for span in group.spans) <= GROUP_COST
+            assert len(group.tiles) * keys <= MAX_GROUP_KEYS
+            assert padded - sum(tile.length * tile.end for tile in group.tiles) <= GROUP_COST
     assert first == batch.token_ids.numel()
 
 
@@ -78,7 +78,7 @@ def test_decoding_rows_of_like_length_are_one_group_and_far_lengths_are_not() ->
     _, batch = lay_out([(30 + i, 1) for i in range(30)])
     assert len(batch.groups) == 1
     _, batch = lay_out([(2900, 1), (30, 1), (35, 1), (2930, 1)])
-    assert [len(group.spans) for group in batch.groups] == [2, 2]
+    assert [len(group.tiles) for group in batch.groups] == [2, 2]
 
 
 def test_writes_go_where_the_block_table_says() -> None:
@@ -93,7 +93,7 @@ def test_writes_go_where_the_block_table_says() -> None:
         ]
     )
     order = [
-        place for spans in batch.offsets for offset, span in spans for place in range(offset, offset + span.length)
+        place for tiles in batch.offsets for offset, tile in tiles for place in range(offset, offset + tile.length)
     ]
     assert torch.equal(batch.write_index.view(-1, 2)[order].flatten(), expected)
 

@@ -51,5 +51,5 @@ def test_what_is_up_to_date_is_not_written_again() -> None:
     sequence.tokens.append(8)
     histories.update([sequence])
     assert histories.tokens(sequence).tolist() == [55, 6, 7, 8]
-    histories.forget()
+    histories.clear()
     assert histories.tokens(sequence).tolist() == [5, 6, 7, 8]

@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class BufferLane:
-    """A lane between places in host memory, through a buffer of a few bytes, as PinnedLane goes through its own."""
+    """A copier between places in host memory, through a buffer of a few bytes, as PinnedCopier goes through its own."""
 
     def __init__(self, meeting: threading.Barrier | None = None) -> None:
         self.copied: list[Transfer] = []
@@ -28,10 +28,10 @@ class BufferLane:
         if self._meeting is not None and not self.copied:
             self._meeting.wait(10)
         self.copied.append(transfer)
-        for piece in transfer.pieces(128):
-            staged = self._buffer[: piece.target.nbytes].view(piece.target.dtype).view(piece.target.shape)
-            piece.write(staged, one_thread=True)
-            piece.target.copy_(staged)
+        for chunk in transfer.chunks(128):
+            staged = self._buffer[: chunk.target.nbytes].view(chunk.target.dtype).view(chunk.target.shape)
+            chunk.write(staged, one_thread=True)
+            chunk.target.copy_(staged)
 
     def wait(self) -> None:
         self.waited = True
@@ -63,37 +63,37 @@ def assert_copied(all_transfers: Sequence[Transfer]) -> None:
 
 @pytest.mark.parametrize("staging_bytes", [128, 1 << 20])
 def test_everything_arrives_as_it_is_or_converted(monkeypatch: pytest.MonkeyPatch, staging_bytes: int) -> None:
-    monkeypatch.setattr(transfer, "STAGING_BYTES", staging_bytes)
+    monkeypatch.setattr(transfer, "BUFFER_BYTES", staging_bytes)
     wanted = transfers(DEVICE)
     assert list(copy_all(wanted)) == [each.source.nbytes for each in wanted]
     assert_copied(wanted)
 
 
 def test_readers_work_at_once_and_are_waited_for() -> None:
-    """Each lane holds its first copy back until all of them have one."""
+    """Each copier holds its first copy back until all of them have one."""
     meeting = threading.Barrier(3)
-    lanes = [BufferLane(meeting) for _ in range(3)]
+    copiers = [BufferLane(meeting) for _ in range(3)]
     wanted = transfers(torch.device("cpu")) * 3
     with torch.inference_mode():
         inside = Transfer(torch.ones(4), torch.zeros(4))
-    assert sum(copy_through(lanes, [*wanted, inside])) == sum(each.source.nbytes for each in wanted) + 16
+    assert sum(copy_through(copiers, [*wanted, inside])) == sum(each.source.nbytes for each in wanted) + 16
     assert_copied([*wanted, inside])
-    assert all(lane.copied and lane.waited for lane in lanes)
+    assert all(copier.copied and copier.waited for copier in copiers)
 
 
 def test_the_first_error_ends_it() -> None:
-    lane = BufferLane()
+    copier = BufferLane()
     wrong = Transfer(torch.ones(3), torch.zeros(4))
     wanted = [wrong, *transfers(torch.device("cpu")) * 50]
     with pytest.raises((ValueError, RuntimeError)):
-        list(copy_through([lane], wanted))
-    assert lane.waited
-    assert len(lane.copied) < len(wanted)
+        list(copy_through([copier], wanted))
+    assert copier.waited
+    assert len(copier.copied) < len(wanted)
 
 
 def test_pieces_are_whole_rows_of_at_most_so_many_bytes() -> None:
     whole = Transfer(torch.arange(20.0).view(5, 4), torch.zeros(5, 4, dtype=torch.bfloat16))
-    assert [piece.target.shape[0] for piece in whole.pieces(17)] == [2, 2, 1]
-    assert [piece.target.shape[0] for piece in whole.pieces(1)] == [1] * 5
-    assert torch.equal(torch.cat([piece.source for piece in whole.pieces(17)]), whole.source)
+    assert [chunk.target.shape[0] for chunk in whole.chunks(17)] == [2, 2, 1]
+    assert [chunk.target.shape[0] for chunk in whole.chunks(1)] == [1] * 5
+    assert torch.equal(torch.cat([chunk.source for chunk in whole.chunks(17)]), whole.source)
     assert list(copy_all([])) == []

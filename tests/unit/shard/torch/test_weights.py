@@ -13,7 +13,7 @@ from tiny_checkpoint import dequantized, quantized
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.weights import Part, Progress, fill_dummy, load_weights
+from text_generation_shard.engines.torch.weights import LoadingProgress, ParameterShard, fill_dummy, load_weights
 
 TENSORS = {"a.weight": torch.arange(12.0).view(4, 3), "b.weight": torch.arange(3.0), "not.wanted": torch.ones(1)}
 
@@ -120,14 +120,17 @@ def test_dummy_weights_are_the_same_every_time() -> None:
 def test_a_part_takes_its_rows_and_columns_only(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     fused = torch.zeros(2, 2)
-    load_weights(tmp_path, {"a.weight": Part(fused, (4, 3), (2, 1)), "b.weight": Part(fused[0, :1], (3,), (2,))})
+    load_weights(
+        tmp_path,
+        {"a.weight": ParameterShard(fused, (4, 3), (2, 1)), "b.weight": ParameterShard(fused[0, :1], (3,), (2,))},
+    )
     assert fused.tolist() == [[2.0, 8.0], [10.0, 11.0]]
 
 
 def test_a_part_of_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
     with pytest.raises(EngineError, match=r"a\.weight has shape \[4, 3\], config\.json says \[8, 3\]"):
-        load_weights(tmp_path, {"a.weight": Part(torch.zeros(4, 3), (8, 3), (0, 0))})
+        load_weights(tmp_path, {"a.weight": ParameterShard(torch.zeros(4, 3), (8, 3), (0, 0))})
 
 
 def test_nothing_is_written_when_anything_is_wrong(tmp_path: Path) -> None:
@@ -144,7 +147,7 @@ def test_fp8_weights_are_multiplied_by_their_scales(tmp_path: Path, per_row: boo
     save_file(tensors, tmp_path / "model.safetensors")
     whole, corner = torch.zeros(6, 4), torch.zeros(2, 3, dtype=torch.bfloat16)
     load_weights(tmp_path, {"x.q_proj.weight": whole})
-    load_weights(tmp_path, {"x.q_proj.weight": Part(corner, (6, 4), (3, 1))})
+    load_weights(tmp_path, {"x.q_proj.weight": ParameterShard(corner, (6, 4), (3, 1))})
     expected = dequantized(tensors)["x.q_proj.weight"]
     assert torch.equal(whole, expected)
     assert torch.equal(corner, expected[3:5, 1:4].to(torch.bfloat16))
@@ -184,7 +187,7 @@ def test_loading_ends_with_a_line_in_the_log(tmp_path: Path) -> None:
 
 def test_progress_is_told_every_five_seconds() -> None:
     now = 100.0
-    progress = Progress(4 << 30, clock=lambda: now)
+    progress = LoadingProgress(4 << 30, clock=lambda: now)
     with capture_logs() as logs:
         for seconds in (4.9, 0.2, 4.0, 1.0):
             now += seconds
@@ -197,5 +200,5 @@ def test_progress_is_told_every_five_seconds() -> None:
 def test_dummy_parts_are_parts_of_the_whole() -> None:
     whole, part = torch.empty(8, 6), torch.empty(3, 2)
     fill_dummy({"x.weight": whole})
-    fill_dummy({"x.weight": Part(part, (8, 6), (4, 1))})
+    fill_dummy({"x.weight": ParameterShard(part, (8, 6), (4, 1))})
     assert torch.equal(part, whole[4:7, 1:3])

@@ -1,4 +1,4 @@
-"""Builds the engine of a GPU, or of one rank of a group of them."""
+"""Builds the engine of a GPU, or of one rank of a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
+from text_generation_shard.engines.torch.cuda.ops import Ops
 from text_generation_shard.engines.torch.cuda.parallel.follower import FollowerEngine
-from text_generation_shard.engines.torch.cuda.parallel.group import join
-from text_generation_shard.engines.torch.cuda.rank import Rank
+from text_generation_shard.engines.torch.cuda.parallel.group import join_group
 from text_generation_shard.engines.torch.cuda.runner import Runner
-from text_generation_shard.engines.torch.cuda.toolbox import Toolbox
+from text_generation_shard.engines.torch.cuda.worker import TPWorker
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.loading import load
@@ -28,24 +28,23 @@ from text_generation_shard.grammar import Grammars
 def build_on_cuda(
     config: ShardConfig, model_config: ModelConfig, info: EngineInfo, grammars: Grammars | None
 ) -> Engine:
-    """The engine of rank 0, or a follower's. A group on a CPU computes with the plain toolbox: slow, but the same."""
+    """Build the engine of rank 0, or of a follower. A group on CPUs uses the reference ops: slow, but the same results."""
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
     if device.type == "cuda" and dtype == torch.float32:
         raise EngineError("dtype float32 is not served on CUDA: --dtype bfloat16 or float16")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Where a product is cut along its sum, the parts are added up in float32: in bfloat16 the logits of a small model
-        # are a tenth further off.
+        # Split-K products add their parts in float32: in bfloat16 the logits of a small model are 10 % less accurate.
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        # Graphs cannot be captured on the default stream; one thread does all the engine's work, on this one.
+        # Graphs cannot be captured on the default stream; one thread does all work of the engine, on this stream.
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
     elif find_spec("triton") is None:
-        raise EngineError("a model in parts needs Triton, on CPU as well: pip install triton")
-    group = join(config, device)
-    weights = ModelWeights(model_config, group.place, device, dtype)
-    load(config, weights.targets())
-    weights.seal()
+        raise EngineError("tensor parallelism needs Triton, on CPU as well: pip install triton")
+    group = join_group(config, device)
+    weights = ModelWeights(model_config, group.tp, device, dtype)
+    load(config, weights.named_parameters())
+    weights.process_weights_after_loading()
     shape = CacheShape(
         num_layers=model_config.num_layers,
         num_kv_heads=weights.num_kv_heads,
@@ -53,21 +52,21 @@ def build_on_cuda(
         device=device,
         dtype=dtype,
     )
-    toolbox = _toolbox(model_config, weights, shape, info.max_slots)
-    runner = Runner(model_config, weights, toolbox, group, shape, info.max_slots)
+    ops = _ops(model_config, weights, shape, info.max_slots)
+    runner = Runner(model_config, weights, ops, group, shape, info.max_slots)
     on_cuda = device.type == "cuda"
     memory = DeviceMemory(device, config.cuda_memory_fraction if on_cuda else config.cpu_memory_fraction)
     if config.rank > 0:
-        return FollowerEngine(info, config.rank, group.follower, Rank(runner, memory, device))
+        return FollowerEngine(info, config.rank, group.follower, TPWorker(runner, memory, device))
     executor = CudaExecutor(runner, memory, group, shape, info.max_slots)
     return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps))
 
 
-def _toolbox(config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> Toolbox:
+def _ops(config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> Ops:
     if shape.device.type == "cpu":
-        from text_generation_shard.engines.torch.cuda.plain_toolbox import PlainToolbox
+        from text_generation_shard.engines.torch.cuda.reference_ops import ReferenceOps
 
-        return PlainToolbox(config.head_dim)
-    from text_generation_shard.engines.torch.cuda.gpu_toolbox import GpuToolbox
+        return ReferenceOps(config.head_dim)
+    from text_generation_shard.engines.torch.cuda.triton_ops import TritonOps
 
-    return GpuToolbox(config, weights, shape, max_slots)
+    return TritonOps(config, weights, shape, max_slots)

@@ -1,7 +1,7 @@
-"""Attention of prompt chunks over the paged cache: FlashInfer's batched prefill, planned on the host once a step.
+"""Attention of prompt chunks over the paged cache: FlashInfer's batched prefill, planned on the host once per step.
 
-A plan is written to pinned memory and copied from there while the host goes on. Two sets of buffers take turns: when a step
-is planned the one before it may still have its copy ahead of it, but no earlier one.
+A plan is written to pinned memory and copied asynchronously. Two sets of buffers alternate: when a step is planned, the copy of
+the previous step may still be pending, but none before that.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 WORKSPACE = 256 << 20
 """Bytes for partial results of long prompts that are split."""
 HEAD_DIMS = (64, 128, 256)
-TURNS = 2
+BUFFER_SETS = 2
 
 
 class ChunkAttention:
-    """One rank's heads; `windows` are the sliding windows of its layers, None for none."""
+    """Attention of one rank's heads; `windows` are the sliding windows of the layers, None for full attention."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, windows: frozenset[int | None], dtype: torch.dtype
@@ -41,19 +41,20 @@ class ChunkAttention:
         self._heads = (num_heads, num_kv_heads, head_dim)
         self._dtype = dtype
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
-        self._turns: list[dict[int | None, BatchPrefillWithPagedKVCacheWrapper]] = [
-            {window: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND") for window in windows} for _ in range(TURNS)
+        self._buffer_sets: list[dict[int | None, BatchPrefillWithPagedKVCacheWrapper]] = [
+            {window: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND") for window in windows}
+            for _ in range(BUFFER_SETS)
         ]
 
     def plan(self, plan: StepPlan, pages: Tensor) -> None:
-        """Get ready for the chunks of `plan`, whose column of pages is `pages` on the device."""
-        self._turns.append(self._turns.pop(0))
+        """Plan the chunks of a step; `pages` is the plan's column on the device."""
+        self._buffer_sets.append(self._buffer_sets.pop(0))
         query_indptr, page_indptr, last_pages = (
             torch.from_numpy(plan.column(name)) for name in ("query_indptr", "page_indptr", "last_pages")
         )
         longest = int((query_indptr[1:] - query_indptr[:-1]).max())
         num_heads, num_kv_heads, head_dim = self._heads
-        for window, wrapper in self._turns[0].items():
+        for window, wrapper in self._buffer_sets[0].items():
             wrapper.plan(
                 query_indptr,
                 page_indptr,
@@ -71,5 +72,5 @@ class ChunkAttention:
             )
 
     def run(self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor) -> None:
-        """`queries` [tokens, heads, head_dim] of the chunks planned last; `out` [tokens, heads · head_dim]."""
-        self._turns[0][window].run(queries, cache_layer, out=out.view(queries.shape))
+        """Attend with `queries` [tokens, heads, head_dim] of the planned chunks; `out` [tokens, heads · head_dim]."""
+        self._buffer_sets[0][window].run(queries, cache_layer, out=out.view(queries.shape))

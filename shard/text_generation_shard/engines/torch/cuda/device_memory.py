@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a server may still take."""
+"""The memory of a GPU that the KV cache may still take."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import torch
 
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
 
-LEAST_MARGIN = 512 << 20
-"""Bytes left over for what no measurement sees: fragments, and libraries that load more with time."""
-MARGIN = 0.01
+MIN_MARGIN = 512 << 20
+"""Bytes reserved for unmeasured use: fragmentation, and libraries that load more over time."""
+MARGIN_FRACTION = 0.01
 """The same as a share of the device's memory; the larger of the two counts."""
 
 
 class DeviceMemory:
-    """Counts for one device, of which `fraction` may be used, by whomever; a CPU's is that of the machine."""
+    """Measures one device, of which `fraction` may be used in total; for a CPU, the memory of the machine."""
 
     def __init__(self, device: torch.device, fraction: float) -> None:
         self._device = device
         self._fraction = fraction
 
     def begin_measuring(self) -> None:
-        """Count the peak from here on."""
+        """Measure peak memory from here on."""
         if self._device.type != "cuda":
             reset_peak()
             return
@@ -29,7 +29,7 @@ class DeviceMemory:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def in_use(self) -> int:
-        """Bytes taken on the device now, by anybody."""
+        """Return the bytes in use on the device, by all processes."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)
@@ -38,10 +38,10 @@ class DeviceMemory:
         return total - free
 
     def spare_bytes(self) -> int:
-        """What is left beside the peak since `begin_measuring` and what others hold: libraries, other processes."""
+        """Return the bytes left beside the peak since `begin_measuring` and the memory of libraries and other processes."""
         if self._device.type != "cuda":
             return int(total_memory() * self._fraction) - peak_memory()
         total = torch.cuda.mem_get_info(self._device)[1]
         others = self.in_use() - torch.cuda.memory_reserved(self._device)
-        margin = max(LEAST_MARGIN, int(total * MARGIN))
+        margin = max(MIN_MARGIN, int(total * MARGIN_FRACTION))
         return int(total * self._fraction) - others - torch.cuda.max_memory_allocated(self._device) - margin

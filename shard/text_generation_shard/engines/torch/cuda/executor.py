@@ -1,4 +1,4 @@
-"""Steps on a GPU, or on several that lead and follow: launched, and left to themselves until their tokens are asked for."""
+"""The executor of a GPU, or of a tensor-parallel group: launches steps without waiting for them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
-from text_generation_shard.engines.torch.cuda.marks import Marks
-from text_generation_shard.engines.torch.cuda.parallel.group import Group
-from text_generation_shard.engines.torch.cuda.rank import SPAN, Kind, spare_bytes
+from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.slot_tables import SlotTables
-from text_generation_shard.engines.torch.cuda.staging import Staging
 from text_generation_shard.engines.torch.cuda.step_plan import Ints, Padding, StepPlan, plan_chunks, plan_decoding
+from text_generation_shard.engines.torch.cuda.worker import ROW_RANGE, WorkerCommand, spare_bytes
+from text_generation_shard.engines.torch.events import EventRecorder
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.pinned import PinnedBuffers
 from text_generation_shard.engines.torch.sampling.thresholds import SORTING, ThresholdSearch
 from text_generation_shard.engines.torch.upload import upload
 from text_generation_shard.step.sequence import Row
@@ -24,19 +24,21 @@ from text_generation_shard.step.steady import StepRows
 
 
 class CudaExecutor:
-    """See `Executor`. The leading rank of its group, or the only one."""
+    """Implements `Executor`. Rank 0 of its group, or the only rank."""
 
     runs_ahead = True
 
-    def __init__(self, runner: Runner, memory: DeviceMemory, group: Group, shape: CacheShape, max_slots: int) -> None:
+    def __init__(
+        self, runner: Runner, memory: DeviceMemory, group: ParallelGroup, shape: CacheShape, max_slots: int
+    ) -> None:
         self._runner = runner
         self._memory = memory
         self._group = group
         self._shape = shape
         self._device = shape.device
         self._tables = SlotTables(max_slots, runner.max_blocks)
-        self._staging = Staging(self._device)
-        self._marks = Marks(self._device)
+        self._pinned = PinnedBuffers(self._device)
+        self._events = EventRecorder(self._device)
 
     @property
     def threshold_search(self) -> ThresholdSearch:
@@ -52,61 +54,61 @@ class CudaExecutor:
 
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         plan = self._plan(rows, greedy=greedy)
-        self._tell(Kind.STEP, plan.numbers.data.cast("B"))
-        started = self._marks.set()
-        outcome = self._runner.start(plan)
+        self._broadcast(WorkerCommand.STEP, plan.numbers.data.cast("B"))
+        started = self._events.record()
+        output = self._runner.start(plan)
         return Launched(
-            hidden=outcome.normed,
-            places=_places(rows) if rows.prefills else [],
-            # A graph computes those of its padding too.
-            logits=None if outcome.logits is None else outcome.logits[: rows.num_sampling],
-            chosen=outcome.chosen,
+            hidden=output.normed,
+            prefills=_prefills(rows) if rows.prefills else [],
+            # A graph computes the logits of its padding rows too.
+            logits=None if output.logits is None else output.logits[: rows.num_sampling],
+            sampled=output.sampled,
             started=started,
-            computed=None if outcome.chosen is not None else self._marks.set(),
+            computed=None if output.sampled is not None else self._events.record(),
         )
 
     def logits(self, hidden: Tensor, first: int, end: int) -> Tensor:
-        self._tell(Kind.LOGITS, SPAN.pack(first, end))
+        self._broadcast(WorkerCommand.LOGITS, ROW_RANGE.pack(first, end))
         return self._runner.logits(hidden[first:end])
 
-    def tell_chosen(self, rows: StepRows, token_ids: Tensor) -> None:
-        self._tell(Kind.CHOSEN)
+    def store_sampled_tokens(self, rows: StepRows, token_ids: Tensor) -> None:
+        self._broadcast(WorkerCommand.SAMPLED)
         steady = [] if rows.steady is None else rows.steady.slots.tolist()
         slots = upload([*steady, *(row.sequence.slot for row in rows.sampling)], torch.int64, self._device)
-        self._runner.tell_chosen(slots, token_ids)
+        self._runner.broadcast_sampled_tokens(slots, token_ids)
 
     def allocate(self, num_blocks: int) -> None:
-        self._tell(Kind.ALLOCATE, num_blocks.to_bytes(8, "little"))
+        self._broadcast(WorkerCommand.ALLOCATE, num_blocks.to_bytes(8, "little"))
         self._runner.allocate(num_blocks)
 
     def begin_measuring(self) -> None:
-        self._tell(Kind.BEGIN_MEASURING)
+        self._broadcast(WorkerCommand.BEGIN_MEASURING)
         self._memory.begin_measuring()
 
     def spare_bytes(self) -> int:
-        self._tell(Kind.SPARE_BYTES)
+        self._broadcast(WorkerCommand.SPARE_BYTES)
         spare = spare_bytes(self._runner, self._memory)
-        return spare if self._group.place.size == 1 else min([spare, *self._group.leader.gather()])
+        return spare if self._group.tp.world_size == 1 else min([spare, *self._group.leader.gather()])
 
     def ready(self) -> None:
-        self._tell(Kind.READY)
+        self._broadcast(WorkerCommand.READY)
         self._runner.capture()
 
     def is_broken_by(self, error: Exception) -> bool:
-        """Ranks that no longer do the same cannot go on; nor can a device after an error of its own, whatever is asked of it."""
-        if self._group.place.size > 1:
+        """Return True for any error in a group, whose ranks no longer agree, and for an error of the device itself."""
+        if self._group.tp.world_size > 1:
             return True
         if self._device.type != "cuda":
             return False
         try:
-            # Nobody will wait for this step, and its memory on the host is used again.
+            # The step is abandoned, and its host memory will be reused.
             torch.cuda.synchronize(self._device)
         except RuntimeError:
             return True
         return False
 
     def on_broken(self, tell: Callable[[str], None]) -> None:
-        if self._group.place.size > 1:
+        if self._group.tp.world_size > 1:
             self._group.leader.watch(tell)
 
     def close(self) -> None:
@@ -117,27 +119,27 @@ class CudaExecutor:
     def _plan(self, rows: StepRows, *, greedy: bool) -> StepPlan:
         updates = self._tables.updates(rows)
         if rows.prefills:
-            return plan_chunks(rows, updates, greedy=greedy, memory=self._memory_for_plan)
+            return plan_chunks(rows, updates, greedy=greedy, memory=self._pinned_memory)
         graphs = self._runner.graphs
         padding = None if graphs is None else graphs.padding(len(rows), len(updates))
         if padding is None:
             padding = Padding(len(rows), len(updates), self._tables.dummy_slot, (0, 0))
-        return plan_decoding(rows, updates, padding, greedy=greedy, memory=self._memory_for_plan)
+        return plan_decoding(rows, updates, padding, greedy=greedy, memory=self._pinned_memory)
 
-    def _memory_for_plan(self, length: int) -> Ints:
-        numbers: Ints = self._staging.take(length).numpy()
+    def _pinned_memory(self, length: int) -> Ints:
+        numbers: Ints = self._pinned.take(length).numpy()
         return numbers
 
-    def _tell(self, kind: Kind, payload: bytes | memoryview = b"") -> None:
-        if self._group.place.size > 1:
+    def _broadcast(self, kind: WorkerCommand, payload: bytes | memoryview = b"") -> None:
+        if self._group.tp.world_size > 1:
             self._group.leader.broadcast(kind, payload)
 
 
-def _places(rows: StepRows) -> list[tuple[Row, list[tuple[int, int, int]]]]:
-    places: list[tuple[Row, list[tuple[int, int, int]]]] = []
+def _prefills(rows: StepRows) -> list[tuple[Row, list[tuple[int, int, int]]]]:
+    prefills: list[tuple[Row, list[tuple[int, int, int]]]] = []
     at = rows.num_steady
     for row in rows.others:
         if row.prefills:
-            places.append((row, [(at, row.start, row.length)]))
+            prefills.append((row, [(at, row.start, row.length)]))
         at += row.length
-    return places
+    return prefills

@@ -1,8 +1,8 @@
-"""Decoding steps as CUDA graphs, one for each size of a ladder: a step is one launch, however many kernels it has.
+"""Decode steps as CUDA graphs, one per capture size: a step is one launch, regardless of its number of kernels.
 
-A graph reads its step from a buffer of its own, [tokens, ids, positions, …] as `step_plan` lays it out for its size, and
-leaves the logits and the greedy choice where it always does. A step takes the smallest graph that it fits; the rows beyond
-its own belong to the dummy slot.
+A graph reads its step from its own input buffer, [tokens, ids, positions, …] in the layout of `step_plan` for its size, and
+writes logits and greedy tokens to fixed output buffers. A step uses the smallest graph that fits; its padding rows belong to
+the dummy slot.
 """
 
 from __future__ import annotations
@@ -19,42 +19,41 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.step_plan import Padding, StepPlan
 
-UPDATES_A_TOKEN = 4
+UPDATES_PER_TOKEN = 4
 MIN_UPDATES = 32
 
 Left = TypeVar("Left")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step leaves on the device."""
+class ForwardOutput:
+    """Output of a step on the device."""
 
     normed: Tensor
-    """[tokens, hidden]: what logits are made of."""
+    """[tokens, hidden]: input of the LM head."""
     logits: Tensor | None
-    """float32 [choosing, vocabulary]; None if nothing is chosen."""
-    chosen: Tensor | None
-    """int32 [2 · n], n the tokens choosing or a few more, if chosen greedily: n token ids, and the bits of their
-    log-probabilities."""
+    """float32 [rows that sample, vocabulary]; None if no row samples."""
+    sampled: Tensor | None
+    """int32 [2 · n], n ≥ the number of rows that sample, if sampled greedily: n token ids, then the bits of n logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
     numbers: Tensor
-    """The step it runs: int32, laid out for its size."""
-    outcome: Outcome
+    """The step it runs: int32, in the layout of its size."""
+    output: ForwardOutput
 
 
 class GraphPool:
-    """Graphs that share their memory: only one of them runs at a time, and what it leaves is read before the next does."""
+    """Captures graphs that share memory: only one runs at a time, and its output is read before the next one runs."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, works: Sequence[Callable[[], Left]]) -> list[tuple[torch.cuda.CUDAGraph, Left]]:
-        """A graph for each of `works`, and what it leaves on the device. They are done in their order, and may need that."""
-        # Once outside: kernels are compiled, handles made, and memory taken that must not be the graphs'.
+        """Capture each of `works`, in order; returns the graphs and the results of the calls."""
+        # Run once before the capture: this compiles kernels, creates handles and allocates memory outside the pool.
         for work in works:
             work()
         torch.cuda.synchronize()
@@ -62,7 +61,7 @@ class GraphPool:
 
     def _capture(self, work: Callable[[], Left]) -> tuple[torch.cuda.CUDAGraph, Left]:
         graph = torch.cuda.CUDAGraph()
-        # NCCL has threads of its own, which may do what a capture forbids.
+        # NCCL's threads may make calls that a global capture forbids.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
@@ -70,51 +69,55 @@ class GraphPool:
         return graph, left
 
 
-def ladder(max_rows: int) -> list[int]:
-    """Sizes of the graphs: dense where a padded row costs most."""
+def capture_sizes(max_rows: int) -> list[int]:
+    """Return the batch sizes to capture: dense where a padding row costs most."""
     sizes = [size for size in (1, 2, 4, *range(8, max_rows, 8)) if size < max_rows]
     return [*sizes, max_rows]
 
 
 class DecodeGraphs:
-    """The graphs of a ladder. `run` computes the step whose numbers lie in a tensor on the device, as a plan says."""
+    """The graphs of all capture sizes. `run` computes a step whose plan is in a device tensor."""
 
     def __init__(
-        self, max_rows: int, dummy_slot: int, dummy_update: tuple[int, int], run: Callable[[StepPlan, Tensor], Outcome]
+        self,
+        max_rows: int,
+        dummy_slot: int,
+        dummy_update: tuple[int, int],
+        run: Callable[[StepPlan, Tensor], ForwardOutput],
     ) -> None:
-        self._sizes = ladder(max_rows)
+        self._sizes = capture_sizes(max_rows)
         self._paddings = [
-            Padding(size, max(UPDATES_A_TOKEN * size, MIN_UPDATES), dummy_slot, dummy_update) for size in self._sizes
+            Padding(size, max(UPDATES_PER_TOKEN * size, MIN_UPDATES), dummy_slot, dummy_update) for size in self._sizes
         ]
         self._run = run
         self._graphs: dict[int, _Graph] = {}
 
     def padding(self, rows: int, updates: int) -> Padding | None:
-        """What to pad a decoding step to; None if no graph takes it."""
+        """Return the padding for a decode step; None if no graph fits."""
         for padding in islice(self._paddings, bisect_left(self._sizes, rows), None):
             if updates <= padding.updates:
                 return padding if padding.tokens in self._graphs else None
         return None
 
     def capture(self, pool: GraphPool, *, only_largest: bool = False) -> None:
-        """Capture the ladder, or its largest graph to see what memory that takes; the largest comes first: the others use
-        its memory."""
+        """Capture all sizes, or only the largest to measure its memory. The largest comes first: the others reuse its
+        memory."""
         paddings: Iterable[Padding] = reversed(self._paddings)
         for padding in [self._paddings[-1]] if only_largest else paddings:
-            plan = StepPlan.idle(padding)
+            plan = StepPlan.dummy(padding)
             numbers = torch.from_numpy(plan.numbers).cuda()
-            [(graph, outcome)] = pool.record([partial(self._run, plan, numbers)])
-            self._graphs[padding.tokens] = _Graph(graph, numbers, outcome)
+            [(graph, output)] = pool.record([partial(self._run, plan, numbers)])
+            self._graphs[padding.tokens] = _Graph(graph, numbers, output)
 
-    def replay(self, plan: StepPlan, numbers: Tensor) -> Outcome | None:
-        """Run a step by its graph; None if there is none for it. `numbers` are the plan's, in pinned memory."""
+    def replay(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput | None:
+        """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory."""
         graph = self._graphs.get(plan.sizes.tokens)
         if plan.sizes.chunks or graph is None or graph.numbers.shape != numbers.shape:
             return None
         graph.numbers.copy_(numbers, non_blocking=True)
         graph.graph.replay()
-        # A graph always chooses greedily. Where that is not how a row chooses, it means nothing.
-        return graph.outcome if plan.greedy else replace(graph.outcome, chosen=None)
+        # A graph always samples greedily; the result is discarded if the step is not greedy.
+        return graph.output if plan.greedy else replace(graph.output, sampled=None)
 
     def __len__(self) -> int:
         return len(self._paddings)

@@ -1,11 +1,11 @@
-"""How many bits a forward pass keeps of what lies between its products.
+"""The dtypes of the intermediate results of a forward pass.
 
-A step of a wide model takes as long as its bytes take to move and its multiplications to be powered. One of a narrow model takes
-as long as its kernels take to start: more bits cost it nothing, so far as they cost no kernel. So there products leave float32, as
-they are summed, and normed hidden states are float16, with eleven significant bits where bfloat16 has eight.
+A step of a wide model is bound by memory traffic and arithmetic. A step of a narrow model is bound by kernel launches, so that
+more bits are free as long as they need no extra kernel. In narrow models products therefore return float32, as they are summed,
+and normed hidden states are float16, with eleven significant bits instead of the eight of bfloat16.
 
-float16 ends at 65,504. A norm's outputs cannot get there, whatever the norm is of; what attention and the gated activation
-make can, and keeps the model's dtype.
+float16 ends at 65,504. The outputs of a norm are bounded for any input. The outputs of attention and of the gated
+activation are not, and keep the dtype of the model.
 """
 
 from __future__ import annotations
@@ -20,40 +20,43 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.model_config import ModelConfig
 
-NARROW = 1024
+MAX_NARROW_HIDDEN_SIZE = 1024
 """Hidden size up to which a model is narrow."""
 FLOAT16_MAX = torch.finfo(torch.float16).max
-LOSS = 2.0**-13
-"""What a weight may lose on its way to float16, of its norm: less than its inputs lose."""
+MAX_LOSS = 2.0**-13
+"""Largest relative error, in the norm of a weight, of its conversion to float16: less than its inputs lose."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """In which dtypes a forward pass computes, besides the residual stream and the logits, which are float32."""
+    """The dtypes of a forward pass. The residual stream and the logits are always float32."""
 
     model: torch.dtype
-    """Of weights as they are loaded, the KV cache, queries, and what attention and the activation leave."""
+    """Dtype of the loaded weights, the KV cache, the queries, and the outputs of attention and activation."""
     products: torch.dtype
-    """Of what the products of a layer leave."""
+    """Dtype of the outputs of a layer's products."""
     normed: torch.dtype
-    """Of normed hidden states and the weights that they are multiplied with."""
+    """Dtype of normed hidden states and of the weights that they are multiplied with."""
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype) -> Precision:
-        """For a model whose weights are not loaded yet. A checkpoint in FP8 is rounded far more coarsely than all of this."""
-        is_narrow = config.hidden_size <= NARROW and config.quantization is None and dtype.itemsize == 2
+        """Return the precision before loading. FP8 checkpoints are rounded so coarsely that more bits would not help."""
+        is_narrow = config.hidden_size <= MAX_NARROW_HIDDEN_SIZE and config.quantization is None and dtype.itemsize == 2
         return cls(dtype, torch.float32 if is_narrow else dtype, dtype)
 
-    def sealed(self, norms: Sequence[Tensor], weights: Sequence[Tensor]) -> Precision:
-        """The same, or with float16 for normed hidden states: where products leave more than the model's dtype, `norms`
-        [hidden] cannot leave the range of float16, and `weights`, which their outputs are multiplied with, survive it."""
+    def after_loading(self, norms: Sequence[Tensor], weights: Sequence[Tensor]) -> Precision:
+        """Return the final precision, with float16 for normed hidden states where that is safe.
+
+        Safe: products return more than the model's dtype, the outputs of `norms` [hidden] stay in the range of float16, and
+        `weights`, which are multiplied with them, survive the conversion.
+        """
         if self.products == self.model or self.normed == torch.float16:
             return self
-        if not all(_largest(norm) < FLOAT16_MAX for norm in norms):
+        if not all(_output_bound(norm) < FLOAT16_MAX for norm in norms):
             reason = "a norm's outputs may be too large"
-        elif not all(_survives(weight) for weight in weights):
+        elif not all(_fits_float16(weight) for weight in weights):
             reason = "a weight does not fit"
         else:
             return replace(self, normed=torch.float16)
@@ -61,13 +64,15 @@ class Precision:
         return self
 
 
-def _largest(norm: Tensor) -> float:
-    """A bound of what a norm of the weight `norm` [hidden] leaves: no value of a row is above √hidden times its root mean square."""
+def _output_bound(norm: Tensor) -> float:
+    """Return a bound of the outputs of a norm with weight `norm` [hidden]: no value exceeds √hidden times its row's RMS."""
     return math.sqrt(len(norm)) * float(norm.abs().max())
 
 
-def _survives(weight: Tensor) -> bool:
-    """Whether it is finite in float16, and loses no more than LOSS. Small values lose bits there, and bfloat16 has smaller ones."""
+def _fits_float16(weight: Tensor) -> bool:
+    """Return True if `weight` is finite in float16 and loses at most MAX_LOSS. Small values lose bits: bfloat16 has smaller ones."""
     half = weight.to(torch.float16)
     lost = torch.linalg.vector_norm(half.to(weight.dtype) - weight, dtype=torch.float32)
-    return bool(half.isfinite().all()) and bool(lost <= LOSS * torch.linalg.vector_norm(weight, dtype=torch.float32))
+    return bool(half.isfinite().all()) and bool(
+        lost <= MAX_LOSS * torch.linalg.vector_norm(weight, dtype=torch.float32)
+    )

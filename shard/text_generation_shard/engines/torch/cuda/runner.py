@@ -1,4 +1,4 @@
-"""Runs steps on one rank's device, as their plans say: every rank runs the same ones in the same order."""
+"""Runs planned steps on the device of one rank; every rank runs the same plans in the same order."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.forward import DeviceStep, Forward
-from text_generation_shard.engines.torch.cuda.graphs import DecodeGraphs, GraphPool, Outcome
+from text_generation_shard.engines.torch.cuda.graphs import DecodeGraphs, ForwardOutput, GraphPool
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.parallel.channel import NamingTheLost
-from text_generation_shard.engines.torch.cuda.parallel.group import Group
-from text_generation_shard.engines.torch.cuda.pieces import Pieces, Recorder
-from text_generation_shard.engines.torch.cuda.step_plan import ALIGNED, COLUMNS, StepPlan
-from text_generation_shard.engines.torch.cuda.toolbox import Toolbox
+from text_generation_shard.engines.torch.cuda.ops import Ops
+from text_generation_shard.engines.torch.cuda.parallel.channel import PeerLossTranslator
+from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.cuda.piecewise_graphs import Capture, PiecewiseGraphs
+from text_generation_shard.engines.torch.cuda.step_plan import ALIGNMENT, COLUMNS, StepPlan
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import ModelConfig
 
 
 class Runner:
-    """One rank's model, KV pool, block tables and graphs. Steps and what belongs to them are computed in inference mode.
+    """One rank's model, KV cache, block tables and graphs. Steps run in inference mode.
 
-    Tables and last tokens have one row more than there are slots, the pool one block more than there are blocks: they
+    Block tables and last tokens have one row more than there are slots, the KV cache has one block more than `num_blocks`: they
     belong to the dummy slot, which pads the rows of a graph.
     """
 
@@ -30,14 +30,14 @@ class Runner:
         self,
         config: ModelConfig,
         weights: ModelWeights,
-        toolbox: Toolbox,
-        group: Group,
+        ops: Ops,
+        group: ParallelGroup,
         shape: CacheShape,
         max_slots: int,
     ) -> None:
-        self._toolbox = toolbox
+        self._ops = ops
         self._group = group
-        self._naming_the_lost = NamingTheLost(group.channel)
+        self._translate_peer_loss = PeerLossTranslator(group.channel)
         self._shape = shape
         self._device = shape.device
         self._max_slots = max_slots
@@ -45,16 +45,16 @@ class Runner:
         """Blocks of the longest sequence."""
         self._tables = torch.zeros(max_slots + 1, self.max_blocks, dtype=torch.int32, device=self._device)
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self._device)
-        self._forward = Forward(config, weights, toolbox, group, self._tables, self._last_tokens)
+        self._forward = Forward(config, weights, ops, group, self._tables, self._last_tokens)
         self._cache = self._pool(0)
         self.graphs: DecodeGraphs | None = None
-        self._pieces: Pieces | None = None
+        self._piecewise: PiecewiseGraphs | None = None
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
-        """Have a KV pool of so many blocks, and no graphs."""
+        """Replace the KV cache by one of `num_blocks` blocks; drops the graphs."""
         self.drop_graphs()
-        # The old pool goes before the new one comes: they need not fit side by side.
+        # The old pool is freed first: both need not fit at once.
         self._cache = self._pool(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -63,53 +63,55 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, *, only_largest: bool = False) -> int:
-        """Make the graphs, where the device has such a thing; how many a full set is to be counted as."""
+        """Capture the graphs, on CUDA; returns the memory weight of a full set, in whole-step graphs."""
         if self._device.type != "cuda":
             return 0
         self.drop_graphs()
         pool = GraphPool()
         dummy_update = (self._max_slots * self.max_blocks, len(self._cache[0]) - 1)
-        # What all decoding graphs have in common: each with logits of its own would take gigabytes.
+        # The decode graphs share one logits buffer: one per graph would take gigabytes.
         run = partial(self._run, logits=self._forward.logits_memory(self._max_slots))
         self.graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
         self.graphs.capture(pool, only_largest=only_largest)
-        pieces = self.cut(lambda works: [graph.replay for graph, _ in pool.record(works)], only_largest=only_largest)
+        pieces = self.capture_pieces(
+            lambda works: [graph.replay for graph, _ in pool.record(works)], only_largest=only_largest
+        )
         return len(self.graphs) + len(pieces)
 
-    def cut(self, record: Recorder, *, only_largest: bool = False) -> Pieces:
-        """From now on compute steps with chunks in pieces, as far as there are some of their size."""
-        self._pieces = Pieces(self._forward, self._cache, self._max_slots)
-        self._pieces.record(record, only_largest=only_largest)
-        return self._pieces
+    def capture_pieces(self, record: Capture, *, only_largest: bool = False) -> PiecewiseGraphs:
+        """Capture the pieces with `record`; later steps with chunks use them where a capture size fits."""
+        self._piecewise = PiecewiseGraphs(self._forward, self._cache, self._max_slots)
+        self._piecewise.record(record, only_largest=only_largest)
+        return self._piecewise
 
     def drop_graphs(self) -> None:
-        """Free them."""
-        self.graphs = self._pieces = None
+        """Free the graphs."""
+        self.graphs = self._piecewise = None
 
-    def start(self, plan: StepPlan) -> Outcome:
-        """Start a step; the plan's numbers may be used again only when it is over. Raises GroupBroken, as do those below."""
+    def start(self, plan: StepPlan) -> ForwardOutput:
+        """Launch a step. The plan's memory may be reused when the step has finished. Raises GroupBroken, like those below."""
         numbers = torch.from_numpy(plan.numbers)
-        with self._naming_the_lost:
-            outcome = None if self.graphs is None else self.graphs.replay(plan, numbers)
-            return outcome or self._run(plan, numbers.to(self._device, non_blocking=True))
+        with self._translate_peer_loss:
+            output = None if self.graphs is None else self.graphs.replay(plan, numbers)
+            return output or self._run(plan, numbers.to(self._device, non_blocking=True))
 
-    def tell_chosen(self, slots: Tensor, token_ids: Tensor) -> None:
-        """Let the steps to come know what was chosen for some slots; on the leading rank."""
+    def broadcast_sampled_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Store the sampled tokens of some slots for the next steps and broadcast them; on rank 0."""
         self._last_tokens.index_copy_(0, slots, token_ids.int())
-        self.hear_chosen()
+        self.receive_sampled_tokens()
 
-    def hear_chosen(self) -> None:
-        """On the other ranks: take over what `tell_chosen` tells."""
-        with self._naming_the_lost:
+    def receive_sampled_tokens(self) -> None:
+        """Receive the sampled tokens that rank 0 broadcasts."""
+        with self._translate_peer_loss:
             self._group.broadcast(self._last_tokens)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """float32 [rows, vocabulary]: of a few of the hidden states of a step."""
-        with self._naming_the_lost:
+        """Return logits, float32 [rows, vocabulary], for some hidden states of the last step."""
+        with self._translate_peer_loss:
             return self._forward.logits(normed)
 
     def _pool(self, num_blocks: int) -> tuple[Tensor, ...]:
-        """Of each layer [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]. Zeros: what no sequence wrote is finite."""
+        """Allocate the cache: per layer [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]. Zeroed, so it is finite."""
         shape = self._shape
         return torch.zeros(
             (shape.num_layers, num_blocks, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim),
@@ -117,36 +119,39 @@ class Runner:
             device=shape.device,
         ).unbind()
 
-    def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> Outcome:
-        """Compute a step whose numbers are on the device, its logits in memory that is given, or in some of its own."""
-        columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.spans, strict=True)}
+    def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
+        """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""
+        columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.bounds, strict=True)}
         if plan.sizes.updates:
-            self._toolbox.update_tables(columns["cells"], columns["blocks"], self._tables)
+            self._ops.update_tables(columns["cells"], columns["blocks"], self._tables)
         if plan.sizes.chunks:
-            self._toolbox.plan_chunks(plan, columns["pages"])
+            self._ops.plan_chunks(plan, columns["pages"])
         normed = self._normed(plan, numbers)
-        if not plan.choosing:
-            return Outcome(normed, None, None)
-        choosing, slots = normed, columns["slots"]
+        if not plan.num_sampling:
+            return ForwardOutput(normed, None, None)
+        num_sampling, slots = normed, columns["slots"]
         if plan.sizes.chunks:
-            choosing, slots = normed.index_select(0, columns["places"]), slots.index_select(0, columns["places"])
-        logits = self._forward.logits(choosing, logits)
+            num_sampling, slots = (
+                normed.index_select(0, columns["sampling"]),
+                slots.index_select(0, columns["sampling"]),
+            )
+        logits = self._forward.logits(num_sampling, logits)
         if not plan.greedy:
-            return Outcome(normed, logits, None)
-        # Aligned, as the columns of a plan are.
-        width = -(-plan.choosing // ALIGNED) * ALIGNED
-        chosen = torch.empty(2 * width, dtype=torch.int32, device=self._device)
-        token_ids, bits = chosen.view(2, width)[:, : plan.choosing]
-        self._toolbox.choose_greedily(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
-        return Outcome(normed, logits, chosen)
+            return ForwardOutput(normed, logits, None)
+        # Aligned like the columns of a plan.
+        width = -(-plan.num_sampling // ALIGNMENT) * ALIGNMENT
+        sampled = torch.empty(2 * width, dtype=torch.int32, device=self._device)
+        token_ids, bits = sampled.view(2, width)[:, : plan.num_sampling]
+        self._ops.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
+        return ForwardOutput(normed, logits, sampled)
 
     def _normed(self, plan: StepPlan, numbers: Tensor) -> Tensor:
-        # The columns of tokens are the first three, as long as each other and so as far apart.
-        (start, _), (second, _), *_ = plan.spans
+        # The first three columns are those of the tokens; they have equal lengths and distances.
+        (start, _), (second, _), *_ = plan.bounds
         columns = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
-        step = DeviceStep(columns, plan.decoding)
-        if self._pieces is not None and plan.sizes.chunks:
-            normed = self._pieces.run(step)
+        step = DeviceStep(columns, plan.num_decoding)
+        if self._piecewise is not None and plan.sizes.chunks:
+            normed = self._piecewise.run(step)
             if normed is not None:
                 return normed
         return self._forward(step, self._cache)

@@ -1,11 +1,11 @@
-"""What one step computes, as one row of int32: built on the host, sent to every rank and copied to the device as it is.
+"""The plan of a step, as one int32 array: built on the host, broadcast to every rank and copied to the device unchanged.
 
-    header | ids | positions | slots | places | cells | blocks | pages | query indptr | page indptr | last pages
+    header | ids | positions | slots | sampling | cells | blocks | pages | query indptr | page indptr | last pages
 
-The tokens of a step lie side by side, first those of decoding rows, one each, then the chunks of prompts. `places` are the
-tokens whose next one is chosen; a plan of decoding rows alone has none: all of them choose. Block tables live on the device
-and are told what is new in them: `cells` of the flattened tables, and the `blocks` that go there. The last four columns are
-for the chunks, in the words of FlashInfer's planner.
+The tokens of decode rows come first, one each, then the tokens of prompt chunks. `sampling` holds the indices of the tokens
+whose successor is sampled; a plan without chunks has none, because all its tokens sample. Block tables stay on the device and
+are updated: `cells` are indices into the flattened tables, `blocks` the new values. The last four columns are the inputs of
+FlashInfer's planner for the chunks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from text_generation_shard.step.steady import StepRows
 
 Ints = NDArray[np.int32]
 
-LAST_CHOSEN = -1
-"""Instead of a token id: the last token chosen for the slot, which the device knows."""
+LAST_SAMPLED = -1
+"""Instead of a token id: the last token sampled for the slot, which is on the device."""
 COLUMNS = (
     "ids",
     "positions",
     "slots",
-    "places",
+    "sampling",
     "cells",
     "blocks",
     "pages",
@@ -40,137 +40,144 @@ COLUMNS = (
 )
 _COLUMN = {name: index for index, name in enumerate(COLUMNS)}
 HEADER = 8
-"""Numbers before the first column, of which the first six say something."""
-ALIGNED = 4
-"""Columns begin at multiples of so many numbers, 16 bytes: a kernel is compiled anew for a pointer that is aligned less."""
+"""Length of the header; its first six numbers are used."""
+ALIGNMENT = 4
+"""Columns start at multiples of this many numbers, 16 bytes: Triton compiles a separate kernel for less aligned pointers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How long the columns of a plan are."""
+class PlanSizes:
+    """Lengths of the columns of a plan."""
 
     tokens: int
-    places: int
+    sampling: int
     updates: int
     pages: int = 0
     chunks: int = 0
 
-    @lru_cache(maxsize=1024)  # noqa: B019 – sizes are small, and most steps have those of the step before
-    def spans(self) -> list[tuple[int, int]]:
-        """Where each of COLUMNS begins and ends."""
+    @lru_cache(maxsize=1024)  # noqa: B019 – instances are small, and most steps have the sizes of the previous one
+    def bounds(self) -> list[tuple[int, int]]:
+        """Return the start and end of each of COLUMNS."""
         ends = self.chunks + 1 if self.chunks else 0
         at = HEADER
-        spans = []
-        for length in (*(self.tokens,) * 3, self.places, *(self.updates,) * 2, self.pages, ends, ends, self.chunks):
-            spans.append((at, at + length))
-            at += -(-length // ALIGNED) * ALIGNED
-        return spans
+        bounds = []
+        for length in (*(self.tokens,) * 3, self.sampling, *(self.updates,) * 2, self.pages, ends, ends, self.chunks):
+            bounds.append((at, at + length))
+            at += -(-length // ALIGNMENT) * ALIGNMENT
+        return bounds
 
 
-Memory = Callable[[int], Ints]
-"""Gives so many numbers of it."""
+Allocate = Callable[[int], Ints]
+"""Allocates an array of the given length."""
 
 
-def any_memory(length: int) -> Ints:
-    """Memory of no particular kind."""
+def pageable_memory(length: int) -> Ints:
+    """Allocate ordinary, pageable memory."""
     return np.empty(length, dtype=np.int32)
 
 
-Update = tuple[int, int]
-"""A cell of the flattened block tables, and the block that goes there."""
+TableUpdate = tuple[int, int]
+"""A cell of the flattened block tables, and its new block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """To what a plan of decoding rows is filled up, so that it fits a CUDA graph."""
+    """Size of a padded decode plan, to fit a CUDA graph."""
 
     tokens: int
     updates: int
     slot: int
-    """A slot that belongs to nobody."""
-    update: Update
-    """An update that changes nothing."""
+    """The dummy slot."""
+    update: TableUpdate
+    """An update without effect."""
 
 
-@dataclass(slots=True)  # frozen, it would take four times as long to make, once a step
+@dataclass(slots=True)  # not frozen: creating it would take four times as long, once per step
 class StepPlan:
-    """A step of one or more tokens."""
+    """The plan of a step of one or more tokens."""
 
     numbers: Ints
-    """The whole row; the first HEADER tell the sizes, and whether the tokens are chosen greedily with the forward pass."""
-    sizes: Sizes
-    spans: list[tuple[int, int]]
+    """The whole array; the header holds the sizes, and whether tokens are sampled greedily in the forward pass."""
+    sizes: PlanSizes
+    bounds: list[tuple[int, int]]
     greedy: bool
 
     @classmethod
-    def blank(cls, sizes: Sizes, *, greedy: bool, memory: Memory) -> StepPlan:
-        """A plan to fill in, in memory that is taken for it."""
-        spans = sizes.spans()
-        numbers = memory(spans[-1][1])
-        numbers[:HEADER] = (sizes.tokens, sizes.places, sizes.updates, sizes.pages, sizes.chunks, greedy, 0, 0)
-        return cls(numbers, sizes, spans, greedy)
+    def blank(cls, sizes: PlanSizes, *, greedy: bool, memory: Allocate) -> StepPlan:
+        """Allocate a plan with `memory`; the columns are not initialized."""
+        bounds = sizes.bounds()
+        numbers = memory(bounds[-1][1])
+        numbers[:HEADER] = (sizes.tokens, sizes.sampling, sizes.updates, sizes.pages, sizes.chunks, greedy, 0, 0)
+        return cls(numbers, sizes, bounds, greedy)
 
     @classmethod
     def read(cls, numbers: Ints) -> StepPlan:
-        """The plan that another rank has built."""
-        tokens, places, updates, pages, chunks, greedy, *_ = numbers[:HEADER].tolist()
-        sizes = Sizes(tokens, places, updates, pages, chunks)
-        return cls(numbers, sizes, sizes.spans(), bool(greedy))
+        """Return the plan in an array received from rank 0."""
+        tokens, sampling, updates, pages, chunks, greedy, *_ = numbers[:HEADER].tolist()
+        sizes = PlanSizes(tokens, sampling, updates, pages, chunks)
+        return cls(numbers, sizes, sizes.bounds(), bool(greedy))
 
     @classmethod
-    @lru_cache(maxsize=128)  # graphs have fewer sizes; without them every step has its own
-    def idle(cls, padding: Padding, *, greedy: bool = True) -> StepPlan:
-        """A plan of padding alone; not to be changed."""
-        plan = cls.blank(Sizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=any_memory)
-        plan.column("ids")[:] = LAST_CHOSEN
+    @lru_cache(maxsize=128)  # one per capture size; without graphs, one per step size
+    def dummy(cls, padding: Padding, *, greedy: bool = True) -> StepPlan:
+        """Return a plan of padding only; must not be modified."""
+        plan = cls.blank(PlanSizes(padding.tokens, 0, padding.updates), greedy=greedy, memory=pageable_memory)
+        plan.column("ids")[:] = LAST_SAMPLED
         plan.column("positions")[:] = 0
         plan.column("slots")[:] = padding.slot
         plan.column("cells")[:], plan.column("blocks")[:] = padding.update
         return plan
 
     def column(self, name: str) -> Ints:
-        """One of COLUMNS, to read or to write."""
-        start, end = self.spans[_COLUMN[name]]
+        """Return a view of one of COLUMNS."""
+        start, end = self.bounds[_COLUMN[name]]
         return self.numbers[start:end]
 
     @property
-    def decoding(self) -> int:
-        """How many of the tokens are those of decoding rows."""
+    def num_decoding(self) -> int:
+        """Number of tokens of decode rows."""
         return self.sizes.tokens - int(self.column("query_indptr")[-1]) if self.sizes.chunks else self.sizes.tokens
 
     @property
-    def choosing(self) -> int:
-        """How many tokens are chosen."""
-        return self.sizes.places if self.sizes.chunks else self.sizes.tokens
+    def num_sampling(self) -> int:
+        """Number of tokens that are sampled."""
+        return self.sizes.sampling if self.sizes.chunks else self.sizes.tokens
 
 
 def plan_decoding(
-    rows: StepRows, updates: Sequences[Update], padding: Padding, *, greedy: bool, memory: Memory = any_memory
+    rows: StepRows,
+    updates: Sequences[TableUpdate],
+    padding: Padding,
+    *,
+    greedy: bool,
+    memory: Allocate = pageable_memory,
 ) -> StepPlan:
-    """One token for each of `rows`, in order. There are no more rows and updates than `padding` has room for."""
-    idle = StepPlan.idle(padding, greedy=greedy)
-    plan = StepPlan(memory(len(idle.numbers)), idle.sizes, idle.spans, greedy)
-    plan.numbers[:] = idle.numbers
+    """Plan one token for each of `rows`, in order. `padding` must have room for all rows and updates."""
+    dummy = StepPlan.dummy(padding, greedy=greedy)
+    plan = StepPlan(memory(len(dummy.numbers)), dummy.sizes, dummy.bounds, greedy)
+    plan.numbers[:] = dummy.numbers
     _put_decoding(plan, rows, rows.others)
     _put_updates(plan, updates)
     return plan
 
 
-def plan_chunks(rows: StepRows, updates: Sequences[Update], *, greedy: bool, memory: Memory = any_memory) -> StepPlan:
-    """One token for each row that decodes, then the tokens of each chunk, of which there is at least one."""
+def plan_chunks(
+    rows: StepRows, updates: Sequences[TableUpdate], *, greedy: bool, memory: Allocate = pageable_memory
+) -> StepPlan:
+    """Plan one token for each decode row, then the tokens of each chunk; there is at least one chunk."""
     decoding = [row for row in rows.others if not row.prefills]
     chunks = rows.others[len(decoding) :]
     first = rows.num_steady + len(decoding)
     ends = [row.start + row.length for row in chunks]
     tables = [row.sequence.blocks[: -(-end // BLOCK_SIZE)] for row, end in zip(chunks, ends, strict=True)]
     chunk_tokens = sum(row.length for row in chunks)
-    places = first + sum(row.samples for row in chunks)
-    sizes = Sizes(first + chunk_tokens, places, len(updates), pages=sum(map(len, tables)), chunks=len(chunks))
+    num_sampling = first + sum(row.samples for row in chunks)
+    sizes = PlanSizes(first + chunk_tokens, num_sampling, len(updates), pages=sum(map(len, tables)), chunks=len(chunks))
     plan = StepPlan.blank(sizes, greedy=greedy, memory=memory)
     _put_decoding(plan, rows, decoding)
     ids, positions, slots = plan.column("ids"), plan.column("positions"), plan.column("slots")
-    ids[:first] = LAST_CHOSEN
-    choosing = list(range(first))
+    ids[:first] = LAST_SAMPLED
+    sampling = list(range(first))
     at = first
     for row, end in zip(chunks, ends, strict=True):
         after = at + row.length
@@ -178,9 +185,9 @@ def plan_chunks(rows: StepRows, updates: Sequences[Update], *, greedy: bool, mem
         positions[at:after] = np.arange(row.start, end, dtype=np.int32)
         slots[at:after] = row.sequence.slot
         if row.samples:
-            choosing.append(after - 1)
+            sampling.append(after - 1)
         at = after
-    plan.column("places")[:] = choosing
+    plan.column("sampling")[:] = sampling
     _put_updates(plan, updates)
     plan.column("pages")[:] = [block for table in tables for block in table]
     plan.column("query_indptr")[:] = np.cumsum([0, *(row.length for row in chunks)])
@@ -190,7 +197,7 @@ def plan_chunks(rows: StepRows, updates: Sequences[Update], *, greedy: bool, mem
 
 
 def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[Row]) -> None:
-    """Where the steady rows are, and those of the others that decode; their tokens are known to the device."""
+    """Write positions and slots of persistent rows and of other decode rows; the device knows their tokens."""
     positions, slots = plan.column("positions"), plan.column("slots")
     first = rows.num_steady
     if rows.steady is not None:
@@ -202,7 +209,7 @@ def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[Row]) -> N
         slots[first:count] = [row.sequence.slot for row in decoding]
 
 
-def _put_updates(plan: StepPlan, updates: Sequences[Update]) -> None:
+def _put_updates(plan: StepPlan, updates: Sequences[TableUpdate]) -> None:
     if updates:
         plan.column("cells")[: len(updates)] = [cell for cell, _ in updates]
         plan.column("blocks")[: len(updates)] = [block for _, block in updates]

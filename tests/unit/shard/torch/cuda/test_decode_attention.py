@@ -36,7 +36,7 @@ class Shape:
     head_dim: int
 
 
-CUT = LaunchConfig(splits=3, least_blocks=1, warps=4, stages=3, merge="last arrival")
+CUT = LaunchConfig(splits=3, min_blocks=1, warps=4, stages=3, merge="last arrival")
 SMOL = Shape(9, 3, 64)
 LLAMA = Shape(8, 2, 128)
 
@@ -140,7 +140,7 @@ def test_a_long_row_alone_is_cut_into_many_pieces(merge: Merge, device: torch.de
 def test_short_rows_are_not_cut_where_there_are_many(device: torch.device, dtype: torch.dtype) -> None:
     config = config_for(6, SMOL.heads, SMOL.kv_heads, SMOL.head_dim, multiprocessors=1)
     assert config.splits > 1
-    config = replace(config, least_blocks=config.least_blocks // 32)
+    config = replace(config, min_blocks=config.min_blocks // 32)
     case = a_case(SMOL, [32, 33], device, dtype)
     result = case.run(an_attention(SMOL, 2, device, config), out_dtype=torch.float32)
     uncut = case.run(an_attention(SMOL, 2, device, replace(config, splits=1)), out_dtype=torch.float32)

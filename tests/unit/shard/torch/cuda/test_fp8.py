@@ -21,8 +21,8 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.fp8 import Fp8Linear
 from text_generation_shard.engines.torch.cuda.kernels.quantize import quantize_rows
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.linear import Linear
-from text_generation_shard.engines.torch.cuda.split import Split
+from text_generation_shard.engines.torch.cuda.linear import ParallelLinear
+from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
 
@@ -102,10 +102,10 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def load(folder: Path, device: torch.device, split: Split | None = None) -> ModelWeights:
-    weights = ModelWeights(read_model_config(folder), split or Split(), device, dtype_on(device))
-    load_weights(folder, weights.targets())
-    weights.seal()
+def load(folder: Path, device: torch.device, split: TensorParallelRank | None = None) -> ModelWeights:
+    weights = ModelWeights(read_model_config(folder), split or TensorParallelRank(), device, dtype_on(device))
+    load_weights(folder, weights.named_parameters())
+    weights.process_weights_after_loading()
     return weights
 
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_computes_with_what_its_numbers_stand_for(
     write_checkpoint(tmp_path, tensors, {"quantization_config": config})
     x = torch.randn(5, 64).to(dtype_on(device)).float()
     for rank in range(size):
-        weights = load(tmp_path, device, Split(rank, size))
+        weights = load(tmp_path, device, TensorParallelRank(rank, size))
         inputs = x.to(device, weights.embedding.dtype)
         out = torch.full((5, 192 // size), float("nan"), device=device, dtype=inputs.dtype)
         weights.layers[1].gate_up(inputs, out)
@@ -171,21 +171,21 @@ def test_ignored_modules_stay_as_they_are(tmp_path: Path, device: torch.device) 
     kept = {name: tensors[name] for name in tensors if "down_proj" in name}
     write_checkpoint(tmp_path, quantized(tensors, per_row=True) | kept, changes)
     layer = load(tmp_path, device).layers[0]
-    assert [type(linear) for linear in layer.linears] == [Fp8Linear, Fp8Linear, Fp8Linear, Linear]
+    assert [type(linear) for linear in layer.linears] == [Fp8Linear, Fp8Linear, Fp8Linear, ParallelLinear]
 
 
 def test_projections_of_one_product_must_agree(tmp_path: Path) -> None:
     config = COMPRESSED_DYNAMIC | {"ignore": ["model.layers.1.self_attn.k_proj"]}
     folder = write_checkpoint(tmp_path, {}, {"quantization_config": config})
     with pytest.raises(EngineError, match="all of them must be in FP8, or none"):
-        ModelWeights(read_model_config(folder), Split(), torch.device("cpu"), torch.float32)
+        ModelWeights(read_model_config(folder), TensorParallelRank(), torch.device("cpu"), torch.float32)
 
 
 def test_sizes_without_a_product_in_fp8_are_widened_as_they_are_loaded(tmp_path: Path, device: torch.device) -> None:
     changes = {"intermediate_size": 88, "quantization_config": COMPRESSED_DYNAMIC}
     tensors = quantized(random_tensors(changes), per_row=True)
     layer = load(write_checkpoint(tmp_path, tensors, changes), device).layers[1]
-    assert isinstance(layer.down, Linear)
+    assert isinstance(layer.down, ParallelLinear)
     expected = dequantized(tensors)["model.layers.1.mlp.down_proj.weight"].to(layer.down.weight.dtype)
     assert torch.equal(layer.down.weight.cpu(), expected)
 
@@ -194,9 +194,9 @@ def test_sizes_without_a_product_in_fp8_are_widened_as_they_are_loaded(tmp_path:
 def test_dummy_weights_have_the_usual_spread(tmp_path: Path, device: torch.device, scheme: str) -> None:
     config: dict[str, Any] = {"quantization_config": SCHEMES[scheme][0]}
     folder = write_checkpoint(tmp_path, {}, config)
-    weights = ModelWeights(read_model_config(folder), Split(), device, torch.bfloat16)
-    fill_dummy(weights.targets())
-    weights.seal()
+    weights = ModelWeights(read_model_config(folder), TensorParallelRank(), device, torch.bfloat16)
+    fill_dummy(weights.named_parameters())
+    weights.process_weights_after_loading()
     down = weights.layers[0].down
     assert isinstance(down, Fp8Linear)
     assert (down.weight.float() * down.weight_scale.t()).std().item() == pytest.approx(0.02, rel=0.1)

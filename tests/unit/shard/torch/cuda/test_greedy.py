@@ -8,12 +8,12 @@ from reference_attention import greedy
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.kernels import greedy as kernel
-from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedyChoice
+from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedySampler
 
 # The interpreter remarks upon infinities and NaN in the rows that hold some.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 VOCAB_SIZE = 5000
-"""More than one stretch of logits, and no whole number of them."""
+"""More than one segment of logits, and no whole number of them."""
 
 
 def choose(logits: Tensor, slots: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,7 +23,7 @@ def choose(logits: Tensor, slots: list[int] | None = None) -> tuple[Tensor, Tens
     token_ids = torch.full_like(last_tokens, -8)
     logprobs = torch.full((rows,), torch.nan, device=device)
     slots = list(range(rows)) if slots is None else slots
-    choice = GreedyChoice(rows, logits.shape[1], device)
+    choice = GreedySampler(rows, logits.shape[1], device)
     for _ in range(2):  # the second time with the workspace as the first left it
         choice.run(logits, torch.tensor(slots, dtype=torch.int32, device=device), last_tokens, token_ids, logprobs)
     return token_ids, logprobs, last_tokens

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.split import Split
+from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
-def load(folder: Path, split: Split, device: torch.device) -> ModelWeights:
+def load(folder: Path, split: TensorParallelRank, device: torch.device) -> ModelWeights:
     weights = ModelWeights(read_model_config(folder), split, device, torch.float32)
-    load_weights(folder, weights.targets())
-    weights.seal()
+    load_weights(folder, weights.named_parameters())
+    weights.process_weights_after_loading()
     return weights
 
 
@@ -38,7 +38,8 @@ def test_ranks_compute_together_what_one_does_alone(
     """Against the checkpoint's tensors themselves. Beyond two ranks, the two key-value heads are on several of them."""
     tensors = random_tensors(changes)
     ranks = [
-        load(write_checkpoint(tmp_path, tensors, changes), Split(rank, size), device).layers for rank in range(size)
+        load(write_checkpoint(tmp_path, tensors, changes), TensorParallelRank(rank, size), device).layers
+        for rank in range(size)
     ]
     hidden, queries, inner = (torch.randn(3, width) for width in (64, 128, 96))
 
@@ -75,7 +76,7 @@ def test_the_vocabulary_is_divided_and_padded_at_its_end(
     changes = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
     tensors = random_tensors(changes)
     write_checkpoint(tmp_path, tensors, changes)
-    ranks = [load(tmp_path, Split(rank, size), device) for rank in range(size)]
+    ranks = [load(tmp_path, TensorParallelRank(rank, size), device) for rank in range(size)]
     x = torch.randn(3, 64)
     logits = [weights.head.logits(x.to(device)).cpu() for weights in ranks]
     assert len({part.shape for part in logits}) == 1
@@ -89,8 +90,8 @@ def test_the_vocabulary_is_divided_and_padded_at_its_end(
 
 def test_every_tensor_of_a_checkpoint_has_a_target(tmp_path: Path, device: torch.device) -> None:
     tensors = random_tensors(BIASED)
-    weights = load(write_checkpoint(tmp_path, tensors, BIASED), Split(), device)
-    assert set(weights.targets()) == set(tensors)
+    weights = load(write_checkpoint(tmp_path, tensors, BIASED), TensorParallelRank(), device)
+    assert set(weights.named_parameters()) == set(tensors)
 
 
 def test_norms_of_query_and_key_heads_are_on_every_rank(tmp_path: Path, device: torch.device) -> None:
@@ -98,7 +99,7 @@ def test_norms_of_query_and_key_heads_are_on_every_rank(tmp_path: Path, device: 
     for index in range(2):
         for name in ("q_norm", "k_norm"):
             tensors[f"model.layers.{index}.self_attn.{name}.weight"] = torch.randn(16)
-    weights = load(write_checkpoint(tmp_path, tensors, {"model_type": "qwen3"}), Split(1, 2), device)
+    weights = load(write_checkpoint(tmp_path, tensors, {"model_type": "qwen3"}), TensorParallelRank(1, 2), device)
     head_norms = weights.layers[1].head_norms
     assert head_norms is not None
     for norm, name in zip(head_norms, ("q_norm", "k_norm"), strict=True):
@@ -119,14 +120,14 @@ def test_what_cannot_be_divided_is_refused(
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
     config = read_model_config(write_checkpoint(tmp_path, {}, changes))
     with pytest.raises(EngineError, match=words):
-        ModelWeights(config, Split(0, size), torch.device("cpu"), torch.float32)
+        ModelWeights(config, TensorParallelRank(0, size), torch.device("cpu"), torch.float32)
 
 
 def test_ranks_know_how_many_heads_are_theirs(tmp_path: Path) -> None:
     config = read_model_config(write_checkpoint(tmp_path, {}))
     heads = {}
     for size in (1, 2, 4):
-        weights = ModelWeights(config, Split(size - 1, size), torch.device("cpu"), torch.float32)
+        weights = ModelWeights(config, TensorParallelRank(size - 1, size), torch.device("cpu"), torch.float32)
         heads[size] = (weights.num_heads, weights.num_kv_heads)
     assert heads == {1: (8, 2), 2: (4, 1), 4: (2, 1)}
 
@@ -134,10 +135,11 @@ def test_ranks_know_how_many_heads_are_theirs(tmp_path: Path) -> None:
 def test_dummy_weights_are_the_same_for_ranks_and_for_one_alone(tmp_path: Path, device: torch.device) -> None:
     config = read_model_config(write_checkpoint(tmp_path, {}))
     alone, *ranks = (
-        ModelWeights(config, split, device, torch.float32) for split in (Split(), Split(0, 2), Split(1, 2))
+        ModelWeights(config, split, device, torch.float32)
+        for split in (TensorParallelRank(), TensorParallelRank(0, 2), TensorParallelRank(1, 2))
     )
     for weights in (alone, *ranks):
-        fill_dummy(weights.targets())
+        fill_dummy(weights.named_parameters())
     queries, _, values = alone.layers[0].qkv.weight.split([128, 32, 32])
     for rank, weights in enumerate(ranks):
         mine = weights.layers[0].qkv.weight

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from text_generation_shard.engines.torch.cuda.linear import Head, Linear, Projection, Span
+from text_generation_shard.engines.torch.cuda.linear import LMHead, ParallelLinear, Projection, ShardRange
 from text_generation_shard.engines.torch.cuda.precision import Precision
 
-PROJECTIONS = [Projection("a", Span.whole(24), Span.whole(40)), Projection("b", Span(8, 8, 16), Span.whole(40))]
+PROJECTIONS = [
+    Projection("a", ShardRange.whole(24), ShardRange.whole(40)),
+    Projection("b", ShardRange(8, 8, 16), ShardRange.whole(40)),
+]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
 
@@ -22,7 +25,7 @@ def error(out: torch.Tensor, reference: torch.Tensor) -> float:
 def test_a_product_goes_where_it_is_told_or_to_a_new_tensor(
     device: torch.device, dtype: torch.dtype, bias: bool
 ) -> None:
-    linear = Linear(PROJECTIONS, device, Precision(dtype, dtype, dtype), bias=bias)
+    linear = ParallelLinear(PROJECTIONS, device, Precision(dtype, dtype, dtype), bias=bias)
     linear.weight.normal_()
     if linear.bias is not None:
         linear.bias.normal_()
@@ -39,7 +42,7 @@ def test_a_product_goes_where_it_is_told_or_to_a_new_tensor(
 @pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_may_be_left_in_float32(device: torch.device, bias: bool, converted: bool) -> None:
-    linear = Linear(PROJECTIONS, device, Precision(torch.bfloat16, torch.float32, torch.bfloat16), bias=bias)
+    linear = ParallelLinear(PROJECTIONS, device, Precision(torch.bfloat16, torch.float32, torch.bfloat16), bias=bias)
     linear.weight.normal_()
     if linear.bias is not None:
         linear.bias.normal_()
@@ -54,8 +57,8 @@ def test_a_product_may_be_left_in_float32(device: torch.device, bias: bool, conv
 
 
 def test_targets_are_the_rows_of_each_projection(device: torch.device) -> None:
-    linear = Linear(PROJECTIONS, device, Precision(*[torch.float32] * 3), bias=True)
-    targets = linear.targets()
+    linear = ParallelLinear(PROJECTIONS, device, Precision(*[torch.float32] * 3), bias=True)
+    targets = linear.named_parameters()
     assert list(targets) == ["a.weight", "b.weight", "a.bias", "b.bias"]
     assert (targets["b.weight"].shape, targets["b.weight"].starts) == ((16, 40), (8, 0))
     assert (targets["b.bias"].shape, targets["b.bias"].starts) == ((16,), (8,))
@@ -66,7 +69,7 @@ def test_targets_are_the_rows_of_each_projection(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_are_not_rounded_to_the_dtype_of_the_weights(device: torch.device, dtype: torch.dtype) -> None:
-    head = Head(torch.randn(51, 64, device=device).to(dtype))
+    head = LMHead(torch.randn(51, 64, device=device).to(dtype))
     x = torch.randn(3, 64, device=device).to(dtype)
     reference = x.double() @ head.weight.double().t()
     out = torch.full((3, 51), float("nan"), device=device)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.forward import DeviceStep, Forward
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.parallel.group import Group
-from text_generation_shard.engines.torch.cuda.plain_toolbox import PlainToolbox
-from text_generation_shard.engines.torch.cuda.precision import NARROW, Precision
-from text_generation_shard.engines.torch.cuda.split import Split
+from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.cuda.precision import MAX_NARROW_HIDDEN_SIZE, Precision
+from text_generation_shard.engines.torch.cuda.reference_ops import ReferenceOps
+from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import load_weights
@@ -35,19 +35,19 @@ Edit = Callable[[dict[str, Tensor]], object]
 
 @dataclass
 class Model:
-    """A model on the plain toolbox, all of whose sequences decode."""
+    """A model on the plain ops, all of whose sequences decode."""
 
     folder: Path
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
         self.config = read_model_config(self.folder)
-        self.weights = ModelWeights(self.config, Split(), CPU, self.dtype)
-        load_weights(self.folder, self.weights.targets())
-        self.weights.seal()
-        slots, toolbox = torch.arange(SEQUENCES, dtype=torch.int32), PlainToolbox(self.config.head_dim)
+        self.weights = ModelWeights(self.config, TensorParallelRank(), CPU, self.dtype)
+        load_weights(self.folder, self.weights.named_parameters())
+        self.weights.process_weights_after_loading()
+        slots, ops = torch.arange(SEQUENCES, dtype=torch.int32), ReferenceOps(self.config.head_dim)
         tables, last_tokens = slots.unsqueeze(1), torch.zeros_like(slots)
-        self.forward = Forward(self.config, self.weights, toolbox, Group(Split()), tables, last_tokens)
+        self.forward = Forward(self.config, self.weights, ops, ParallelGroup(TensorParallelRank()), tables, last_tokens)
 
     def cache(self) -> list[Tensor]:
         """A block for each sequence."""
@@ -63,7 +63,7 @@ class Model:
 def steps(ids: Tensor) -> list[DeviceStep]:
     slots = torch.arange(ids.shape[1])
     columns = [torch.stack((row, torch.full_like(row, position), slots)) for position, row in enumerate(ids)]
-    return [DeviceStep(each.int(), decoding=len(slots)) for each in columns]
+    return [DeviceStep(each.int(), num_decoding=len(slots)) for each in columns]
 
 
 Make = Callable[..., Model]
@@ -115,10 +115,10 @@ def test_converted_weights_are_the_same_numbers(make: Make) -> None:
 
 def test_wide_models_and_those_in_fp8_keep_their_dtype(tmp_path: Path) -> None:
     config = read_model_config(write_checkpoint(tmp_path, {}))
-    assert Precision.of(replace(config, hidden_size=NARROW), BF16).products == FP32
+    assert Precision.of(replace(config, hidden_size=MAX_NARROW_HIDDEN_SIZE), BF16).products == FP32
     as_it_is = Precision(BF16, BF16, BF16)
-    assert Precision.of(replace(config, hidden_size=NARROW + 1), BF16) == as_it_is
-    assert as_it_is.sealed([torch.ones(4)], [torch.ones(4, 4)]) == as_it_is
+    assert Precision.of(replace(config, hidden_size=MAX_NARROW_HIDDEN_SIZE + 1), BF16) == as_it_is
+    assert as_it_is.after_loading([torch.ones(4)], [torch.ones(4, 4)]) == as_it_is
     fp8 = read_model_config(write_checkpoint(tmp_path, {}, {"quantization_config": COMPRESSED_DYNAMIC}))
     assert Precision.of(fp8, BF16) == as_it_is
 
@@ -195,10 +195,10 @@ def test_a_pass_may_use_the_first_rows_of_larger_memory(make: Make) -> None:
     [step] = steps(torch.arange(SEQUENCES).unsqueeze(0))
     expected = model.forward(step, model.cache())
     activations = model.forward.activations(SEQUENCES + 3)
-    work = model.forward.begin(step.columns, model.cache(), activations.first(SEQUENCES))
-    attend = model.forward.attention(work, SEQUENCES, SEQUENCES)
+    state = model.forward.prepare(step.columns, model.cache(), activations.first(SEQUENCES))
+    attend = model.forward.attention(state, SEQUENCES, SEQUENCES)
     for index in range(model.forward.num_pieces):
         if index:
             attend(index - 1)
-        model.forward.piece(index, work)
+        model.forward.piece(index, state)
     assert torch.equal(activations.normed[:SEQUENCES], expected)

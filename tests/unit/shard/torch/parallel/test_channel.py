@@ -21,11 +21,11 @@ from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.parallel.channel import (
     GOODBYE,
-    Follower,
+    FollowerChannel,
     GroupBroken,
-    Leader,
-    gather_group,
-    meet_leader,
+    LeaderChannel,
+    accept_followers,
+    connect_to_leader,
 )
 
 SOON = 10.0
@@ -38,11 +38,11 @@ def path() -> Iterator[Path]:
 
 
 @contextmanager
-def group(path: Path, size: int) -> Iterator[tuple[Leader, list[Follower]]]:
+def group(path: Path, size: int) -> Iterator[tuple[LeaderChannel, list[FollowerChannel]]]:
     """A leader and its followers, in the threads of one process."""
     with ThreadPoolExecutor(size) as pool:
-        leading = pool.submit(gather_group, path, size, SOON)
-        following = [pool.submit(meet_leader, path, rank, size, SOON) for rank in reversed(range(1, size))]
+        leading = pool.submit(accept_followers, path, size, SOON)
+        following = [pool.submit(connect_to_leader, path, rank, size, SOON) for rank in reversed(range(1, size))]
         leader, followers = leading.result(), [one.result() for one in reversed(following)]
     try:
         yield leader, followers
@@ -57,7 +57,7 @@ def test_what_the_leader_says_all_followers_hear_in_order(path: Path, size: int)
     # Larger than any buffer on the way, and the next one smaller again.
     messages = [(3, b""), (1, b"a"), (4, os.urandom(1 << 20)), (2, os.urandom(4096))]
 
-    def hear(follower: Follower) -> list[tuple[int, bytes]]:
+    def hear(follower: FollowerChannel) -> list[tuple[int, bytes]]:
         return [(kind, bytes(payload)) for kind, payload in (follower.receive() for _ in messages)]
 
     with group(path, size) as (leader, followers), ThreadPoolExecutor(size) as pool:
@@ -90,10 +90,10 @@ def test_nothing_is_left_in_the_file_system_once_all_have_met(path: Path) -> Non
 
 def test_the_socket_is_for_its_owner_alone(path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(gather_group, path, 3, SOON)
-        first = meet_leader(path, 1, 3, SOON)
+        leading = pool.submit(accept_followers, path, 3, SOON)
+        first = connect_to_leader(path, 1, 3, SOON)
         assert path.stat().st_mode & 0o777 == 0o600
-        second = meet_leader(path, 2, 3, SOON)
+        second = connect_to_leader(path, 2, 3, SOON)
         leading.result().close()
     first.close()
     second.close()
@@ -141,8 +141,8 @@ def test_gathering_ends_when_a_follower_is_gone(path: Path) -> None:
 FOLLOWER = """
 import sys
 from pathlib import Path
-from text_generation_shard.engines.torch.cuda.parallel.channel import meet_leader
-follower = meet_leader(Path(sys.argv[1]), 1, 2, 30)
+from text_generation_shard.engines.torch.cuda.parallel.channel import connect_to_leader
+follower = connect_to_leader(Path(sys.argv[1]), 1, 2, 30)
 while True:
     kind, payload = follower.receive()
     follower.answer(len(payload))
@@ -152,7 +152,7 @@ while True:
 def test_a_process_that_is_killed_is_noticed_by_who_waits_and_by_who_does_nothing(path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", FOLLOWER, str(path)])
     try:
-        leader = gather_group(path, 2, 30)
+        leader = accept_followers(path, 2, 30)
         gone: queue.SimpleQueue[str] = queue.SimpleQueue()
         leader.watch(gone.put)
         leader.broadcast(1, b"12345")
@@ -206,7 +206,7 @@ def test_a_leader_that_leaves_is_not_told_that_the_others_do(path: Path) -> None
     assert told == []
 
 
-def fill(leader: Leader, rank: int) -> None:
+def fill(leader: LeaderChannel, rank: int) -> None:
     """Send until the kernel takes no more."""
     connection = leader._followers[rank]._socket
     connection.setblocking(False)
@@ -217,14 +217,14 @@ def fill(leader: Leader, rank: int) -> None:
 
 
 def test_a_follower_that_does_not_come_is_named(path: Path) -> None:
-    with pytest.raises(EngineError, match=r"^ranks 1, 2 did not come within 0\.05 s$"):
-        gather_group(path, 3, 0.05)
+    with pytest.raises(EngineError, match=r"^ranks 1, 2 did not connect within 0\.05 s$"):
+        accept_followers(path, 3, 0.05)
     assert not path.exists()
 
 
 def test_a_leader_that_is_not_there_is_waited_for_and_then_named(path: Path) -> None:
-    with pytest.raises(EngineError, match=rf"^rank 0 was not to be met at {path} within 0\.05 s: No such file"):
-        meet_leader(path, 1, 2, 0.05)
+    with pytest.raises(EngineError, match=rf"^rank 0 was not reachable at {path} within 0\.05 s: No such file"):
+        connect_to_leader(path, 1, 2, 0.05)
 
 
 def test_a_socket_that_a_crash_left_makes_way(path: Path) -> None:
@@ -238,17 +238,17 @@ def test_a_socket_that_a_crash_left_makes_way(path: Path) -> None:
 @pytest.mark.parametrize(
     ("greetings", "problem"),
     [
-        ([(1, 3), (1, 3)], "rank 1 came twice"),
-        ([(3, 3)], "rank 3 is not one of a group of 3"),
-        ([(0, 3)], "rank 0 is not one of a group of 3"),
-        ([(1, 2)], "rank 1 believes in a group of 2, and there are 3"),
+        ([(1, 3), (1, 3)], "rank 1 connected twice"),
+        ([(3, 3)], "rank 3 is not in a group of 3"),
+        ([(0, 3)], "rank 0 is not in a group of 3"),
+        ([(1, 2)], "rank 1 has world size 2, expected 3"),
     ],
 )
 def test_who_has_no_place_in_the_group_is_refused(path: Path, greetings: list[tuple[int, int]], problem: str) -> None:
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(gather_group, path, 3, SOON)
-        came = [meet_leader(path, rank, size, SOON) for rank, size in greetings]
-        with pytest.raises(EngineError, match=f"^the group cannot be gathered: {problem}$"):
+        leading = pool.submit(accept_followers, path, 3, SOON)
+        came = [connect_to_leader(path, rank, size, SOON) for rank, size in greetings]
+        with pytest.raises(EngineError, match=f"^the group could not be formed: {problem}$"):
             leading.result()
         for follower in came:  # nobody is left waiting
             with pytest.raises(GroupBroken):
@@ -259,10 +259,10 @@ def test_who_has_no_place_in_the_group_is_refused(path: Path, greetings: list[tu
 @pytest.mark.parametrize("words", [b"", b"GET", struct.pack("<III", 7, 1, 2)])
 def test_what_is_no_shard_is_refused(path: Path, words: bytes) -> None:
     with ThreadPoolExecutor(1) as pool, socket.socket(socket.AF_UNIX) as stranger:
-        leading = pool.submit(gather_group, path, 2, SOON)
+        leading = pool.submit(accept_followers, path, 2, SOON)
         while stranger.connect_ex(str(path)):
             pass
         stranger.sendall(words)
         stranger.shutdown(socket.SHUT_WR)
-        with pytest.raises(EngineError, match=r"what connected is no shard$"):
+        with pytest.raises(EngineError, match=r"a connection did not come from a shard$"):
             leading.result()

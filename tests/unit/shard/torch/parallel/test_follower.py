@@ -16,7 +16,7 @@ import structlog
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, Orders, WarmUpLimits
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.cuda.parallel.channel import Leader, gather_group, meet_leader
+from text_generation_shard.engines.torch.cuda.parallel.channel import LeaderChannel, accept_followers, connect_to_leader
 from text_generation_shard.engines.torch.cuda.parallel.follower import FollowerEngine
 
 SOON = 10.0
@@ -24,13 +24,13 @@ STUCK = 99
 
 
 @dataclass
-class Recorder:
+class RecordingWorker:
     """An executor that keeps what it was told, and answers by request."""
 
     heard: queue.SimpleQueue[tuple[int, bytes]] = field(default_factory=queue.SimpleQueue)
     released: threading.Event = field(default_factory=threading.Event)
 
-    def mirror(self, kind: int, payload: memoryview) -> int | None:
+    def execute(self, kind: int, payload: memoryview) -> int | None:
         self.heard.put((kind, bytes(payload)))
         if kind == STUCK:
             self.released.wait()
@@ -43,8 +43,8 @@ class Recorder:
 class Pair:
     """A leader's channel, and a follower at its other end."""
 
-    leader: Leader
-    executor: Recorder
+    leader: LeaderChannel
+    executor: RecordingWorker
     engine: FollowerEngine
     reasons: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
@@ -54,9 +54,9 @@ def pair() -> Iterator[Pair]:
     info = build_engine(ShardConfig(engine="echo")).info
     with tempfile.TemporaryDirectory(prefix="t-") as folder, ThreadPoolExecutor(1) as pool:
         path = Path(folder, "group")
-        leading = pool.submit(gather_group, path, 2, SOON)
-        executor = Recorder()
-        engine = FollowerEngine(info, 1, meet_leader(path, 1, 2, SOON), executor)
+        leading = pool.submit(accept_followers, path, 2, SOON)
+        executor = RecordingWorker()
+        engine = FollowerEngine(info, 1, connect_to_leader(path, 1, 2, SOON), executor)
         pair = Pair(leading.result(), executor, engine)
         pair.engine.on_broken(pair.reasons.put)
         yield pair

@@ -14,17 +14,17 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.parallel.group import join
-from text_generation_shard.engines.torch.cuda.split import Split
+from text_generation_shard.engines.torch.cuda.parallel.group import join_group
+from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 
 MEMBER = """
 import os, sys, torch
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.torch.cuda.parallel.group import join
+from text_generation_shard.engines.torch.cuda.parallel.group import join_group
 from text_generation_shard.engines.torch.cuda.parallel.symmetric import all_succeed
 rank, size, address, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], torch.device(sys.argv[4])
-group = join(ShardConfig(rank=rank, world_size=size, group_address=address), device, 60)
-assert (group.place.rank, group.place.size) == (rank, size)
+group = join_group(ShardConfig(rank=rank, world_size=size, group_address=address), device, 60)
+assert (group.tp.rank, group.tp.world_size) == (rank, size)
 everyone = range(size)
 
 def expect(found, expected):
@@ -58,7 +58,7 @@ steps = (lambda: stages.append("first"), fail, lambda: stages.append("last"))
 assert not all_succeed(steps, device, "done without") and stages == ["first"]
 
 if device.type == "cuda":
-    assert group._all_reduce.is_one_shot and group._exchange is not None
+    assert group._all_reduce.is_one_shot and group._low_latency is not None
     # One-shot, and exchanged.
     for static in (
         torch.zeros(64, 4096, dtype=torch.bfloat16, device=device),
@@ -128,8 +128,8 @@ def test_gpus_compute_together_and_in_a_graph(address: str) -> None:
 
 
 def test_a_group_of_one_joins_nothing() -> None:
-    group = join(ShardConfig(), torch.device("cpu"))
-    assert group.place == Split(0, 1)
+    group = join_group(ShardConfig(), torch.device("cpu"))
+    assert group.tp == TensorParallelRank(0, 1)
     tensor = torch.tensor([1.0, 2.0])
     out = torch.full((1, 2), torch.nan)
     group.all_reduce(tensor)
@@ -142,9 +142,9 @@ def test_a_group_of_one_joins_nothing() -> None:
 
 def test_a_group_that_does_not_gather_is_an_error_in_one_line(address: str) -> None:
     config = ShardConfig(rank=0, world_size=3, group_address=address)
-    with pytest.raises(EngineError, match=r"^ranks 1, 2 did not come within 0\.05 s$"):
-        join(config, torch.device("cpu"), timeout=0.05)
+    with pytest.raises(EngineError, match=r"^ranks 1, 2 did not connect within 0\.05 s$"):
+        join_group(config, torch.device("cpu"), timeout=0.05)
     config = ShardConfig(rank=2, world_size=3, group_address=address)
-    with pytest.raises(EngineError, match=r"^rank 0 was not to be met at"):
-        join(config, torch.device("cpu"), timeout=0.05)
+    with pytest.raises(EngineError, match=r"^rank 0 was not reachable at"):
+        join_group(config, torch.device("cpu"), timeout=0.05)
     assert not Path(address.removeprefix("unix://")).exists()

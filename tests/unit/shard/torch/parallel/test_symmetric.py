@@ -1,4 +1,4 @@
-"""Ranks that set up an exchange agree on whether all of them have it: real processes over gloo, inboxes in files they map."""
+"""Ranks that set up low-latency collectives agree on whether all of them have it: real processes over gloo, inboxes in files they map."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def map_inbox(owner, elements):
 def no_memory(elements, dtype, device):
     raise RuntimeError("no symmetric memory here")
 
-def share(memory):
+def rendezvous(memory):
     return [map_inbox(owner, len(memory.view(-1))).data_ptr() for owner in range(2)]
 
-symmetric.EXCHANGED_ROW = 2 * 256
-symmetric.symmetric = no_memory if fault == "memory" and rank else lambda elements, dtype, device: map_inbox(rank, elements)
-symmetric.share = share
+symmetric.MAX_GATHERED_ROW = 2 * 256
+symmetric.allocate_symmetric = no_memory if fault == "memory" and rank else lambda elements, dtype, device: map_inbox(rank, elements)
+symmetric.rendezvous = rendezvous
 if fault == "values" and rank:
     torch.equal = lambda one, other: False
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-print("opened" if symmetric.open_exchange(torch.device("cpu")) else "done without")
+print("opened" if symmetric.create_low_latency_collectives(torch.device("cpu")) else "done without")
 """
 
 

@@ -1,6 +1,6 @@
-"""The gated activation between a layer's two MLP products: act(gate) · up, of the fused product of gate and up."""
+"""The gated activation of the MLP: act(gate) · up, on the output of the fused gate and up projection."""
 
-# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton
@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-"""Columns a program computes: eight a thread, with four warps."""
+"""Columns per program: eight per thread, with four warps."""
 
 
 def activate(gate_up: Tensor, kind: str, out: Tensor) -> None:
     """out = act(gate) · up, computed in float32 and rounded once.
 
     `gate_up` [tokens, 2·inner] with the gate's columns first, `out` [tokens, inner], both in any float dtype.
-    `kind` names the activation as configs do: "silu", "gelu" or "gelu_pytorch_tanh".
+    `kind` is the activation name of model configs: "silu", "gelu" or "gelu_pytorch_tanh".
     """
     tokens, inner = out.shape
     _activate_kernel[(tokens, triton.cdiv(inner, _BLOCK))](
@@ -58,6 +58,6 @@ def activated(gate: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
         tl.static_assert(KIND == "gelu_pytorch_tanh", "unknown activation")
-        # (1 + tanh z) / 2 is the sigmoid of 2z.
+        # (1 + tanh z) / 2 = sigmoid(2z).
         active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     return active

@@ -1,6 +1,6 @@
-"""Programs that share a result: the one that is done last puts it together.
+"""A counter for programs with a common result: the last program to arrive combines the partial results.
 
-Saves the launch of a second kernel. Which program is last differs from run to run; what it reads does not.
+This saves the launch of a second kernel. The last program differs from run to run; the result does not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton.language as tl
 
 @triton.jit
 def arrives_last(arrivals: tl.tensor, expected: int) -> tl.tensor:
-    """Count this program in at `arrivals` (a pointer to int32); whether it is the last of the `expected` ones.
+    """Count this program at `arrivals` (a pointer to int32); return True if it is the last of the `expected` ones.
 
-    What the others stored before they arrived may then be read. The counter is zero again afterwards: it has to be zero
-    before the first launch only.
+    The last program may read everything that the others stored before they arrived. The counter is reset to zero, so it needs
+    to be zeroed only before the first launch.
     """
-    # One thread counts for the program: the others' stores must be behind it.
+    # One thread counts for the program: all threads must have stored before.
     tl.debug_barrier()
     before = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
     last = before == expected - 1

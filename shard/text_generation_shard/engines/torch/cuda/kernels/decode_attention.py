@@ -1,16 +1,16 @@
-"""Attention of one query token a row over the paged cache: flash decoding, with the keys of a row split over programs.
+"""Attention of one query token per row over the paged cache: flash decoding, with the keys of a row split over programs.
 
-A program takes one KV head of one row and a range of its keys, with all query heads that share the KV head as the rows of
-one matrix product (grouped-query attention, Ainslie et al. 2023), so keys and values are read once. Where a row is split,
-each program leaves its own softmax-weighted mean and the log of its sum of weights, and these are merged (Flash-Decoding,
-Dao et al. 2023; the running maximum and sum are FlashAttention's, Dao et al. 2022): by a second kernel where there are few,
-else by the program that is done last with a row.
+A program handles one KV head of one row and a range of its keys. All query heads that share the KV head are the rows of one
+matrix product (grouped-query attention, Ainslie et al. 2023), so keys and values are read once. If a row is split, each program
+writes its softmax-weighted mean and the log of its sum of weights, and these partial results are merged (Flash-Decoding, Dao et
+al. 2023; the running maximum and sum are from FlashAttention, Dao et al. 2022): by a second kernel if there are few programs,
+else by the last program of a row.
 
-Lengths and block tables are read on the device. The number of programs depends on the number of rows only, so that a CUDA
-graph can be replayed with other lengths, and a row's result does not depend on how long the others are.
+Lengths and block tables are read on the device. The number of programs depends only on the number of rows, so that a CUDA graph
+can be replayed with other lengths, and the result of a row does not depend on the lengths of the others.
 """
 
-# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import math
@@ -26,7 +26,7 @@ from text_generation_shard.engines.torch.cuda.kernels.arrival import arrives_las
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 NO_WINDOW = 1 << 30
-"""A window that no sequence is longer than."""
+"""A window longer than any sequence."""
 
 LOG2_E = math.log2(math.e)
 
@@ -34,71 +34,71 @@ MAX_SPLITS = 32
 FLOATS_PER_WARP = 2048
 """Results that a warp can hold in registers, and partial results that it merges at a time."""
 LONG_ROW_TOKENS = 1024
-"""Where rows alone occupy the device, a split is at least so long: rows up to this length are not split."""
+"""Minimum split length when the rows alone occupy the device: shorter rows are not split."""
 LONG_ROW_SPLITS = 4
 SECOND_KERNEL_PROGRAMS = 64
-"""Rows times KV heads up to which a second kernel merges the pieces. An H200, 8 KV heads of 4 query heads, head_dim 128, 600
-tokens: 6.8 µs by a second kernel and 11.4 by the last arrival at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12. 3 KV heads
-of 3 query heads, head_dim 64: 4.4 and 5.1 at one row, 10.5 and 13.9 at 20, but 8.4 and 6.9 at 24."""
+"""Rows times KV heads up to which a second kernel merges the partial results. Measured on an H200, 8 KV heads of 4 query heads,
+head_dim 128, 600 tokens: second kernel 6.8 µs and last arrival 11.4 µs at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12.
+3 KV heads of 3 query heads, head_dim 64: 4.4 and 5.1 at one row, 10.5 and 13.9 at 20, but 8.4 and 6.9 at 24."""
 
 Merge = Literal["second kernel", "last arrival"]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """What the attention of every layer in a step needs to know about its tokens."""
+    """The inputs of decode attention that are the same in all layers of a step."""
 
     positions: Tensor
-    """int32 [T]: keys 0 … position are attended to."""
+    """int32 [T]: the token attends to keys 0 … position."""
     slots: Tensor
-    """int32 [T]: the line of the block table."""
+    """int32 [T]: row of the block table."""
     block_tables: Tensor
     """int32 [slots, blocks of the longest sequence]."""
     scale: float
-    """What a product of query and key is multiplied with: 1 / √head_dim as a rule."""
+    """Factor of the products of query and key, usually 1 / √head_dim."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """How the work of a launch is cut."""
+    """Work distribution of a launch."""
 
     splits: int
-    """Programs for each (row, KV head). Those that a short row does not need leave at once."""
-    least_blocks: int
-    """A row is not cut into pieces of fewer blocks."""
+    """Programs per (row, KV head). Those that a short row does not need exit immediately."""
+    min_blocks: int
+    """Minimum number of blocks per program."""
     warps: int
     stages: int
-    """Depth of the software pipeline: so many blocks less one are on their way while one is worked on."""
+    """Depth of the software pipeline: stages - 1 blocks are loading while one is processed."""
     merge: Merge
-    """What puts the pieces of a row together: a kernel after the one that computes them, whose heads are merged side by side, or
-    that one's program which is done last, which saves a launch."""
+    """Merge of the partial results: by a second kernel, which merges the heads in parallel, or by the last program of the
+    row, which saves a launch."""
 
 
 def config_for(rows: int, num_heads: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> LaunchConfig:
-    """The configuration for a number of rows; the same for every length."""
+    """Return the launch configuration for a number of rows; it does not depend on lengths."""
     programs = rows * num_kv_heads
     results = _group_rows(num_heads, num_kv_heads) * triton.next_power_of_2(head_dim)
     stages = 4 if head_dim > 64 else 6
-    # A warp alone waits for no other, but has to hold the results in its registers.
+    # A single warp needs no synchronization, but must hold all results in its registers.
     warps = min(4, -(-results // FLOATS_PER_WARP))
     if programs >= 6 * multiprocessors:
         return LaunchConfig(LONG_ROW_SPLITS, LONG_ROW_TOKENS // BLOCK_SIZE, warps, stages, "last arrival")
     splits = min(MAX_SPLITS, triton.next_power_of_2(-(-4 * multiprocessors // programs)))
     merge: Merge = "second kernel" if programs <= SECOND_KERNEL_PROGRAMS else "last arrival"
-    # Where so few rows leave the device idle, more warps start and merge the pieces sooner.
+    # With so few rows the device is not full: more warps start and merge the partial results sooner.
     return LaunchConfig(splits, 1, warps if splits <= 8 else 4, stages, merge)
 
 
 def _group_rows(num_heads: int, num_kv_heads: int) -> int:
-    """Rows of the product of a KV head's queries with its keys: a matrix instruction takes 16."""
+    """Return the rows of the product of a KV head's queries and keys: at least the 16 of a matrix instruction."""
     rows: int = triton.next_power_of_2(num_heads // num_kv_heads)
     return max(16, rows)
 
 
 class DecodeAttention:
-    """Decode attention of layers of one shape, with the workspaces that split rows need.
+    """Decode attention for layers of one shape, with the workspaces for split rows.
 
-    `config` stands for what `config_for` finds, for every number of rows.
+    `config` replaces the result of `config_for` for every number of rows.
     """
 
     def __init__(
@@ -122,16 +122,16 @@ class DecodeAttention:
             config or config_for(rows, num_heads, num_kv_heads, head_dim, multiprocessors)
             for rows in range(1, max_rows + 1)
         ]
-        pieces = max(rows * config.splits for rows, config in enumerate(self._configs, start=1))
-        self._partials = torch.empty(pieces, num_heads, head_dim, dtype=torch.float32, device=device)
-        self._logs = torch.empty(pieces, num_heads, dtype=torch.float32, device=device)
+        parts = max(rows * config.splits for rows, config in enumerate(self._configs, start=1))
+        self._partials = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
+        self._logs = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
 
     def run(self, queries: Tensor, cache_layer: Tensor, step: DecodeStep, window: int | None, out: Tensor) -> None:
-        """Write softmax(scale · q·kᵀ)·v to `out` [T, num_heads · head_dim], in the dtype of `queries`.
+        """out = softmax(scale · q·kᵀ)·v, [T, num_heads · head_dim], in the dtype of `queries`.
 
         `queries` [T, num_heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, num_kv_heads,
-        BLOCK_SIZE, head_dim], contiguous. With a `window`, keys position − window < key <= position only.
+        BLOCK_SIZE, head_dim], contiguous. With a `window`, only keys with position − window < key <= position.
         """
         rows = queries.shape[0]
         config = self._configs[rows - 1]
@@ -147,7 +147,7 @@ class DecodeAttention:
             self._arrivals,
             step.scale * LOG2_E,
             NO_WINDOW if window is None else window,
-            config.least_blocks,
+            config.min_blocks,
             queries.stride(0),
             step.block_tables.stride(0),
             out.stride(0),
@@ -171,7 +171,7 @@ class DecodeAttention:
                 self._logs,
                 NO_WINDOW if window is None else window,
                 config.splits,
-                config.least_blocks,
+                config.min_blocks,
                 out.stride(0),
                 BLOCK=BLOCK_SIZE,
                 HEADS=self._num_heads,
@@ -182,8 +182,8 @@ class DecodeAttention:
             )
 
 
-@triton.jit(do_not_specialize=["window", "least_blocks", "table_stride"])
-def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat, and one loop is its whole idea
+@triton.jit(do_not_specialize=["window", "min_blocks", "table_stride"])
+def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
     queries: tl.tensor,
     cache_layer: tl.tensor,
     positions: tl.tensor,
@@ -195,7 +195,7 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     arrivals: tl.tensor,
     scale: float,
     window: int,
-    least_blocks: int,
+    min_blocks: int,
     query_stride: int,
     table_stride: int,
     out_stride: int,
@@ -209,14 +209,14 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     MERGED: tl.constexpr,
     LAST_ARRIVAL_MERGES: tl.constexpr,
 ) -> None:
-    # The split is the slowest dimension: those without work come last, where they take nobody's place.
+    # The split is the slowest dimension: programs without work come last and do not delay others.
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
     position = tl.load(positions + row)
     slot = tl.load(slots + row)
-    first_block, end_block, blocks_per_piece, pieces = _pieces(position, window, splits, least_blocks, BLOCK)
-    # No slot is negative: asked so that the slot is fetched together with the position, not after this.
-    if (split >= pieces) | (slot < 0):
+    first_block, end_block, blocks_per_part, parts = _row_parts(position, window, splits, min_blocks, BLOCK)
+    # No slot is negative: the condition makes the compiler load the slot together with the position.
+    if (split >= parts) | (slot < 0):
         return
 
     heads = kv_head * GROUP + tl.arange(0, GROUP_ROWS)
@@ -227,25 +227,25 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
         queries + row * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_head & is_dim, other=0.0
     )
     offsets = tl.arange(0, BLOCK)
-    places = offsets[:, None] * HEAD_DIM + dims[None, :]
+    element_offsets = offsets[:, None] * HEAD_DIM + dims[None, :]
     keys_of_head = cache_layer + kv_head * (BLOCK * HEAD_DIM)
     table = block_tables + slot.to(tl.int64) * table_stride
-    begin = first_block + split * blocks_per_piece
-    end = min(begin + blocks_per_piece, end_block)
+    begin = first_block + split * blocks_per_part
+    end = min(begin + blocks_per_part, end_block)
 
-    # Scores in units of log 2: exp2 is what the hardware has.
+    # Scores are in units of log 2, because the hardware computes exp2.
     maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
-    # Block numbers are read one iteration before they are needed.
+    # Block numbers are loaded one iteration ahead.
     number = tl.load(table + begin)
     for block in range(begin, end):
         next_number = tl.load(table + tl.minimum(block + 1, end - 1))
-        # A block has at least one visible key, so the maximum is finite. What is not visible is not read: it may be NaN.
+        # A block has at least one visible key, so the maximum is finite. Masked keys are not loaded: they may be NaN.
         visible = offsets <= position - block * BLOCK
         if HAS_WINDOW:
             visible &= offsets > position - window - block * BLOCK
-        sources = keys_of_head + number.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + places
+        sources = keys_of_head + number.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + element_offsets
         key = tl.load(sources, mask=visible[:, None] & is_dim, other=0.0)
         value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=visible[:, None] & is_dim, other=0.0)
         scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, float("-inf"))
@@ -258,22 +258,22 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
         number = next_number
     mean = mean / total[:, None]
 
-    if pieces == 1:
+    if parts == 1:
         targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(targets, mean.to(out.dtype.element_ty), mask=is_head & is_dim)
     else:
         lines = (row * splits + split) * (KV_HEADS * GROUP) + heads
         tl.store(partials + lines[:, None] * HEAD_DIM + dims[None, :], mean, mask=is_head & is_dim)
         tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
-        if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – decided while compiling, the other one while running
-            if arrives_last(arrivals + row * KV_HEADS + kv_head, pieces):
+        if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – the outer condition is evaluated at compile time
+            if arrives_last(arrivals + row * KV_HEADS + kv_head, parts):
                 _merge(
                     partials,
                     logs,
                     out,
                     row,
                     splits,
-                    pieces,
+                    parts,
                     kv_head * GROUP,
                     out_stride,
                     KV_HEADS * GROUP,
@@ -284,7 +284,7 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
                 )
 
 
-@triton.jit(do_not_specialize=["window", "splits", "least_blocks"])
+@triton.jit(do_not_specialize=["window", "splits", "min_blocks"])
 def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     positions: tl.tensor,
     out: tl.tensor,
@@ -292,7 +292,7 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     logs: tl.tensor,
     window: int,
     splits: int,
-    least_blocks: int,
+    min_blocks: int,
     out_stride: int,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -301,21 +301,21 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     MERGED: tl.constexpr,
 ) -> None:
     head, row = tl.program_id(0), tl.program_id(1)
-    _, _, _, pieces = _pieces(tl.load(positions + row), window, splits, least_blocks, BLOCK)
-    if pieces > 1:
-        _merge(partials, logs, out, row, splits, pieces, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
+    _, _, _, parts = _row_parts(tl.load(positions + row), window, splits, min_blocks, BLOCK)
+    if parts > 1:
+        _merge(partials, logs, out, row, splits, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
 
 
 @triton.jit
-def _pieces(
-    position: tl.tensor, window: int, splits: int, least_blocks: int, BLOCK: tl.constexpr
+def _row_parts(
+    position: tl.tensor, window: int, splits: int, min_blocks: int, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """How a row is split: its first block and the one after its last, blocks in a piece, number of pieces."""
+    """Return how a row is split: first block, end block, blocks per part, number of parts."""
     first_block = tl.maximum(position - window + 1, 0) // BLOCK
     end_block = position // BLOCK + 1
     blocks = end_block - first_block
-    blocks_per_piece = tl.maximum(tl.cdiv(blocks, splits), least_blocks)
-    return first_block, end_block, blocks_per_piece, tl.cdiv(blocks, blocks_per_piece)
+    blocks_per_part = tl.maximum(tl.cdiv(blocks, splits), min_blocks)
+    return first_block, end_block, blocks_per_part, tl.cdiv(blocks, blocks_per_part)
 
 
 @triton.jit
@@ -325,7 +325,7 @@ def _merge(  # noqa: PLR0913 – called from kernels only, whose arguments are f
     out: tl.tensor,
     row: tl.tensor,
     splits: int,
-    pieces: tl.tensor,
+    parts: tl.tensor,
     first_head: tl.tensor,
     out_stride: int,
     HEADS: tl.constexpr,
@@ -334,26 +334,26 @@ def _merge(  # noqa: PLR0913 – called from kernels only, whose arguments are f
     WIDTH: tl.constexpr,
     MERGED: tl.constexpr,
 ) -> None:
-    """Mean of the pieces' means for `GROUP` heads of a row, each weighted with its sum, of which `logs` has log 2."""
+    """Write the mean of the parts' means for `GROUP` heads of a row, weighted with the sums, whose log 2 is in `logs`."""
     rows: tl.constexpr = triton.next_power_of_2(GROUP)
     chunk: tl.constexpr = MERGED // (rows * WIDTH) if rows * WIDTH < MERGED else 1
     group = tl.arange(0, rows)
-    # Places past the group repeat its last head.
+    # Positions beyond the group repeat its last head.
     heads = first_head + tl.minimum(group, GROUP - 1)
     dims = tl.arange(0, WIDTH)
     is_dim = dims < HEAD_DIM
     maximum = tl.full([rows], float("-inf"), tl.float32)
     total = tl.zeros([rows], tl.float32)
     mean = tl.zeros([rows, WIDTH], tl.float32)
-    for first in range(0, pieces, chunk):
-        piece = first + tl.arange(0, chunk)
-        is_piece = piece < pieces
-        lines = (row * splits + piece)[:, None] * HEADS + heads[None, :]
-        # Other programs may have written these a moment ago: past this processor's own cache.
-        log = tl.load(logs + lines, mask=is_piece[:, None], other=float("-inf"), cache_modifier=".cg")
+    for first in range(0, parts, chunk):
+        part = first + tl.arange(0, chunk)
+        is_part = part < parts
+        lines = (row * splits + part)[:, None] * HEADS + heads[None, :]
+        # Other programs may have just written these: bypass this multiprocessor's L1 cache.
+        log = tl.load(logs + lines, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
         partial = tl.load(
             partials + lines[:, :, None] * HEAD_DIM + dims[None, None, :],
-            mask=is_piece[:, None, None] & is_dim[None, None, :],
+            mask=is_part[:, None, None] & is_dim[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )

@@ -1,6 +1,6 @@
-"""The residual stream's beginning: each token's row of the embedding table, its id known to the host or only to the device."""
+"""The token embedding: writes each token's row of the embedding table to the residual stream."""
 
-# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton
@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
-"""Columns a program copies: eight a thread, with four warps."""
+"""Columns per program: eight per thread, with four warps."""
 
 
 def embed(ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor) -> None:
-    """residual[t] = float(table[id]), where id is ids[t], or, if that is negative, last_tokens[slots[t]].
+    """residual[t] = float(table[id]), with id = ids[t], or last_tokens[slots[t]] if ids[t] is negative.
 
     `ids` and `slots` int32 [tokens], `last_tokens` int32 [slots], `table` [vocabulary, hidden] in any float dtype,
-    `residual` float32 [tokens, hidden]. Nothing checks that the ids are rows of the table.
+    `residual` float32 [tokens, hidden]. The ids are not checked against the table.
     """
     tokens, hidden = residual.shape
     _embed_kernel[(tokens, triton.cdiv(hidden, _BLOCK))](
@@ -32,7 +32,7 @@ def embed(ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residu
     )
 
 
-# These are read a number at a time, from anywhere in a buffer: aligned or not, the compiled kernel is the same.
+# Read one number at a time, at any offset of a buffer: the same compiled kernel serves aligned and unaligned pointers.
 @triton.jit(do_not_specialize_on_alignment=["ids", "slots", "last_tokens"])
 def _embed_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     ids: tl.tensor,

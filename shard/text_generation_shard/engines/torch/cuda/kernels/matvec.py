@@ -1,14 +1,14 @@
-"""Products of a weight with one to four rows: what a decode step of few streams consists of.
+"""Products of a weight with one to four rows, for decode steps with few sequences.
 
-Such a product takes as long as its weight takes to be read, and each kernel beside it adds its start and its end. So the norm
-before a product, the gated activation after it and the addition to the residual stream are done on the way.
+Such a product takes as long as reading its weight, and every kernel next to it adds its start and end. So the norm before a
+product, the gated activation after it and the addition to the residual stream are fused into it.
 
-A program owns some rows of the weight over all of K. It asks for them before it asks for x, so that the longest wait begins
-first; it may even do so before the kernel that computes x has ended (see chaining.py). Each result is one program's sum in a fixed
-order: the same inputs give the same bits.
+A program owns some rows of the weight over all of K. It loads them before x, so that the longest wait starts first; with
+programmatic dependent launch, even before the kernel that computes x has ended (see pdl.py). Each result is the sum of one
+program in a fixed order: the same inputs give the same bits.
 """
 
-# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.kernels.activation import activated
-from text_generation_shard.engines.torch.cuda.kernels.chaining import can_chain, let_next_begin, wait_for_previous
 from text_generation_shard.engines.torch.cuda.kernels.norm import norm_scale
+from text_generation_shard.engines.torch.cuda.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 
 MAX_ROWS = 4
-"""Beyond, a product of matrices is the better tool."""
+"""Above this, a matrix product is faster."""
 
-Order = Literal["free", "ahead", "chained"]
+Order = Literal["free", "ahead", "pdl"]
 
 _ELEMENTS_PER_LOAD = 8
 """16 bytes of a 16-bit weight."""
@@ -35,56 +35,56 @@ _PROGRAMS_WANTED = 264
 
 @dataclass(frozen=True, slots=True)
 class MatvecConfig:
-    """How a product is cut: weight rows of a program (of gate and of up each, if there are both), and its warps."""
+    """Tiling of a product: weight rows per program (of gate and of up each, if gated), and warps per program."""
 
     block_n: int
     num_warps: int
     order: Order = "free"
-    """How loads of the weight stand to those of x: as the compiler sees fit, saving registers; all before any of x; or, besides,
-    before the kernel ahead in the stream has ended. So no kernel may write a weight while steps run."""
+    """Order of the loads of weight and x. "free": chosen by the compiler, which saves registers. "ahead": all of the weight
+    before any of x. "pdl": also before the previous kernel has ended, so no kernel may write weights while steps run."""
 
 
 TUNED: dict[tuple[int, int, int], MatvecConfig] = {
-    (1, 6144, 4096): MatvecConfig(8, 8, "chained"),
-    (1, 4096, 4096): MatvecConfig(2, 8, "chained"),
-    (1, 28672, 4096): MatvecConfig(2, 4, "chained"),
-    (1, 4096, 14336): MatvecConfig(2, 16, "chained"),
-    (1, 49152, 4096): MatvecConfig(2, 2, "chained"),
-    # The same for one of two GPUs.
-    (1, 3072, 4096): MatvecConfig(4, 8, "chained"),
-    (1, 4096, 2048): MatvecConfig(8, 4, "chained"),
-    (1, 4096, 7168): MatvecConfig(2, 8, "chained"),
+    (1, 6144, 4096): MatvecConfig(8, 8, "pdl"),
+    (1, 4096, 4096): MatvecConfig(2, 8, "pdl"),
+    (1, 28672, 4096): MatvecConfig(2, 4, "pdl"),
+    (1, 4096, 14336): MatvecConfig(2, 16, "pdl"),
+    (1, 49152, 4096): MatvecConfig(2, 2, "pdl"),
+    # The same for one of two ranks.
+    (1, 3072, 4096): MatvecConfig(4, 8, "pdl"),
+    (1, 4096, 2048): MatvecConfig(8, 4, "pdl"),
+    (1, 4096, 7168): MatvecConfig(2, 8, "pdl"),
 }
-"""By (rows, outputs, inputs): the best of -m text_generation_bench.kernels --sweep, where it is not what `config_for` derives."""
+"""By (rows, outputs, inputs): the best of -m text_generation_bench.kernels --sweep, where `config_for` derives another one."""
 
 
 def config_for(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> MatvecConfig:
-    """The cut of weight[outputs, inputs] for `rows` rows of x; if `gated`, `outputs` counts gate rows and up rows."""
+    """Return the tiling of weight[outputs, inputs] for `rows` rows of x; if `gated`, `outputs` counts gate and up rows."""
     if tuned := TUNED.get((rows, outputs, inputs)):
         return tuned
-    # A thread reads up to four times from each of its weight rows, if sixteen warps are enough for that; and 16 times from all of
-    # them together for one row of x, 8 times for more, whose sums want registers too.
+    # Up to sixteen warps, so that a thread loads at most four times from each weight row; in total 16 loads per thread for one
+    # row of x, 8 for more rows, whose sums need registers too.
     loads_of_a_row = max(triton.next_power_of_2(inputs) // (32 * _ELEMENTS_PER_LOAD), 1)
     num_warps = min(max(loads_of_a_row // 4, 1), 16)
     parts = 2 if gated else 1
     block_n = max((16 if rows == 1 else 8) * num_warps // loads_of_a_row // parts, 1)
     while block_n > 1 and outputs // parts < block_n * _PROGRAMS_WANTED:
         block_n //= 2
-    return MatvecConfig(block_n, num_warps, "chained" if rows == 1 else "free")
+    return MatvecConfig(block_n, num_warps, "pdl" if rows == 1 else "free")
 
 
 def _order(config: MatvecConfig, weight: Tensor) -> Order:
-    """The order asked for, where the device knows it."""
+    """Return the order of the config, or the best one that the device supports."""
     if not weight.is_cuda:
         return "free"
-    return config.order if config.order != "chained" or can_chain(weight) else "ahead"
+    return config.order if config.order != "pdl" or supports_pdl(weight) else "ahead"
 
 
 def matvec(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = x · weightᵀ (+ bias), computed in float32 and rounded once to the type of `out`.
+    """out = x · weightᵀ (+ bias), computed in float32 and rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]. At most
-    MAX_ROWS rows, here and below. The weight is contiguous; x and out may be rows of something wider.
+    MAX_ROWS rows, here and below. The weight is contiguous; x and out may be slices of wider tensors.
     """
     _launch(x, weight, out, bias)
 
@@ -139,7 +139,7 @@ def norm_matvec_activate(
         BLOCK_N=config.block_n,
         BLOCK_K=triton.next_power_of_2(inputs),
         num_warps=config.num_warps,
-        launch_pdl=order == "chained",
+        launch_pdl=order == "pdl",
     )
 
 
@@ -172,7 +172,7 @@ def _launch(
         BLOCK_N=config.block_n,
         BLOCK_K=triton.next_power_of_2(inputs),
         num_warps=config.num_warps,
-        launch_pdl=order == "chained",
+        launch_pdl=order == "pdl",
     )
 
 
@@ -194,7 +194,7 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    let_next_begin(ORDER == "chained")
+    launch_dependents(ORDER == "pdl")
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < outputs
@@ -211,7 +211,7 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
             addend += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
         values = _vector(x + row * x_stride, K, BLOCK_K)
         if norm_weight is not None:
-            # The scale waits for the whole row, so it comes last.
+            # The scale depends on the whole row, so it is applied last.
             sums = _times(tile, values * factors) * norm_scale(values, eps, K)
         else:
             sums = _times(tile, values)
@@ -236,7 +236,7 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    let_next_begin(ORDER == "chained")
+    launch_dependents(ORDER == "pdl")
     first = tl.program_id(0) * BLOCK_N
     columns = first + tl.arange(0, BLOCK_N)
     inside = columns < inner
@@ -258,8 +258,8 @@ def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 
 @triton.jit
 def _wait_for_x(ORDER: tl.constexpr) -> None:
-    """What another kernel writes may be touched after this only. No load is moved across it."""
-    wait_for_previous(ORDER == "chained")
+    """Wait until x may be read. No load is moved across it."""
+    wait_for_previous(ORDER == "pdl")
     if ORDER == "ahead":
         tl.debug_barrier()
 
@@ -273,23 +273,23 @@ def _weight_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N, BLOCK_K] of the weight, zero beyond K; beyond the last row, that one again. Read once, so not to be cached."""
+    """Load [BLOCK_N, BLOCK_K] of the weight, zero beyond K; rows beyond the last repeat it. Not cached: it is read once."""
     rows = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1)
     inputs = tl.arange(0, BLOCK_K)
-    places = weight + rows.to(tl.int64)[:, None] * K + inputs[None, :]  # a weight may have more than 2³¹ elements
+    pointers = weight + rows.to(tl.int64)[:, None] * K + inputs[None, :]  # a weight may have more than 2³¹ elements
     if K == BLOCK_K:
-        return tl.load(places, eviction_policy="evict_first")
-    return tl.load(places, mask=inputs[None, :] < K, other=0.0, eviction_policy="evict_first")
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=inputs[None, :] < K, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _vector(start: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """[BLOCK_K] in float32, zero beyond K."""
+    """Load [BLOCK_K] as float32, zero beyond K."""
     inputs = tl.arange(0, BLOCK_K)
     return tl.load(start + inputs, mask=inputs < K, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _times(tile: tl.tensor, vector: tl.tensor) -> tl.tensor:
-    """tile [BLOCK_N, BLOCK_K] · vector [BLOCK_K], in float32."""
+    """Return tile [BLOCK_N, BLOCK_K] · vector [BLOCK_K], in float32."""
     return tl.sum(tile.to(tl.float32) * vector[None, :], axis=1)

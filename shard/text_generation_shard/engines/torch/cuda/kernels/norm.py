@@ -1,9 +1,9 @@
-"""Root-mean-square norm of the residual stream (Zhang and Sennrich 2019, arXiv 1910.07467), alone or after an addition to it.
+"""RMS norm of the residual stream (Zhang and Sennrich 2019, arXiv 1910.07467), optionally after an addition to it.
 
-A program a row, which stays in registers between the sum of its squares and its scaling. A row is read once.
+One program per row. The row stays in registers between the sum of squares and the scaling, so it is read once.
 """
 
-# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton
@@ -24,7 +24,7 @@ def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """residual += update, in place; then the norm of `rms_norm`. `update` [tokens, hidden] is of any float dtype."""
+    """residual += update, in place; then `rms_norm`. `update` [tokens, hidden] has any float dtype."""
     _launch(update, residual, weight, eps, out)
 
 
@@ -73,5 +73,5 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
 
 @triton.jit
 def norm_scale(values: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr) -> tl.tensor:
-    """rsqrt(mean(values²) + eps) of a row of HIDDEN float32 values; what is beyond them is zero."""
+    """Return rsqrt(mean(values²) + eps) of a row of HIDDEN float32 values, padded with zeros."""
     return tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)

@@ -1,9 +1,9 @@
-"""Rounds rows of activations to float8_e4m3fn, by the largest value of each or by a scale known before.
+"""Quantizes rows of activations to float8_e4m3fn, with the largest value of each row or a fixed scale.
 
-A program a row, which stays in registers between the search for its largest value and its scaling.
+One program per row. The row stays in registers between the maximum and the scaling.
 """
 
-# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 import triton
@@ -15,16 +15,16 @@ from text_generation_shard.engines.torch.cuda.kernels.rows import row_tile
 FP8_MAX = 448.0
 """The largest finite number of float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433)."""
 MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
-"""Of a row of zeros; as in vLLM, whose scales are the common practice. 1/512 is FP8's smallest number."""
+"""Scale of a row of zeros, as in vLLM. 1/512 is the smallest number of FP8."""
 _ELEMENTS_PER_THREAD = 16
 
 
 def quantize_rows(x: Tensor, out: Tensor, scales: Tensor, fixed: Tensor | None = None) -> None:
-    """out = x / scale, rounded to FP8 and cut off at ±448; `scales` is what multiplies `out` back to x.
+    """out = x / scale, rounded to FP8 and clamped to ±448; `scales` receives the factors that dequantize `out`.
 
     `x` [rows, columns] in any float dtype, `out` float8_e4m3fn of its shape, `scales` float32 [rows, 1]. The scale is
-    max |x| / 448 of the row, or `fixed` (float32 [1]) for all. Rows with NaN or infinity come out as NaN where they are
-    scaled by their own values; a fixed scale keeps NaN and cuts infinity off.
+    max |x| / 448 of the row, or `fixed` (float32 [1]) for all rows. With dynamic scales, rows with NaN or infinity become NaN;
+    with a fixed scale, NaN is kept and infinity clamped.
     """
     rows, columns = x.shape
     block, num_warps = row_tile(columns, _ELEMENTS_PER_THREAD)
@@ -61,7 +61,7 @@ def _quantize_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     inside = columns < COLUMNS
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if fixed is None:
-        # As whole numbers: among them NaN is the largest, where a maximum of floats would drop it.
+        # As integers: NaN is then the largest, whereas a maximum of floats would drop it.
         bits = tl.max(tl.abs(values).to(tl.int32, bitcast=True))
         largest = bits.to(tl.float32, bitcast=True)
         scale = tl.maximum(largest / FP8_MAX, MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)

@@ -1,11 +1,10 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864): queries go where attention reads them, keys and values to
-their places in the KV cache, in one pass over the fused projection.
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) and the write to the KV cache, in one pass over the fused
+projection: rotated queries go to attention, rotated keys and values to the cache.
 
-A program takes some heads of one token: few where there are few tokens, so that many programs share the work, and more where
-there are many.
+A program handles some heads of one token: few if there are few tokens, so that many programs share the work, else more.
 """
 
-# ruff: noqa: N803 – constants of kernels are in capitals, as Triton has them
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,16 +18,16 @@ from torch import Tensor
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 _TABLE_CHUNK = 4096
-"""Positions whose angles are held at once while a table is made."""
+"""Positions whose angles are held at once while a table is computed."""
 _MANY_TOKENS = 128
-"""From here on there are enough programs even if each takes many heads."""
+"""From this number of tokens on there are enough programs, even with many heads per program."""
 _ELEMENTS_PER_THREAD = 8
-"""Of each half of a head: 16 bytes."""
+"""Elements of each half of a head: 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeStep:
-    """What rotation knows of a step, the same for all of its layers."""
+    """The inputs of the rotation that are the same in all layers of a step."""
 
     positions: Tensor
     """int32 [tokens]."""
@@ -42,14 +41,14 @@ class RopeStep:
     num_kv_heads: int
     head_dim: int
     eps: float
-    """Of the norm of heads."""
+    """Epsilon of the query and key norms."""
 
 
 def rotary_table(frequencies: Tensor, scale: float, max_positions: int, device: torch.device) -> Tensor:
-    """cos and sin times `scale` for positions 0..max_positions - 1: float32 [max_positions, 2, head_dim / 2].
+    """Return cos and sin times `scale` for positions 0..max_positions - 1: float32 [max_positions, 2, head_dim / 2].
 
-    `frequencies` float32 [head_dim / 2] and `scale` are what `inverse_frequencies` gives. An angle is the float32 product of
-    position and frequency, as transformers has it: a more precise one would be another model far from the beginning.
+    `frequencies` float32 [head_dim / 2] and `scale` come from `inverse_frequencies`. An angle is the float32 product of position
+    and frequency, as in transformers: a more precise one would give different results at high positions.
     """
     frequencies = frequencies.to(device)
     table = torch.empty(max_positions, 2, len(frequencies), dtype=torch.float32, device=device)
@@ -69,13 +68,13 @@ def rotate_and_append(
     cache_layer: Tensor,
     head_norms: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Write rotated queries, x·cos + rotate_half(x)·sin, to `queries`; rotated keys, and values as they are, to the cache.
+    """Write rotated queries, x·cos + rotate_half(x)·sin, to `queries`; rotated keys and unchanged values to the cache.
 
     `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads. `queries` [tokens,
     num_heads·head_dim] may be the query heads of `qkv` itself. `cache_layer` [blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim],
-    contiguous. Each of these in any float dtype. `head_norms`, if there are, are the weights [head_dim] of a root-mean-square norm
-    of each query head and each key head before the rotation. Norm and rotation are computed in float32 and rounded once. If
-    tokens share a slot and a position, any one's keys and values remain.
+    contiguous. Each of these in any float dtype. `head_norms`: optional weights [head_dim] of the RMS norms of each query head
+    and each key head before the rotation. Norm and rotation are computed in float32 and rounded once. If tokens share a slot and
+    a position, the keys and values of any one of them remain.
     """
     tokens = len(qkv)
     group, half_block, num_groups, num_warps = _tile(

@@ -1,12 +1,12 @@
-"""Which key closes the set of largest keys of a given weight, for top-p, typical-p and top-k: a search, no sort.
+"""Finds the threshold of top-p, typical-p and top-k: the smallest of a row's largest keys, by a radix search without sorting.
 
-A float32 has an image among the uint32 that keeps its order. The weight of all keys ≥ t falls as t rises, so the wanted t is
-found digit by digit, 16 thresholds weighed in each pass over the row. Once its first digits are known few keys are left
-that share them; these are copied aside, and the remaining passes read them alone. A program a row; all sums are in
-an order that is always the same.
+Each float32 key is mapped to a uint32 with the same order. The total weight of all keys ≥ t decreases with t, so the threshold
+is found digit by digit; each pass over the row weighs 16 candidates. After the first digits only a few keys share the known
+digits; these are copied to a buffer, and the remaining passes read only the buffer. One program per row; all sums are in a
+fixed order.
 """
 
-# ruff: noqa: N803, SIM108 – constants of kernels are in capitals, as Triton has them; a kernel's branches are no expressions
+# ruff: noqa: N803, SIM108 – kernel constants are in capitals, as usual in Triton; Triton needs branches instead of expressions
 from __future__ import annotations
 
 import torch
@@ -15,46 +15,46 @@ import triton.language as tl
 from torch import Tensor
 
 CAPACITY = 8192
-"""Keys of a row that are copied aside. Of normally distributed keys at most 3 % share three digits."""
+"""Keys of a row that the buffer holds. Of normally distributed keys at most 3 % share three digits."""
 WHOLE_PASSES = 3
-"""Digits found before keys are copied aside."""
+"""Digits found before keys are copied to the buffer."""
 DIGIT_BITS = 4
 _BLOCK = 1024
 _NUM_WARPS = 8
 _MAX_REGISTERS = 128
-"""Of a thread: two programs fit on a multiprocessor, so that one computes while the other waits for memory."""
+"""Per thread: two programs fit on a multiprocessor, so that one computes while the other waits for memory."""
 
 
 def smallest_set_threshold(keys: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
-    """The largest key of a row such that the weights of all keys not below it add up to at least `mass`; else the least key.
+    """Return the largest key t of each row for which the weights of all keys ≥ t add up to `mass`; else the smallest key.
 
-    `keys` float32 [rows, n], no NaN wanted (it gives some number); `weights` float32 [rows, n] ≥ 0; `mass` [rows, 1].
+    `keys` float32 [rows, n] without NaN (the result would be undefined); `weights` float32 [rows, n] ≥ 0; `mass` [rows, 1].
     Returns float32 [rows, 1]. Sums are float32.
     """
     return _search(keys, weights, mass)
 
 
 def kth_largest(keys: Tensor, k: Tensor) -> Tensor:
-    """The kth largest key of each row, float32 [rows, 1]; the least one where there are fewer. `k` [rows, 1]; n ≤ 2²⁴."""
+    """Return the kth largest key of each row, float32 [rows, 1], or its smallest if it has fewer. `k` [rows, 1]; n ≤ 2²⁴."""
     return _search(keys, None, k)
 
 
 def _search(keys: Tensor, weights: Tensor | None, mass: Tensor) -> Tensor:
     rows, count = keys.shape
     thresholds = torch.empty(rows, 1, dtype=torch.float32, device=keys.device)
-    aside = torch.empty(rows, 2, min(CAPACITY, count), dtype=torch.float32, device=keys.device)
+    buffer = torch.empty(rows, 2, min(CAPACITY, count), dtype=torch.float32, device=keys.device)
     _search_kernel[(rows,)](
         keys,
         weights,
         mass.to(torch.float32).contiguous(),
         thresholds,
-        aside,
+        buffer,
         keys.stride(0),
         0 if weights is None else weights.stride(0),
         COUNT=count,
         DIGIT_BITS=DIGIT_BITS,
         WHOLE_PASSES=WHOLE_PASSES,
-        CAPACITY=aside.shape[2],
+        CAPACITY=buffer.shape[2],
         BLOCK=_BLOCK,
         num_warps=_NUM_WARPS,
         maxnreg=_MAX_REGISTERS,
@@ -62,14 +62,14 @@ def _search(keys: Tensor, weights: Tensor | None, mass: Tensor) -> Tensor:
     return thresholds
 
 
-# Loads of four elements at once would be in another layout than the sums, at the price of an exchange between threads.
-@triton.jit(do_not_specialize_on_alignment=("keys", "weights", "aside"))
+# Vectorized loads of four elements would have another layout than the sums, which would cost an exchange between threads.
+@triton.jit(do_not_specialize_on_alignment=("keys", "weights", "buffer"))
 def _search_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     keys: tl.tensor,
     weights: tl.tensor | None,
     mass: tl.tensor,
     thresholds: tl.tensor,
-    aside: tl.tensor,
+    buffer: tl.tensor,
     keys_stride: int,
     weights_stride: int,
     COUNT: tl.constexpr,
@@ -83,52 +83,52 @@ def _search_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     keys += row * keys_stride
     if weights is not None:
         weights += row * weights_stride
-    aside += row * 2 * CAPACITY
+    buffer += row * 2 * CAPACITY
     digits = tl.arange(0, 1 << DIGIT_BITS)
-    # The wanted image shares the digits of `low` that are known; keys whose image has greater ones weigh `above`.
+    # The threshold shares the known digits of `low`; keys with greater digits have the total weight `above`.
     low = tl.full([], 0, tl.uint32)
     above = tl.full([], 0.0, tl.float32)
-    # How many keys lie aside, −1 before any do, and the weight of those above them all.
-    held = tl.full([], -1, tl.int32)
-    weight_above_held = tl.full([], 0.0, tl.float32)
+    # Number of keys in the buffer, −1 before it is filled, and the total weight of the keys above those in it.
+    buffered = tl.full([], -1, tl.int32)
+    weight_above_buffered = tl.full([], 0.0, tl.float32)
     shift = tl.full([], 32, tl.uint32)
     for index in range(32 // DIGIT_BITS):
-        if (index >= WHOLE_PASSES) & (held < 0):
-            found = _copy_aside(keys, weights, COUNT, low, shift, aside, CAPACITY, BLOCK)
-            tl.debug_barrier()  # what one thread wrote another will read
+        if (index >= WHOLE_PASSES) & (buffered < 0):
+            found = _copy_to_buffer(keys, weights, COUNT, low, shift, buffer, CAPACITY, BLOCK)
+            tl.debug_barrier()  # other threads read what a thread wrote
             if found <= CAPACITY:
-                held = found
-                weight_above_held = above
+                buffered = found
+                weight_above_buffered = above
         shift -= DIGIT_BITS
         images = low + (digits.to(tl.uint32) << shift)
-        if held < 0:
+        if buffered < 0:
             sums = _weigh(keys, weights, COUNT, images, BLOCK)
         elif weights is None:
-            sums = weight_above_held + _weigh(aside, None, held, images, BLOCK)
+            sums = weight_above_buffered + _weigh(buffer, None, buffered, images, BLOCK)
         else:
-            sums = weight_above_held + _weigh(aside, aside + CAPACITY, held, images, BLOCK)
-        # Sums fall with the digit: as many reach the mass as the digit says, the first by what is known already.
+            sums = weight_above_buffered + _weigh(buffer, buffer + CAPACITY, buffered, images, BLOCK)
+        # Sums decrease with the digit, so the number of sums that reach the mass gives the digit; digit 0 always does.
         digit = tl.sum(((sums >= wanted) & (digits > 0)).to(tl.int32))
         above = tl.maximum(above, tl.max(tl.where(digits > digit, sums, 0.0)))
         low += digit.to(tl.uint32) << shift
-    # Nothing reached the mass if `low` is 0. Else it is a key, or would be if all sums were rounded alike.
-    if (held < 0) | (low == 0):
+    # If `low` is 0, the mass was not reached. Otherwise `low` is a key, or would be one without rounding differences.
+    if (buffered < 0) | (low == 0):
         least = _least(keys, COUNT, low, BLOCK)
     else:
-        least = _least(aside, held, low, BLOCK)
+        least = _least(buffer, buffered, low, BLOCK)
     tl.store(thresholds + row, _key(least))
 
 
 @triton.jit
 def _weigh(keys: tl.tensor, weights: tl.tensor | None, count: int, images: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """For each of `images` the weight of the keys whose image is not below it."""
+    """Return, for each of `images`, the total weight of the keys whose image is not below it."""
     columns = tl.arange(0, BLOCK)
     sums = tl.zeros([images.shape[0], BLOCK], tl.float32)
     start = 0
     present, amounts = _tile(keys, weights, count, columns)
     while start < count:
         start += BLOCK
-        # The next tile is on its way while this one is weighed.
+        # Load the next tile while this one is weighed.
         present_next, amounts_next = _tile(keys, weights, count, start + columns)
         sums += tl.where(present[None, :] >= images[:, None], amounts[None, :], 0.0)
         present, amounts = present_next, amounts_next
@@ -136,42 +136,42 @@ def _weigh(keys: tl.tensor, weights: tl.tensor | None, count: int, images: tl.te
 
 
 @triton.jit
-def _tile(keys: tl.tensor, weights: tl.tensor | None, count: int, places: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Images and weights of the keys at `places`; beyond the last one the weights are 0."""
-    inside = places < count
+def _tile(keys: tl.tensor, weights: tl.tensor | None, count: int, indices: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Load images and weights of the keys at `indices`; weights are 0 beyond the last key."""
+    inside = indices < count
     if weights is None:
         amounts = inside.to(tl.float32)
     else:
-        amounts = tl.load(weights + places, mask=inside, other=0.0)
-    return _image(tl.load(keys + places, mask=inside, other=0.0)), amounts
+        amounts = tl.load(weights + indices, mask=inside, other=0.0)
+    return _image(tl.load(keys + indices, mask=inside, other=0.0)), amounts
 
 
 @triton.jit
-def _copy_aside(  # noqa: PLR0913 – a kernel's arguments are flat
+def _copy_to_buffer(  # noqa: PLR0913 – a kernel's arguments are flat
     keys: tl.tensor,
     weights: tl.tensor | None,
     count: int,
     low: tl.tensor,
     bits: tl.tensor,
-    aside: tl.tensor,
+    buffer: tl.tensor,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Copy the keys whose image is `low` up to the last `bits` bits, and their weights; returns how many there are, room or not."""
+    """Copy keys whose image equals `low` above its last `bits` bits, with their weights; return their number, even if > CAPACITY."""
     columns = tl.arange(0, BLOCK)
     found = tl.full([], 0, tl.int32)
     start = 0
     while start < count:
-        places = start + columns
-        inside = places < count
-        values = tl.load(keys + places, mask=inside, other=0.0)
+        indices = start + columns
+        inside = indices < count
+        values = tl.load(keys + indices, mask=inside, other=0.0)
         ours = inside & ((_image(values) - low) >> bits == 0)
         targets = found + tl.cumsum(ours.to(tl.int32), 0) - 1
-        ours_held = ours & (targets < CAPACITY)
-        tl.store(aside + targets, values, mask=ours_held)
+        ours_buffered = ours & (targets < CAPACITY)
+        tl.store(buffer + targets, values, mask=ours_buffered)
         if weights is not None:
-            amounts = tl.load(weights + places, mask=ours_held, other=0.0)
-            tl.store(aside + CAPACITY + targets, amounts, mask=ours_held)
+            amounts = tl.load(weights + indices, mask=ours_buffered, other=0.0)
+            tl.store(buffer + CAPACITY + targets, amounts, mask=ours_buffered)
         found += tl.sum(ours.to(tl.int32))
         start += BLOCK
     return found
@@ -179,14 +179,14 @@ def _copy_aside(  # noqa: PLR0913 – a kernel's arguments are flat
 
 @triton.jit
 def _least(keys: tl.tensor, count: int, low: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
-    """The least image among those not below `low`."""
+    """Return the smallest image that is not below `low`."""
     columns = tl.arange(0, BLOCK)
     least = tl.full([BLOCK], 0xFFFFFFFF, tl.uint32)
     start = 0
     while start < count:
-        places = start + columns
-        inside = places < count
-        images = _image(tl.load(keys + places, mask=inside, other=0.0))
+        indices = start + columns
+        inside = indices < count
+        images = _image(tl.load(keys + indices, mask=inside, other=0.0))
         least = tl.minimum(least, tl.where(inside & (images >= low), images, 0xFFFFFFFF).to(tl.uint32))
         start += BLOCK
     return tl.min(least)
@@ -194,13 +194,13 @@ def _least(keys: tl.tensor, count: int, low: tl.tensor, BLOCK: tl.constexpr) -> 
 
 @triton.jit
 def _image(keys: tl.tensor) -> tl.tensor:
-    """uint32 in the order of the float32 `keys`: the sign bit turned for positive numbers, every bit for negative ones."""
+    """Map float32 `keys` to uint32 in the same order: flip the sign bit of positive numbers, all bits of negative ones."""
     bits = keys.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _key(image: tl.tensor) -> tl.tensor:
-    """The float32 whose image it is."""
+    """Return the float32 key of an image."""
     bits = image.to(tl.int32, bitcast=True)
     return (bits ^ (~(bits >> 31) | -0x80000000)).to(tl.float32, bitcast=True)

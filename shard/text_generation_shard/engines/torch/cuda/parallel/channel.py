@@ -1,15 +1,15 @@
-"""The control channel of a tensor-parallel group: what rank 0 tells the others before each step.
+"""The control channel of a tensor-parallel group: the commands that rank 0 sends to the others before each step.
 
-    leader      broadcast(kind, payload)       gather() ◄── one int64 of each follower
+    leader      broadcast(kind, payload)       gather() ◄── one int64 from each follower
                       │                            ▲
     follower    receive() → (kind, payload)    answer(value)
 
-A unix socket in a folder of its owner's alone: no port, no key. It is on the path of every step, so a message is one system
-call to send and two to receive, by blocking sockets. What the kinds mean is the business of those who use the channel.
+A unix socket in a folder that only its owner can access: no port, no key. It is on the path of every step, so a message takes
+one system call to send and two to receive, on blocking sockets. The users of the channel define the message kinds.
 
-Whoever ends, and however, closes its sockets: the other side then raises GroupBroken where it reads or writes, and `watch`
-sees it even while a thread of ours is stuck in a device call that waits for the dead process for ever. A collective that
-fails instead, in words of its library's, says the same in one line within `NamingTheLost`.
+A process that ends for any reason closes its sockets. The other side then raises GroupBroken when it reads or writes, and
+`watch` reports it even while another thread is blocked in a device call that waits for the dead process. A collective that
+fails with an error of its library is translated to GroupBroken by `PeerLossTranslator`.
 """
 
 from __future__ import annotations
@@ -29,62 +29,62 @@ from text_generation_proto.sockets import SocketInUse, claim_socket, remove_sock
 from text_generation_shard.engine import EngineError
 
 GOODBYE = 0
-"""The kind of the last message: the leader leaves in order. Kinds of others are positive."""
+"""The kind of the last message: the leader shuts down. Other kinds are positive."""
 RETRY_EVERY = 0.02
-"""Seconds between two tries to connect. There is no event for "somebody listens there now"."""
+"""Seconds between two attempts to connect. There is no event for "a socket is being listened on"."""
 LOST_WITHIN = 0.5
-"""Seconds in which a process is seen to be gone whose end a collective has just failed of: its connections do not end at once."""
+"""Seconds to wait for the connection of a lost process to close, after a collective has failed because of it."""
 
 _MAGIC = 0x54475031
-"""Begins a greeting: whoever connects by mistake is told apart."""
+"""Start of a greeting, to detect wrong connections."""
 _GREETING = struct.Struct("<III")
-"""magic, rank, size of the group."""
+"""magic, rank, world size."""
 _HEADER = struct.Struct("<II")
 """kind, bytes of payload."""
 _ANSWER = struct.Struct("<q")
 
 
 class GroupBroken(EngineError):
-    """A process of the group is gone: no step can be computed any more."""
+    """A process of the group is lost: no step can be computed any more."""
 
 
-class Leader:
-    """The side of rank 0. Made by `gather_group`."""
+class LeaderChannel:
+    """The channel of rank 0. Created by `accept_followers`."""
 
     def __init__(self, followers: dict[int, socket.socket]) -> None:
         """`followers`: connected sockets by rank."""
         self._followers = {rank: _Peer(f"rank {rank}", followers[rank]) for rank in sorted(followers)}
 
     def broadcast(self, kind: int, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Send to all followers. Returns when the kernel has it, not when they have read it. Raises GroupBroken."""
+        """Send to all followers. Returns when the data is in the kernel's buffers. Raises GroupBroken."""
         message = b"".join((_HEADER.pack(kind, len(payload)), payload))
         for follower in self._followers.values():
             follower.send(message)
 
     def gather(self) -> list[int]:
-        """The answer of each follower to the message before, by rank. Waits for all. Raises GroupBroken."""
+        """Wait for the followers' answers to the last message and return them by rank. Raises GroupBroken."""
         return [_ANSWER.unpack(peer.read(bytearray(_ANSWER.size)))[0] for peer in self._followers.values()]
 
-    def watch(self, tell: Callable[[str], None]) -> None:
-        """Have `tell` called, from a thread of the channel's own, when a follower is gone; never after `close`."""
-        _watch(list(self._followers.values()), tell)
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` from a thread of the channel when a follower is lost; never after `close`."""
+        _watch(list(self._followers.values()), on_lost)
 
     def lost(self, within: float) -> str | None:
-        """Which follower is gone, in words, or will be in `within` seconds; None if all are there, or are to leave."""
+        """Return a description of the follower that is lost within `within` seconds; None if none is, or the group is closing."""
         return _lost(list(self._followers.values()), within)
 
     def close(self) -> None:
-        """Say goodbye and close."""
+        """Send GOODBYE and close."""
         for follower in self._followers.values():
-            follower.leaving = True  # who is told goodbye may go at once
+            follower.leaving = True  # a follower may exit as soon as it reads GOODBYE
         with suppress(GroupBroken):
             self.broadcast(GOODBYE)
         for follower in self._followers.values():
             follower.close()
 
 
-class Follower:
-    """The side of a rank above 0. Made by `meet_leader`."""
+class FollowerChannel:
+    """The channel of a rank above 0. Created by `connect_to_leader`."""
 
     def __init__(self, leader: socket.socket) -> None:
         """`leader`: a connected socket."""
@@ -95,47 +95,47 @@ class Follower:
     def receive(self) -> tuple[int, memoryview]:
         """Wait for the next message: its kind and payload. Raises GroupBroken.
 
-        The payload is a view of the channel's own buffer, which the next call fills anew.
+        The payload is a view of the channel's buffer, which the next call overwrites.
         """
         kind, size = _HEADER.unpack(self._leader.read(self._header))
         if size > len(self._payload):
-            self._payload = bytearray(size)  # not resized: the view given out before forbids it
+            self._payload = bytearray(size)  # a new one: a buffer with an exported view cannot be resized
         return kind, self._leader.read(memoryview(self._payload)[:size])
 
     def answer(self, value: int) -> None:
-        """Send one int64 to the leader, who gathers it. Raises GroupBroken."""
+        """Send one int64, which the leader gathers. Raises GroupBroken."""
         self._leader.send(_ANSWER.pack(value))
 
-    def watch(self, tell: Callable[[str], None]) -> None:
-        """Have `tell` called, from a thread of the channel's own, when the leader is gone; never after `close`."""
-        _watch([self._leader], tell)
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call `on_lost` from a thread of the channel when the leader is lost; never after `close`."""
+        _watch([self._leader], on_lost)
 
     def lost(self, within: float) -> str | None:
-        """That the leader is gone, in words, or will be in `within` seconds; None if it is there, or this side has closed."""
+        """Return a description if the leader is lost within `within` seconds; None if not, or this side has closed."""
         return _lost([self._leader], within)
 
     def close(self) -> None:
-        """Close. A `receive` that waits raises GroupBroken."""
+        """Close. A blocked `receive` raises GroupBroken."""
         self._leader.close()
 
 
 class _Peer:
-    """One connection: whole messages, and GroupBroken for whatever ends it."""
+    """One connection: sends and reads whole messages; raises GroupBroken when the connection ends."""
 
     def __init__(self, name: str, connection: socket.socket) -> None:
         self.name = name
         self.leaving = False
-        """Whether an end is expected."""
+        """True if the end of the connection is expected."""
         self._socket = connection
-        connection.settimeout(None)  # with a time-out, each call would poll before it reads
+        connection.settimeout(None)  # with a timeout, each call would poll before it reads
 
     def duplicate(self) -> int:
-        """Another descriptor of the same connection."""
+        """Return a duplicate of the connection's file descriptor."""
         return os.dup(self._socket.fileno())
 
     @property
     def end(self) -> str | None:
-        """In words, when the connection has ended; None if that was expected."""
+        """Description of the ended connection; None if its end was expected."""
         return None if self.leaving else f"{self.name} is gone"
 
     def send(self, message: bytes) -> None:
@@ -158,9 +158,9 @@ class _Peer:
         return whole
 
     def close(self) -> None:
-        """Close, and wake whoever reads."""
+        """Close, and wake a blocked reader."""
         self.leaving = True
-        with suppress(OSError):  # the other side was first
+        with suppress(OSError):  # the other side has closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -168,18 +168,18 @@ class _Peer:
         return GroupBroken(f"{self.name} is gone" if error is None else f"{self.name} is gone: {error.strerror}")
 
 
-class _Ends:
-    """Waits for the first of some connections to end, by descriptors of its own: these stay valid whoever closes theirs."""
+class _EndWaiter:
+    """Waits for the first of several connections to end, on duplicate descriptors, which remain valid when the originals close."""
 
     def __init__(self, peers: list[_Peer]) -> None:
         self._poll = select.poll()
         self._peers = {peer.duplicate(): peer for peer in peers}
         for descriptor in self._peers:
-            # Of a unix socket: the other end was closed. What there is to read is not asked for.
+            # On a unix socket: the peer has closed its end. Readable data is not reported.
             self._poll.register(descriptor, getattr(select, "POLLRDHUP", 0))
 
     def wait(self, seconds: float | None = None) -> str | None:
-        """What there is to be said of the end of the first; None after `seconds`. To be called once."""
+        """Return a description of the first ended connection; None after `seconds`, or if the end was expected. Call once."""
         try:
             events = self._poll.poll(None if seconds is None else seconds * 1e3)
         finally:
@@ -188,41 +188,41 @@ class _Ends:
         return self._peers[events[0][0]].end if events else None
 
 
-def _watch(peers: list[_Peer], tell: Callable[[str], None]) -> None:
-    ends = _Ends(peers)
+def _watch(peers: list[_Peer], on_lost: Callable[[str], None]) -> None:
+    waiter = _EndWaiter(peers)
 
     def wait() -> None:
-        if (end := ends.wait()) is not None:
-            tell(end)
+        if (end := waiter.wait()) is not None:
+            on_lost(end)
 
-    # What the log says of every record lives in the context.
+    # The context holds the fields that are logged with every record.
     threading.Thread(target=copy_context().run, args=(wait,), name="group watch", daemon=True).start()
 
 
 def _lost(peers: list[_Peer], within: float) -> str | None:
-    return None if any(peer.leaving for peer in peers) else _Ends(peers).wait(within)
+    return None if any(peer.leaving for peer in peers) else _EndWaiter(peers).wait(within)
 
 
-class NamingTheLost:
-    """A context for collectives: one that fails since a process is gone raises GroupBroken, which says who; any other error stays."""
+class PeerLossTranslator:
+    """A context manager for collectives: if one fails because a process is lost, raises GroupBroken with the lost rank."""
 
-    def __init__(self, channel: Leader | Follower | None) -> None:
+    def __init__(self, channel: LeaderChannel | FollowerChannel | None) -> None:
         self._channel = channel
 
     def __enter__(self) -> None:
-        """Once a step and more: nothing to do."""
+        """Nothing to do; entered several times per step."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._channel is None or not isinstance(error, RuntimeError):  # which those of torch.distributed are
+        if self._channel is None or not isinstance(error, RuntimeError):  # base class of torch.distributed's errors
             return
         if lost := self._channel.lost(LOST_WITHIN):
             raise GroupBroken(lost) from error
 
 
-def gather_group(path: Path, size: int, timeout: float) -> Leader:
-    """Listen at `path` until the `size` - 1 followers have come. Raises EngineError after `timeout` seconds.
+def accept_followers(path: Path, size: int, timeout: float) -> LeaderChannel:
+    """Listen at `path` until `size` - 1 followers have connected. Raises EngineError after `timeout` seconds.
 
-    The socket is there only for so long: once all have met, nothing is left in the file system.
+    The socket file is removed as soon as all have connected.
     """
     until = time.monotonic() + timeout
     followers: dict[int, socket.socket] = {}
@@ -230,17 +230,17 @@ def gather_group(path: Path, size: int, timeout: float) -> Leader:
         with _listening(path, size) as listener:
             while len(followers) < size - 1:
                 missing = sorted(set(range(1, size)) - followers.keys())
-                connection = _accept(listener, until, f"{_ranks(missing)} did not come within {timeout:g} s")
+                connection = _accept(listener, until, f"{_ranks(missing)} did not connect within {timeout:g} s")
                 rank = _greeted_by(connection, size, followers)
                 followers[rank] = connection
     except BaseException:
         for connection in followers.values():
             connection.close()
         raise
-    return Leader(followers)
+    return LeaderChannel(followers)
 
 
-def meet_leader(path: Path, rank: int, size: int, timeout: float) -> Follower:
+def connect_to_leader(path: Path, rank: int, size: int, timeout: float) -> FollowerChannel:
     """Connect to the leader at `path` as `rank` of `size`. Raises EngineError after `timeout` seconds."""
     until = time.monotonic() + timeout
     while True:
@@ -251,11 +251,11 @@ def meet_leader(path: Path, rank: int, size: int, timeout: float) -> Follower:
         except OSError as error:
             connection.close()
             if time.monotonic() > until:
-                reason = f"rank 0 was not to be met at {path} within {timeout:g} s: {error.strerror}"
+                reason = f"rank 0 was not reachable at {path} within {timeout:g} s: {error.strerror}"
                 raise EngineError(reason) from error
             time.sleep(RETRY_EVERY)
         else:
-            return Follower(connection)
+            return FollowerChannel(connection)
 
 
 @contextmanager
@@ -267,7 +267,7 @@ def _listening(path: Path, size: int) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
             listener.bind(str(path))
-            # Nobody can connect before listen: there is no moment with wider rights.
+            # Connections are refused before listen, so the wider permissions are never usable.
             os.chmod(path, 0o600)
             listener.listen(size)
         except OSError as error:
@@ -278,18 +278,18 @@ def _listening(path: Path, size: int) -> Iterator[socket.socket]:
             remove_socket(path)
 
 
-def _accept(listener: socket.socket, until: float, complaint: str) -> socket.socket:
+def _accept(listener: socket.socket, until: float, timeout_message: str) -> socket.socket:
     listener.settimeout(max(until - time.monotonic(), 1e-3))
     try:
         connection, _ = listener.accept()
     except TimeoutError as error:
-        raise EngineError(complaint) from error
-    connection.settimeout(max(until - time.monotonic(), 1e-3))  # a greeting follows at once, or never
+        raise EngineError(timeout_message) from error
+    connection.settimeout(max(until - time.monotonic(), 1e-3))  # the greeting follows immediately
     return connection
 
 
-def _greeted_by(connection: socket.socket, size: int, there: dict[int, socket.socket]) -> int:
-    """The rank of whoever has connected. Raises EngineError if it has no place in this group."""
+def _greeted_by(connection: socket.socket, size: int, connected: dict[int, socket.socket]) -> int:
+    """Read the greeting and return the rank. Raises EngineError if it does not belong to this group."""
     greeting = bytearray(_GREETING.size)
     try:
         received = connection.recv_into(greeting, flags=socket.MSG_WAITALL)
@@ -297,20 +297,20 @@ def _greeted_by(connection: socket.socket, size: int, there: dict[int, socket.so
         received = 0
     magic: int
     rank: int
-    its_size: int
-    magic, rank, its_size = _GREETING.unpack(greeting)
+    peer_size: int
+    magic, rank, peer_size = _GREETING.unpack(greeting)
     if received < _GREETING.size or magic != _MAGIC:
-        problem = "what connected is no shard"
-    elif its_size != size:
-        problem = f"rank {rank} believes in a group of {its_size}, and there are {size}"
+        problem = "a connection did not come from a shard"
+    elif peer_size != size:
+        problem = f"rank {rank} has world size {peer_size}, expected {size}"
     elif not 0 < rank < size:
-        problem = f"rank {rank} is not one of a group of {size}"
-    elif rank in there:
-        problem = f"rank {rank} came twice"
+        problem = f"rank {rank} is not in a group of {size}"
+    elif rank in connected:
+        problem = f"rank {rank} connected twice"
     else:
         return rank
     connection.close()
-    raise EngineError(f"the group cannot be gathered: {problem}")
+    raise EngineError(f"the group could not be formed: {problem}")
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,7 +1,7 @@
-"""The engine of a rank above 0: it computes what rank 0 computes, when rank 0 says so, and answers nobody else.
+"""The engine of a rank above 0: executes the commands of rank 0 and serves no router.
 
-One thread waits at the control channel and hands what comes to its mirror. Where the group breaks, or a step does, there is
-nothing left to follow: the shard is told, and its process ends.
+One thread receives commands from the control channel and passes them to its worker. When the group breaks or a step fails, the
+engine reports it, and the shard exits.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ from typing import Protocol
 import structlog
 
 from text_generation_shard.engine import EngineError, EngineInfo, Failure, InProcess, Orders, StepResult, WarmUpLimits
-from text_generation_shard.engines.torch.cuda.parallel.channel import GOODBYE, Follower, GroupBroken
+from text_generation_shard.engines.torch.cuda.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds to wait, on the way out, for the step in progress."""
+"""Seconds to wait at `close` for the step in progress."""
 STUCK_AFTER = 0.5
-"""Seconds in which the thread that follows should have seen for itself that rank 0 is gone; else it hangs in a collective."""
+"""Seconds after which the follower thread is assumed to be blocked in a collective when rank 0 is lost."""
 
 log = structlog.get_logger()
 
 
-class Mirror(Protocol):
-    """What computes on this device."""
+class Worker(Protocol):
+    """Computes on this rank's device."""
 
-    def mirror(self, kind: int, payload: memoryview) -> int | None:
-        """Do what rank 0 does; an int is the answer it waits for. `payload` is valid until this returns."""
+    def execute(self, kind: int, payload: memoryview) -> int | None:
+        """Execute a command of rank 0; returns the reply, if it expects one. `payload` is valid until this returns."""
         ...
 
 
 class FollowerEngine(InProcess):
-    """See the module. Follows from the moment it is made."""
+    """The engine described in the module docstring. Starts to follow when it is created."""
 
-    def __init__(self, info: EngineInfo, rank: int, channel: Follower, mirror: Mirror) -> None:
+    def __init__(self, info: EngineInfo, rank: int, channel: FollowerChannel, worker: Worker) -> None:
         self.info = info
         self._rank = rank
         self._channel = channel
-        self._mirror = mirror
-        self._tell: Callable[[str], None] | None = None
+        self._worker = worker
+        self._on_broken: Callable[[str], None] | None = None
         self._broken: str | None = None
         self._closing = False
         self._lock = threading.Lock()
-        # A thread that hangs in a collective of a broken group does not keep the process.
+        # Daemon: a thread blocked in a collective of a broken group must not keep the process alive.
         self._thread = threading.Thread(
             target=copy_context().run, args=(self._follow,), name="engine follower", daemon=True
         )
         self._thread.start()
-        channel.watch(self._hung_up)
+        channel.watch(self._on_leader_lost)
 
     @property
     def grammars(self) -> None:
-        """They are rank 0's business."""
+        """None: rank 0 handles grammars."""
         return None
 
     @property
@@ -74,7 +74,7 @@ class FollowerEngine(InProcess):
         return None
 
     def reset(self) -> None:
-        """Nothing to drop: what is held, rank 0 says."""
+        """Nothing to drop: rank 0 holds the sequences."""
 
     def on_broken(self, tell: Callable[[str], None]) -> None:
         with self._lock:
@@ -97,7 +97,7 @@ class FollowerEngine(InProcess):
                 if kind == GOODBYE:
                     self._leave("rank 0 has left")
                     return
-                if (answer := self._mirror.mirror(kind, payload)) is not None:
+                if (answer := self._worker.execute(kind, payload)) is not None:
                     self._channel.answer(answer)
         except GroupBroken as error:
             self._break(str(error))
@@ -105,8 +105,8 @@ class FollowerEngine(InProcess):
             log.exception("the follower failed", rank=self._rank)
             self._leave(" ".join(f"{type(error).__name__}: {error}".split()))
 
-    def _hung_up(self, reason: str) -> None:
-        """On the channel's thread."""
+    def _on_leader_lost(self, reason: str) -> None:
+        """Report the loss, on the channel's thread, after giving the follower thread time to report a better reason."""
         self._thread.join(STUCK_AFTER)
         self._break(reason)
 
@@ -115,7 +115,7 @@ class FollowerEngine(InProcess):
             log.error("the group is broken", rank=self._rank, reason=reason)
 
     def _leave(self, reason: str) -> bool:
-        """There is nothing to follow any more. Whether that is news."""
+        """Record that the group has ended. Returns True the first time."""
         with self._lock:
             if self._closing or self._broken is not None:
                 return False

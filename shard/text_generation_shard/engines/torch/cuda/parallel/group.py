@@ -1,11 +1,11 @@
-"""A tensor-parallel group: the processes that compute one replica's model together, and what they tell each other.
+"""A tensor-parallel group: the processes that compute one replica's model together.
 
-    join    rank 0 listens on the group's socket ─► the others connect ─► rank 0 says where its store listens ─► the
-            process group: NCCL between GPUs, gloo between CPUs
-    step    the control channel says which (channel.py); sums and gathers inside it are kernels of ours
-            or torch's between GPUs if they are small, else the process group's
+    join    rank 0 listens on the group's socket ─► the others connect ─► rank 0 broadcasts the address of its store ─► process
+            group: NCCL between GPUs, gloo between CPUs
+    step    the control channel carries the commands (channel.py); all-reduce and all-gather within a step are our kernels or
+            torch's for small tensors on GPUs, else those of the process group
 
-A model on one device joins nothing: its collectives do nothing, and torch.distributed is not touched.
+With one rank, the collectives do nothing, and torch.distributed is not imported.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from text_generation_proto.sockets import socket_path
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.cuda.parallel.channel import (
-    Follower,
+    FollowerChannel,
     GroupBroken,
-    Leader,
-    gather_group,
-    meet_leader,
+    LeaderChannel,
+    accept_followers,
+    connect_to_leader,
 )
-from text_generation_shard.engines.torch.cuda.split import Split
+from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from text_generation_shard.engines.torch.cuda.kernels.exchange import Exchange
+    from text_generation_shard.engines.torch.cuda.kernels.low_latency import LowLatencyCollectives
     from text_generation_shard.engines.torch.cuda.parallel.all_reduce import AllReduce
 
-MEETING_TIMEOUT = 120.0
-"""Seconds that the others have to come: they start together, but importing torch from a cold disk takes its time."""
+JOIN_TIMEOUT = 120.0
+"""Seconds to wait for the other ranks: all start together, but importing torch from a cold disk takes long."""
 STORE_TIMEOUT = timedelta(seconds=120)
 LOCALHOST = "127.0.0.1"
 STORE = 1
-"""The kind of the message with the store's port, the first of all."""
+"""The kind of the first message: the port of the store."""
 
 _PORT = struct.Struct("<H")
 
 log = structlog.get_logger()
 
 
-class Group:
-    """The collectives of a model, and the control channel. Made by `join`; alone, the collectives do nothing.
+class ParallelGroup:
+    """The collectives and the control channel of a group. Created by `join_group`; with one rank, the collectives do nothing.
 
-    All ranks call the same ones in the same order, on tensors of the same shapes, on the current stream.
+    All ranks call the same collectives in the same order, with tensors of the same shapes, on the current stream.
     """
 
     def __init__(
         self,
-        place: Split,
-        channel: Leader | Follower | None = None,
+        tp: TensorParallelRank,
+        channel: LeaderChannel | FollowerChannel | None = None,
         all_reduce: AllReduce | None = None,
-        exchange: Exchange | None = None,
+        low_latency: LowLatencyCollectives | None = None,
     ) -> None:
-        self.place = place
+        self.tp = tp
         self.channel = channel
         self._all_reduce = all_reduce
-        self._exchange = exchange
+        self._low_latency = low_latency
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum `tensor`, contiguous, over the ranks, in place."""
@@ -76,17 +76,17 @@ class Group:
             self._all_reduce(tensor)
 
     def all_gather_last_dim(self, tensor: Tensor, out: Tensor) -> None:
-        """Put the ranks' `tensor`s [rows, n], contiguous, side by side into `out` [rows, size · n]; rows may be padded."""
-        size = self.place.size
+        """Concatenate the ranks' `tensor`s [rows, n], contiguous, into `out` [rows, size · n], whose rows may be padded."""
+        size = self.tp.world_size
         if size == 1:
             out.copy_(tensor)
             return
-        if self._exchange is not None and self._exchange.takes(tensor):
-            self._exchange.gather(tensor, out)
+        if self._low_latency is not None and self._low_latency.supports(tensor):
+            self._low_latency.all_gather(tensor, out)
             return
         import torch.distributed as dist
 
-        # torch 2.13 has a new name for it, and warns of the old one.
+        # torch 2.13 renamed it, and warns about the old name.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         rows, width = tensor.shape
         parts = tensor.new_empty(size, rows, width)
@@ -95,118 +95,118 @@ class Group:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor`, contiguous, with rank 0's."""
-        if self.place.size > 1:
+        if self.tp.world_size > 1:
             from torch.distributed import broadcast
 
             broadcast(tensor, src=0)
 
     @property
-    def leader(self) -> Leader:
+    def leader(self) -> LeaderChannel:
         """The channel of rank 0."""
-        assert isinstance(self.channel, Leader)
+        assert isinstance(self.channel, LeaderChannel)
         return self.channel
 
     @property
-    def follower(self) -> Follower:
-        """The channel of another rank."""
-        assert isinstance(self.channel, Follower)
+    def follower(self) -> FollowerChannel:
+        """The channel of a rank above 0."""
+        assert isinstance(self.channel, FollowerChannel)
         return self.channel
 
     def close(self) -> None:
-        """Leave the group. What was captured with its collectives must not be replayed any more."""
+        """Leave the group. Graphs that contain its collectives must not be replayed any more."""
         if self.channel is None:
             return
         self.channel.close()
-        self._all_reduce = self._exchange = None
-        # NCCL's communicators end with the process: their own end would wait for peers that may be gone.
+        self._all_reduce = self._low_latency = None
+        # NCCL's communicators are not destroyed: that would wait for peers that may be lost.
         import torch.distributed as dist
 
         if dist.is_initialized() and dist.get_backend() != "nccl":
             dist.destroy_process_group()
 
 
-def join(config: ShardConfig, device: torch.device, timeout: float = MEETING_TIMEOUT) -> Group:
-    """Meet the other shards of this replica, and set up the collectives on `device`. Waits for all; a group of one is there.
+def join_group(config: ShardConfig, device: torch.device, timeout: float = JOIN_TIMEOUT) -> ParallelGroup:
+    """Connect to the other ranks of this replica and set up the collectives on `device`. Waits for all ranks.
 
-    Raises EngineError, in one line, if they do not come or cannot talk to each other.
+    Raises EngineError with a one-line message if a rank does not connect or the collectives cannot be set up.
     """
-    place = Split(config.rank, config.world_size)
-    if place.size == 1:
-        return Group(place)
+    tp = TensorParallelRank(config.rank, config.world_size)
+    if tp.world_size == 1:
+        return ParallelGroup(tp)
     path = socket_path(config.group_address)
     if path is None:
         raise EngineError("group_address must be unix:///path")
-    channel: Leader | Follower
-    if place.rank == 0:
-        channel = gather_group(path, place.size, timeout)
+    channel: LeaderChannel | FollowerChannel
+    if tp.rank == 0:
+        channel = accept_followers(path, tp.world_size, timeout)
     else:
-        channel = meet_leader(path, place.rank, place.size, timeout)
+        channel = connect_to_leader(path, tp.rank, tp.world_size, timeout)
     try:
-        _quieten()
-        store = _share_store(channel, place)
-        _open_process_group(place, device, store)
+        _silence_torch_distributed()
+        store = _share_store(channel, tp)
+        _open_process_group(tp, device, store)
         from text_generation_shard.engines.torch.cuda.parallel.all_reduce import AllReduce
-        from text_generation_shard.engines.torch.cuda.parallel.symmetric import open_exchange
+        from text_generation_shard.engines.torch.cuda.parallel.symmetric import create_low_latency_collectives
 
-        exchange = open_exchange(device) if device.type == "cuda" else None
-        all_reduce = AllReduce(device, exchange)
-    except (GroupBroken, RuntimeError, ValueError) as error:  # torch.distributed's own errors are RuntimeErrors
+        low_latency = create_low_latency_collectives(device) if device.type == "cuda" else None
+        all_reduce = AllReduce(device, low_latency)
+    except (GroupBroken, RuntimeError, ValueError) as error:  # torch.distributed raises RuntimeErrors
         channel.close()
         raise EngineError(f"the group could not be joined: {' '.join(str(error).split())}") from error
     log.info(
         "joined",
-        rank=place.rank,
-        world_size=place.size,
-        exchange=exchange is not None,
+        rank=tp.rank,
+        world_size=tp.world_size,
+        low_latency=low_latency is not None,
         one_shot=all_reduce.is_one_shot,
     )
-    return Group(place, channel, all_reduce, exchange)
+    return ParallelGroup(tp, channel, all_reduce, low_latency)
 
 
-def _share_store(channel: Leader | Follower, place: Split) -> Store:
-    """The store in which the ranks find each other's addresses; it listens on this machine's own interface alone."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is public, but torch does not say so
+def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRank) -> Store:
+    """Open the store for the rendezvous of the process group; it listens on the loopback interface only."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
-    if isinstance(channel, Leader):
+    if isinstance(channel, LeaderChannel):
         listener = socket.create_server((LOCALHOST, 0))
         port: int = listener.getsockname()[1]
         store: Store = TCPStore(
             LOCALHOST,
             port,
-            place.size,
+            tp.world_size,
             is_master=True,
             timeout=STORE_TIMEOUT,
             wait_for_workers=False,
-            master_listen_fd=listener.detach(),  # torch's own would listen on all interfaces
+            master_listen_fd=listener.detach(),  # torch's own socket would listen on all interfaces
         )
         channel.broadcast(STORE, _PORT.pack(port))
         return store
     kind, payload = channel.receive()
     assert kind == STORE
     (port,) = _PORT.unpack(payload)
-    store = TCPStore(LOCALHOST, port, place.size, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    store = TCPStore(LOCALHOST, port, tp.world_size, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
     return store
 
 
-def _open_process_group(place: Split, device: torch.device, store: Store) -> None:
+def _open_process_group(tp: TensorParallelRank, device: torch.device, store: Store) -> None:
     import torch.distributed as dist
 
     on_cuda = device.type == "cuda"
-    # All ranks are on this machine: what goes by TCP at all goes by its own interface.
+    # All ranks are on this machine, so TCP connections use the loopback interface.
     os.environ.setdefault("NCCL_SOCKET_IFNAME" if on_cuda else "GLOO_SOCKET_IFNAME", "lo")
     if on_cuda:
         torch.cuda.set_device(device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # advice for those who write training loops
+        warnings.simplefilter("ignore")  # advice for training loops
         dist.init_process_group(
             "nccl" if on_cuda else "gloo",
             store=store,
-            rank=place.rank,
-            world_size=place.size,
+            rank=tp.rank,
+            world_size=tp.world_size,
             device_id=device if on_cuda else None,
         )
 
 
-def _quieten() -> None:
-    """Errors alone: the log is no place for what torch.distributed says by the way."""
+def _silence_torch_distributed() -> None:
+    """Log only the errors of torch.distributed."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
-"""The toolbox in plain torch: for groups on a CPU, where it only has to be right, and for the kernels' tests to compare with.
+"""The reference implementation of `Ops` in plain torch: for groups on CPUs, and for the tests of the kernels.
 
-Computes in the dtype it is given, in float64 as well, but in float32 at the least; and rounds once, as kernels do.
+Computes in the dtype of its inputs, including float64, but at least in float32; rounds once, like the kernels.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from text_generation_shard.engines.torch.cuda.kernels.rope import RopeStep
 
 
-class PlainToolbox:
-    """See `Toolbox`."""
+class ReferenceOps:
+    """Implements `Ops`."""
 
     fused_tokens = 1
 
     def __init__(self, head_dim: int) -> None:
         self._scale = head_dim**-0.5
         self._chunks: list[tuple[int, Tensor, int]] = []
-        """Of each chunk planned: its tokens, its pages, the tokens in these."""
+        """For each planned chunk: its tokens, its pages, the number of tokens in the pages."""
 
     def update_tables(self, cells: Tensor, blocks: Tensor, tables: Tensor) -> None:
         tables.view(-1)[cells.long()] = blocks
@@ -119,7 +119,7 @@ class PlainToolbox:
             out[at : at + tokens] = _attend(own, cache_layer, pages, length, window, self._scale)
             at += tokens
 
-    def choose_greedily(
+    def sample_greedy(
         self, logits: Tensor, slots: Tensor, last_tokens: Tensor, token_ids: Tensor, logprobs: Tensor
     ) -> None:
         best = logits.max(1, keepdim=True).values
@@ -130,18 +130,18 @@ class PlainToolbox:
 
 
 def _normed(values: Tensor, eps: float) -> Tensor:
-    """`values` [..., width] with a root mean square of one in each row."""
+    """Return `values` [..., width] scaled so that each row has a root mean square of 1."""
     return values * (values.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x · weightᵀ (+ bias) in the dtype of x."""
+    """Return x · weightᵀ (+ bias) in the dtype of x."""
     product = x @ weight.to(x.dtype).t()
     return product if bias is None else product + bias
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x·cos + rotate_half(x)·sin for `heads` [tokens, heads, head_dim]; cos and sin [tokens, 1, head_dim / 2]."""
+    """Return x·cos + rotate_half(x)·sin for `heads` [tokens, heads, head_dim]; cos and sin [tokens, 1, head_dim / 2]."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -149,7 +149,7 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _attend(
     queries: Tensor, cache_layer: Tensor, table: Tensor, length: int, window: int | None, scale: float
 ) -> Tensor:
-    """[tokens, heads · head_dim]: what the last tokens of a sequence of `length` see; `queries` [tokens, heads, head_dim]."""
+    """Attend with the last tokens of a sequence of `length`: `queries` [tokens, heads, head_dim] → [tokens, heads · head_dim]."""
     dtype = torch.promote_types(queries.dtype, torch.float32)
     queries, blocks = queries.to(dtype), cache_layer[table[: -(-length // BLOCK_SIZE)].long()].to(dtype)
     keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]

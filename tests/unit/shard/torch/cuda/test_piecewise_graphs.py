@@ -16,15 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling
-from text_generation_shard.engines.torch.cuda.graphs import GraphPool, Outcome
+from text_generation_shard.engines.torch.cuda.graphs import ForwardOutput, GraphPool
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.parallel.group import Group
-from text_generation_shard.engines.torch.cuda.pieces import BUCKETS, Pieces, Work, bucket_for
-from text_generation_shard.engines.torch.cuda.plain_toolbox import PlainToolbox
+from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.cuda.piecewise_graphs import (
+    CAPTURE_SIZES,
+    PiecewiseGraphs,
+    Work,
+    capture_size_for,
+)
+from text_generation_shard.engines.torch.cuda.reference_ops import ReferenceOps
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.slot_tables import SlotTables
-from text_generation_shard.engines.torch.cuda.split import Split
 from text_generation_shard.engines.torch.cuda.step_plan import Padding, StepPlan, plan_chunks, plan_decoding
+from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import load_weights
@@ -32,11 +37,11 @@ from text_generation_shard.step.chosen import Chosen
 from text_generation_shard.step.steady import StepRows
 from text_generation_shard.step.table import SequenceTable
 
-LAYERS, SLOTS, LONGEST, BLOCKS = 2, 6, 1280, 128
+LAYERS, SLOTS, MAX_SEGMENT, BLOCKS = 2, 6, 1280, 128
 CHANGES: dict[str, Any] = {
     "model_type": "mistral",
     "num_hidden_layers": LAYERS,
-    "max_position_embeddings": LONGEST,
+    "max_position_embeddings": MAX_SEGMENT,
     "sliding_window": 40,
 }
 
@@ -106,9 +111,9 @@ class Rig:
     def __post_init__(self) -> None:
         self._told = SlotTables(SLOTS, self.whole.max_blocks)
 
-    def capture(self, *, only_largest: bool = False) -> Pieces:
+    def capture(self, *, only_largest: bool = False) -> PiecewiseGraphs:
         """Make the pieces; from now on those that run are noted."""
-        sizes = reversed(BUCKETS)
+        sizes = reversed(CAPTURE_SIZES)
 
         def noting(bucket: int, replay: Work) -> None:
             self.replayed.append(bucket)
@@ -118,24 +123,24 @@ class Rig:
             bucket = next(sizes)
             return [partial(noting, bucket, replay) for replay in captured(works, self.device)]
 
-        return self.cut.cut(record, only_largest=only_largest)
+        return self.cut.capture_pieces(record, only_largest=only_largest)
 
     def admit(self, slot: int, length: int, new: int = 9) -> NewSequence:
         blocks = tuple(next(self._free) for _ in range(-(-(length + new) // BLOCK_SIZE)))
         prompt = tuple(torch.randint(CONFIG["vocab_size"], (length,)).tolist())
         return NewSequence(slot=slot, prompt=prompt, stopping=Stopping(max_new_tokens=new), blocks=blocks)
 
-    def step(self, orders: Orders, *, greedy: bool = True) -> tuple[Outcome, Outcome, StepPlan]:
+    def step(self, orders: Orders, *, greedy: bool = True) -> tuple[ForwardOutput, ForwardOutput, StepPlan]:
         """What is left of one step by either runner, and its plan."""
         assert self.table.apply(orders) == []
         rows = self.table.rows()
         plan = self._plan(rows, greedy)
         self.replayed.clear()
-        outcome, ours = self.whole.start(plan), self.cut.start(plan)
+        output, ours = self.whole.start(plan), self.cut.start(plan)
         self.table.begin(rows)
-        sampling = [0] * plan.choosing if outcome.chosen is None else outcome.chosen[: plan.choosing].tolist()
+        sampling = [0] * plan.num_sampling if output.sampled is None else output.sampled[: plan.num_sampling].tolist()
         self.table.advance(rows, Chosen(sampling, [0.0] * len(sampling)))
-        return outcome, ours, plan
+        return output, ours, plan
 
     def _plan(self, rows: StepRows, greedy: bool) -> StepPlan:
         updates = self._told.updates(rows)
@@ -146,11 +151,11 @@ class Rig:
 
 def make_runner(folder: Path, device: torch.device) -> Runner:
     config = read_model_config(folder)
-    weights = ModelWeights(config, Split(), device, torch.float32)
-    load_weights(folder, weights.targets())
-    weights.seal()
+    weights = ModelWeights(config, TensorParallelRank(), device, torch.float32)
+    load_weights(folder, weights.named_parameters())
+    weights.process_weights_after_loading()
     shape = CacheShape(LAYERS, weights.num_kv_heads, config.head_dim, device, torch.float32)
-    runner = Runner(config, weights, PlainToolbox(config.head_dim), Group(Split()), shape, SLOTS)
+    runner = Runner(config, weights, ReferenceOps(config.head_dim), ParallelGroup(TensorParallelRank()), shape, SLOTS)
     runner.allocate(BLOCKS)
     return runner
 
@@ -167,11 +172,11 @@ def rig(tmp_path: Path, device: torch.device) -> Rig:
         device=str(device),
         scheduling=Scheduling.STEP,
         vocab_size=CONFIG["vocab_size"],
-        max_sequence_length=LONGEST,
+        max_sequence_length=MAX_SEGMENT,
         max_slots=SLOTS,
         block_size=BLOCK_SIZE,
         eos_token_ids=(),
-        suggested_prefill_tokens=LONGEST,
+        suggested_prefill_tokens=MAX_SEGMENT,
         max_top_n_tokens=0,
     )
     table = SequenceTable(info)
@@ -189,11 +194,11 @@ def check(rig: Rig, orders: Orders, bucket: int | None, *, greedy: bool = True) 
     reference, ours, plan = rig.step(orders, greedy=greedy)
     assert rig.replayed == ([] if bucket is None else [bucket] * (LAYERS + 1))
     assert error(ours.normed, reference.normed) < 1e-5
-    assert (ours.logits is None) == (reference.logits is None) == (plan.choosing == 0)
+    assert (ours.logits is None) == (reference.logits is None) == (plan.num_sampling == 0)
     if reference.logits is not None and ours.logits is not None:
         assert error(ours.logits, reference.logits) < 1e-5
-    if reference.chosen is not None and ours.chosen is not None:
-        assert ours.chosen[: plan.choosing].tolist() == reference.chosen[: plan.choosing].tolist()
+    if reference.sampled is not None and ours.sampled is not None:
+        assert ours.sampled[: plan.num_sampling].tolist() == reference.sampled[: plan.num_sampling].tolist()
     for layer, expected in zip(rig.cut._cache, rig.whole._cache, strict=True):
         # All blocks but the scratch block, which padding is written to.
         assert error(layer[:-1], expected[:-1]) < 1e-5
@@ -231,7 +236,7 @@ def test_padding_that_is_not_finite_stays_in_the_padding(rig: Rig) -> None:
 
 def test_one_set_is_enough_to_see_what_memory_it_takes(rig: Rig) -> None:
     pieces = rig.capture(only_largest=True)
-    assert len(pieces) >= len(BUCKETS)
+    assert len(pieces) >= len(CAPTURE_SIZES)
     # Steps that would take another set, or are too large for any, are computed whole.
     check(rig, Orders(number=1, admit=(rig.admit(0, 12),), prefill=((0, 12),)), None)
     check(rig, Orders(number=2, admit=(rig.admit(1, 1025),), prefill=((1, 1025),)), None)
@@ -248,8 +253,8 @@ def test_a_new_pool_has_no_pieces_over_the_old_one(rig: Rig) -> None:
     [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (129, 192), (960, 960), (961, 1024), (1024, 1024)],
 )
 def test_a_step_takes_the_smallest_bucket_that_it_fits(tokens: int, bucket: int) -> None:
-    assert bucket_for(tokens) == bucket
+    assert capture_size_for(tokens) == bucket
 
 
 def test_a_step_of_too_many_tokens_takes_none() -> None:
-    assert bucket_for(BUCKETS[-1] + 1) not in BUCKETS
+    assert capture_size_for(CAPTURE_SIZES[-1] + 1) not in CAPTURE_SIZES

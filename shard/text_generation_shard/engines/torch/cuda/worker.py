@@ -1,4 +1,4 @@
-"""What every rank of a group does when the leading one says so: the same calls, in the same order."""
+"""The worker of a follower rank: executes the commands that rank 0 broadcasts, in the same order."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.runner import Runner
-from text_generation_shard.engines.torch.cuda.staging import Staging
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
+from text_generation_shard.engines.torch.pinned import PinnedBuffers
 
 GRAPH_BYTES = 4 << 20
-"""What the driver keeps for a graph beside its tensors."""
+"""Driver memory of a graph, besides its tensors."""
+
+ROW_RANGE = struct.Struct("<2q")
+"""Rows of hidden states: first, end."""
 
 
-SPAN = struct.Struct("<2q")
-"""Rows of hidden states: the first, and the one after the last."""
-
-
-class Kind(IntEnum):
-    """Of a message on the control channel."""
+class WorkerCommand(IntEnum):
+    """Kinds of messages on the control channel."""
 
     STEP = 16
     ALLOCATE = 17
@@ -30,53 +29,53 @@ class Kind(IntEnum):
     SPARE_BYTES = 19
     READY = 20
     LOGITS = 21
-    CHOSEN = 22
+    SAMPLED = 22
 
 
-class Rank:
-    """The `Mirror` of a follower: does what comes on the channel."""
+class TPWorker:
+    """Implements `Worker` on this rank's device."""
 
     def __init__(self, runner: Runner, memory: DeviceMemory, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._runner = runner
         self._memory = memory
-        self._staging = Staging(device)
+        self._pinned = PinnedBuffers(device)
         self._hidden = torch.empty(0)
-        """Of the step started last."""
+        """Hidden states of the last step."""
 
     @torch.inference_mode()
-    def mirror(self, kind: int, payload: memoryview) -> int | None:
-        """Do it; the answer, if there is one. `payload` is free again afterwards."""
+    def execute(self, kind: int, payload: memoryview) -> int | None:
+        """Execute a command; returns its reply, if it has one. `payload` is not used after that."""
         if self._stream is not None:
-            # Whoever follows has a thread of its own, and a current stream is a thread's.
+            # The current stream is per thread, and a follower runs in its own thread.
             torch.cuda.set_stream(self._stream)
         match kind:
-            case Kind.STEP:
+            case WorkerCommand.STEP:
                 received = np.frombuffer(payload, dtype=np.int32)
-                numbers = self._staging.take(received.size).numpy()
+                numbers = self._pinned.take(received.size).numpy()
                 numbers[:] = received
                 plan = StepPlan.read(numbers)
                 self._hidden = self._runner.start(plan).normed
-            case Kind.ALLOCATE:
+            case WorkerCommand.ALLOCATE:
                 self._runner.allocate(int.from_bytes(payload, "little"))
-            case Kind.BEGIN_MEASURING:
+            case WorkerCommand.BEGIN_MEASURING:
                 self._memory.begin_measuring()
-            case Kind.SPARE_BYTES:
+            case WorkerCommand.SPARE_BYTES:
                 return spare_bytes(self._runner, self._memory)
-            case Kind.READY:
+            case WorkerCommand.READY:
                 self._runner.capture()
-            case Kind.CHOSEN:
-                self._runner.hear_chosen()
-            case Kind.LOGITS:
-                first, end = SPAN.unpack(payload)
+            case WorkerCommand.SAMPLED:
+                self._runner.receive_sampled_tokens()
+            case WorkerCommand.LOGITS:
+                first, end = ROW_RANGE.unpack(payload)
                 self._runner.logits(self._hidden[first:end])
             case _:
-                raise ValueError(f"message {kind} is of no known kind")
+                raise ValueError(f"unknown command {kind}")
         return None
 
 
 def spare_bytes(runner: Runner, memory: DeviceMemory) -> int:
-    """What is left beside the largest step and the graphs to come; the largest of them is captured to see what it takes."""
+    """Return the memory left after the largest step and all graphs; captures the largest graphs to measure them."""
     spare = memory.spare_bytes()
     before = memory.in_use()
     graphs = runner.capture(only_largest=True)

@@ -1,6 +1,6 @@
 """Sums and gathers between processes that have each other's inboxes mapped, as GPUs have: in Triton's interpreter, on the CPU.
 
-The processes run this file. Each maps one file an inbox, makes its exchanges, and leaves its results in another file.
+The processes run this file. Each maps one file an inbox, makes its created, and leaves its results in another file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.kernels.exchange import BLOCK, Exchange, inbox_shape
+from text_generation_shard.engines.torch.cuda.kernels.low_latency import BLOCK, LowLatencyCollectives, inbox_shape
 
 CAPACITY = 3 * BLOCK
 # Elements: less than a region, all of one and of several, one more; a small one does not touch the last regions.
@@ -26,7 +26,7 @@ SIZES = [1, BLOCK, 2 * BLOCK + 1, 5, CAPACITY, BLOCK + 1, CAPACITY - 1]
 # (rows, columns): rows that begin within a region; one row; a region to the element.
 SHAPES = [(3, 200), (1, 2 * BLOCK + 1), (4, 64), (2, 1)]
 GROUPS = [3, 2]
-"""Sizes of groups, one after the other: the last rank of the first one is done then."""
+"""PlanSizes of groups, one after the other: the last rank of the first one is done then."""
 LATE_TURNS = 2
 """In a row, of each rank."""
 EDGE_TURNS = 5
@@ -37,7 +37,7 @@ Results = dict[str, list[Tensor]]
 
 
 def draw(rank: int, turn: int, *shape: int) -> Tensor:
-    """What a rank gives to the exchange of a turn. The sums depend on their order; the first is that of negative zeros."""
+    """What a rank gives to the low_latency of a turn. The sums depend on their order; the first is that of negative zeros."""
     generator = torch.Generator().manual_seed(1000 * turn + rank)
     values = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 4, shape, generator=generator)
     values[..., 0] = -0.0
@@ -52,31 +52,31 @@ class Member:
     size: int
     folder: Path
 
-    def exchange(self, name: str, epoch: int = 1) -> Exchange:
+    def low_latency(self, name: str, epoch: int = 1) -> LowLatencyCollectives:
         """One whose inboxes are the files of that name, and whose next epoch is a given one."""
         inboxes = [self._map(f"{name} of {self.size}: {rank}") for rank in range(self.size)]
         MAPPED.extend(inboxes)
-        exchange = Exchange(self.rank, inboxes[self.rank], [inbox.data_ptr() for inbox in inboxes])
-        exchange._epochs.fill_(epoch)
-        return exchange
+        low_latency = LowLatencyCollectives(self.rank, inboxes[self.rank], [inbox.data_ptr() for inbox in inboxes])
+        low_latency._epochs.fill_(epoch)
+        return low_latency
 
     def _map(self, name: str) -> Tensor:
         shape = inbox_shape(self.size, CAPACITY)
         return torch.from_file(str(self.folder / name), shared=True, size=prod(shape), dtype=torch.int64).view(shape)
 
-    def summed(self, exchange: Exchange, turn: int, elements: int) -> Tensor:
+    def summed(self, low_latency: LowLatencyCollectives, turn: int, elements: int) -> Tensor:
         tensor = draw(self.rank, turn, elements)
-        exchange.sum(tensor)
+        low_latency.all_reduce(tensor)
         return tensor
 
-    def gathered(self, exchange: Exchange, turn: int, rows: int, columns: int) -> Tensor:
+    def gathered(self, low_latency: LowLatencyCollectives, turn: int, rows: int, columns: int) -> Tensor:
         # Rows are padded, and nothing is to be written there.
         out = torch.full((rows, self.size * columns + 3), -1.0)
-        exchange.gather(draw(self.rank, turn, rows, columns), out[:, :-3])
+        low_latency.all_gather(draw(self.rank, turn, rows, columns), out[:, :-3])
         return out
 
     def results(self) -> Results:
-        sums, gathers, uneven = (self.exchange(name) for name in ("sums", "gathers", "uneven"))
+        sums, gathers, uneven = (self.low_latency(name) for name in ("sums", "gathers", "uneven"))
         results = {
             "sums": [self.summed(sums, turn, elements) for turn, elements in enumerate(SIZES)],
             "gathers": [self.gathered(gathers, turn, *shape) for turn, shape in enumerate(SHAPES)],
@@ -88,17 +88,17 @@ class Member:
                 draw(0, turn, 100_000)
             results["uneven"].append(self.summed(uneven, turn, BLOCK))
         for edge in EDGES:
-            exchange = self.exchange(f"edge {edge}", edge)
-            results[f"edge {edge}"] = [self.summed(exchange, turn, BLOCK) for turn in range(EDGE_TURNS)]
+            low_latency = self.low_latency(f"edge {edge}", edge)
+            results[f"edge {edge}"] = [self.summed(low_latency, turn, BLOCK) for turn in range(EDGE_TURNS)]
         return results
 
 
 MAPPED: list[Tensor] = []
-"""For as long as the process lives: an exchange knows its peers' inboxes by their addresses alone."""
+"""For as long as the process lives: an low_latency knows its peers' inboxes by their addresses alone."""
 
 
 @dataclass(frozen=True)
-class Group:
+class Ranks:
     size: int
     results: list[Results]
     """Of each rank."""
@@ -145,16 +145,16 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(params=GROUPS)
-def group(request: pytest.FixtureRequest, folder: Path) -> Group:
+def group(request: pytest.FixtureRequest, folder: Path) -> Ranks:
     size: int = request.param
-    return Group(size, [torch.load(folder / f"results of {size}: {rank}") for rank in range(size)])
+    return Ranks(size, [torch.load(folder / f"results of {size}: {rank}") for rank in range(size)])
 
 
-def test_sums_are_those_of_float32_in_the_order_of_ranks_and_the_same_everywhere(group: Group) -> None:
+def test_sums_are_those_of_float32_in_the_order_of_ranks_and_the_same_everywhere(group: Ranks) -> None:
     group.expect("sums", [group.total(turn, elements) for turn, elements in enumerate(SIZES)])
 
 
-def test_what_is_gathered_lies_side_by_side_and_beside_it_nothing_is_touched(group: Group) -> None:
+def test_what_is_gathered_lies_side_by_side_and_beside_it_nothing_is_touched(group: Ranks) -> None:
     expected = [
         torch.cat([*group.draws(turn, rows, columns), torch.full((rows, 3), -1.0)], dim=1)
         for turn, (rows, columns) in enumerate(SHAPES)
@@ -162,24 +162,24 @@ def test_what_is_gathered_lies_side_by_side_and_beside_it_nothing_is_touched(gro
     group.expect("gathers", expected)
 
 
-def test_a_rank_that_is_late_loses_nothing(group: Group) -> None:
+def test_a_rank_that_is_late_loses_nothing(group: Ranks) -> None:
     group.expect("uneven", [group.total(turn, BLOCK) for turn in range(LATE_TURNS * group.size)])
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_epochs_may_outgrow_the_bits_that_travel(group: Group, edge: int) -> None:
+def test_epochs_may_outgrow_the_bits_that_travel(group: Ranks, edge: int) -> None:
     group.expect(f"edge {edge}", [group.total(turn, BLOCK) for turn in range(EDGE_TURNS)])
 
 
 def test_a_peer_may_be_one_exchange_ahead(device: torch.device) -> None:
     inbox, peers = (torch.zeros(inbox_shape(2, BLOCK), dtype=torch.int64, device=device) for _ in range(2))
-    exchange = Exchange(0, inbox, [inbox.data_ptr(), peers.data_ptr()])
+    low_latency = LowLatencyCollectives(0, inbox, [inbox.data_ptr(), peers.data_ptr()])
     # The peer began epoch 2 when what it was sent in epoch 1 had come: before this rank looks into its own inbox.
     for epoch in (1, 2):
         inbox[epoch % 2, 1] = message(draw(1, epoch, BLOCK), epoch).to(device)
     for epoch in (1, 2):
         tensor = draw(0, epoch, BLOCK).to(device)
-        exchange.sum(tensor)
+        low_latency.all_reduce(tensor)
         assert torch.equal(tensor.cpu(), draw(0, epoch, BLOCK) + draw(1, epoch, BLOCK))
         assert torch.equal(peers[epoch % 2, 0].cpu(), message(draw(0, epoch, BLOCK), epoch))
 

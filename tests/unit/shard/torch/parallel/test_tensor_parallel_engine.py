@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def split(folder: Path, tmp_path: Path, *program: str) -> Iterator[Engine]:
-    """Rank 0's engine; rank 1 is a shard, which `program` may change."""
+    """TPWorker 0's engine; rank 1 is a shard, which `program` may change."""
     group = f"unix://{tmp_path}/group"
     words = {"model-path": folder, "device": "cpu", "world-size": 2, "group-address": group, "max-batch-size": 8}
     flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]

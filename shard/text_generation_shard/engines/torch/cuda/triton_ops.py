@@ -1,4 +1,4 @@
-"""The toolbox of a GPU: Triton kernels of ours, and FlashInfer for the chunks of prompts."""
+"""The GPU implementation of `Ops`: our Triton kernels, and FlashInfer for prompt chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from text_generation_shard.engines.torch.cuda.chunk_attention import ChunkAttent
 from text_generation_shard.engines.torch.cuda.kernels.activation import activate
 from text_generation_shard.engines.torch.cuda.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.cuda.kernels.embedding import embed
-from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedyChoice
+from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.cuda.kernels.matvec import (
     MAX_ROWS,
     matvec,
@@ -18,13 +18,13 @@ from text_generation_shard.engines.torch.cuda.kernels.norm import add_rms_norm, 
 from text_generation_shard.engines.torch.cuda.kernels.rope import rotate_and_append
 from text_generation_shard.engines.torch.cuda.kernels.tables import update_tables
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.precision import NARROW
+from text_generation_shard.engines.torch.cuda.precision import MAX_NARROW_HIDDEN_SIZE
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model_config import ModelConfig
 
 
-class GpuToolbox:
-    """See `Toolbox`. Holds the workspaces."""
+class TritonOps:
+    """Implements `Ops`. Holds the workspaces."""
 
     update_tables = staticmethod(update_tables)
     embed = staticmethod(embed)
@@ -39,10 +39,10 @@ class GpuToolbox:
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> None:
         heads = (weights.num_heads, weights.num_kv_heads, config.head_dim)
-        # Measured on an H200: wide products beat cuBLAS at one row only, narrow ones, where each launch counts, at a few.
-        self.fused_tokens = MAX_ROWS if config.hidden_size <= NARROW else 1
+        # Measured on an H200: wide products beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
+        self.fused_tokens = MAX_ROWS if config.hidden_size <= MAX_NARROW_HIDDEN_SIZE else 1
         self._chunks = ChunkAttention(*heads, frozenset(config.windows), shape.dtype)
         self.plan_chunks = self._chunks.plan
         self.chunk_attention = self._chunks.run
         self.decode_attention = DecodeAttention(*heads, max_slots, shape.device).run
-        self.choose_greedily = GreedyChoice(max_slots, config.vocab_size, shape.device).run
+        self.sample_greedy = GreedySampler(max_slots, config.vocab_size, shape.device).run

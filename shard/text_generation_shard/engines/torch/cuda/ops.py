@@ -1,6 +1,6 @@
-"""What a forward pass is made of besides matrix products: on a GPU the kernels of `kernels` and FlashInfer's attention.
+"""The operations of a forward pass besides matrix products: on a GPU, our Triton kernels and FlashInfer's attention.
 
-Tests put a plain toolbox in its place, which runs on a CPU and is the reference of the kernels.
+The reference implementation runs on a CPU; tests compare the kernels with it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from text_generation_shard.engines.torch.cuda.kernels.rope import RopeStep
 
 
-class Toolbox(Protocol):
-    """See the kernels of the same names for shapes. Whatever is called in a forward pass can be captured in a CUDA graph,
-    save the attention of chunks, which is planned on the host for each step."""
+class Ops(Protocol):
+    """See the kernels of the same names for shapes. Everything called in a forward pass can be captured in a CUDA graph,
+    except `chunk_attention`, which is planned on the host for each step."""
 
     fused_tokens: int
-    """Up to so many tokens in a step, products fused with what is around them are faster than products alone."""
+    """Up to this number of tokens in a step, fused products are faster than separate ones."""
 
     def update_tables(self, cells: Tensor, blocks: Tensor, tables: Tensor) -> None: ...
 
@@ -66,11 +66,11 @@ class Toolbox(Protocol):
     ) -> None: ...
 
     def plan_chunks(self, plan: StepPlan, pages: Tensor) -> None:
-        """Ready `chunk_attention` for the chunks of a plan, whose pages lie on the device as well."""
+        """Plan `chunk_attention` for the chunks of a step; `pages` is the plan's column on the device."""
 
     def chunk_attention(self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor) -> None:
-        """softmax(q·kᵀ·scale)·v for the tokens of the chunks: `queries` [tokens, heads, head_dim], `out` likewise flat."""
+        """out = softmax(q·kᵀ·scale)·v for the tokens of the chunks; `queries` [tokens, heads, head_dim], `out` flattened."""
 
-    def choose_greedily(
+    def sample_greedy(
         self, logits: Tensor, slots: Tensor, last_tokens: Tensor, token_ids: Tensor, logprobs: Tensor
     ) -> None: ...

@@ -1,0 +1,44 @@
+"""Programmatic dependent launch (PDL): a kernel starts before the previous kernel in the stream has ended.
+
+A kernel launched with `launch_pdl` allows its successor to start as soon as all its own programs have started. It does the work
+that does not depend on other kernels while its predecessor ends, then waits. The successor need not use PDL: without it, it
+starts after the end as usual.
+"""
+
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+
+def supports_pdl(tensor: Tensor) -> bool:
+    """Return True if the device of `tensor` supports PDL: GPUs from Hopper on."""
+    return tensor.is_cuda and _has_pdl(tensor.device.index)
+
+
+@cache
+def _has_pdl(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def launch_dependents(USE_PDL: tl.constexpr) -> None:
+    """Allow the next kernel to start once all programs of this one have called this, if USE_PDL."""
+    if USE_PDL:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(USE_PDL: tl.constexpr) -> None:
+    """Wait for the end of the previous kernel; before this, no memory that other kernels read or write may be accessed.
+
+    No access is moved across it.
+    """
+    if USE_PDL:
+        cuda.gdc_wait()
