@@ -17,10 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, cast
 
 import structlog
 
+from text_generation_proto.grammar_options import JSON_OPTIONS, LIMITS, MAX_GRAMMAR_TEXT
 from text_generation_proto.values import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -30,41 +31,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-class ParserLimits(TypedDict):
-    """The part of llguidance's LLParserLimits that is set here."""
-
-    initial_lexer_fuel: int
-    max_grammar_size: int
-    step_lexer_fuel: int
-    step_max_items: int
-    max_lexer_states: int
-    verbose_errors: bool
-
-
-MAX_TEXT = 256 << 10
-"""Characters of a grammar. The time to build one grows with the square of its patterns: so many take 2 s at worst."""
 MASK_BUDGET_S = 0.05
 """CPU time of a grammar's first mask, at most: it tells what later ones will cost. A JSON schema's takes 0.1 ms."""
-JSON_OPTIONS: JsonCompileOptions = {
-    # One line, as json.dumps writes it, which models have seen most of. Free white space invites a model that is not
-    # sure of itself to write nothing else until it runs out of tokens.
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-    # `oneOf` only where its schemas exclude each other: as `anyOf` it would let pass what two of them agree on.
-    "coerce_one_of": False,
-    # A keyword that is not understood is refused, not ignored.
-    "lenient": False,
-}
-LIMITS: ParserLimits = {
-    "initial_lexer_fuel": 1_000_000,
-    "max_grammar_size": 500_000,
-    # These three bound what a step can cost, and what a sequence can hold: a lexer state takes 1 to 2 kB.
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 25_000,
-    "max_lexer_states": 20_000,
-    "verbose_errors": False,
-}
 CLOSING = ('"', "}", "]")
 MAX_MESSAGE = 300
 
@@ -129,8 +97,8 @@ class Grammars:
     def _build(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
         from llguidance import LLMatcher
 
-        if len(grammar.text) > MAX_TEXT:
-            raise GrammarError(f"the grammar is longer than {MAX_TEXT} characters")
+        if len(grammar.text) > MAX_GRAMMAR_TEXT:
+            raise GrammarError(f"the grammar is longer than {MAX_GRAMMAR_TEXT} characters")
         raw = LLMatcher(self._tokenizer, _definition(grammar), log_level=0, limits=self._limits)
         if raw.is_error():
             raise GrammarError(f"the grammar cannot be used: {_one_line(raw.get_error())}")
@@ -185,7 +153,9 @@ def _definition(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             try:
-                return LLMatcher.grammar_from_json_schema(grammar.text, overrides=JSON_OPTIONS)
+                return LLMatcher.grammar_from_json_schema(
+                    grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
+                )
             except ValueError as error:
                 raise GrammarError(f"the schema is not JSON: {_one_line(str(error))}") from None
         case GrammarKind.REGEX:

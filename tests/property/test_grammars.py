@@ -23,7 +23,7 @@ from random_schemas import Schemas
 from text_generation_proto.values import Grammar
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import regex_grammar, response_format
-from text_generation_router.grammar.job import compiled, prove
+from text_generation_router.grammar.proof import compiled, prove
 
 SCHEMAS = int(os.environ.get("GRAMMAR_SCHEMAS", "150"))
 ACCEPTED = 0.95

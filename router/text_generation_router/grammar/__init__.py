@@ -1,8 +1,13 @@
-"""From what a client sends to a `Grammar` that is harmless and compiles.
+"""From a client's grammar to a `Grammar` that compiles and that an engine can follow.
 
-forms, tools    what the client sent, as a Grammar               in the router: cheap and bounded
-weight, normal  how large a schema is; what of it constrains     in the router
-checks          references, combinators, keywords, expressions   in the sandbox
-job             the compile itself, and a few masks              in the sandbox, killed when it takes too long
-compiler        asks the sandbox, remembers the answers          in the router
+schema          places, references and size limits of a client's JSON schema; the refusals       in the router
+forms, tools    the client's grammar or tools as a `Grammar`                                      in the router
+normalize       edits a schema: annotations and equivalent spellings                              in the router
+expressions     limits of regular expressions                                                     in the sandbox
+proof           checks, the compile itself and a few masks                                        in the sandbox
+compiler        asks the sandbox and caches its answers                                           in the router
+
+llguidance refuses unknown types, keywords and formats by name, and bounds the size of a grammar and the cost of a step.
+`proof` checks only what it does not refuse: recursive references, constants and steps that it would round, expressions
+that would stall a client's validator, a schema that breaks the meta-schema.
 """

@@ -1,43 +1,39 @@
-"""What the model may write when it calls a tool: `{"name": <a tool>, "arguments": <what its schema says>}`."""
+"""Grammars of tool calls: `{"name": <a tool>, "arguments": <an object that follows its schema>}`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 
+from text_generation_proto.grammar_options import JSON_OPTIONS
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.grammar.forms import as_text, read_schema
-from text_generation_router.grammar.normal import normalize
-from text_generation_router.grammar.options import JSON_OPTIONS
-from text_generation_router.grammar.refusals import not_valid
-from text_generation_router.grammar.schema_tree import Schema, every, is_local
-from text_generation_router.grammar.weight import check_weight
+from text_generation_router.grammar.normalize import normalize
+from text_generation_router.grammar.schema import Schema, as_text, check_size, every, is_local, not_valid, read_schema
 
 EMBEDDED_SCHEMA = "payload: %json "
-"""How the line of a Lark text begins that holds a schema."""
-
+"""Start of the line of a Lark grammar that holds a schema."""
 
 MAX_TOOLS = 128
 """OpenAI's limit."""
 
 
 def forced_tools(tools: Sequence[Tool]) -> Grammar:
-    """One call of one of `tools`, of which there is at least one. Raises InvalidRequest.
+    """Return a grammar for one call of one of `tools`, which must not be empty. Raises InvalidRequest.
 
-    One call even where the client allows several in parallel: a list would have to be ended by the model, and small
-    ones do not end it.
+    One call also where the client allows parallel calls: the model would have to end a list of calls, and small models
+    do not.
     """
     return Grammar(GrammarKind.JSON_SCHEMA, as_text(_call_schema(tools)))
 
 
 def auto_tools(tools: Sequence[Tool], begin: str, end: str) -> Grammar:
-    """Free text in which every `begin` is followed by a call of one of `tools` and by `end`. Raises InvalidRequest.
+    """Return a grammar for free text in which a call of one of `tools` and `end` follow every `begin`.
 
-    `begin` must not be empty, nor be a special token: those are no text.
+    `begin` must not be empty or a special token, which is no text. Raises InvalidRequest.
     """
-    assert begin, "without a beginning nothing tells a call from text"
+    assert begin, "a call needs a marker in front of it"
     schema = {"x-guidance": JSON_OPTIONS, **_call_schema(tools)}
     lines = (
         "%llguidance {}",
@@ -51,7 +47,7 @@ def auto_tools(tools: Sequence[Tool], begin: str, end: str) -> Grammar:
 
 
 def check_number(tools: Sequence[Tool]) -> None:
-    """As many tools as one request may bring. Raises InvalidRequest."""
+    """Refuse more tools than one request may have. Raises InvalidRequest."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"at most {MAX_TOOLS} tools are supported. Given: {len(tools)}")
 
@@ -59,12 +55,12 @@ def check_number(tools: Sequence[Tool]) -> None:
 def _call_schema(tools: Sequence[Tool]) -> Schema:
     assert tools, "a call needs a tool"
     check_number(tools)
-    check_weight([dict(tool.parameters) for tool in tools])  # of all together, before any of them is read
+    check_size([dict(tool.parameters) for tool in tools])  # all together, before any of them is read
     definitions = {f"tool{index}": _arguments(tool, f"#/$defs/tool{index}") for index, tool in enumerate(tools)}
     calls = [_call(tool, name) for tool, name in zip(tools, definitions, strict=True)]
     schema: Schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     schema = {**schema, "$defs": definitions}
-    check_weight(schema)
+    check_size(schema)
     return schema
 
 
@@ -78,7 +74,7 @@ def _call(tool: Tool, definition: str) -> Schema:
 
 
 def _arguments(tool: Tool, place: str) -> Schema:
-    """The tool's schema, of an object in any case, with its references pointing to where it now lies."""
+    """Return the schema of the tool's arguments, always an object, with references that start at `place`."""
     schema = read_schema(dict(tool.parameters))
     normalize(schema)
     if schema.setdefault("type", "object") != "object":

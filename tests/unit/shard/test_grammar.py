@@ -14,11 +14,12 @@ from byte_tokenizer import END, write_tokenizer
 from engine_driver import Driver, Stream
 from tokenizers import Tokenizer
 
+from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
 from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders, StepResult, WarmUpLimits
 from text_generation_shard.engines import build_engine
-from text_generation_shard.grammar import MAX_TEXT, GrammarError, Matcher, load_grammars
+from text_generation_shard.grammar import GrammarError, Matcher, load_grammars
 from text_generation_shard.session import EngineSession
 
 TINY_LLAMA = {
@@ -62,7 +63,7 @@ BROKEN = [
     (Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array","items":' * 2000 + "{}" + "}" * 2000), "recursion limit"),
     (Grammar(GrammarKind.LARK, "start: missing"), "missing"),
     (Grammar(GrammarKind.UNSPECIFIED, "a"), "no known kind"),
-    (Grammar(GrammarKind.REGEX, "a" * (MAX_TEXT + 1)), "longer than 262144 characters"),
+    (Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_TEXT + 1)), "longer than 262144 characters"),
 ]
 
 

@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 
+from text_generation_proto.grammar_options import JSON_OPTIONS
 from text_generation_proto.values import Grammar, GrammarKind, Sampling
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.library import Library
-from text_generation_shard.grammar import JSON_OPTIONS
 
 MAX_LOGPROBS = 20
 """More are refused by ≥ 1.3."""

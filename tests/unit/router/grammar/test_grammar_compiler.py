@@ -1,4 +1,4 @@
-"""Proving in child processes: answers, refusals in time, and one compile for many who ask the same."""
+"""Proofs in child processes: results, refusals in time, and one compile for equal grammars."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest, Overloaded, Unhealthy
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
-from text_generation_router.grammar.forms import read_schema, regex_grammar, schema_grammar
+from text_generation_router.grammar.forms import regex_grammar, schema_grammar
+from text_generation_router.grammar.schema import read_schema
 from text_generation_router.sandbox.pool import Sandbox
 
 GOOD = regex_grammar("[a-z]+")
 UNREAD = Grammar(GrammarKind.JSON_SCHEMA, "{")
-"""A text that no form writes: the job stumbles over it."""
+"""A text that no form produces: the job raises an error."""
 REFUSED_WITHIN_S = 3.0
 
 
@@ -27,7 +28,7 @@ async def sandbox(demo_model: Path) -> AsyncIterator[Sandbox]:
         yield started
 
 
-async def test_good_grammars_pass_and_bad_ones_keep_being_refused_in_tgis_words(sandbox: Sandbox) -> None:
+async def test_good_grammars_pass_and_bad_ones_are_refused_with_tgis_text_again_and_again(sandbox: Sandbox) -> None:
     compiler = GrammarCompiler(sandbox)
     await compiler.prove(GOOD)
     recursive = schema_grammar(read_schema({"properties": {"a": {"$ref": "#"}}}))
@@ -39,7 +40,7 @@ async def test_good_grammars_pass_and_bad_ones_keep_being_refused_in_tgis_words(
         )
 
 
-async def test_a_verdict_is_remembered_and_without_a_sandbox_there_is_none(sandbox: Sandbox) -> None:
+async def test_verdicts_are_cached_and_a_closed_sandbox_gives_none(sandbox: Sandbox) -> None:
     compiler = GrammarCompiler(sandbox)
     await compiler.prove(GOOD)
     await sandbox.close()
@@ -57,7 +58,7 @@ async def test_equal_grammars_are_compiled_once(sandbox: Sandbox) -> None:
         assert sandbox.waiting == 0
 
 
-async def test_who_asked_first_may_leave(sandbox: Sandbox) -> None:
+async def test_the_first_of_equal_requests_may_be_cancelled(sandbox: Sandbox) -> None:
     compiler = GrammarCompiler(sandbox)
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(compiler.prove(GOOD))
@@ -86,8 +87,8 @@ async def test_a_compile_that_takes_too_long_is_killed_and_the_next_one_goes_on(
         await compiler.prove(GOOD)
 
 
-async def test_too_many_different_grammars_at_once_are_sent_away(demo_model: Path) -> None:
-    job, config = "text_generation_router.grammar.job:compile_job", {"tokenizer": str(demo_model / "tokenizer.json")}
+async def test_too_many_different_grammars_at_once_are_refused(demo_model: Path) -> None:
+    job, config = "text_generation_router.grammar.proof:compile_job", {"tokenizer": str(demo_model / "tokenizer.json")}
     async with Sandbox(
         job, config, workers=1, timeout_s=5, memory_bytes=1 << 30, max_waiting=1, max_output=4096
     ) as sandbox:

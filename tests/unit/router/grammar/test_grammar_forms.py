@@ -1,4 +1,4 @@
-"""The forms in which clients ask for a grammar, and TGI's words for those that are none."""
+"""The forms in which clients send a grammar, and TGI's texts for values that are none."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PREFIX = "Input validation error: "
         {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA, "strict": True}},
     ],
 )
-def test_tgi_has_four_ways_to_send_a_schema(form: Json) -> None:
+def test_tgi_has_four_forms_of_a_schema(form: Json) -> None:
     assert tgi_grammar(form) == AS_GRAMMAR
     assert response_format(form) == AS_GRAMMAR
 
 
-def test_tgi_sends_expressions() -> None:
+def test_tgi_form_of_an_expression() -> None:
     assert tgi_grammar({"type": "regex", "value": "^[ab]+$"}) == Grammar(GrammarKind.REGEX, "[ab]+")
 
 
@@ -112,7 +112,7 @@ def test_vllms_fields() -> None:
     "body",
     [{"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_regex": "a", "guided_json": {}}],
 )
-def test_vllms_fields_are_judged(body: Json) -> None:
+def test_bad_values_of_vllms_fields_are_not_valid(body: Json) -> None:
     with pytest.raises(InvalidRequest, match="grammar is not valid"):
         guided(body)
 

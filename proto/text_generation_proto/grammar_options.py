@@ -1,8 +1,11 @@
-"""How grammars are compiled. The shard compiles with the same ones; else what is proven here is not what runs there."""
+"""Options with which router and shard compile grammars. They must agree: the router's proof holds for what the shard runs."""
 
 from __future__ import annotations
 
 from typing import Final, TypedDict
+
+MAX_GRAMMAR_TEXT: Final = 256 << 10
+"""Characters of a grammar. Compile time grows with the square of its patterns: at worst such a text takes 2 s."""
 
 
 class JsonOptions(TypedDict):
@@ -27,20 +30,22 @@ class ParserLimits(TypedDict):
 
 
 JSON_OPTIONS: Final[JsonOptions] = {
-    # One line, as json.dumps writes it. A model that may write blanks where it likes can write them for ever.
+    # One line, as json.dumps writes it, the form that models have seen most of. With free white space a model that is
+    # not sure writes nothing else until it runs out of tokens.
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
-    # `oneOf` only where its schemas exclude each other.
+    # `oneOf` only where its schemas exclude each other: as `anyOf` it would allow texts that satisfy two of them.
     "coerce_one_of": False,
+    # A keyword that is not supported is refused, not ignored.
     "lenient": False,
 }
-
 LIMITS: Final[ParserLimits] = {
     "initial_lexer_fuel": 1_000_000,
     "max_grammar_size": 500_000,
+    # These three bound the cost of a step and the memory of a sequence: a lexer state takes 1 to 2 kB.
     "step_lexer_fuel": 100_000,
     "step_max_items": 25_000,
-    "max_lexer_states": 20_000,  # 1 to 2 kB each
+    "max_lexer_states": 20_000,
     "verbose_errors": False,
 }

@@ -1,4 +1,4 @@
-"""The compile in this process: what it lets pass, its words for what it does not, and texts that tool grammars allow."""
+"""The proof of grammars: refusals by name, schemas that pass, and texts that tool grammars allow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from llguidance import LLTokenizer
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.chat.conversation import Tool
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.grammar.forms import choice_grammar, read_schema, regex_grammar, schema_grammar
-from text_generation_router.grammar.job import compile_job, compiled, prove
-from text_generation_router.grammar.options import JSON_OPTIONS, LIMITS
+from text_generation_router.grammar.forms import choice_grammar, regex_grammar, schema_grammar
+from text_generation_router.grammar.proof import compile_job, compiled, prove
+from text_generation_router.grammar.schema import read_schema
 from text_generation_router.grammar.tools import MAX_TOOLS, auto_tools, forced_tools
-from text_generation_shard.grammar import JSON_OPTIONS as SHARD_OPTIONS
-from text_generation_shard.grammar import LIMITS as SHARD_LIMITS
 
 Json = dict[str, Any]
+PROMPTLY_S = 0.5
 
 WEATHER = Tool(
     "get_weather",
@@ -41,13 +40,8 @@ def tokenizer(demo_model: Path) -> LLTokenizer:
     return LLTokenizer(str(demo_model / "tokenizer.json"))
 
 
-def test_the_shard_compiles_with_the_same_options_and_limits() -> None:
-    assert {**JSON_OPTIONS} == {**SHARD_OPTIONS}
-    assert {**LIMITS} == {**SHARD_LIMITS}
-
-
 def allows(grammar: Grammar, text: str, tokenizer: LLTokenizer) -> bool:
-    """Whether `text` is one that the grammar lets end here."""
+    """True if the grammar allows `text` as a whole answer."""
     matcher = compiled(grammar, tokenizer)
     return bool(matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting())
 
@@ -56,6 +50,110 @@ def refusal(grammar: Grammar, tokenizer: LLTokenizer) -> str:
     with pytest.raises(InvalidRequest) as caught:
         prove(grammar, tokenizer)
     return str(caught.value).removeprefix("Input validation error: ")
+
+
+def holding(inner: object) -> Json:
+    return {"type": "object", "properties": {"x": inner}, "required": ["x"]}
+
+
+def nested(keyword: str, depth: int) -> Json:
+    schema: Json = {"type": "string"}
+    for kind in range(depth):
+        schema = {keyword: [schema, holding({"const": kind})]}
+    return schema
+
+
+def deep(levels: int) -> Json:
+    schema: Json = {}
+    for _ in range(levels):
+        schema = {"properties": schema}
+    return schema
+
+
+RECURSIVE = "recursive references are not supported"
+REFUSED = [
+    (holding({"$ref": "#"}), RECURSIVE),
+    ({"$ref": "#/$defs/a", "$defs": {"a": holding({"$ref": "#/$defs/a"})}}, RECURSIVE),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}}, RECURSIVE),
+    (holding({"$ref": "#/properties/x"}), RECURSIVE),
+    (holding({"$ref": "https://example.org/schema"}), "only references into the schema itself"),
+    (holding({"$ref": "#anchor"}), "only references into the schema itself"),
+    (holding({"$ref": "#/$defs/none"}), "points at no schema"),
+    (holding({"$ref": "#/properties"}), "points at no schema"),
+    ({"properties": {"a": {"const": {"type": "string"}}, "b": {"$ref": "#/properties/a/const"}}}, "points at no schema"),
+    (holding({"type": "string", "pattern": "^(a+)+$"}), "an unbounded repetition"),
+    ({"type": "object", "patternProperties": {"(a*)*": {}}}, "an unbounded repetition"),
+    (holding({"const": 3.602879701896397e16}), "too large for `const` and `enum`"),
+    (holding({"enum": [{"a": [2**64]}]}), "too large for `const` and `enum`"),
+    (holding({"multipleOf": 0.01}), "`multipleOf` 0.01"),
+    ({"type": "object", "minProperties": 3}, "`minProperties`"),
+    (holding({"type": "string", "format": "regex"}), "the format 'regex' is not supported"),
+    (nested("oneOf", 12), "`oneOf` is supported where its schemas exclude each other"),
+    (holding({"$id": "https://example.org/inner"}), "the keyword `$id`"),
+    (deep(65), "levels deep"),
+    (deep(100_000), "levels deep"),
+    ({"enum": list(range(9000))}, "more than 8000 values"),
+    ({"description": "x" * 5_000_000}, "longer than"),
+    ('{"description": "' + "x" * 5_000_000 + '"}', "longer than"),
+    *[
+        (holding({keyword: value}), f"the keyword `{keyword}` is not supported")
+        for keyword, value in (
+            ("uniqueItems", True), ("not", {}), ("contains", {}), ("dependentRequired", {"a": ["b"]}),
+            ("propertyNames", {"maxLength": 3}), ("$dynamicRef", "#a"),
+        )
+    ],
+    (holding({"if": {}, "then": {}}), "the keyword `if`"),
+    ({"allOf": [{}], "unevaluatedProperties": False}, "the keyword `unevaluatedProperties`"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_a_schema_that_cannot_be_enforced_is_refused_by_name_at_once(
+    schema: object, reason: str, tokenizer: LLTokenizer
+) -> None:
+    start = time.thread_time()
+    with pytest.raises(InvalidRequest) as caught:
+        prove(schema_grammar(read_schema(schema)), tokenizer)
+    assert time.thread_time() - start < PROMPTLY_S
+    assert str(caught.value).startswith("Input validation error: cannot compile regex from schema: ")
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "strin"}, {"properties": []}, {"properties": {"a": 5}}, {"required": "a"}, {"items": [{}]}, {"anyOf": []},
+        {"anyOf": {}}, {"minLength": -1}, {"type": ["string", "string"]}, {"$defs": {"a": {"type": 5}}}, {"maxItems": "3"},
+        {"pattern": 5}, {"enum": 5}, {"patternProperties": 7}, {"additionalProperties": "no"}, {"allOf": [True, 3]},
+        {"title": 5}, {"if": 3}, {"properties": {"a": {"readOnly": "yes"}}}, {"then": None}, {"uniqueItems": 1},
+    ],
+)  # fmt: skip
+def test_a_schema_that_breaks_the_meta_schema_is_not_valid(schema: Json, tokenizer: LLTokenizer) -> None:
+    assert refusal(schema_grammar(read_schema(schema)), tokenizer).startswith("grammar is not valid: ")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        nested("anyOf", 12),
+        {"anyOf": [{"const": value} for value in range(500)]},
+        {"enum": list(range(5000))},
+        {"$ref": "#/components/schemas/A", "components": {"schemas": {"A": {"type": "object"}}}},
+        {
+            "properties": {
+                "a/b": {"type": "null"},
+                "c": {"$ref": "#/properties/a~1b"},
+            }
+        },
+        {"properties": {"oneOf": {"const": {"$ref": "#"}}, "$ref": {"type": "string"}, "not": {"enum": [{"not": 1}]}}},
+        {"$defs": {"unused": {"not": {}}}, "type": "object"},
+        {"type": "object", "minProperties": 2, "required": ["a"]},
+        holding({"multipleOf": 0.25}),
+        {},
+    ],
+)
+def test_ordinary_schemas_pass(schema: Json, tokenizer: LLTokenizer) -> None:
+    prove(schema_grammar(read_schema(schema)), tokenizer)
 
 
 def test_one_of_needs_schemas_that_exclude_each_other(tokenizer: LLTokenizer) -> None:
@@ -74,8 +172,8 @@ def test_one_of_needs_schemas_that_exclude_each_other(tokenizer: LLTokenizer) ->
         )
 
 
-def test_the_engines_lenience_cannot_be_asked_for(tokenizer: LLTokenizer) -> None:
-    """Even by a text that did not go through `normalize`."""
+def test_the_lenient_option_of_the_engine_has_no_effect(tokenizer: LLTokenizer) -> None:
+    """Not even by a text that did not go through `normalize`."""
     schema = {"x-guidance": {"lenient": True}, "oneOf": [{"type": "number"}, {"type": "integer"}]}
     assert "oneOf" in refusal(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), tokenizer)
 
@@ -87,7 +185,7 @@ def test_an_expression_that_is_not_supported_is_not_valid(expression: str, token
     assert "\n" not in reason
 
 
-def test_a_compile_or_a_step_that_is_slow_is_found(tokenizer: LLTokenizer) -> None:
+def test_a_slow_compile_and_a_slow_step_are_refused(tokenizer: LLTokenizer) -> None:
     many = {"type": "object", "properties": {f"name{number}": {"type": "string"} for number in range(3500)}}
     reason = refusal(schema_grammar(read_schema(many)), tokenizer)
     assert reason == "cannot compile regex from schema: it takes too long to compile"
@@ -124,7 +222,7 @@ def test_one_of_the_tools_must_be_called(tokenizer: LLTokenizer) -> None:
     assert not allows(grammar, '{"name": "get_time", "arguments": {"city": "Paris"}}', tokenizer)
 
 
-def test_arguments_are_an_object_also_where_the_schema_forgets_to_say_so(tokenizer: LLTokenizer) -> None:
+def test_arguments_are_an_object_also_if_the_schema_has_no_type(tokenizer: LLTokenizer) -> None:
     grammar = forced_tools([Tool("f", None, {"properties": {"x": {"type": "integer"}}})])
     assert allows(grammar, '{"name": "f", "arguments": {"x": 1}}', tokenizer)
     assert not allows(grammar, '{"name": "f", "arguments": 1}', tokenizer)
@@ -141,7 +239,7 @@ def test_there_is_a_limit_to_tools() -> None:
 
 
 def test_tools_too_large_together_are_refused_before_any_of_them_is_read() -> None:
-    """Each of them is small enough; to read all of them takes seconds."""
+    """Each is small enough; all together take seconds to read."""
     parameters: Json = {"properties": {f"p{number}": {"type": "string", "title": "x"} for number in range(1999)}}
     tools = [Tool(f"f{number}", None, parameters) for number in range(MAX_TOOLS)]
     start = time.thread_time()
@@ -157,7 +255,7 @@ def test_a_recursive_tool_is_refused(tokenizer: LLTokenizer) -> None:
 
 
 @pytest.mark.parametrize(("begin", "end"), [("<tool_call>\n", "\n</tool_call>"), ('a "quote"', "")])
-def test_free_text_may_hold_calls(begin: str, end: str, tokenizer: LLTokenizer) -> None:
+def test_free_text_may_contain_calls(begin: str, end: str, tokenizer: LLTokenizer) -> None:
     grammar = auto_tools([WEATHER, CLOCK], begin, end)
     prove(grammar, tokenizer)
     call = begin + CALL + end
@@ -167,7 +265,7 @@ def test_free_text_may_hold_calls(begin: str, end: str, tokenizer: LLTokenizer) 
         assert not allows(grammar, text, tokenizer), text
 
 
-def test_the_job_answers_with_nothing_or_with_tgis_words(demo_model: Path) -> None:
+def test_the_result_of_the_job_is_empty_or_tgis_text(demo_model: Path) -> None:
     job = compile_job({"tokenizer": str(demo_model / "tokenizer.json")})
     assert job(b'{"kind": "regex", "text": "a"}') == b""
     assert job(b'{"kind": "json_schema", "text": "{\\"type\\":5}"}').startswith(b"grammar is not valid: 5 is not")
@@ -179,6 +277,6 @@ def test_the_job_needs_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_grammar_that_fails_at_its_first_token_is_refused(tokenizer: LLTokenizer) -> None:
-    """Its first mask is fine; the objects it allows are too many to keep track of once one begins."""
+    """Its first mask is fine; after the first token it has too many states."""
     wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(600)}}
     assert "cannot compile regex from schema" in refusal(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wide)), tokenizer)

@@ -1,13 +1,13 @@
-"""What of a schema constrains a text: annotations go, and what is written in two ways is written in one."""
+"""Edits of a client's schema before it is compiled: annotations are dropped, equivalent spellings become one."""
 
 from __future__ import annotations
 
-from text_generation_router.grammar.schema_tree import Schema, every
+from text_generation_router.grammar.schema import Schema, every
 
 _ANNOTATIONS: dict[str, type] = {
     "$comment": str,
-    "$schema": str,  # all schemas are judged as draft 2020-12, as in TGI
-    "x-guidance": object,  # the engine's own switches, among them one that ignores what it does not enforce
+    "$schema": str,  # every schema is judged as draft 2020-12, as in TGI
+    "x-guidance": object,  # the engine's own options; one of them makes it ignore unknown keywords
     "default": object,
     "deprecated": bool,
     "description": str,
@@ -17,40 +17,24 @@ _ANNOTATIONS: dict[str, type] = {
     "title": str,
     "writeOnly": bool,
 }
-"""With their types: what has another is left for the meta-schema to find."""
+"""Annotations by name with their types. One of another type is left for the meta-schema to refuse."""
 _STANDARD_FORMATS = frozenset(
-    [
-        "date-time",
-        "date",
-        "time",
-        "duration",
-        "email",
-        "idn-email",
-        "hostname",
-        "idn-hostname",
-        "ipv4",
-        "ipv6",
-        "uri",
-        "uri-reference",
-        "iri",
-        "iri-reference",
-        "uuid",
-        "uri-template",
-        "json-pointer",
-        "relative-json-pointer",
-        "regex",
-    ]
+    (
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"),
+        *("uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer"),
+        *("relative-json-pointer", "regex"),
+    )
 )
 _OBJECT_KEYWORDS = frozenset(("properties", "required", "additionalProperties", "patternProperties", "minProperties"))
 _IN_PLACE = frozenset(("$ref", "$dynamicRef", "anyOf", "oneOf", "allOf", "if", "dependentSchemas"))
 
 
 def normalize(root: Schema) -> None:
-    """Edit `root` so that the same texts, or fewer, satisfy it. Needs `check_weight` first; any garbage is left alone.
+    """Edit `root` so that the same texts, or fewer, satisfy it. `check_size` must have passed; any garbage is left alone.
 
-    Objects that name properties and say nothing of others are closed, as in TGI: a model that may invent properties
-    does. What names properties is an object, as in TGI, although by the standard a number would do as well. Not where schemas are merged (`allOf`, siblings of `$ref`): closing one part would forbid the others'
-    properties; nor beside `oneOf`, where fewer texts in one branch may mean that two branches agree.
+    As in TGI, a schema with `properties` means an object, and one that says nothing of other properties forbids them: a
+    model that may invent properties does. Not where schemas are merged (`allOf`, siblings of `$ref`), because a closed
+    part forbids the properties of the others; nor beside `oneOf`, where a closed branch may come to agree with another.
     """
     if isinstance(root.get("$id"), str) and "#" not in root["$id"]:
         del root["$id"]
@@ -60,8 +44,9 @@ def normalize(root: Schema) -> None:
         for keyword in schema.keys() & _ANNOTATIONS.keys():
             if isinstance(schema[keyword], _ANNOTATIONS[keyword]):
                 del schema[keyword]
-        _drop_idle(schema)
-        _settle_unevaluated(schema)
+        for keyword in _idle_keywords(schema):
+            schema.pop(keyword, None)
+        _replace_unevaluated(schema)
         if close and _means_object(schema):
             schema["type"] = "object"
         if close and _is_open(schema):
@@ -77,46 +62,42 @@ def _merges(schema: Schema) -> bool:
 def _means_object(schema: Schema) -> bool:
     if not isinstance(schema.get("properties"), dict):
         return False
-    return "type" not in schema and "enum" not in schema and "const" not in schema and _IN_PLACE.isdisjoint(schema)
+    return _IN_PLACE.isdisjoint(schema) and schema.keys().isdisjoint(("type", "enum", "const"))
 
 
 def _is_open(schema: Schema) -> bool:
     properties, required = schema.get("properties"), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         return False
-    if "additionalProperties" in schema or "patternProperties" in schema or "minProperties" in schema:
+    if not schema.keys().isdisjoint(("additionalProperties", "patternProperties", "minProperties")):
         return False
     return all(isinstance(name, str) and name in properties for name in required)
 
 
-def _drop_idle(schema: Schema) -> None:
-    """Drop keywords that are not enforced where they constrain nothing."""
-    most = schema.get("maxItems")
-    unique = schema.get("uniqueItems")
-    if unique is False or (unique is True and type(most) is int and 0 <= most <= 1):
-        schema.pop("uniqueItems", None)
-    idle: list[str] = []
+def _idle_keywords(schema: Schema) -> list[str]:
+    """Return keywords that the engine does not support, where they constrain nothing."""
+    most, unique = schema.get("maxItems"), schema.get("uniqueItems")
+    idle = ["uniqueItems"] if unique is False or (unique is True and type(most) is int and 0 <= most <= 1) else []
     if "contains" not in schema:
         idle += [word for word in ("minContains", "maxContains") if type(schema.get(word)) is int and schema[word] >= 0]
     if "if" not in schema or not ("then" in schema or "else" in schema):
-        idle += [
-            word for word in ("if", "then", "else") if schema.get(word) == {} or isinstance(schema.get(word), bool)
-        ]
+        idle += [word for word in ("if", "then", "else") if _allows_all(schema.get(word)) or schema.get(word) is False]
     for word in ("unevaluatedItems", "unevaluatedProperties", "propertyNames"):
-        if schema.get(word) is True or schema.get(word) == {}:
+        if _allows_all(schema.get(word)) or (word == "propertyNames" and schema.get(word) == {"type": "string"}):
             idle.append(word)
-    if schema.get("propertyNames") == {"type": "string"}:
-        idle.append("propertyNames")
     idle += [word for word in ("dependentRequired", "dependentSchemas", "dependencies") if schema.get(word) == {}]
     named = schema.get("format")
     if isinstance(named, str) and named not in _STANDARD_FORMATS:
-        idle.append("format")  # `int32`, `password`: by the standard a note for people
-    for keyword in idle:
-        schema.pop(keyword, None)
+        idle.append("format")  # `int32`, `password`: an annotation by the standard
+    return idle
 
 
-def _settle_unevaluated(schema: Schema) -> None:
-    """Without schemas merged in place, `unevaluatedProperties` is `additionalProperties` by another name."""
+def _allows_all(schema: object) -> bool:
+    return schema is True or schema == {}
+
+
+def _replace_unevaluated(schema: Schema) -> None:
+    """Without schemas merged in place, `unevaluatedProperties` means `additionalProperties`."""
     if _IN_PLACE.isdisjoint(schema):
         for keyword, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if keyword in schema and (plain not in schema or isinstance(schema[keyword], bool)):

@@ -1,0 +1,244 @@
+"""The proof that an engine can follow a grammar. It runs in a sandbox: `compile_job(config)` returns the job.
+
+The input of a job is {"kind": …, "text": …} as JSON; its result is empty, or TGI's text for the fault. llguidance compiles
+lazily, so a compile alone proves little: a few random texts are walked through, and every step is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from text_generation_proto.grammar_options import JSON_OPTIONS, LIMITS
+from text_generation_proto.values import Grammar, GrammarKind
+from text_generation_router.errors import InvalidRequest
+from text_generation_router.grammar.expressions import BadExpression, check_expression
+from text_generation_router.grammar.schema import (
+    Schema,
+    applied,
+    every,
+    is_local,
+    not_compilable,
+    not_valid,
+    resolve,
+    shallow,
+)
+from text_generation_router.grammar.tools import EMBEDDED_SCHEMA
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+NUM_WALKS, NUM_STEPS = 3, 40
+"""Texts that are tried, and tokens of each."""
+SLOW_COMPILE_S = 0.5
+"""CPU time of a compile, which the shard repeats."""
+SLOW_STEP_S = 0.05
+"""CPU time of a mask and a token for which a step of the engine cannot wait."""
+WALKS_S = 0.4
+"""CPU time of all walks, about 3 ms a token: a step waits for all its sequences."""
+_FRAMES = 5_000
+"""Python frames: the meta-schema takes a few dozen for every level of a schema."""
+_UNSUPPORTED = {
+    r'Unimplemented keys: \["([^"]*)"': "the keyword `{}` is not supported",
+    r"Unknown format: (\S+)": "the format '{}' is not supported",
+    r"oneOf constraints are not supported": (
+        "`oneOf` is supported where its schemas exclude each other, by type or by a required constant"
+    ),
+    r"^NoExtensionBias": "no text satisfies it",
+}
+"""Error messages of llguidance (patterns) and the text for clients."""
+
+
+def compile_job(config: dict[str, Any]) -> Callable[[bytes], bytes]:
+    """Return the job for one model; `config`: `tokenizer`, the path of its tokenizer.json.
+
+    Raises FileNotFoundError or ValueError.
+    """
+    path = Path(config["tokenizer"])
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no tokenizer")
+    tokenizer = LLTokenizer(str(path))
+    sys.setrecursionlimit(_FRAMES)
+
+    def job(payload: bytes) -> bytes:
+        values = json.loads(payload)
+        try:
+            prove(Grammar(GrammarKind(values["kind"]), values["text"]), tokenizer)
+        except InvalidRequest as refusal:
+            return str(refusal).removeprefix(InvalidRequest.prefix).encode()
+        return b""
+
+    return job
+
+
+def prove(grammar: Grammar, tokenizer: LLTokenizer) -> None:
+    """Check, compile and try a grammar. Raises InvalidRequest."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            _check_schema(json.loads(grammar.text))
+        case GrammarKind.REGEX:
+            try:
+                check_expression(grammar.text)
+            except BadExpression as error:
+                raise not_valid(str(error)) from None
+        case GrammarKind.LARK:
+            for line in grammar.text.split("\n"):
+                if line.startswith(EMBEDDED_SCHEMA):
+                    _check_schema(json.loads(line.removeprefix(EMBEDDED_SCHEMA)))
+    start = time.thread_time()
+    matcher = compiled(grammar, tokenizer)
+    if time.thread_time() - start > SLOW_COMPILE_S:
+        raise not_compilable("it takes too long to compile")
+    if matcher.is_error():
+        refuse = not_valid if grammar.kind is GrammarKind.REGEX else not_compilable
+        raise refuse(_reason(matcher))
+    _walk(matcher)
+
+
+def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+    """Return a matcher, which may hold an error."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            text = LLMatcher.grammar_from_json_schema(grammar.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS))
+        case GrammarKind.REGEX:
+            text = LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            text = LLMatcher.grammar_from_lark(grammar.text)
+        case GrammarKind.UNSPECIFIED:
+            raise ValueError(grammar.kind)
+    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+
+
+def _check_schema(root: Schema) -> None:
+    """Refuse a normalised schema that llguidance would accept and not enforce to the letter. Raises InvalidRequest."""
+    schemas = _applied_schemas(root)
+    _check_metaschema(root)
+    for schema in schemas:
+        if "$id" in schema and schema is not root:
+            raise not_compilable("the keyword `$id` is supported at the top of the schema only")
+        # Free property names may occur twice in a text, and a name that occurs twice counts once.
+        if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1:
+            raise not_compilable("`minProperties` is supported up to one more than `required` has names")
+        step = schema.get("multipleOf")
+        if isinstance(step, float) and not (step * 2**20).is_integer():
+            raise not_compilable(f"`multipleOf` {step} is no binary fraction: validators find 0.07 no multiple of 0.01")
+        _check_constants(schema)
+        pattern = schema.get("pattern")
+        for expression in (*([pattern] if pattern is not None else []), *schema.get("patternProperties", ())):
+            try:
+                check_expression(expression)
+            except BadExpression as error:
+                raise not_compilable(str(error)) from None
+
+
+def _applied_schemas(root: Schema) -> list[Schema]:
+    """Return every schema that `root` applies to a text, each once. Raises InvalidRequest for references that are
+    recursive, remote or point at no schema."""
+    done: dict[int, Schema] = {}
+    entered: set[int] = set()
+    stack = [root]
+    while stack:
+        schema = stack[-1]
+        inner = list(applied(schema))
+        if "$ref" in schema:
+            inner.append(_target(root, schema["$ref"]))
+        waiting = [item for item in inner if id(item) not in done]
+        if not waiting:
+            done[id(schema)] = stack.pop()
+        elif id(schema) in entered or any(id(item) in entered for item in waiting):
+            raise not_compilable("recursive references are not supported")
+        else:
+            entered.add(id(schema))
+            stack.extend(waiting)
+    return list(done.values())
+
+
+def _target(root: Schema, reference: object) -> Schema:
+    if not isinstance(reference, str) or not is_local(reference):
+        raise not_compilable(f"only references into the schema itself (`#/…`) are supported, not {reference!r}")
+    target = resolve(root, reference)
+    if target is None:
+        raise not_compilable(f"the reference {reference!r} points at no schema")
+    return target
+
+
+def _check_metaschema(root: Schema) -> None:
+    """TGI's rule 18: the schema obeys the meta-schema of draft 2020-12. Raises InvalidRequest.
+
+    Each schema is checked alone, without the schemas inside it, and equal ones are checked once: the meta-schema costs
+    about 300 µs per schema, and large schemas repeat a few shapes.
+    """
+    checked = set()
+    for schema in every(root):
+        alone = shallow(schema)
+        if (key := json.dumps(alone)) in checked:
+            continue
+        checked.add(key)
+        for error in _metaschema().iter_errors(alone):
+            place = "/".join(map(str, error.absolute_path))
+            raise not_valid(f"{error.message[:200]}" + (f" at {place[:80]}" if place else ""))
+
+
+@cache
+def _metaschema() -> Draft202012Validator:
+    return Draft202012Validator(Draft202012Validator.META_SCHEMA)
+
+
+def _check_constants(schema: Schema) -> None:
+    """Refuse numbers that llguidance, which reads them as 64 bits, would write with another value."""
+    waiting: list[Any] = [schema.get("const"), schema.get("enum")]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(value)
+        elif (isinstance(value, float) and abs(value) >= 2**53) or (
+            isinstance(value, int) and not -(2**63) <= value < 2**64
+        ):
+            raise not_compilable(f"the number {value!r} is too large for `const` and `enum`")
+
+
+def _walk(matcher: LLMatcher) -> None:
+    """Walk through random texts. Raises InvalidRequest if a step fails or is slow."""
+    spent = 0.0
+    for seed in range(NUM_WALKS):
+        walker, generator = matcher.deep_copy(), random.Random(seed)
+        for _ in range(NUM_STEPS):
+            start = time.thread_time()
+            mask = walker.compute_bitmask()
+            ended = walker.is_error() or walker.is_stopped() or not walker.consume_token(_random_token(mask, generator))
+            if walker.is_error():  # of the mask, or of the token after it
+                raise not_compilable(_reason(walker))
+            taken = time.thread_time() - start
+            spent += taken
+            if taken > SLOW_STEP_S or spent > WALKS_S:
+                raise not_compilable("it takes too long to follow")
+            if ended:
+                break
+
+
+def _random_token(mask: bytes, generator: random.Random) -> int:
+    """Return a token whose bit is set; at least one is."""
+    start = generator.randrange(len(mask))
+    at = next(place % len(mask) for place in range(start, start + len(mask)) if mask[place % len(mask)])
+    return 8 * at + generator.choice([bit for bit in range(8) if mask[at] >> bit & 1])
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return the engine's error, without its picture of the place in the grammar."""
+    message = matcher.get_error().split("\n   1 |")[0].removeprefix("at 1(8): ").replace("<non-verbose/>", "")
+    for pattern, text in _UNSUPPORTED.items():
+        if (found := re.search(pattern, message)) is not None:
+            return text.format(*found.groups())
+    return message
