@@ -1,16 +1,16 @@
-"""What the router costs, with the echo engine under it: run it by `make bench-router`.
+"""Measure the overhead of the router with the echo engine: `make bench-router`.
 
-Starts a shard (echo, 20 ms a step) and a router on 127.0.0.1, loads them from a process of its own, and reads the
-router's processor time from /proc, so that the figures do not depend on who else uses the processor.
+Starts a shard (echo, 20 ms per step) and a router on 127.0.0.1 and loads them from another process. The router's
+processor time comes from /proc, so that other programs do not affect it.
 
-    streamed token   128 streams of 200 tokens; CPU of the router over the run, divided by the tokens streamed
-    chat             the same as chats, template and all
-    request          requests of 100 prompt tokens and 1 new one, one after another, 8 at a time
-    added TTFT       median time to the first token through the router, less the median of the same straight to the shard
-    decision         one Scheduler.decide with 256 running; recording is one apply
+    streamed token   128 streams of 200 tokens; CPU time of the router, divided by the number of tokens
+    chat             the same as chats, with template
+    request          requests with 100 prompt tokens and 1 new token, 8 at a time
+    added TTFT       median time to first token through the router, minus the median directly from the shard
+    decision         one Scheduler.decide with 256 running sequences; recording is one apply
     workers          the processes that render templates and prove grammars
-    socket write     what the machine takes to write 150 bytes to a reader that sleeps, for scale: it varies from day to
-                     day, is the floor of the first figure, and everything else varies with it
+    socket write     writing 150 bytes to a sleeping reader: a lower bound of the first result. It varies from day to day,
+                     and everything else with it
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ STREAMS = 128
 TOKENS_A_STREAM = 200
 REQUESTS = 2000
 PROMPT = "word " * 99 + "end"
-"""About 100 tokens in any vocabulary."""
+"""About 100 tokens."""
 
 
 def main() -> None:
-    """Print one table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="folder with a tokenizer.json")
     model = parser.parse_args().model
-    print("figure                              measured   budget")
+    print("quantity                            measured   budget")
     with servers(model, step_ms=STEP_MS) as (router, port, _):
         tokens = STREAMS * TOKENS_A_STREAM
         for name, load, budget in (
-            ("CPU a streamed token, 128 streams", stream_load, 20),
-            ("CPU a token of 128 streamed chats", chat_load, 30),
+            ("CPU per streamed token, 128 streams", stream_load, 20),
+            ("CPU per token of 128 streamed chats", chat_load, 30),
         ):
             in_child(load, port, 20)
             before = cpu_seconds(router)
             in_child(load, port, TOKENS_A_STREAM)
             row(name, (cpu_seconds(router) - before) / tokens * 1e6, budget, "us")
         row("resident memory", psutil.Process(router).memory_info().rss / 1e6, 200, "MB")
-        # Of pages that processes share each has its part: the sum is what they take together.
+        # PSS divides shared pages between processes, so the sum is their total memory.
         workers = sum(child.memory_full_info().pss for child in psutil.Process(router).children())
-        row("(its workers, for scale)", workers / 1e6, float("inf"), "MB")
+        row("(its workers)", workers / 1e6, float("inf"), "MB")
     with servers(model, step_ms=0) as (router, port, address):
         in_child(request_load, port, 200)
         before = cpu_seconds(router)
         in_child(request_load, port, REQUESTS)
-        row("CPU a request, 100 prompt tokens", (cpu_seconds(router) - before) / REQUESTS * 1e3, 1, "ms")
+        row("CPU per request, 100 prompt tokens", (cpu_seconds(router) - before) / REQUESTS * 1e3, 1, "ms")
         through = in_child(time_to_first_token, port, 300)
         terminate_process(router)
         direct = in_child(direct_time_to_first_token, address, 300)
@@ -79,11 +79,11 @@ def main() -> None:
     apply_us, decide_us = scheduler_cost()
     row("(scheduler, recording a step of 256)", apply_us, float("inf"), "us")
     row("scheduler, one decision at 256 running", decide_us, 100, "us")
-    row("(a bare socket write, for scale)", socket_write_cost(), float("inf"), "us")
+    row("(a bare socket write)", socket_write_cost(), float("inf"), "us")
 
 
 def row(name: str, value: float, budget: float, unit: str) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     print(f"{name:<36}{value:8.2f} {unit:<3} {_budget(value, budget, unit)}", flush=True)
 
 
@@ -95,7 +95,7 @@ def _budget(value: float, budget: float, unit: str) -> str:
 
 @contextmanager
 def servers(model: Path, step_ms: float) -> Iterator[tuple[int, int, str]]:
-    """A shard and a router: the router's pid and port, the shard's address."""
+    """Run a shard and a router; yield the router's pid and port and the shard's address."""
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix://{folder}/shard"
         shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
@@ -120,12 +120,12 @@ def servers(model: Path, step_ms: float) -> Iterator[tuple[int, int, str]]:
 
 
 def start(command: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A command of ours from this environment, quiet but for errors."""
+    """Start one of our commands; it logs only errors."""
     return subprocess.Popen([str(Path(sys.executable).with_name(command)), "--log-level=error", *arguments])
 
 
 def terminate_process(pid: int) -> None:
-    """Ask a process to stop and wait until it has."""
+    """Send SIGTERM to a process and wait for its end."""
     try:
         process = psutil.Process(pid)
         process.terminate()
@@ -135,13 +135,13 @@ def terminate_process(pid: int) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system time of a process."""
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
 
 
 def in_child(work: Callable[..., Awaitable[float]], *arguments: object) -> float:
-    """Run an async function in a process of its own."""
+    """Run an async function in another process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_run, (work, arguments))
 
@@ -154,10 +154,10 @@ def _run(work: Callable[..., Awaitable[float]], arguments: tuple[object, ...]) -
 
 
 async def stream_load(port: int, tokens: int) -> float:
-    """128 streams at once, each to its end."""
+    """Run 128 streams at once to their end."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": tokens}}
 
-    async def one() -> None:
+    async def stream() -> None:
         reader, writer = await _post(port, "/generate_stream", body)
         seen = 0
         while chunk := await reader.read(1 << 16):
@@ -167,15 +167,15 @@ async def stream_load(port: int, tokens: int) -> float:
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(STREAMS):
-            tasks.create_task(one())
+            tasks.create_task(stream())
     return 0.0
 
 
 async def chat_load(port: int, tokens: int) -> float:
-    """The same as chats. Of the echoed prompt's tokens the special ones have no chunk."""
+    """Run 128 chats at once. Special tokens of the echoed prompt have no chunk."""
     body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": tokens, "stream": True}
 
-    async def one() -> None:
+    async def stream() -> None:
         reader, writer = await _post(port, "/v1/chat/completions", body)
         seen, end = 0, b""
         while chunk := await reader.read(1 << 16):
@@ -187,12 +187,12 @@ async def chat_load(port: int, tokens: int) -> float:
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(STREAMS):
-            tasks.create_task(one())
+            tasks.create_task(stream())
     return 0.0
 
 
 async def request_load(port: int, count: int) -> float:
-    """`count` short requests, 8 at a time."""
+    """Send `count` short requests, 8 at a time."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 1}}
     left = iter(range(count))
 
@@ -210,7 +210,7 @@ async def request_load(port: int, count: int) -> float:
 
 
 async def time_to_first_token(port: int, count: int) -> float:
-    """Median seconds from the request to its first event, one request at a time."""
+    """Return the median seconds from a request to its first event, one request at a time."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}}
     times = []
     for _ in range(count):
@@ -224,7 +224,7 @@ async def time_to_first_token(port: int, count: int) -> float:
 
 
 async def direct_time_to_first_token(address: str, count: int) -> float:
-    """The same straight to the shard."""
+    """Return the median time to first token directly from the shard, in seconds."""
     times = []
     async with ShardClient.connect(address) as shard:
         pool = await shard.warm_up()
@@ -238,7 +238,7 @@ async def direct_time_to_first_token(address: str, count: int) -> float:
 
 
 def scheduler_cost(running: int = 256, steps: int = 2000) -> tuple[float, float]:
-    """Microseconds of one apply and of one decide, 256 entries decoding and growing."""
+    """Return the microseconds of one apply and one decide with `running` decoding sequences."""
     scheduler = Scheduler(Policy(1 << 20, running))
     scheduler.open(0, ReplicaSpec(num_slots=running, num_blocks=1 << 17, block_size=16), 0.0)
     for number in range(running):
@@ -261,7 +261,7 @@ def scheduler_cost(running: int = 256, steps: int = 2000) -> tuple[float, float]
 
 
 def socket_write_cost(bursts: int = 100, writes: int = 128) -> float:
-    """Microseconds of processor time of one small write; bursts of them, 20 ms apart, as the router does."""
+    """Return the processor time of one small write, in microseconds, in bursts 20 ms apart as in the router."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()

@@ -1,11 +1,11 @@
-"""What the scheduling core costs, in microseconds of processor time: median and 99th percentile.
+"""Measure the processor time of the scheduler, in microseconds: median and 99th percentile.
 
 python -m text_generation_bench.scheduler [--profile]
 
-* A decision (`apply` of a step, `dispatch`, `decide`) with 256 running, 1,000 queued, 10 tenants and shared prefixes.
-  The bar is 100 µs.
-* The same with 1 running and nothing queued, and with 8 replicas.
-* A prefix hit (peek, acquire, release) of 1,000 and of 8,000 tokens in a tree of 200,000.
+* A decision (`apply` of a step, `dispatch`, `decide`) with 256 running and 1,000 queued requests, 10 tenants and shared
+  prefixes. The budget is 100 µs.
+* The same with 1 running request and an empty queue, and with 8 replicas.
+* A prefix hit (peek, acquire, release) of 1,000 and of 8,000 tokens in a tree of 200,000 tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TENANTS = 10
 SYSTEM_PROMPTS = [tuple(range(1000 * number, 1000 * number + 400)) for number in range(20)]
 
 
-class Load:
-    """Replicas that are kept full, and a queue that is kept long."""
+class SchedulerLoad:
+    """A scheduler with full replicas and a queue of constant length."""
 
     def __init__(self, *, running: int, queued: int, replicas: int, target_itl_s: float | None = None) -> None:
         policy = Policy(4096, running, target_itl_s=target_itl_s)
@@ -41,10 +41,10 @@ class Load:
         self._queued = queued
         self._requests = 0
         self._now = 0.0
-        self._known: list[dict[int, int]] = [{} for _ in range(replicas)]
-        """Of each replica, by slot: new tokens left."""
+        self._new_tokens: list[dict[int, int]] = [{} for _ in range(replicas)]
+        """New tokens left, by slot, for each replica."""
         self._prefill: list[dict[int, int]] = [{} for _ in range(replicas)]
-        """Of each replica, by slot: prompt tokens still to be ordered."""
+        """Prompt tokens not yet scheduled, by slot, for each replica."""
         self._orders: list[Orders | None] = [None] * replicas
         self._number = [0] * replicas
         for replica in range(replicas):
@@ -55,16 +55,16 @@ class Load:
     def _submit(self) -> None:
         prompt = self._draw.choice(SYSTEM_PROMPTS) + tuple(self._draw.choices(range(30_000), k=100))
         self._requests += 1
-        service = QualityOfService(TenantId(str(self._draw.randrange(TENANTS))), end_by=self._now + 1000)
+        qos = QualityOfService(TenantId(str(self._draw.randrange(TENANTS))), end_by=self._now + 1000)
         new = self._draw.randrange(50, 400)
-        self._scheduler.submit(Request(RequestId(self._requests), prompt, new, qos=service), self._now)
+        self._scheduler.submit(Request(RequestId(self._requests), prompt, new, qos=qos), self._now)
 
-    def turn(self, applies: list[float], decisions: list[float]) -> None:
-        """A step of each replica; what `apply` took, and what `dispatch` and `decide` took, are added in seconds."""
+    def run_step(self, applies: list[float], decisions: list[float]) -> None:
+        """Run a step on each replica; append the seconds of `apply`, and of `dispatch` and `decide`."""
         scheduler = self._scheduler
         while scheduler.waiting < self._queued:
             self._submit()
-        for replica in range(len(self._known)):
+        for replica in range(len(self._new_tokens)):
             outcome = self._step(replica)
             self._now += 0.02
             started = time.thread_time()
@@ -79,45 +79,45 @@ class Load:
             self._orders[replica] = orders
 
     def _step(self, replica: int) -> Outcome:
-        known, prefill, orders = self._known[replica], self._prefill[replica], self._orders[replica]
+        new_tokens, prefill, orders = self._new_tokens[replica], self._prefill[replica], self._orders[replica]
         chunks: tuple[tuple[int, int], ...] = ()
         if orders is not None:
             self._number[replica], chunks = orders.number, orders.prefill
             for slot in orders.release:
-                known.pop(slot, None)
+                new_tokens.pop(slot, None)
                 prefill.pop(slot, None)
             for admission in orders.admit:
                 length = len(admission.request.prompt) + len(admission.generated)
-                known[admission.slot] = admission.request.max_new_tokens - len(admission.generated)
+                new_tokens[admission.slot] = admission.request.max_new_tokens - len(admission.generated)
                 prefill[admission.slot] = length - admission.cached_tokens
             for slot, tokens in chunks:
                 prefill[slot] -= tokens
         slots = [slot for slot, rest in prefill.items() if rest == 0]
         finished = {}
         for slot in slots:
-            known[slot] -= 1
-            if known[slot] == 0:
+            new_tokens[slot] -= 1
+            if new_tokens[slot] == 0:
                 finished[slot] = FinishReason.LENGTH
-                del known[slot], prefill[slot]
+                del new_tokens[slot], prefill[slot]
         return Outcome(self._number[replica], slots, (), [7] * len(slots), finished, prefilled=chunks, step_s=0.02)
 
 
-def told(what: str, seconds: list[float]) -> None:
+def report(name: str, seconds: list[float]) -> None:
     seconds = sorted(seconds)
     median, late = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
-    print(f"{what:58} {median * 1e6:8.1f} {late * 1e6:8.1f}")
+    print(f"{name:58} {median * 1e6:8.1f} {late * 1e6:8.1f}")
 
 
-def decisions(what: str, load: Load, turns: int) -> None:
-    for _ in range(turns // 2):
-        load.turn([], [])
+def decisions(name: str, load: SchedulerLoad, steps: int) -> None:
+    for _ in range(steps // 2):
+        load.run_step([], [])
     applies: list[float] = []
     decided: list[float] = []
-    for _ in range(turns):
-        load.turn(applies, decided)
-    told(what, [one + other for one, other in zip(applies, decided, strict=True)])
-    told("    of that, apply", applies)
-    told("    of that, dispatch and decide", decided)
+    for _ in range(steps):
+        load.run_step(applies, decided)
+    report(name, [sum(pair) for pair in zip(applies, decided, strict=True)])
+    report("    apply", applies)
+    report("    dispatch and decide", decided)
 
 
 def hits(asked: int) -> None:
@@ -126,7 +126,7 @@ def hits(asked: int) -> None:
     prompts: list[list[int]] = []
     blocks = 0
     while blocks * BLOCK < 200_000:
-        # Every other one goes on from the middle of an earlier one.
+        # Half of the prompts share the first half of an earlier one.
         start = draw.choice(prompts)[: tokens // 2 // BLOCK * BLOCK] if prompts and draw.random() < 0.5 else []
         prompt = start + draw.choices(range(50_000), k=tokens - len(start))
         prompts.append(prompt)
@@ -145,30 +145,32 @@ def hits(asked: int) -> None:
         node, _ = tree.acquire("", key)
         tree.release(node)
         seconds.append(time.thread_time() - started)
-    told(f"prefix hit of {asked} tokens in a tree of {tree.cached_blocks * BLOCK}", seconds)
+    report(f"prefix hit of {asked} tokens in a tree of {tree.cached_blocks * BLOCK}", seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--profile", action="store_true", help="say what the decisions at 256 running spend their time on"
-    )
+    parser.add_argument("--profile", action="store_true", help="profile the decisions with 256 running requests")
     profiled = parser.parse_args().profile
     print(f"{'microseconds':58} {'median':>8} {'p99':>8}")
     gc.freeze()
     work: list[Callable[[], None]] = [
-        lambda: decisions("decision, 1 running", Load(running=1, queued=0, replicas=1), 3000),
-        lambda: decisions("decision, 256 running, 1,000 queued", Load(running=256, queued=1000, replicas=1), 2000),
+        lambda: decisions("decision, 1 running", SchedulerLoad(running=1, queued=0, replicas=1), 3000),
         lambda: decisions(
-            "the same under a latency target", Load(running=256, queued=1000, replicas=1, target_itl_s=0.03), 2000
+            "decision, 256 running, 1,000 queued", SchedulerLoad(running=256, queued=1000, replicas=1), 2000
         ),
-        lambda: decisions("the same with 8 replicas", Load(running=256, queued=1000, replicas=8), 300),
+        lambda: decisions(
+            "the same under a latency target",
+            SchedulerLoad(running=256, queued=1000, replicas=1, target_itl_s=0.03),
+            2000,
+        ),
+        lambda: decisions("the same with 8 replicas", SchedulerLoad(running=256, queued=1000, replicas=8), 300),
         lambda: hits(1_000),
         lambda: hits(8_000),
     ]
     if not profiled:
-        for one in work:
-            one()
+        for measure in work:
+            measure()
         return
     profile = cProfile.Profile()
     profile.runcall(work[1])

@@ -1,12 +1,12 @@
-"""Closed-loop load on /v1/completions: so many streams are kept open, greedy, of exact lengths. One row a level.
+"""Closed-loop load on /v1/completions: a fixed number of greedy streams of exact length stays open. One row per level.
 
 python -m text_generation_bench.stream_load --url http://127.0.0.1:3000 --conc 1 32 --isl 512 --osl 128
 
-Prompts are random token ids. The streams are spread over processes, so that the client is not what is measured; the last
-column says how busy the busiest of them was, and near 1.0 it was.
+Prompts are random token ids. The streams are spread over processes, so that the client is not the bottleneck; the last
+column is the processor share of the busiest process, and near 1.0 the client was the bottleneck.
 
-    conc  streams          tok/s  output tokens a second       itl  ms between two events of a stream   errs    failed requests
-    reqs  requests         ttft   ms to the first event        lat  seconds a request took              ev/tok  under 1: coalesced
+    conc  streams          tok/s  new tokens per second        itl  ms between two events of a stream   errs    failed requests
+    reqs  requests         ttft   ms to the first event        lat  duration of a request, in seconds   ev/tok  below 1: coalesced
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WARM_UP_REQUESTS = 4
 
 
 @dataclass
-class Answer:
-    """One request: seconds to its first event, between its events, in all."""
+class StreamTimes:
+    """Times of one request, in seconds: to its first event, between events, in total."""
 
     gaps: list[float] = field(default_factory=list)
     first: float | None = None
@@ -39,7 +39,7 @@ class Answer:
     error: str = ""
 
 
-async def ask(session: aiohttp.ClientSession, options: argparse.Namespace, draw: random.Random) -> Answer:
+async def stream(session: aiohttp.ClientSession, options: argparse.Namespace, draw: random.Random) -> StreamTimes:
     """Stream one completion."""
     body = {
         "model": options.model,
@@ -50,18 +50,18 @@ async def ask(session: aiohttp.ClientSession, options: argparse.Namespace, draw:
         "ignore_eos": True,
         "stream_options": {"include_usage": True},
     }
-    answer, started = Answer(), time.perf_counter()
+    answer, started = StreamTimes(), time.perf_counter()
     last = started
     try:
         async with session.post(f"{options.url}/v1/completions", json=body) as response:
             if response.status != 200:
-                return Answer(error=f"{response.status}: {(await response.text())[:200]}")
+                return StreamTimes(error=f"{response.status}: {(await response.text())[:200]}")
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue
                 now = time.perf_counter()
                 if line.startswith(b'data: {"error"'):
-                    return Answer(error=line.decode()[:200])
+                    return StreamTimes(error=line.decode()[:200])
                 if b'"choices":[]' in line:
                     answer.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
                     continue
@@ -72,19 +72,19 @@ async def ask(session: aiohttp.ClientSession, options: argparse.Namespace, draw:
                     answer.gaps.append(now - last)
                 last = now
     except (aiohttp.ClientError, TimeoutError) as error:
-        return Answer(error=f"{type(error).__name__}: {error}")
+        return StreamTimes(error=f"{type(error).__name__}: {error}")
     answer.seconds = time.perf_counter() - started
     return answer
 
 
-async def _keep_open(options: argparse.Namespace, streams: int, requests: int, seed: int) -> list[Answer]:
-    draw, answers, left = random.Random(seed), list[Answer](), iter(range(requests))
+async def _keep_open(options: argparse.Namespace, streams: int, requests: int, seed: int) -> list[StreamTimes]:
+    draw, answers, left = random.Random(seed), list[StreamTimes](), iter(range(requests))
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
         async def worker() -> None:
             for _ in left:
-                answers.append(await ask(session, options, draw))
+                answers.append(await stream(session, options, draw))
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(streams):
@@ -92,15 +92,15 @@ async def _keep_open(options: argparse.Namespace, streams: int, requests: int, s
     return answers
 
 
-def _client(work: tuple[argparse.Namespace, int, int, int]) -> tuple[list[Answer], float]:
-    """In a process of its own: its answers, and the share of a processor it took."""
+def _client(work: tuple[argparse.Namespace, int, int, int]) -> tuple[list[StreamTimes], float]:
+    """Run streams in a separate process; return their times and the process's processor share."""
     wall, busy = time.perf_counter(), time.process_time()
     answers = asyncio.run(_keep_open(*work))
     return answers, (time.process_time() - busy) / (time.perf_counter() - wall)
 
 
 def measure(options: argparse.Namespace, streams: int) -> str:
-    """The row of one level."""
+    """Measure with `streams` open streams; return the row of the table."""
     processes, requests = min(options.procs, streams), max(streams * options.rounds, 2)
     shares = zip(_shares(streams, processes), _shares(requests, processes), strict=True)
     work = [(options, some, many, streams * 1000 + index) for index, (some, many) in enumerate(shares)]
@@ -127,14 +127,14 @@ def _shares(total: int, parts: int) -> list[int]:
 
 
 def main() -> None:
-    """Warm up, then print the table."""
+    """Warm up and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", default="m")
     parser.add_argument("--isl", type=int, default=512, help="prompt tokens")
     parser.add_argument("--osl", type=int, default=128, help="new tokens")
-    parser.add_argument("--conc", type=int, nargs="+", default=[1, 32], help="streams open at once")
-    parser.add_argument("--rounds", type=int, default=2, help="requests a stream")
+    parser.add_argument("--conc", type=int, nargs="+", default=[1, 32], help="numbers of open streams")
+    parser.add_argument("--rounds", type=int, default=2, help="requests per stream")
     parser.add_argument("--vocab", type=int, default=49000)
     parser.add_argument("--procs", type=int, default=1)
     options = parser.parse_args()

@@ -3,7 +3,7 @@
 Whatever clients do, whichever replica breaks, and however the races between them end: no step is over budget, no block has
 two owners, what is said to be cached was computed, each request ends exactly once, nothing follows its end, its tokens are
 right, the same calls give the same orders, and at the end nothing is left behind. The checks are those of `scheduler_world`;
--m text_generation_bench.soak_scheduler plays the same for as long as one likes.
+tests/support/soak_scheduler.py runs the same for any number of events.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Measure what the scheduler promises, end to end: the launcher, the router and shards as processes, a client beside.
+"""Measure the effects of scheduling end to end, with launcher, router and shards as processes.
 
 python -m text_generation_bench.scheduling SUBCOMMAND --model FOLDER
 
-    chats        a shared system prompt, users with several turns: time to first token and hit rate, reuse on and off
-    replicas     the same over two replicas: dispatch by prefix against round robin
-    long-prompt  a prompt of 2,000 tokens beside streams that decode: gaps between their tokens, its own first token
-    tenants      one that floods beside a modest one: Jain's index of what they were served, and what fairness costs
-    overload     Poisson arrivals at three times the peak: goodput, refusals, foretold waits
-    kill         kill -9 of shards under streams: texts against those of an undisturbed run
+    chats        users with several turns and a shared system prompt: TTFT and hit rate with and without prefix cache
+    replicas     the same with two replicas: dispatch by prefix, round-robin and least-loaded
+    long-prompt  a prompt of 2,000 tokens beside decoding streams: their ITL and its TTFT
+    tenants      a flooding tenant beside a modest one: Jain's index of their service, and the cost of fairness
+    overload     Poisson arrivals at three times the peak: goodput, rejections, Retry-After
+    kill         kill -9 of shards while streaming: texts compared with those of an undisturbed run
 
-Whoever else uses the machine is in every figure: each run says how much of the processors that was.
+Other programs on the machine affect every result: each run reports their processor use.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run one."""
+    """Run one measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, add_arguments, engine) in COMMANDS.items():
         command = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        command.add_argument("--model", type=Path, required=True, help="a model's folder")
+        command.add_argument("--model", type=Path, required=True, help="folder of the model")
         command.add_argument("--engine", default=engine)
         add_arguments(command)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is stopped in any case
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is stopped too
     asyncio.run(COMMANDS[arguments.command][0](arguments))
 
 

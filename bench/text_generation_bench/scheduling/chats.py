@@ -1,8 +1,7 @@
-"""Chats that share system prompts: what prefix reuse brings, and prefix-aware dispatch over two replicas.
+"""Chats with shared system prompts: the effect of the prefix cache, and of dispatch by prefix over two replicas.
 
-Histories are exact to the token: the answer's tokens are read from their texts in `logprobs`, through the tokenizer's
-vocabulary turned round. The ideal is worked out by remembering every prefix of tokens that was ever asked for or
-answered, so that it shares nothing with the tree whose figures it is held against.
+Histories are exact to the token: token ids of answers are looked up from their texts in `logprobs`. The ideal hit rate is
+computed independently of the router's prefix tree.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from pathlib import Path
 import aiohttp
 import tokenizers
 
-from text_generation_bench.scheduling.client import Answer, client, complete, metrics, quantile, verdict
-from text_generation_bench.scheduling.server import Busy, serving
+from text_generation_bench.scheduling.client import Completion, client, complete, metrics, quantile, verdict
+from text_generation_bench.scheduling.server import CpuUsage, serving
+from text_generation_bench.simulator.measures import IdealPrefixCache
 
 TTFT_BAR = 5.0
 HIT_BAR = 0.98
+MAX_PREFIXES = 10_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--user-tokens", type=int, default=40)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--system-prompts", type=int, help="default: 1, and 4 for replicas")
-    parser.add_argument("--think-s", type=float, default=0.0, help="mean pause of a user before a turn")
+    parser.add_argument("--think-s", type=float, default=0.0, help="mean pause of a user before a turn, in seconds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--flag", action="append", default=[], help="a further flag for the launcher")
+    parser.add_argument("--flag", action="append", default=[], help="additional flag for the launcher")
 
 
 class Vocabulary:
-    """Tokens to draw prompts from, and to read answers back with."""
+    """Token ids for prompts, and the inverse of the tokenizer's vocabulary."""
 
     def __init__(self, model: Path) -> None:
         tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -49,79 +50,45 @@ class Vocabulary:
             if self._ids.setdefault(text, token_id) == token_id and text.startswith(" ") and text[1:].isalpha():
                 self.words.append(token_id)
         self.ambiguous = 0
-        """Tokens read back that several have the text of: pieces of characters."""
+        """Number of tokens looked up whose text is not unique: pieces of characters."""
 
-    def read(self, texts: Sequence[str]) -> list[int]:
-        """The ids of an answer's tokens."""
+    def token_ids(self, texts: Sequence[str]) -> list[int]:
+        """Return the token ids of texts."""
         self.ambiguous += sum("\ufffd" in text for text in texts)
         return [self._ids[text] for text in texts]
 
 
-class Ideal:
-    """A cache that forgets nothing, with every prompt there as soon as it was asked, in tokens or whole blocks."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self.tokens = 0
-        self.in_blocks = 0
-        self.asked = 0
-
-    def ask(self, prompt: Sequence[int]) -> None:
-        """A request came. One token of a prompt is always left to compute."""
-        known = 0
-        for prefix in _prefixes(prompt)[: len(prompt) - 1]:
-            if prefix not in self._seen:
-                break
-            known += 1
-        self.asked += len(prompt)
-        self.tokens += known
-        self.in_blocks += known // 16 * 16
-        self._seen.update(_prefixes(prompt))
-
-    def answer(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """An answer is whole. Its last token was never computed."""
-        self._seen.update(_prefixes((*prompt, *answer[:-1])))
-
-
-def _prefixes(tokens: Sequence[int]) -> list[int]:
-    prefix, prefixes = 0, []
-    for token in tokens:
-        prefix = hash((prefix, token))
-        prefixes.append(prefix)
-    return prefixes
-
-
 @dataclass
-class Result:
-    """One run."""
+class ChatRun:
+    """The results of answer run."""
 
     name: str
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Completion] = field(default_factory=list)
     seconds: float = 0.0
     metric_rate: float = 0.0
-    ideal: Ideal = field(default_factory=Ideal)
-    busy: str = ""
+    ideal_tokens: IdealPrefixCache = field(default_factory=lambda: IdealPrefixCache(1, MAX_PREFIXES))
+    ideal_blocks: IdealPrefixCache = field(default_factory=lambda: IdealPrefixCache(16, MAX_PREFIXES))
+    usage: str = ""
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that were cached, as usage says."""
-        return sum(one.cached for one in self.answers) / sum(one.prompt_tokens for one in self.answers)
+        """Fraction of prompt tokens that were cached, from the `usage` of the answers."""
+        return sum(answer.cached for answer in self.answers) / sum(answer.prompt_tokens for answer in self.answers)
 
     def ttft(self, share: float) -> float:
-        """Quantile of the seconds to the first token."""
-        return quantile([one.first for one in self.answers], share)
+        """Return a quantile of the time to first token, in seconds."""
+        return quantile([answer.first for answer in self.answers], share)
 
     @property
     def rate(self) -> float:
-        """New tokens a second."""
-        return sum(one.generated for one in self.answers) / self.seconds
+        """New tokens per second."""
+        return sum(answer.generated for answer in self.answers) / self.seconds
 
     def row(self) -> None:
-        ideal, asked = self.ideal, self.ideal.asked
         print(
             f"{self.name:<14}{self.ttft(0.5) * 1e3:9.0f}{self.ttft(0.99) * 1e3:9.0f}{self.hit_rate:10.4f}"
-            f"{self.metric_rate:9.4f}{ideal.tokens / asked:9.4f}{ideal.in_blocks / asked:9.4f}"
-            f"{self.rate:9.1f}{self.seconds:8.1f}   {self.busy}",
+            f"{self.metric_rate:9.4f}{self.ideal_tokens.hit_rate:9.4f}{self.ideal_blocks.hit_rate:9.4f}"
+            f"{self.rate:9.1f}{self.seconds:8.1f}   {self.usage}",
             flush=True,
         )
 
@@ -131,24 +98,24 @@ HEADER = (
 )
 
 
-async def play(arguments: argparse.Namespace, name: str, systems: int, *flags: str) -> Result:
-    """Start a server with `flags`, let all users chat."""
+async def run_chats(arguments: argparse.Namespace, name: str, systems: int, *flags: str) -> ChatRun:
+    """Start a server with `flags` and let all users chat."""
     vocabulary = Vocabulary(arguments.model)
-    result = Result(name)
+    result = ChatRun(name)
     draw = random.Random(arguments.seed)
     prompts = [draw.choices(vocabulary.words, k=arguments.system_tokens) for _ in range(systems)]
     flags = (f"--engine={arguments.engine}", "--dtype=float32", *flags, *arguments.flag)
     async with serving(arguments.model, *flags) as server, client() as session:
-        for number in range(4):  # what is slow only once
+        for number in range(4):  # warm-up
             await complete(session, server.url, draw.choices(vocabulary.words, k=50 + number), 4)
         before = await metrics(session, server.url)
-        busy, started = Busy(server), time.monotonic()
+        usage, started = CpuUsage(server), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for user in range(arguments.users):
                 chat = Chat(arguments, vocabulary, user, result)
                 tasks.create_task(chat.run(session, server.url, prompts[user % systems]))
         result.seconds = time.monotonic() - started
-        result.busy = busy.line()
+        result.usage = usage.line()
         after = await metrics(session, server.url)
     asked, hits = (
         after[name] - before[name]
@@ -159,22 +126,22 @@ async def play(arguments: argparse.Namespace, name: str, systems: int, *flags: s
     )
     result.metric_rate = hits / asked
     if vocabulary.ambiguous:
-        print(f"{vocabulary.ambiguous} tokens could not be read back")
+        print(f"{vocabulary.ambiguous} token ids are ambiguous")
     result.row()
     return result
 
 
 class Chat:
-    """One user."""
+    """The chat of answer user."""
 
-    def __init__(self, arguments: argparse.Namespace, vocabulary: Vocabulary, user: int, result: Result) -> None:
+    def __init__(self, arguments: argparse.Namespace, vocabulary: Vocabulary, user: int, result: ChatRun) -> None:
         self._arguments = arguments
         self._vocabulary = vocabulary
         self._result = result
         self._draw = random.Random(f"{arguments.seed} {user}")
 
     async def run(self, session: aiohttp.ClientSession, url: str, system: Sequence[int]) -> None:
-        """All turns, each once the one before is answered."""
+        """Send all turns, each after the answer to the last one."""
         arguments, draw, result = self._arguments, self._draw, self._result
         history = list(system)
         for _ in range(arguments.turns):
@@ -182,35 +149,39 @@ class Chat:
                 await asyncio.sleep(draw.expovariate(1 / arguments.think_s))
             tokens = max(1, round(arguments.user_tokens * draw.uniform(0.75, 1.25)))
             history += draw.choices(self._vocabulary.words, k=tokens)
-            result.ideal.ask(history)
+            for ideal in (result.ideal_tokens, result.ideal_blocks):
+                ideal.add_prompt(tuple(history))
             answer = await complete(session, url, history, arguments.new_tokens)
             if answer.error:
                 raise RuntimeError(answer.error)
-            answered = self._vocabulary.read(answer.tokens)
-            result.ideal.answer(history, answered)
+            answered = self._vocabulary.token_ids(answer.tokens)
+            for ideal in (result.ideal_tokens, result.ideal_blocks):
+                ideal.add_answer(tuple(history), tuple(answered))
             history += answered
             result.answers.append(answer)
 
 
 async def chats(arguments: argparse.Namespace) -> None:
-    """Reuse on against off, one replica."""
+    """Compare runs with and without prefix cache."""
     systems = arguments.system_prompts or 1
     print(HEADER)
-    on = await play(arguments, "reuse", systems, "--prefix-caching")
-    off = await play(arguments, "no reuse", systems, "--no-prefix-caching")
+    on = await run_chats(arguments, "reuse", systems, "--prefix-caching")
+    off = await run_chats(arguments, "no reuse", systems, "--no-prefix-caching")
     factor = off.ttft(0.5) / on.ttft(0.5)
-    share = on.hit_rate / (on.ideal.tokens / on.ideal.asked)
+    share = on.hit_rate / (on.ideal_tokens.hit_rate or 1.0)
     print(f"TTFT p50 {factor:.1f} times better (bar {TTFT_BAR:g}): {verdict(holds=factor >= TTFT_BAR)}")
     print(f"hit rate {share:.4f} of the ideal (bar {HIT_BAR:g}): {verdict(holds=share >= HIT_BAR)}")
 
 
 async def replicas(arguments: argparse.Namespace) -> None:
-    """Two replicas: dispatch by prefix, against others."""
+    """Compare dispatch policies with two replicas."""
     systems = arguments.system_prompts or 4
     print(HEADER)
     results = {
-        how: await play(arguments, how, systems, "--num-replicas=2", "--num-threads=1", f"--dispatch={how}")
-        for how in ("prefix", "round-robin", "least-loaded")
+        dispatch: await run_chats(
+            arguments, dispatch, systems, "--num-replicas=2", "--num-threads=1", f"--dispatch={dispatch}"
+        )
+        for dispatch in ("prefix", "round-robin", "least-loaded")
     }
     prefix, turns = results["prefix"], results["round-robin"]
     for what, ours, theirs in (

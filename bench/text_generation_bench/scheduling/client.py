@@ -1,4 +1,4 @@
-"""A client of /v1/completions and /generate_stream that notes when what came."""
+"""A client of /v1/completions and /generate_stream that records the time of each token."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ TENANT_HEADER = "x-llm-d-inference-fairness-id"
 
 
 @dataclass(slots=True)
-class Answer:
-    """One request, as its client saw it. Times are of time.monotonic()."""
+class Completion:
+    """One request as seen by its client. Times are those of time.monotonic()."""
 
     prompt_tokens: int
     sent: float
     status: int = 0
     times: list[float] = field(default_factory=list)
-    """When each token came."""
+    """Arrival of each token."""
     tokens: list[str] = field(default_factory=list)
     """Text of each token."""
     ids: list[int] = field(default_factory=list)
-    """Of /generate_stream only."""
+    """Token ids; only from /generate_stream."""
     text: str = ""
     generated: int = 0
     cached: int = 0
@@ -35,17 +35,17 @@ class Answer:
 
     @property
     def first(self) -> float:
-        """Seconds to the first token."""
+        """Time to first token, in seconds."""
         return self.times[0] - self.sent
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between tokens."""
+        """Times between tokens, in seconds."""
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
 def client() -> aiohttp.ClientSession:
-    """A session without a limit of its own."""
+    """Return a session without limits on connections and time."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
 
 
@@ -57,8 +57,8 @@ async def complete(
     *,
     tenant: str | None = None,
     served: Callable[[int], None] | None = None,
-) -> Answer:
-    """Stream one completion of token ids, greedily and to its full length; `served` hears of tokens as they come."""
+) -> Completion:
+    """Stream a greedy completion of token ids to its full length; `served` is called with the number of tokens computed."""
     body = {
         "model": "m",
         "prompt": list(prompt),
@@ -67,9 +67,9 @@ async def complete(
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "logprobs": 0,  # so that there is a chunk for every token, be it half a character
+        "logprobs": 0,  # one chunk per token, even for half a character
     }
-    answer = Answer(len(prompt), time.monotonic())
+    answer = Completion(len(prompt), time.monotonic())
     headers = {TENANT_HEADER: tenant} if tenant else {}
     async with session.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
         await _head(reply, answer)
@@ -92,10 +92,12 @@ async def complete(
     return answer
 
 
-async def complete_whole(session: aiohttp.ClientSession, url: str, prompt: Sequence[int], max_tokens: int) -> Answer:
-    """One completion at once; its headers say where the time went."""
+async def complete_whole(
+    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], max_tokens: int
+) -> Completion:
+    """Request a completion without streaming; its headers contain the latency breakdown."""
     body = {"model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    answer = Answer(len(prompt), time.monotonic())
+    answer = Completion(len(prompt), time.monotonic())
     async with session.post(f"{url}/v1/completions", json=body) as reply:
         await _head(reply, answer)
         answer.ended = time.monotonic()
@@ -111,9 +113,9 @@ async def generate(
     text: str,
     parameters: dict[str, Any],
     token: Callable[[float], None] | None = None,
-) -> Answer:
-    """Stream one text from /generate_stream, whose events name their tokens' ids; `token` hears when each came."""
-    answer = Answer(0, time.monotonic())
+) -> Completion:
+    """Stream a text from /generate_stream, whose events have token ids; `token` is called with the time of each."""
+    answer = Completion(0, time.monotonic())
     async with session.post(f"{url}/generate_stream", json={"inputs": text, "parameters": parameters}) as reply:
         await _head(reply, answer)
         async for event in _events(reply):
@@ -133,7 +135,7 @@ async def generate(
     return answer
 
 
-async def _head(reply: aiohttp.ClientResponse, answer: Answer) -> None:
+async def _head(reply: aiohttp.ClientResponse, answer: Completion) -> None:
     answer.status = reply.status
     answer.headers = {name.lower(): value for name, value in reply.headers.items()}
     if reply.status != 200:
@@ -149,7 +151,7 @@ async def _events(reply: aiohttp.ClientResponse) -> Any:  # noqa: ANN401 - JSON
 
 
 async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The metrics without labels, by name."""
+    """Return the metrics without labels, by name."""
     async with session.get(f"{url}/metrics") as reply:
         lines = (await reply.text()).splitlines()
     pairs = (line.split() for line in lines if line and line[0] != "#" and "{" not in line)
@@ -157,7 +159,7 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of them do not exceed (nearest rank); nan of none."""
+    """Return the value that `share` of the values do not exceed (nearest rank); NaN without values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -165,5 +167,5 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def verdict(*, holds: bool) -> str:
-    """The last column of a bar."""
+    """Return the last column of a measurement with a target."""
     return "ok" if holds else "MISSED"

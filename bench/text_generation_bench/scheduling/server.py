@@ -1,4 +1,4 @@
-"""The real server for a measurement: the launcher with all it starts, on a free port of 127.0.0.1, ended by its pid."""
+"""A real server for a measurement: the launcher and its children, on a free port of 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ START_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True)
-class Server:
-    """A launcher that serves."""
+class BenchServer:
+    """A running launcher."""
 
     pid: int
     url: str
 
     def shards(self) -> list[psutil.Process]:
-        """The shards that run now."""
+        """Return the running shards."""
         children = psutil.Process(self.pid).children()
         return [child for child in children if "text_generation_shard" in _command(child)]
 
     def cpu_seconds(self) -> float:
-        """Processor time of the launcher and all it started, those that died excepted."""
+        """Return the processor time of the launcher and its running descendants."""
         seconds = 0.0
         launcher = psutil.Process(self.pid)
         for process in (launcher, *launcher.children(recursive=True)):
@@ -44,18 +44,18 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(model: Path, *flags: str) -> AsyncIterator[Server]:
-    """Start the server, wait until it serves, stop it in the end. Raises RuntimeError if it does not come up."""
+async def serving(model: Path, *flags: str) -> AsyncIterator[BenchServer]:
+    """Start a server, wait until it serves, stop it at the end. Raises RuntimeError if it does not start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = str(Path(sys.executable).with_name("text-generation-launcher"))
     command = [launcher, f"--model-id={model}", "--hostname=127.0.0.1", f"--port={port}", "--log-level=error", *flags]
-    # Threads that spin while they wait take the processor from whoever else is on a small machine.
+    # Spinning threads would take the processor from other processes on a small machine.
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-    with tempfile.TemporaryFile() as log:  # killed shards are no news here
+    with tempfile.TemporaryFile() as log:  # the log is shown only after an error
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)  # noqa: ASYNC220 - nothing is measured yet
-        server = Server(process.pid, f"http://127.0.0.1:{port}")
+        server = BenchServer(process.pid, f"http://127.0.0.1:{port}")
         try:
             await _until_healthy(server, process)
             yield server
@@ -72,27 +72,27 @@ async def serving(model: Path, *flags: str) -> AsyncIterator[Server]:
                 process.wait()
 
 
-class Busy:
-    """What the machine's processors did between two moments: for us, and for others."""
+class CpuUsage:
+    """The use of the processors by other programs since its creation."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: BenchServer) -> None:
         self._server = server
         self._start = self._now()
 
     def _now(self) -> tuple[float, float, float]:
         times = psutil.cpu_times()
         own = time.process_time()
-        busy = sum(times[:3]) + sum(times[5:8])  # all but idle and waiting for disks; guests are in user
+        busy = sum(times[:3]) + sum(times[5:8])  # all but idle and iowait; guest time is part of user
         return time.monotonic(), busy, self._server.cpu_seconds() + own
 
     def others(self) -> float:
-        """Processors that others kept busy, in the mean."""
+        """Return the mean number of processors used by other programs."""
         at, busy, ours = (end - start for start, end in zip(self._start, self._now(), strict=True))
         return max(0.0, busy - ours) / at
 
     def line(self) -> str:
-        """The same as a line of print."""
-        return f"others used {self.others():.2f} of {os.cpu_count()} processors meanwhile"
+        """Return the same as text."""
+        return f"other programs used {self.others():.2f} of {os.cpu_count()} processors"
 
 
 def _command(process: psutil.Process) -> str:
@@ -102,7 +102,7 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
-async def _until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+async def _until_healthy(server: BenchServer, process: subprocess.Popen[bytes]) -> None:
     async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
         while process.poll() is None:
             with suppress(aiohttp.ClientError):
