@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from text_generation_launcher.config import UNSUPPORTED, LauncherConfig
-from text_generation_shard.engines.tensorrt_llm.options import OURS, check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.options import RESERVED, check_options, read_options
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "tensorrt-llm.md").read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def test_options_on_command_lines_are_read_as_they_are_meant() -> None:
 def test_what_is_said_not_to_be_the_operators_is_not() -> None:
     names = re.search(r"Not set here, .*?\n\n", PAGE, re.DOTALL)
     assert names is not None
-    assert set(re.findall(r"`([a-z_]+)`", names[0])) <= OURS.keys()
+    assert set(re.findall(r"`([a-z_]+)`", names[0])) <= RESERVED.keys()
 
 
 def test_every_flag_of_the_table_is_one_of_the_launcher() -> None:

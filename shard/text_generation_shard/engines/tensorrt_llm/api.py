@@ -1,7 +1,7 @@
-"""What this engine uses of TensorRT-LLM's LLM API, and nothing more: the shapes, as protocols.
+"""The part of TensorRT-LLM's LLM API that this engine uses, as protocols.
 
-Read in tensorrt_llm/llmapi/llm.py and tensorrt_llm/executor/result.py of 1.2.1 and 1.3.0rc28; a test compares the names with
-tables recorded from both.
+Sources: tensorrt_llm/llmapi/llm.py and tensorrt_llm/executor/result.py of 1.2.1 and 1.3.0rc28. A test compares the names with
+tables recorded from both releases.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import Any, Protocol
 
 
 class CompletionOutput(Protocol):
-    """One sequence of a request, as far as it has come; the same object from first to last."""
+    """The cumulative output of one sequence; every item of a request holds the same object."""
 
     token_ids: Sequence[int]
-    """All so far. A matched stop may be cut off again at the end."""
+    """All tokens so far. A matched stop sequence may be removed from the end again."""
     logprobs: Sequence[Any] | None
-    """An entry a token: {id: Logprob}, the chosen token among them, or a bare float; longer than token_ids after a cut."""
+    """One entry per token: {id: Logprob} with the chosen token among them, or a float. Not cut with token_ids."""
     prompt_logprobs: Sequence[Any] | None
-    """Entry i is about prompt token i + 1; the last one is about the first new token."""
+    """Entry i is for prompt token i + 1; the last entry is for the first new token."""
     finish_reason: str | None
     stop_reason: int | str | None
 
 
 class RequestOutput(Protocol):
-    """A request: iterating it yields itself, each time something came. Leaving the iteration does not stop the request."""
+    """A request. Iterating yields the object itself after each update; leaving the iteration does not stop the request."""
 
     outputs: Sequence[CompletionOutput]
 
     def abort(self) -> None:
-        """Stop it. One that waits in the engine's own queue never says another word."""
+        """Stop the request. If it waits in the engine's own queue, its iteration never ends."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
@@ -37,14 +37,14 @@ class RequestOutput(Protocol):
 class LLM(Protocol):
     """The engine. All requests of a process are made, read and aborted on one event loop."""
 
-    def generate_async(self, **arguments: Any) -> RequestOutput:  # noqa: ANN401 - theirs
-        """Submit a request; returns at once."""
+    def generate_async(self, **arguments: Any) -> RequestOutput:  # noqa: ANN401 - TensorRT-LLM's types
+        """Submit a request; return at once."""
         ...
 
     def get_stats_async(self, timeout: float) -> AsyncIterator[Mapping[str, Any]]:
-        """Statistics of the iterations since they were last asked for, until there was none for `timeout` seconds."""
+        """Yield the statistics of iterations not read before, until none comes for `timeout` seconds."""
         ...
 
     def shutdown(self) -> None:
-        """End the engine and its processes. May take for ever."""
+        """Stop the engine and its processes. May never return."""
         ...

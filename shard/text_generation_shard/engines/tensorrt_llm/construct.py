@@ -1,4 +1,4 @@
-"""The keywords of `LLM`: ours, the operator's options over our defaults, and what was settled with them."""
+"""The keyword arguments of `tensorrt_llm.LLM`: from the settings, the operator's options and our defaults."""
 
 from __future__ import annotations
 
@@ -10,93 +10,92 @@ from typing import Any
 from text_generation_proto.values import GrammarKind
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.facts import ModelFacts
-from text_generation_shard.engines.tensorrt_llm.folder import ModelFolder
+from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, ModelFolder
 from text_generation_shard.engines.tensorrt_llm.library import Library
-from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, Abilities
+from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, EngineCapabilities
 
 MAX_BATCH_SIZE = 256
-"""Sequences at once, unless something else is asked for. TensorRT-LLM's own default, 2048, sizes buffers and CUDA graphs
-that most machines never fill."""
+"""Default number of sequences in a batch. TensorRT-LLM's default, 2048, allocates buffers and CUDA graphs that most machines
+never fill."""
 MAX_NUM_TOKENS = 8192
-"""Tokens of one iteration: TensorRT-LLM's own default."""
+"""Default number of tokens in an iteration; TensorRT-LLM's default."""
 FREE_MEMORY_FRACTION = 0.9
-"""Share of the memory left after the weights that the KV cache takes: TensorRT-LLM's own default."""
+"""Default share of the memory left after the weights that the KV cache takes; TensorRT-LLM's default."""
 
-SETTLED = frozenset({"max_seq_len", "max_input_len"})
-"""Options that cannot be set for compiled engines: 1.2 would use the built values in their place, in silence."""
+FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len"})
+"""Options refused for compiled engines: 1.2 would silently use the values of the build instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Construction:
-    """How an engine is built, and what it can then do."""
+    """The keyword arguments of an engine, and the limits and capabilities that follow from them."""
 
     keywords: dict[str, Any]
     compiled: bool
-    """Whether it is built by the backend for compiled engines."""
-    abilities: Abilities
+    """Use the backend for compiled engines."""
+    capabilities: EngineCapabilities
     max_slots: int
     max_num_tokens: int
     max_sequence_length: int
     reserves_longest: bool
-    """GUARANTEED_NO_EVICT, its default: a sequence begins once there is room for all it may become (issue #9412)."""
+    """Policy GUARANTEED_NO_EVICT, the default: a sequence starts when KV blocks for prompt + max_new_tokens are free (issue #9412)."""
 
 
-def construct(config: ShardConfig, library: Library, facts: ModelFacts, options: Mapping[str, object]) -> Construction:
-    """How to build the engine for a Hugging Face folder. `options` are the operator's. Raises EngineError."""
+def construct(
+    config: ShardConfig, library: Library, model: HuggingFaceModel, options: Mapping[str, object]
+) -> Construction:
+    """Return the construction of an engine for a Hugging Face folder. `options` are the operator's. Raises EngineError."""
     folder = Path(config.model_path)
     has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
     keywords: dict[str, Any] = {
         "max_batch_size": config.max_batch_size or MAX_BATCH_SIZE,
         "max_num_tokens": MAX_NUM_TOKENS,
-        "max_seq_len": facts.max_sequence_length,
-        # Else a prompt longer than max_num_tokens is refused.
+        "max_seq_len": model.max_sequence_length,
+        # Without it a prompt longer than max_num_tokens is refused.
         "enable_chunked_prefill": True,
-        # Where the KV cache and the queue stand is told in the statistics of the iterations alone.
+        # The only source of the use of the KV cache and the length of the engine's queue.
         "enable_iter_perf_stats": True,
         **({"guided_decoding_backend": "llguidance"} if has_tokenizer else {}),
         **({"load_format": "DUMMY"} if config.load_format == "dummy" else {}),
     }
     keywords = {name: value for name, value in keywords.items() if name in library.options} | dict(options)
     keywords["kv_cache_config"] = _kv_cache(config, options)
-    guided = keywords.get("guided_decoding_backend")
+    grammar_backend = keywords.get("guided_decoding_backend")
     keywords |= {
         "model": str(folder),
         "tensor_parallel_size": config.tensor_parallel,
-        # Guided decoding needs to know the tokens' texts; nothing else does.
-        "skip_tokenizer_init": guided is None,
+        # Only guided decoding needs the texts of the tokens.
+        "skip_tokenizer_init": grammar_backend is None,
         "dtype": config.dtype or "auto",
     }
     kinds: tuple[GrammarKind, ...] = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
-    if guided == "llguidance":
+    if grammar_backend == "llguidance":
         kinds += (GrammarKind.LARK,)
-    abilities = Abilities(
-        honours_sampling=not library.has_sampler_choice or _sampler(options) == CXX_SAMPLER,
-        scores_prompts=library.scores_prompts,
-        grammar_kinds=() if guided is None else kinds,
-        reads_guidance=guided == "llguidance",
+    capabilities = EngineCapabilities(
+        penalties=not library.has_sampler_choice or options.get("sampler_type") == CXX_SAMPLER,
+        prompt_logprobs=library.has_prompt_logprobs,
+        grammar_kinds=() if grammar_backend is None else kinds,
+        json_layout=grammar_backend == "llguidance",
     )
     return Construction(
         keywords=keywords,
         compiled=False,
-        abilities=abilities,
+        capabilities=capabilities,
         max_slots=_count(keywords, "max_batch_size", MAX_BATCH_SIZE),
         max_num_tokens=_count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
-        max_sequence_length=_count(keywords, "max_seq_len", facts.max_sequence_length),
+        max_sequence_length=_count(keywords, "max_seq_len", model.max_sequence_length),
         reserves_longest=_reserves_longest(options),
     )
 
 
 def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mapping[str, object]) -> Construction:
-    """How to serve a folder of compiled engines: its limits were settled when it was built. Raises EngineError."""
+    """Return the construction for a folder of compiled engines, whose limits the build fixed. Raises EngineError."""
     built = folder.engine
     assert built is not None
     if config.dtype not in (None, built.dtype):
         raise EngineError(f"--dtype {config.dtype}: the engines in {config.model_path} were built for {built.dtype}")
-    if settled := sorted(options.keys() & SETTLED):
-        raise EngineError(
-            f"--trtllm-options: {settled[0]} was settled when the engines in {config.model_path} were built"
-        )
+    if fixed := sorted(options.keys() & FIXED_BY_BUILD):
+        raise EngineError(f"--trtllm-options: {fixed[0]} was fixed when the engines in {config.model_path} were built")
     keywords: dict[str, Any] = {
         "enable_chunked_prefill": built.paged_context_fmha,
         **({"max_batch_size": config.max_batch_size} if config.max_batch_size else {}),
@@ -114,10 +113,10 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
     return Construction(
         keywords=keywords,
         compiled=True,
-        abilities=Abilities(
-            honours_sampling=True,  # its sampler is the C++ one
-            scores_prompts=False,
-            scores_tokens=built.gather_generation_logits,
+        capabilities=EngineCapabilities(
+            penalties=True,  # this backend always uses the C++ sampler
+            prompt_logprobs=False,
+            logprobs=built.gather_generation_logits,
         ),
         max_slots=min(_count(keywords, "max_batch_size", built.max_batch_size), built.max_batch_size),
         max_num_tokens=min(_count(keywords, "max_num_tokens", built.max_num_tokens), built.max_num_tokens),
@@ -127,23 +126,19 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
 
 
 def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, object]:
-    asked = options.get("kv_cache_config", {})
-    if not isinstance(asked, Mapping):
+    given = options.get("kv_cache_config", {})
+    if not isinstance(given, Mapping):
         raise EngineError("--trtllm-options: kv_cache_config must be a mapping")
-    if "tokens_per_block" in asked:
-        _count(asked, "tokens_per_block", 1)
+    if "tokens_per_block" in given:
+        _count(given, "tokens_per_block", 1)
     fraction = FREE_MEMORY_FRACTION if config.cuda_memory_fraction == 1 else config.cuda_memory_fraction
-    return {"free_gpu_memory_fraction": fraction, **asked}
+    return {"free_gpu_memory_fraction": fraction, **given}
 
 
 def _reserves_longest(options: Mapping[str, object]) -> bool:
     scheduler = options.get("scheduler_config")
     policy = scheduler.get("capacity_scheduler_policy") if isinstance(scheduler, Mapping) else None
     return policy in (None, "GUARANTEED_NO_EVICT")
-
-
-def _sampler(options: Mapping[str, object]) -> str:
-    return str(options.get("sampler_type", ""))
 
 
 def _count(keywords: Mapping[str, Any], name: str, default: int) -> int:

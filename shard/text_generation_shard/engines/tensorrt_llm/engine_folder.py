@@ -1,9 +1,9 @@
-"""What was settled when the compiled engines of a folder were built, and whether they can run here.
+"""Read the configuration of compiled engines, and check that they can run here.
 
-`trtllm-build` (TensorRT-LLM ≤ 1.2) writes config.json and a rank{N}.engine for each GPU. Two readers want that config.json:
-`EngineConfig.from_json_str` in tensorrt_llm/builder.py, and `parseJson` in cpp/tensorrt_llm/runtime/gptJsonConfig.cpp, which
-runs in the worker process, says little, and takes a missing limit for zero. So every value is asked for here as the stricter
-of the two would have it, before anything is loaded.
+`trtllm-build` (TensorRT-LLM ≤ 1.2) writes config.json and a rank{N}.engine for each GPU. TensorRT-LLM reads config.json twice:
+in `EngineConfig.from_json_str` (tensorrt_llm/builder.py), and in `parseJson` (cpp/tensorrt_llm/runtime/gptJsonConfig.cpp), which
+runs in the worker process, reports little, and reads a missing limit as zero. So every value is checked here by the stricter of
+the two, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 from text_generation_shard.engine import EngineError
 
 DTYPES = ("float16", "bfloat16", "float32")
-"""What `parseJson` takes for pretrained_config.dtype."""
+"""Values of pretrained_config.dtype that `parseJson` accepts."""
 LAST_WITH_ENGINES = (1, 2)
 """Last release that runs compiled engines (docs/source/legacy/tensorrt-backend-removal.md of NVIDIA/TensorRT-LLM)."""
 REBUILD = "build the engines again with trtllm-build"
 
 _MAX_COUNT = 2**31 - 1
-"""Counts are 32 bits wide in the C++ runtime."""
+"""Counts are 32-bit integers in the C++ runtime."""
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?!\d)[-+.!\w]{0,64}", re.ASCII)
 
 
 class JsonObject:
-    """A JSON object in a file; its getters check types and say which file and key is at fault. Null reads as missing."""
+    """A JSON object in a file. Getters check types and raise EngineError with file and key. Null counts as missing."""
 
     def __init__(self, path: Path, values: Mapping[str, Any], *, within: str = "", advice: str = "") -> None:
         self.path = path
@@ -40,7 +40,7 @@ class JsonObject:
 
     @classmethod
     def read(cls, path: Path) -> JsonObject:
-        """The object that `path` holds. Raises EngineError; where there is no such file, what `open` raises then."""
+        """Read the object in `path`. Raises EngineError, or FileNotFoundError or NotADirectoryError if there is no file."""
         try:
             data = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -60,72 +60,76 @@ class JsonObject:
         return self._values.get(key) is not None
 
     def error(self, problem: str) -> EngineError:
-        """What is wrong with the file, and what to do about it."""
+        """Return an error with the path, the problem and the advice."""
         return EngineError(f"{self.path}: {problem}{self._advice}")
 
     def advising(self, advice: str) -> JsonObject:
-        """The same object; what is wrong with it ends in `advice`."""
+        """Return the same object, with `advice` appended to its errors."""
         return JsonObject(self.path, self._values, within=self._within, advice=f"; {advice}")
 
+    def merged(self, values: Mapping[str, Any]) -> JsonObject:
+        """Return the same object, updated with `values`."""
+        return JsonObject(self.path, {**self._values, **values}, within=self._within, advice=self._advice)
+
     def get(self, key: str) -> Any:  # noqa: ANN401 – JSON
-        """The value at `key`; None where it is missing or null."""
+        """Return the value at `key`; None if it is missing or null."""
         return self._values.get(key)
 
     def inner(self, key: str) -> JsonObject:
-        """The object at `key`."""
+        """Return the object at `key`."""
         value = self.get(key)
         if not isinstance(value, dict):
-            raise self._ill_typed(key, "an object")
+            raise self._type_error(key, "an object")
         return JsonObject(self.path, value, within=f"{self._within}{key}.", advice=self._advice)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least one."""
+        """Return the whole number at `key`, at least 1."""
         value = self.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_COUNT:
-            raise self._ill_typed(key, f"a whole number from 1 to {_MAX_COUNT}")
+            raise self._type_error(key, f"a whole number from 1 to {_MAX_COUNT}")
         return value
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """True or false."""
+        """Return the boolean at `key`."""
         value = self.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, bool):
-            raise self._ill_typed(key, "true or false")
+            raise self._type_error(key, "true or false")
         return value
 
     def text(self, key: str) -> str:
-        """A string that is not empty."""
+        """Return the string at `key`, which must not be empty."""
         value = self.get(key)
         if not isinstance(value, str) or not value:
-            raise self._ill_typed(key, "a name")
+            raise self._type_error(key, "a name")
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """A string, or nothing."""
+        """Return the string at `key`; None if it is missing."""
         return self.text(key) if key in self else None
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing."""
+        """Return the token id or the list of token ids at `key`; empty if it is missing."""
         value = self.get(key)
         ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one <= _MAX_COUNT for one in ids):
-            raise self._ill_typed(key, "a token id or a list of them")
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _MAX_COUNT for i in ids):
+            raise self._type_error(key, "a token id or a list of them")
         return tuple(ids)
 
-    def _ill_typed(self, key: str, wanted: str) -> EngineError:
+    def _type_error(self, key: str, wanted: str) -> EngineError:
         value, name = self.get(key), f"{self._within}{key}"
         return self.error(f"{name} is missing" if value is None else f"{name} is {shortened(value)}, not {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledEngine:
-    """What was settled when the engines were built; names as in config.json, lengths and budgets in tokens."""
+    """The configuration that engines were built with. Names as in config.json; lengths and budgets in tokens."""
 
     version: str
-    """Of the TensorRT-LLM that built them."""
+    """The TensorRT-LLM version that built them."""
     architecture: str
     dtype: str
     quant_algo: str | None
@@ -136,32 +140,32 @@ class CompiledEngine:
     pp_size: int
     cp_size: int
     max_input_len: int
-    """Of no effect where padding is removed and attention is fused, which is the default (`_init_max_seq_len` in builder.py)."""
+    """Without effect if padding is removed and attention is fused, the default (`_init_max_seq_len` in builder.py)."""
     max_seq_len: int
-    """Prompt and new tokens."""
+    """Limit of prompt and new tokens together."""
     max_batch_size: int
     max_beam_width: int
     max_num_tokens: int
-    """Of one iteration, all sequences together."""
+    """Limit of one iteration, over all sequences."""
     kv_cache_type: str
     """PAGED, CONTINUOUS or DISABLED."""
     tokens_per_block: int
     remove_input_padding: bool
     paged_context_fmha: bool
-    """Whether prompts may be cut into chunks, and computed blocks be used again."""
+    """Chunked prefill and the reuse of computed blocks are possible."""
     gather_context_logits: bool
-    """Without it there are no log-probabilities of the prompt."""
+    """Log-probabilities of the prompt are available."""
     gather_generation_logits: bool
-    """Without it there are none of the new tokens."""
+    """Log-probabilities of new tokens are available."""
     eos_token_ids: tuple[int, ...]
-    """Of generation_config.json beside the engines, else of config.json; empty if neither names one."""
+    """From generation_config.json beside the engines, else from config.json; empty if neither has one."""
 
 
 def read_engine(config: JsonObject) -> CompiledEngine:
-    """What `config`, the config.json of a folder of compiled engines, says of them. Raises EngineError."""
+    """Read the configuration from `config`, the config.json of a folder of compiled engines. Raises EngineError."""
     version = config.advising(REBUILD).text("version")
     if release(version) is None:
-        raise config.advising(REBUILD).error(f"version is {shortened(version)}, none of TensorRT-LLM's")
+        raise config.advising(REBUILD).error(f"version is {shortened(version)}, not a version of TensorRT-LLM")
     config = config.advising(f"{REBUILD} (these are of TensorRT-LLM {version})")
     pretrained, build = config.inner("pretrained_config"), config.inner("build_config")
     mapping, quantization = pretrained.inner("mapping"), pretrained.inner("quantization")
@@ -198,11 +202,11 @@ def read_engine(config: JsonObject) -> CompiledEngine:
 
 
 def check_engine(path: Path, engine: CompiledEngine, *, world_size: int, installed: str | None) -> None:
-    """Whether the `installed` TensorRT-LLM can run the engines in `path` on `world_size` GPUs. Raises EngineError."""
+    """Raise EngineError unless the `installed` TensorRT-LLM can run the engines in `path` on `world_size` GPUs."""
     here, built = release(installed), release(engine.version)
     if here is not None and here > LAST_WITH_ENGINES:
         raise EngineError(
-            f"{path} holds compiled engines, which TensorRT-LLM {installed} does not run any more: install tensorrt-llm "
+            f"{path} holds compiled engines, which TensorRT-LLM {installed} no longer runs: install tensorrt-llm "
             f"<= 1.2 (they are of {engine.version}), or serve the Hugging Face checkpoint itself"
         )
     if here is not None and built is not None and here != built:
@@ -216,23 +220,23 @@ def check_engine(path: Path, engine: CompiledEngine, *, world_size: int, install
             f"--num-shard {engine.world_size}, or build the engines again for {world_size}"
         )
     _check_files(path, engine.world_size)
-    if problem := _unserved(engine):
+    if problem := _unsupported_build(engine):
         raise EngineError(f"{path}: {problem}")
 
 
 def release(version: object) -> tuple[int, int] | None:
-    """Major and minor number of a version; None if it is none."""
+    """Return the major and minor number of a version; None if it cannot be parsed."""
     found = _VERSION.fullmatch(version) if isinstance(version, str) else None
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def count_of_gpus(count: int) -> str:
-    """In words."""
+    """Return "1 GPU", "2 GPUs", …"""
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _kv_cache_type(build: JsonObject, plugins: JsonObject) -> str:
-    """As `parseBuilderConfig` and `parsePluginConfig` settle it: either case, and paged_kv_cache has the last word."""
+    """Return the type as `parseBuilderConfig` and `parsePluginConfig` do: in either case; paged_kv_cache takes precedence."""
     kind = build.text("kv_cache_type").upper()
     if kind not in ("PAGED", "CONTINUOUS", "DISABLED"):
         raise build.error(f"build_config.kv_cache_type is {shortened(kind)}, not PAGED")
@@ -242,19 +246,19 @@ def _kv_cache_type(build: JsonObject, plugins: JsonObject) -> str:
 def _eos_token_ids(folder: Path, pretrained: JsonObject) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     try:
-        named = JsonObject.read(path).token_ids("eos_token_id")
+        token_ids = JsonObject.read(path).token_ids("eos_token_id")
     except FileNotFoundError:
-        named = ()
-    return named or pretrained.token_ids("eos_token_id")
+        token_ids = ()
+    return token_ids or pretrained.token_ids("eos_token_id")
 
 
 def _contradiction(engine: CompiledEngine) -> str | None:
-    """Numbers that no builder writes together; None if there are none such."""
+    """Return the first contradiction between values, which no builder writes; None if there is none."""
     tp, pp, cp = engine.tp_size, engine.pp_size, engine.cp_size
     if engine.world_size != tp * pp * cp:
         return f"world_size is {engine.world_size}, but tp_size × pp_size × cp_size is {tp} × {pp} × {cp}"
-    # The builder cuts max_input_len down to max_seq_len and max_num_tokens to what all sequences together can hold, but
-    # never below a block (`_init_max_seq_len` in builder.py, `check_max_num_tokens` in _utils.py): equal is fine.
+    # The builder reduces max_input_len to max_seq_len and max_num_tokens to the tokens of all sequences, but not below a
+    # block (`_init_max_seq_len` in builder.py, `check_max_num_tokens` in _utils.py).
     if engine.max_input_len > engine.max_seq_len:
         return f"max_input_len {engine.max_input_len} is above max_seq_len {engine.max_seq_len}"
     most = max(engine.max_seq_len * engine.max_batch_size, engine.tokens_per_block)
@@ -266,7 +270,7 @@ def _contradiction(engine: CompiledEngine) -> str | None:
 
 
 def _check_files(path: Path, world_size: int) -> None:
-    """An engine for each rank, and something in it."""
+    """Raise EngineError unless there is a file that is not empty for each rank."""
     for rank in range(world_size):
         name = f"rank{rank}.engine"
         try:
@@ -281,16 +285,16 @@ def _check_files(path: Path, world_size: int) -> None:
             )
 
 
-def _unserved(engine: CompiledEngine) -> str | None:
-    """What batching in flight, one sequence a request, asks of a build; None if it is all there.
+def _unsupported_build(engine: CompiledEngine) -> str | None:
+    """Return why the build does not allow in-flight batching of single sequences; None if it does.
 
-    `ModelConfig::supportsInflightBatching` in cpp/include/tensorrt_llm/runtime/modelConfig.h; beams cost the engine its
-    prefix cache, and there is nobody here who would ask for them.
+    Source: `ModelConfig::supportsInflightBatching` in cpp/include/tensorrt_llm/runtime/modelConfig.h. Beam search disables the
+    prefix cache of an engine and is not offered here.
     """
     if engine.kv_cache_type != "PAGED":
         return f"its KV cache is {engine.kv_cache_type}, not paged; {REBUILD} --kv_cache_type paged"
     if not engine.remove_input_padding:
         return f"it was built with padded input; {REBUILD} --remove_input_padding enable"
     if engine.max_beam_width != 1:
-        return f"it was built for beams of {engine.max_beam_width}, and a request is one sequence here; {REBUILD} --max_beam_width 1"
+        return f"it was built for beams of {engine.max_beam_width}, and a request is one sequence; {REBUILD} --max_beam_width 1"
     return None

@@ -1,7 +1,7 @@
-"""What a model folder is, and whether it can be served here: settled before TensorRT-LLM is imported.
+"""Determine the kind of a model folder, check that it can be served, and read the sizes of a Hugging Face model.
 
-The kinds are told apart by config.json, as `get_model_format` in tensorrt_llm/llmapi/llm_args.py (1.2.1) does it. What it
-takes for a Hugging Face checkpoint because it is nothing else is looked at more closely.
+None of this imports TensorRT-LLM. config.json decides the kind, as in `get_model_format` of tensorrt_llm/llmapi/llm_args.py (1.2.1),
+which takes every other folder for a Hugging Face checkpoint; here those are checked more closely.
 """
 
 from __future__ import annotations
@@ -22,31 +22,50 @@ from text_generation_shard.engines.tensorrt_llm.engine_folder import (
     release,
 )
 
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "model_max_length")
+"""Keys of config.json for the length of the longest sequence, in order of preference."""
+
 
 class FolderKind(Enum):
-    """What the files of a folder are."""
+    """The kind of a model folder."""
 
     HUGGING_FACE = "Hugging Face checkpoint"
     ENGINE = "compiled engines"
     CHECKPOINT = "TensorRT-LLM checkpoint"
-    """Converted weights that `trtllm-build` (≤ 1.2) makes engines of."""
+    """Converted weights, from which `trtllm-build` (≤ 1.2) builds engines."""
     OLD_ENGINE = "compiled engines of TensorRT-LLM before 0.8"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A folder with a model."""
+    """A folder with a model, and its kind."""
 
     path: Path
     kind: FolderKind
     architecture: str
-    """The class of the model, as LlamaForCausalLM; "" for OLD_ENGINE."""
+    """Class of the model, such as LlamaForCausalLM; "" for OLD_ENGINE."""
     engine: CompiledEngine | None = None
-    """For ENGINE alone: what was settled when it was built."""
+    """The configuration of the build; only for ENGINE."""
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceModel:
+    """Type, sizes and EOS tokens of a Hugging Face model.
+
+    They are read here and passed to TensorRT-LLM, because its worker process does not report the values it uses (`LLM.args` holds
+    the arguments as given).
+    """
+
+    model_type: str
+    dtype: str
+    """Data type of the checkpoint; "" if unknown."""
+    vocab_size: int
+    max_sequence_length: int
+    eos_token_ids: tuple[int, ...]
 
 
 def inspect_folder(path: Path) -> ModelFolder:
-    """What is in `path`. Raises EngineError if it is no model, or says of itself what cannot be."""
+    """Return the model folder at `path`. Raises EngineError if it holds no model, or config.json contradicts itself."""
     config = _read_config(path)
     marks = [mark in config for mark in ("pretrained_config", "build_config")]
     if all(marks) or (any(marks) and "architectures" not in config):
@@ -56,7 +75,7 @@ def inspect_folder(path: Path) -> ModelFolder:
         return ModelFolder(path, FolderKind.HUGGING_FACE, _first_architecture(config))
     if "builder_config" in config:
         return ModelFolder(path, FolderKind.OLD_ENGINE, "")
-    # A lone `architecture` is also what other libraries write, so one more sign is asked for.
+    # Other libraries write `architecture` as well: require a second sign.
     if "architecture" in config and ("dtype" in config or _has(path, "rank*.safetensors")):
         advised = config.advising("convert the checkpoint again")
         return ModelFolder(path, FolderKind.CHECKPOINT, advised.text("architecture"))
@@ -69,34 +88,67 @@ def inspect_folder(path: Path) -> ModelFolder:
 
 
 def check_folder(folder: ModelFolder, *, world_size: int, installed: str | None, gpus: int | None) -> None:
-    """Whether `folder` can be served on `world_size` GPUs by the `installed` version of TensorRT-LLM. Raises EngineError.
+    """Raise EngineError unless the `installed` TensorRT-LLM can serve `folder` on `world_size` of the visible `gpus`.
 
-    `gpus` are those that can be seen. What is None is not known, and what depends on it not checked.
+    None means unknown; checks that depend on it are skipped.
     """
     path = folder.path
     if folder.kind is FolderKind.CHECKPOINT:
-        raise EngineError(f"{path} is a TensorRT-LLM checkpoint, not built yet: {_how_to_build(path, installed)}")
+        raise EngineError(f"{path} is a TensorRT-LLM checkpoint, not built yet: {_build_advice(path, installed)}")
     if folder.kind is FolderKind.OLD_ENGINE:
         raise EngineError(
-            f"{path} holds engines built by a TensorRT-LLM before 0.8, which no later one can run: {REBUILD} of "
+            f"{path} holds engines built by a TensorRT-LLM before 0.8, which no later version can run: {REBUILD} of "
             f"tensorrt-llm <= 1.2, or serve the Hugging Face checkpoint itself"
         )
     if folder.engine is not None:
         check_engine(path, folder.engine, world_size=world_size, installed=installed)
     if gpus is not None and gpus < world_size:
         raise EngineError(
-            f"{path} is to be served on {count_of_gpus(world_size)}, but only {gpus} can be seen: let this replica see more "
+            f"{path} is to be served on {count_of_gpus(world_size)}, but only {gpus} can be seen: make more visible "
             f"(CUDA_VISIBLE_DEVICES), or start with a smaller --num-shard"
         )
 
 
-def _how_to_build(path: Path, installed: str | None) -> str:
+def read_hugging_face_model(folder: Path) -> HuggingFaceModel:
+    """Read config.json and generation_config.json of `folder`. Raises EngineError."""
+    config = _read_config(folder)
+    nested = config.get("text_config")
+    # Multimodal models keep the values of the language model apart.
+    text = config if not isinstance(nested, dict) else config.merged(nested)
+    try:
+        generation_eos = JsonObject.read(folder / "generation_config.json").get("eos_token_id")
+    except FileNotFoundError:
+        generation_eos = None
+    length = next((text.get(key) for key in LENGTH_KEYS if _is_count(text.get(key))), None)
+    if length is None:
+        raise EngineError(f"{config.path} does not say how long a sequence may be ({LENGTH_KEYS[0]})")
+    if not _is_count(text.get("vocab_size")):
+        raise EngineError(f"{config.path} does not say how large the vocabulary is (vocab_size)")
+    return HuggingFaceModel(
+        model_type=str(config.get("model_type") or ""),
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or ""),
+        vocab_size=text.get("vocab_size"),
+        max_sequence_length=length,
+        eos_token_ids=_token_ids(generation_eos) or _token_ids(text.get("eos_token_id")),
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [value]
+    return tuple(i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
+
+
+def _build_advice(path: Path, installed: str | None) -> str:
     command = f"trtllm-build --checkpoint_dir {path} --output_dir {path}-engine"
-    here = release(installed)
-    if here is None or here <= LAST_WITH_ENGINES:
+    version = release(installed)
+    if version is None or version <= LAST_WITH_ENGINES:
         return f"run {command} (tensorrt-llm <= 1.2) and serve {path}-engine"
     return (
-        f"serve the Hugging Face checkpoint it was converted from; TensorRT-LLM {installed} builds no engines any more, "
+        f"serve the Hugging Face checkpoint it was converted from; TensorRT-LLM {installed} builds no engines, "
         f"tensorrt-llm <= 1.2 does: {command}"
     )
 

@@ -1,7 +1,7 @@
-"""The installed TensorRT-LLM: found, imported, and asked what it can do.
+"""The installed TensorRT-LLM: import it and determine what it supports.
 
-Versions are told apart by what they have, not by their numbers. Imports happen here and nowhere else, and only in the shard
-that runs this engine.
+Features are detected by the presence of names, not by version numbers. This is the only module that imports TensorRT-LLM, and only
+the shard that runs this engine calls it.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from typing import Any, cast
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 
-NESTED = {
+NESTED_OPTIONS = {
     "kv_cache_config": "KvCacheConfig",
     "scheduler_config": "SchedulerConfig",
     "cuda_graph_config": "CudaGraphConfig",
 }
-"""Options that are models of their own, by the name of their class."""
+"""Options that are pydantic models themselves → the name of their class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """See the module."""
+    """The names that this engine uses of TensorRT-LLM, and the options of the installed version."""
 
     version: str
     llm: type[Any]
-    """LLM of the PyTorch backend."""
+    """The class LLM of the PyTorch backend."""
     engine_llm: type[Any] | None
-    """LLM of the backend for compiled engines; None where it was removed (≥ 1.3)."""
+    """The class LLM of the backend for compiled engines; None if absent (≥ 1.3)."""
     sampling_params: type[Any]
     guided_decoding_params: type[Any]
     request_error: type[Exception]
     options: Mapping[str, Collection[str] | None]
-    """Keywords of `LLM`; those of a nested model with its fields, if they are known."""
+    """Keywords of `LLM` → the fields of a nested model; None if there is none or it is unknown."""
     engine_options: Mapping[str, Collection[str] | None] | None
-    """The same of the one for compiled engines; None where there is none."""
+    """The same for compiled engines; None if there is no such backend."""
     sampling_fields: frozenset[str]
 
     @property
     def has_sampler_choice(self) -> bool:
-        """Whether `sampler_type` chooses between two samplers, of which the default one ignores penalties, min_p and seeds.
+        """True if `sampler_type` selects one of two samplers, of which the default ignores penalties, min_p and seeds.
 
-        1.2: it does (issue #9442, PRs #16485, #16590, #17172). Removed with the second sampler by PR #18232, when the
-        first one had learned them all.
+        True in 1.2 (issue #9442, PRs #16485, #16590, #17172). PR #18232 removed the second sampler after the first supported
+        them all.
         """
         return "sampler_type" in self.options
 
     @property
-    def scores_prompts(self) -> bool:
-        """Whether prompt log-probabilities tell of the prompt's own token: those of 1.2 hold the most probable alone."""
+    def has_prompt_logprobs(self) -> bool:
+        """True if prompt log-probabilities include the prompt's tokens; 1.2 returns only the most probable tokens."""
         return "prompt_logprobs_simple_format" in self.sampling_fields
 
     def kv_capacity(self, llm: LLM) -> tuple[int, int] | None:
-        """(blocks, tokens a block) of the pool, where the engine says so without having run (≥ 1.3)."""
-        ask = getattr(llm, "get_kv_cache_capacity", None)
-        told = ask() if ask is not None else None
-        if not told:
+        """Return (blocks, tokens per block) of the KV cache; None if the engine cannot report it before it has run (< 1.3)."""
+        get_capacity = getattr(llm, "get_kv_cache_capacity", None)
+        capacity = get_capacity() if get_capacity is not None else None
+        if not capacity:
             return None
-        blocks, size = told.get("maxNumBlocks", 0), told.get("tokensPerBlock", 0)
+        blocks, size = capacity.get("maxNumBlocks", 0), capacity.get("tokensPerBlock", 0)
         return (int(blocks), int(size)) if blocks and size else None
 
     def is_healthy(self, llm: LLM) -> bool:
-        """Whether the engine has not noticed that it is broken."""
+        """True unless the engine itself has noticed a failure."""
         check = getattr(llm, "_check_health", None)
         if check is not None:
             return bool(check())
@@ -77,7 +77,7 @@ class Library:
 
 
 def installed_version() -> str | None:
-    """Of tensorrt_llm, without importing it; None where it is not installed, or does not say."""
+    """Return the version of tensorrt_llm without importing it; None if it is not installed or has no metadata."""
     try:
         return version("tensorrt_llm")
     except PackageNotFoundError:
@@ -85,7 +85,7 @@ def installed_version() -> str | None:
 
 
 def load_library() -> Library:
-    """Import TensorRT-LLM, which takes a while. Raises EngineError."""
+    """Import TensorRT-LLM, which takes many seconds. Raises EngineError."""
     if find_spec("tensorrt_llm") is None:
         raise EngineError("the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it")
     try:
@@ -106,15 +106,15 @@ def load_library() -> Library:
             sampling_fields=frozenset(field.name for field in dataclasses.fields(package.SamplingParams)),
         )
     except (ImportError, AttributeError, OSError) as error:
-        # OSError: a shared library that is not there.
+        # OSError: a shared library is missing.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise EngineError(f"TensorRT-LLM is installed but cannot be imported: {reason}") from error
 
 
 def _options(llmapi: ModuleType, arguments: type[Any]) -> dict[str, Collection[str] | None]:
-    """Keywords that `arguments`, a pydantic model, is made of; those of a nested model with its fields, if they are known."""
+    """Return the fields of `arguments`, a pydantic model, each with the fields of its nested model if it is known."""
     options: dict[str, Collection[str] | None] = dict.fromkeys(arguments.model_fields)
-    for name, model in NESTED.items():
+    for name, model in NESTED_OPTIONS.items():
         if name in options and (known := getattr(llmapi, model, None)) is not None:
             options[name] = frozenset(known.model_fields)
     return options

@@ -1,8 +1,7 @@
-"""`--trtllm-options`: what the operator sets in TensorRT-LLM itself, read and checked by name.
+"""Parse `--trtllm-options` and check the names of the options.
 
-The options are keyword arguments of `tensorrt_llm.LLM`, in YAML as its own `trtllm-serve --config` takes them; JSON is as
-good. Values are passed on as they are: TensorRT-LLM checks them. Names are checked here, where a wrong one can be told with
-the right one.
+The options are keyword arguments of `tensorrt_llm.LLM`, in YAML as for `trtllm-serve --config`, or in JSON. TensorRT-LLM checks their
+values. Their names are checked here, so that the error can suggest the nearest known name.
 """
 
 from __future__ import annotations
@@ -19,42 +18,42 @@ from text_generation_shard.engine import EngineError
 
 FLAG = "--trtllm-options"
 MAX_BYTES = 1 << 20
-"""Longest file read: no list of options is as long as that."""
+"""Largest file that is read."""
 _TOKENIZES = "the router tokenizes, with the tokenizer of --model-id"
-_STATISTICS = "always on: admission and metrics live on the statistics"
-OURS: Mapping[str, str] = {
-    "model": "--model-id names the model",
+_STATISTICS = "always on: sequence and metrics depend on the statistics"
+RESERVED: Mapping[str, str] = {
+    "model": "use --model-id",
     "revision": "use --revision",
     "dtype": "use --dtype",
     "load_format": "use --load-format",
     "tensor_parallel_size": "use --num-shard",
-    "pipeline_parallel_size": "a replica has the GPUs of --num-shard, and spreads each layer over them",
-    "context_parallel_size": "a replica has the GPUs of --num-shard, and spreads each layer over them",
-    "trust_remote_code": "code that comes with a model is never run",
+    "pipeline_parallel_size": "a replica splits each layer over the GPUs of --num-shard",
+    "context_parallel_size": "a replica splits each layer over the GPUs of --num-shard",
+    "trust_remote_code": "code in model folders is never run",
     "backend": "the model folder decides",
     "tokenizer": _TOKENIZES,
     "tokenizer_mode": _TOKENIZES,
     "tokenizer_revision": _TOKENIZES,
     "custom_tokenizer": _TOKENIZES,
     "skip_tokenizer_init": _TOKENIZES,
-    "num_postprocess_workers": "text is made in the router",
-    "postprocess_tokenizer_dir": "text is made in the router",
+    "num_postprocess_workers": "the router converts tokens to text",
+    "postprocess_tokenizer_dir": "the router converts tokens to text",
     "reasoning_parser": "use --split-reasoning",
-    "max_beam_width": "a request is one sequence here",
+    "max_beam_width": "a request is one sequence",
     "gather_generation_logits": "the model folder decides",
     "enable_iter_perf_stats": _STATISTICS,
 }
-"""Options that are not the operator's, each with what to use or know instead."""
+"""Options that the server sets itself → the flag to use instead, or the reason."""
 
 
 class _Malformed(Exception):
-    """What is wrong with the text, without where it came from."""
+    """The text cannot be parsed; the message does not name its source."""
 
 
 def read_options(text: str) -> dict[str, object]:
-    """The options that `text` holds, or the file it names; none where it is blank. Raises EngineError.
+    """Return the options in `text`, or in the file that `text` names; empty if it is blank. Raises EngineError.
 
-    It is taken for YAML or JSON itself where it begins with `{`, or holds a newline or `: `; else for a path.
+    Text that begins with `{`, or contains a newline or `: `, is YAML or JSON itself; any other text is a path.
     """
     if not text.strip():
         return {}
@@ -67,20 +66,20 @@ def read_options(text: str) -> dict[str, object]:
 
 
 def check_options(options: Mapping[str, object], known_fields: Mapping[str, Collection[str] | None] | None) -> None:
-    """Whether every name in `options` is one of TensorRT-LLM's, and the operator's to set. Raises EngineError.
+    """Raise EngineError unless every name in `options` is known to TensorRT-LLM and not set by the server.
 
-    `known_fields`: the keywords of the installed version, each with the field names of its nested model, or None where it
-    is none or not known. None: nothing is known, and only what is ours is refused.
+    `known_fields` maps the keywords of the installed version to the field names of their nested models, or to None. If
+    `known_fields` itself is None, only names in RESERVED are refused.
     """
     for name, value in options.items():
-        if name in OURS:
-            raise EngineError(f"{FLAG}: {name} is not set here: {OURS[name]}")
+        if name in RESERVED:
+            raise EngineError(f"{FLAG}: {name} is not set here: {RESERVED[name]}")
         if known_fields is None:
             continue
         if name not in known_fields:
-            nearest = _nearest(name, {*known_fields, *OURS})
+            nearest = _nearest(name, {*known_fields, *RESERVED})
             instead = f", the nearest is {nearest}" if nearest else ""
-            instead += f" ({OURS[nearest]})" if nearest in OURS else ""
+            instead += f" ({RESERVED[nearest]})" if nearest in RESERVED else ""
             raise EngineError(f"{FLAG}: the installed TensorRT-LLM has no option {shortened(name)}{instead}")
         fields = known_fields[name]
         if fields is not None and isinstance(value, Mapping):
@@ -102,12 +101,12 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 def _read(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():
-            raise _Malformed("is no file")
+            raise _Malformed("is not a file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         example = "'{max_num_tokens: 4096}'"
-        raise _Malformed(f"there is no such file (options can also be given as they are: {example})") from None
+        raise _Malformed(f"there is no such file (options can also be given inline: {example})") from None
     except (OSError, ValueError) as error:
         raise _Malformed(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_BYTES:
@@ -130,21 +129,23 @@ def _parse(text: str) -> dict[str, object]:
     except yaml.YAMLError as error:
         raise _Malformed(str(error).partition("\n")[0]) from None
     except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
-        # What PyYAML's constructors raise for a value that is not of its tag, as in `2026-02-30` or `!!int ''`.
-        raise _Malformed(f"a value is none of its kind ({type(error).__name__}: {error})".partition("\n")[0]) from None
+        # Raised by PyYAML's constructors for values that do not fit their tag, such as `2026-02-30` or `!!int ''`.
+        raise _Malformed(
+            f"a value does not fit its type ({type(error).__name__}: {error})".partition("\n")[0]
+        ) from None
     except RecursionError:
         raise _Malformed("is nested too deeply") from None
     if options is None:
-        return {}  # nothing but comments
+        return {}  # only comments
     if not isinstance(options, dict):
         raise _Malformed(f"must be names with values, as in `max_num_tokens: 4096`, not {shortened(options)}")
     return options
 
 
 def _parse_json(text: str) -> dict[str, object] | None:
-    """The object in `text`; None if it is no JSON, but perhaps YAML in braces.
+    """Return the object in `text`; None if it is not JSON (it may be YAML in braces).
 
-    Much JSON is YAML too, but not all: `1e-3` is a string in YAML 1.1, and tabs are refused.
+    JSON is not always YAML: `1e-3` is a string in YAML 1.1, and tabs are refused.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -163,29 +164,29 @@ def _parse_json(text: str) -> dict[str, object] | None:
 
 
 def _check_nodes(root: yaml.Node | None) -> None:
-    """Refuse what `safe_load` would make something else of than it seems to say."""
+    """Refuse text that `safe_load` would read differently from how it looks."""
     if isinstance(root, yaml.MappingNode):
         for key, _ in root.value:
             if key.tag != "tag:yaml.org,2002:str":
                 name = shortened(key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}")
                 raise _Malformed(f"{_line(key)}: the name {name} is not read as text: put it in quotes")
     seen: set[int] = set()
-    waiting = [] if root is None else [root]
-    while waiting:
-        node = waiting.pop()
+    pending = [] if root is None else [root]
+    while pending:
+        node = pending.pop()
         if id(node) in seen:
-            # An alias: a small file of them can stand for a huge value, or for one that holds itself.
-            raise _Malformed(f"{_line(node)}: anchors are not read: write the value out where it is used")
+            # An alias: a few of them can stand for a huge value, or for one that contains itself.
+            raise _Malformed(f"{_line(node)}: anchors are not supported: repeat the value")
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
+            pending += node.value
         elif isinstance(node, yaml.MappingNode):
             _check_unique(node)
-            waiting += [part for pair in node.value for part in pair]
+            pending += [part for pair in node.value for part in pair]
 
 
 def _check_unique(mapping: yaml.MappingNode) -> None:
-    """`safe_load` takes the last of several in silence."""
+    """Refuse duplicate names, of which `safe_load` silently keeps the last."""
     names: set[tuple[str, str]] = set()
     for key, _ in mapping.value:
         if isinstance(key, yaml.ScalarNode):

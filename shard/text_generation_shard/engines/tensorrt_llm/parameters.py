@@ -1,26 +1,26 @@
-"""An admission in TensorRT-LLM's words: keywords of SamplingParams and of generate_async; and what has no words there.
+"""Map the parameters of a sequence to keywords of TensorRT-LLM's SamplingParams and generate_async.
 
-    ours                         theirs
-    greedy                       top_k=1, which every version takes for greedy, whatever else is unset
-    temperature, top_k, top_p    the same; temperature is always said: with nothing said it would be greedy, and so is top_p:
-                                 the C++ sampler takes neither top_k nor top_p for greedy (setupTopKRuntimeArgs,
+    parameter                    TensorRT-LLM
+    greedy                       top_k=1, which is greedy in every version
+    temperature, top_k, top_p    the same names. temperature and top_p are always set: unset, the request would be greedy, for
+                                 the C++ sampler also where both top_k and top_p are unset (setupTopKRuntimeArgs,
                                  cpp/tensorrt_llm/kernels/samplingTopKKernels.cu)
-    min_p, seed                  the same, where the sampler honours them
+    min_p, seed                  the same, if the sampler supports them
     repetition_penalty           the same
-    frequency_penalty (TGI's)    frequency_penalty over prompt and output, as in TGI's own TensorRT-LLM backend
-    output_frequency_penalty,    frequency_penalty, presence_penalty, with prompt_ignore_length: the prompt does not count
+    frequency_penalty (TGI)      frequency_penalty over prompt and output, as in TGI's own TensorRT-LLM backend
+    output_frequency_penalty,    frequency_penalty, presence_penalty, with prompt_ignore_length to leave the prompt out
     output_presence_penalty
     logit_bias                   embedding_bias, a value for every token of the vocabulary
-    eos_token_ids                end_id, and stop_token_ids for the others; none: ignore_eos
-    stop_token_ids               stop_token_ids, with include_stop_str_in_output: nothing told is taken back
+    eos_token_ids                end_id for one, stop_token_ids for the others; ignore_eos if there are none
+    stop_token_ids               stop_token_ids, with include_stop_str_in_output so that reported tokens are never removed
     min_new_tokens               min_tokens
-    max_new_tokens               max_tokens, which is 32 where it is not said
-    top_n                        logprobs, at least 1: 0 is none in 1.2, and the chosen token's in 1.3
+    max_new_tokens               max_tokens, always set (default 32)
+    top_n                        logprobs, at least 1: 0 means none in 1.2 and the chosen token only in 1.3
     prompt logprobs              prompt_logprobs
     grammar                      guided_decoding
     cache_salt                   cache_salt
 
-What the installed version would drop in silence is in `unsupported`, with the reason.
+`EngineCapabilities.unsupported` lists the parameters that the installed version would silently ignore, with the reason.
 """
 
 from __future__ import annotations
@@ -38,146 +38,146 @@ from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.library import Library
 
 MAX_LOGPROBS = 20
-"""More are refused by ≥ 1.3."""
+"""Limit of ≥ 1.3."""
 CXX_SAMPLER = "TRTLLMSampler"
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "output_frequency_penalty", "output_presence_penalty")
 _NEUTRAL = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
-class Abilities:
-    """What the engine that was built can do."""
+class EngineCapabilities:
+    """The parameters that an engine supports; they depend on version, sampler, backend and build."""
 
-    honours_sampling: bool
-    """Penalties, min_p and seeds."""
-    scores_prompts: bool
-    """Prompt log-probabilities hold the prompt's own tokens."""
-    scores_tokens: bool = True
-    """Tokens have log-probabilities: a compiled engine has them only if it was built to gather logits."""
+    penalties: bool
+    """Penalties, min_p, min_tokens and seeds."""
+    prompt_logprobs: bool
+    logprobs: bool = True
+    """Log-probabilities of new tokens; a compiled engine has them only if it was built with gather_generation_logits."""
     grammar_kinds: tuple[GrammarKind, ...] = ()
-    reads_guidance: bool = False
-    """Whether JSON schemas may say, in llguidance's own words, how their text is laid out."""
+    json_layout: bool = False
+    """JSON schemas may contain llguidance's options for whitespace and separators (`x-guidance`)."""
 
     @property
     def unsupported(self) -> tuple[tuple[str, str], ...]:
-        """(field, why) of all that is refused."""
-        refused = [
+        """Return (field, reason) of each unsupported parameter."""
+        fields = [
             ("typical_p", "TensorRT-LLM has no typical sampling"),
             ("watermark", "TensorRT-LLM has no watermark"),
         ]
-        if not self.honours_sampling:
+        if not self.penalties:
             why = (
                 "the default sampler of this version of TensorRT-LLM ignores it; "
                 f"start the server with --trtllm-options 'sampler_type: {CXX_SAMPLER}'"
             )
-            refused += [(name, why) for name in (*_PENALTIES, "min_p", "seed")]
-            # It counts the prompt's tokens too (PRs #12166, #12358): with most prompts it has no effect.
-            refused.append(("min_new_tokens", why))
-        if not self.scores_tokens:
+            fields += [(name, why) for name in (*_PENALTIES, "min_p", "seed")]
+            # This sampler counts prompt tokens too (PRs #12166, #12358), so min_tokens has no effect with most prompts.
+            fields.append(("min_new_tokens", why))
+        if not self.logprobs:
             why = "this engine was built without gather_generation_logits"
-            refused.append(("top_n", why))
-        if not self.scores_prompts:
+            fields.append(("top_n", why))
+        if not self.prompt_logprobs:
             why = "this version of TensorRT-LLM does not say how probable the prompt's own tokens are"
-            refused += [("prompt", why), ("prompt_top_n", why)]
-        return tuple(refused)
+            fields += [("prompt", why), ("prompt_top_n", why)]
+        return tuple(fields)
 
 
 class Parameters:
-    """Makes the arguments of `generate_async`. Immutable but for a counter; a SamplingParams is made anew each time,
-    because the engine writes into it."""
+    """Builds the arguments of `generate_async`. Each call makes a new SamplingParams, because the engine modifies it."""
 
-    def __init__(self, library: Library, abilities: Abilities, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, library: Library, capabilities: EngineCapabilities, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
         self._library = library
-        self._abilities = abilities
+        self._capabilities = capabilities
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._scored = count()
+        self._salts = count()
 
-    def problem(self, admission: NewSequence) -> str | None:
-        """What `admission` asks that cannot be had, by name; None if nothing is."""
-        sampling, defaults = admission.sampling, _NEUTRAL
-        reasons = dict(self._abilities.unsupported)
-        asked = {
+    def problem(self, sequence: NewSequence) -> str | None:
+        """Return an error that names the first unsupported parameter of `sequence`; None if there is none."""
+        sampling = sequence.sampling
+        reasons = dict(self._capabilities.unsupported)
+        used = {
             "typical_p": sampling.typical_p < 1,
             "watermark": sampling.watermark,
             "min_p": sampling.min_p > 0,
-            "min_new_tokens": admission.stopping.min_new_tokens > 0,
-            "top_n": admission.logprobs.top_n > 0,
-            "prompt": admission.logprobs.prompt,
-            "prompt_top_n": admission.logprobs.prompt_top_n > 0,
-            **{name: getattr(sampling, name) != getattr(defaults, name) for name in _PENALTIES},
+            "min_new_tokens": sequence.stopping.min_new_tokens > 0,
+            "top_n": sequence.logprobs.top_n > 0,
+            "prompt": sequence.logprobs.prompt,
+            "prompt_top_n": sequence.logprobs.prompt_top_n > 0,
+            **{name: getattr(sampling, name) != getattr(_NEUTRAL, name) for name in _PENALTIES},
         }
-        for name, is_asked in asked.items():
-            if is_asked and name in reasons:
+        for name, is_used in used.items():
+            if is_used and name in reasons:
                 return f"{name} is not supported: {reasons[name]}"
         if sampling.frequency_penalty and (sampling.output_frequency_penalty or sampling.output_presence_penalty):
             return "frequency_penalty cannot be combined with output_frequency_penalty or output_presence_penalty"
-        if admission.grammar is not None:
-            if not admission.grammar.text:
-                return "the grammar is empty"  # which would be none there
-            if admission.grammar.kind not in self._abilities.grammar_kinds:
-                return f"grammars of kind {admission.grammar.kind.value} are not supported"
-            if admission.generated_tokens:
-                return "an answer with a grammar cannot go on: guided decoding begins with the first new token"
+        if sequence.grammar is not None:
+            if not sequence.grammar.text:
+                return "the grammar is empty"  # TensorRT-LLM would ignore it
+            if sequence.grammar.kind not in self._capabilities.grammar_kinds:
+                return f"grammars of kind {sequence.grammar.kind.value} are not supported"
+            if sequence.generated_tokens:
+                return "a sequence with a grammar cannot continue: guided decoding begins with the first new token"
         return None
 
-    def arguments(self, admission: NewSequence) -> dict[str, Any]:
-        """Keywords of `generate_async`. Raises ValueError or TypeError for what the library itself refuses."""
+    def arguments(self, sequence: NewSequence) -> dict[str, Any]:
+        """Return the keywords of `generate_async`. Raises ValueError or TypeError if SamplingParams refuses a value."""
         arguments: dict[str, Any] = {
-            "inputs": {"prompt_token_ids": list(admission.prompt)},
-            "sampling_params": self._library.sampling_params(**self.sampling(admission)),
+            "inputs": {"prompt_token_ids": list(sequence.prompt)},
+            "sampling_params": self._library.sampling_params(**self.sampling(sequence)),
             "streaming": True,
         }
-        if admission.logprobs.prompt:
-            # Only what is computed is scored: a prompt that nobody else had is computed whole.
-            arguments["cache_salt"] = f"scored-{next(self._scored)}"
-        elif admission.cache_salt:
-            arguments["cache_salt"] = admission.cache_salt
+        if sequence.logprobs.prompt:
+            # Only computed tokens have log-probabilities: with a salt of its own no part of the prompt is cached.
+            arguments["cache_salt"] = f"scored-{next(self._salts)}"
+        elif sequence.cache_salt:
+            arguments["cache_salt"] = sequence.cache_salt
         return arguments
 
-    def sampling(self, admission: NewSequence) -> dict[str, Any]:
-        """Keywords of SamplingParams."""
+    def sampling(self, sequence: NewSequence) -> dict[str, Any]:
+        """Return the keywords of SamplingParams."""
         keywords: dict[str, Any] = {
-            "max_tokens": admission.stopping.max_new_tokens,
+            "max_tokens": sequence.stopping.max_new_tokens,
             "detokenize": False,
             "include_stop_str_in_output": True,
         }
-        keywords |= self._stopping(admission)
-        keywords |= self._choosing(admission.sampling)
-        if self._abilities.honours_sampling:
-            keywords |= self._penalties(admission)
-        if admission.sampling.logit_bias_ids:
+        keywords |= self._stopping(sequence)
+        keywords |= self._drawing(sequence.sampling)
+        if self._capabilities.penalties:
+            keywords |= self._penalties(sequence)
+        if sequence.sampling.logit_bias_ids:
             bias = np.zeros(self._vocab_size, dtype=np.float32)
-            np.add.at(bias, list(admission.sampling.logit_bias_ids), admission.sampling.logit_bias_values)
+            np.add.at(bias, list(sequence.sampling.logit_bias_ids), sequence.sampling.logit_bias_values)
             keywords["embedding_bias"] = bias
-        if self._abilities.scores_tokens:
-            keywords["logprobs"] = max(1, admission.logprobs.top_n)
-        if admission.logprobs.prompt:
-            keywords["prompt_logprobs"] = max(1, admission.logprobs.prompt_top_n)
-        if admission.grammar is not None:
-            keywords["guided_decoding"] = self._library.guided_decoding_params(**self._guide(admission.grammar))
+        if self._capabilities.logprobs:
+            keywords["logprobs"] = max(1, sequence.logprobs.top_n)
+        if sequence.logprobs.prompt:
+            keywords["prompt_logprobs"] = max(1, sequence.logprobs.prompt_top_n)
+        if sequence.grammar is not None:
+            keywords["guided_decoding"] = self._library.guided_decoding_params(**self._guide(sequence.grammar))
         return keywords
 
     def _guide(self, grammar: Grammar) -> dict[str, str]:
         key = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}[grammar.kind]
         text = grammar.text
-        if grammar.kind is GrammarKind.JSON_SCHEMA and self._abilities.reads_guidance:
+        if grammar.kind is GrammarKind.JSON_SCHEMA and self._capabilities.json_layout:
             schema = json.loads(text)
-            if isinstance(schema, dict):  # a schema may also be true or false
+            if isinstance(schema, dict):  # `true` and `false` are schemas too
                 text = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
         return {key: text}
 
-    def _stopping(self, admission: NewSequence) -> dict[str, Any]:
-        stopping = admission.stopping
+    def _stopping(self, sequence: NewSequence) -> dict[str, Any]:
+        stopping = sequence.stopping
         keywords: dict[str, Any] = {}
         stops = set(stopping.stop_token_ids)
         if stopping.eos_token_ids:
-            # The model's own first, if it is among them: an engine may treat its end_id better than other stops.
-            end = next((one for one in self._eos if one in stopping.eos_token_ids), min(stopping.eos_token_ids))
+            # Prefer the model's first EOS token: min_tokens, for one, holds off end_id only.
+            end = next((i for i in self._eos if i in stopping.eos_token_ids), min(stopping.eos_token_ids))
             keywords["end_id"] = end
             stops |= stopping.eos_token_ids - {end}
         else:
-            keywords["end_id"] = self._eos[0] if self._eos else -1  # without one it would ask for a tokenizer
+            keywords["end_id"] = self._eos[0] if self._eos else -1  # None would require a tokenizer
             keywords["ignore_eos"] = True
         keywords["pad_id"] = max(0, keywords["end_id"])
         if stops:
@@ -186,20 +186,20 @@ class Parameters:
             keywords["min_tokens"] = stopping.min_new_tokens
         return keywords
 
-    def _choosing(self, sampling: Sampling) -> dict[str, Any]:
+    def _drawing(self, sampling: Sampling) -> dict[str, Any]:
         if sampling.greedy:
             return {"top_k": 1}
         keywords: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        if 0 < sampling.top_k < self._vocab_size:  # more than there are is all of them
+        if 0 < sampling.top_k < self._vocab_size:  # larger values mean the whole vocabulary
             keywords["top_k"] = sampling.top_k
-        if self._abilities.honours_sampling:
+        if self._capabilities.penalties:
             keywords["seed"] = sampling.seed
             if sampling.min_p:
                 keywords["min_p"] = sampling.min_p
         return keywords
 
-    def _penalties(self, admission: NewSequence) -> dict[str, Any]:
-        sampling = admission.sampling
+    def _penalties(self, sequence: NewSequence) -> dict[str, Any]:
+        sampling = sequence.sampling
         keywords: dict[str, Any] = {}
         if sampling.repetition_penalty != 1:
             keywords["repetition_penalty"] = sampling.repetition_penalty
@@ -208,6 +208,6 @@ class Parameters:
         if sampling.output_frequency_penalty or sampling.output_presence_penalty:
             keywords["frequency_penalty"] = sampling.output_frequency_penalty
             keywords["presence_penalty"] = sampling.output_presence_penalty
-            # What was generated before a move is part of the prompt here, and counts.
-            keywords["prompt_ignore_length"] = len(admission.prompt) - admission.generated_tokens
+            # Tokens generated before a move are part of the prompt here, but count as output.
+            keywords["prompt_ignore_length"] = len(sequence.prompt) - sequence.generated_tokens
         return keywords

@@ -1,9 +1,9 @@
-"""What the engine says of its iterations: KV blocks, queue, progress.
+"""The engine's iteration statistics: KV blocks in use, queued requests, progress.
 
-`LLM.get_stats_async` hands every entry out once, to whoever asks first, so there is one reader here, on the loop of the
-requests. It is no place to rest on: 1.2 has nothing before the first request, waits out its time-out after the last entry, says
-nothing more after that until the next request, and raises what its queues raise; a later one blocks the loop while it waits. So
-it is asked now and then, for a moment, and what it says last is kept. Every key may be missing.
+`LLM.get_stats_async` returns every entry once, so there is one reader, on the event loop of the requests. The call is fragile. In 1.2
+it returns nothing before the first request, waits for its timeout after the last entry, then returns nothing until the next request,
+and raises the errors of its queues; later versions block the loop while they wait. So it is polled for a short time at intervals,
+and the last values are kept. Any key may be missing.
 """
 
 from __future__ import annotations
@@ -17,60 +17,59 @@ import structlog
 
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 
-POLL_S = 0.5
-WAIT_S = 0.01
-"""How long one look waits for an entry: in some versions it holds up the whole loop."""
-MOST_ENTRIES = 2000
-"""Entries that one look takes: while the engine runs there may always be one more."""
+POLL_INTERVAL_S = 0.5
+POLL_TIMEOUT_S = 0.01
+"""Time one poll waits for an entry; some versions block the loop meanwhile."""
+MAX_ENTRIES = 2000
+"""Entries read in one poll; while the engine runs there may always be another."""
 
 log = structlog.get_logger()
 
 
 class Statistics:
-    """The latest figures; read them from any thread."""
+    """The latest values. Attributes may be read from any thread."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.iteration = -1
         self.progressed_at = time.monotonic()
-        """When an iteration was last seen that had not been seen before."""
+        """Time at which a new iteration was last seen."""
         self.queued = 0
         """Requests in the engine's own queue."""
         self.used_blocks = 0
         self.num_blocks = 0
-        """KV blocks of the pool; 0: not known yet."""
+        """KV blocks of the pool; 0 if unknown."""
         self.block_size = 0
-        self._reading = False
-        self._complained = False
+        self._logged_error = False
 
-    async def follow(self, is_busy: Callable[[], bool]) -> None:
-        """Look now and then, while `is_busy`."""
+    async def run(self, is_busy: Callable[[], bool]) -> None:
+        """Poll at intervals while `is_busy`; never returns."""
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             if is_busy():
-                await self.look()
+                await self.poll()
             else:
-                self.queued = self.used_blocks = 0  # the last entry is of when it still ran
+                self.queued = self.used_blocks = 0  # the last entry describes a busy iteration
 
-    async def look(self) -> None:
-        """Take what there is."""
+    async def poll(self) -> None:
+        """Read the entries there are and keep the last one."""
         latest: Mapping[str, Any] = {}
         try:
-            taken = 0
+            count = 0
             try:
-                async for entry in self._llm.get_stats_async(timeout=WAIT_S):
-                    latest, taken = entry, taken + 1
-                    if taken == MOST_ENTRIES:
+                async for entry in self._llm.get_stats_async(timeout=POLL_TIMEOUT_S):
+                    latest, count = entry, count + 1
+                    if count == MAX_ENTRIES:
                         break
             finally:
                 if latest:
-                    self._take(latest)
-        except Exception as error:  # noqa: BLE001 - see the module: figures are not worth a request
-            if not self._complained:
-                self._complained = True
+                    self._update(latest)
+        except Exception as error:  # noqa: BLE001 - statistics must not fail requests
+            if not self._logged_error:
+                self._logged_error = True
                 log.debug("the engine gave no statistics", reason=f"{type(error).__name__}: {error}")
 
-    def _take(self, entry: Mapping[str, Any]) -> None:
+    def _update(self, entry: Mapping[str, Any]) -> None:
         iteration = entry.get("iter", -1)
         if iteration != self.iteration:
             self.iteration, self.progressed_at = iteration, time.monotonic()

@@ -1,7 +1,7 @@
-"""Stream: what one request has brought so far, read from the engine's cumulative outputs.
+"""Stream: turn the cumulative outputs of one request into updates.
 
-TensorRT-LLM hands out one object again and again, with all tokens so far. How many of them were told is counted here:
-its own difference is not to be trusted, and the list may shrink when a matched stop is cut off.
+TensorRT-LLM yields the same object after each update, with all tokens so far. The stream counts the reported tokens itself: the
+library's own difference is unreliable, and the list may shrink when a matched stop sequence is removed.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_shard.engine import NewSequence, PromptScores
 from text_generation_shard.engines.tensorrt_llm.api import RequestOutput
 
-_ENDS = {
-    "stop": "the engine stopped the sequence without a token that says why",
+_UNEXPLAINED_ENDS = {
+    "stop": "the engine stopped the sequence without a stop token",
     "length": "the engine's own limit on the length of a sequence was reached",
     "timeout": "the engine gave up on the sequence",
     "cancelled": "the engine cancelled the sequence",
 }
-"""What the engine may say when no token ended the sequence, in our words."""
+"""finish_reason → error message, if no token explains the end."""
 
 
 @dataclass(slots=True, eq=False)
-class News:
-    """What a stream has brought since it was last asked."""
+class StreamUpdate:
+    """The output of a stream since the previous update."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
-    """For each token, if asked for: the most probable ones and their logprobs, best first."""
+    """For each token, if requested: the most probable tokens and their log-probabilities, best first."""
     prompt_scores: PromptScores | None = None
     finish: FinishReason | None = None
     failure: tuple[FailureCode, str] | None = None
 
-    def add(self, later: News) -> None:
-        """What came after this, of the same stream."""
+    def extend(self, later: StreamUpdate) -> None:
+        """Append the next update of the same stream."""
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.tops += later.tops
@@ -46,133 +46,136 @@ class News:
 
     @property
     def is_end(self) -> bool:
-        """Whether the stream has ended with this."""
+        """True if the stream ended with this update."""
         return self.finish is not None or self.failure is not None
 
 
 class Stream:
-    """One request, from its admission to its end. Read on the event loop's thread, asked on the engine's."""
+    """One request, from sequence to end. `read` runs on the event loop; the engine's thread reads attributes."""
 
     __slots__ = (
-        "_ends_at",
-        "_prompt_told",
-        "_told",
-        "admission",
+        "_max_tokens",
+        "_prompt_reported",
+        "_reported",
         "dropped",
         "ended",
         "ended_by_engine",
         "result",
+        "sequence",
         "waiting",
     )
 
-    def __init__(self, admission: NewSequence) -> None:
-        self.admission = admission
+    def __init__(self, sequence: NewSequence) -> None:
+        self.sequence = sequence
         self.result: RequestOutput | None = None
-        """What `generate_async` returned; None until then."""
+        """The return value of `generate_async`; None before the call."""
         self.dropped = False
-        """Nobody waits for it any more."""
+        """The sequence was released; later output is discarded."""
         self.ended = False
         self.ended_by_engine = False
-        """The engine knows, too."""
+        """The engine reported the end itself."""
         self.waiting = True
-        """No token has come yet."""
-        self._told = 0
-        self._ends_at = admission.stopping.max_new_tokens
-        self._prompt_told = not admission.logprobs.prompt
+        """No token has arrived yet."""
+        self._reported = 0
+        self._max_tokens = sequence.stopping.max_new_tokens
+        self._prompt_reported = not sequence.logprobs.prompt
 
-    def read(self, output: RequestOutput) -> News | None:
-        """What is new in `output`; None if nothing is. Ends the stream at most once."""
+    def read(self, output: RequestOutput) -> StreamUpdate | None:
+        """Return what is new in `output`; None if nothing is. Ends the stream at most once."""
         if self.ended:
             return None
         completion = output.outputs[0]
-        news = News()
+        update = StreamUpdate()
         ids: Sequence[int] = completion.token_ids
-        first = self._told
+        first = self._reported
         if len(ids) > first:
             self.waiting = False
-            news.token_ids = list(ids[first : self._ends_at])
-            self._find_end(news)
-            self._told += len(news.token_ids)
-            self._read_logprobs(news, completion.logprobs, first)
-            if not self._prompt_told and completion.prompt_logprobs:
-                self._prompt_told = True
-                news.prompt_scores = self._prompt_scores(completion.prompt_logprobs)
-        if news.finish is None and completion.finish_reason is not None:
-            self._read_end(news, completion.finish_reason, completion.stop_reason)
-        self.ended = news.is_end
+            update.token_ids = list(ids[first : self._max_tokens])
+            self._find_end(update)
+            self._reported += len(update.token_ids)
+            self._read_logprobs(update, completion.logprobs, first)
+            if not self._prompt_reported and completion.prompt_logprobs:
+                self._prompt_reported = True
+                update.prompt_scores = self._prompt_scores(completion.prompt_logprobs)
+        if update.finish is None and completion.finish_reason is not None:
+            self._read_end(update, completion.finish_reason, completion.stop_reason)
+        self.ended = update.is_end
         self.ended_by_engine = completion.finish_reason is not None
-        return news if news.token_ids or news.is_end else None
+        return update if update.token_ids or update.is_end else None
 
-    def fail(self, code: FailureCode, message: str) -> News | None:
-        """The stream ends with an error; None if it had ended."""
+    def fail(self, code: FailureCode, message: str) -> StreamUpdate | None:
+        """End the stream with an error; None if it has already ended."""
         if self.ended:
             return None
         self.ended = True
-        return News(failure=(code, message))
+        return StreamUpdate(failure=(code, message))
 
-    def _find_end(self, news: News) -> None:
-        """Cut what is new at the token that ends the sequence.
+    def _find_end(self, update: StreamUpdate) -> None:
+        """Cut the new tokens after the token that ends the sequence.
 
-        The engine looks for it too, but not always: with `ignore_eos`, ≥ 1.3 forgets the stop tokens as well.
+        The engine does not always stop there: with `ignore_eos`, ≥ 1.3 ignores stop tokens as well.
         """
-        stopping = self.admission.stopping
+        stopping = self.sequence.stopping
         if stopping.eos_token_ids or stopping.stop_token_ids:
-            for at, token_id in enumerate(news.token_ids, 1):
-                if self._told + at < stopping.min_new_tokens:
+            for at, token_id in enumerate(update.token_ids, 1):
+                if self._reported + at < stopping.min_new_tokens:
                     continue
                 if token_id in stopping.eos_token_ids:
-                    news.finish = FinishReason.EOS_TOKEN
+                    update.finish = FinishReason.EOS_TOKEN
                 elif token_id in stopping.stop_token_ids:
-                    news.finish = FinishReason.STOP_SEQUENCE
+                    update.finish = FinishReason.STOP_SEQUENCE
                 else:
                     continue
-                del news.token_ids[at:]
+                del update.token_ids[at:]
                 break
-        if self._told + len(news.token_ids) == self._ends_at:
-            news.finish = FinishReason.LENGTH
+        if self._reported + len(update.token_ids) == self._max_tokens:
+            update.finish = FinishReason.LENGTH
 
-    def _read_end(self, news: News, reason: str, stop: object) -> None:
-        """The engine says that it has ended the sequence, and `_find_end` saw no reason."""
-        stopping = self.admission.stopping
-        last = news.token_ids[-1] if news.token_ids else None
+    def _read_end(self, update: StreamUpdate, reason: str, stop: object) -> None:
+        """Handle an end that the engine reports and `_find_end` does not explain."""
+        stopping = self.sequence.stopping
+        last = update.token_ids[-1] if update.token_ids else None
         if reason == "stop" and last in stopping.eos_token_ids | stopping.stop_token_ids:
-            # Before min_new_tokens: of several ends the engine's samplers hold off end_id alone.
-            news.finish = FinishReason.EOS_TOKEN if last in stopping.eos_token_ids else FinishReason.STOP_SEQUENCE
+            # Before min_new_tokens: the engine's samplers hold off end_id only.
+            update.finish = FinishReason.EOS_TOKEN if last in stopping.eos_token_ids else FinishReason.STOP_SEQUENCE
         elif reason == "stop" and isinstance(stop, int):
-            # A matched token that was cut off: a sequence finishes with a token, and this is it.
-            self._told += 1
-            news.token_ids.append(stop)
-            news.logprobs.append(math.nan)
-            news.tops += [((), ())] if self.admission.logprobs.top_n else []
+            # The engine removed the matched token; report it as the last one.
+            self._reported += 1
+            update.token_ids.append(stop)
+            update.logprobs.append(math.nan)
+            update.tops += [((), ())] if self.sequence.logprobs.top_n else []
             is_eos = stop in stopping.eos_token_ids
-            news.finish = FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE
-            if self._told == self._ends_at:
-                news.finish = FinishReason.LENGTH
+            update.finish = FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE
+            if self._reported == self._max_tokens:
+                update.finish = FinishReason.LENGTH
         else:
-            news.failure = (FailureCode.STEP, _ENDS.get(reason, f"the engine ended the sequence: {reason}"))
+            update.failure = (
+                FailureCode.STEP,
+                _UNEXPLAINED_ENDS.get(reason, f"the engine ended the sequence: {reason}"),
+            )
 
-    def _read_logprobs(self, news: News, logprobs: Sequence[Any] | None, first: int) -> None:
+    def _read_logprobs(self, update: StreamUpdate, logprobs: Sequence[Any] | None, first: int) -> None:
         known = () if logprobs is None else logprobs
-        top_n = self.admission.logprobs.top_n
-        for place, token_id in enumerate(news.token_ids, first):
-            # The list may be shorter than that of the tokens: NaN says that a value is not known.
-            entry = known[place] if place < len(known) else math.nan
+        top_n = self.sequence.logprobs.top_n
+        for position, token_id in enumerate(update.token_ids, first):
+            # The list may be shorter than the list of tokens; NaN means unknown.
+            entry = known[position] if position < len(known) else math.nan
             if isinstance(entry, Mapping):
                 chosen = entry.get(token_id)
-                news.logprobs.append(math.nan if chosen is None else _value(chosen))
+                update.logprobs.append(math.nan if chosen is None else _value(chosen))
                 if top_n:
-                    news.tops.append(_best(entry, top_n))
+                    update.tops.append(_best(entry, top_n))
             else:
-                news.logprobs.append(_value(entry))
+                update.logprobs.append(_value(entry))
                 if top_n:
-                    news.tops.append(((), ()))
+                    update.tops.append(((), ()))
 
     def _prompt_scores(self, entries: Sequence[Any]) -> PromptScores:
-        """Log-probabilities of the prompt's tokens, NaN for the first: entry i is about token i + 1."""
-        admission = self.admission
-        prompt, top_n = admission.prompt, admission.logprobs.prompt_top_n
-        scores = PromptScores(admission.slot, [math.nan] * len(prompt), [((), ())] * len(prompt) if top_n else None)
-        # The last entry is about the first new token. Of a prompt that was computed in part the first ones are missing.
+        """Return the log-probabilities of the prompt's tokens, NaN for the first: entry i is for token i + 1."""
+        sequence = self.sequence
+        prompt, top_n = sequence.prompt, sequence.logprobs.prompt_top_n
+        scores = PromptScores(sequence.slot, [math.nan] * len(prompt), [((), ())] * len(prompt) if top_n else None)
+        # The last entry is for the first new token. Entries of cached tokens are missing at the front.
         first = max(1, 1 + len(prompt) - len(entries))
         for at, entry in zip(range(first, len(prompt)), entries, strict=False):
             if isinstance(entry, Mapping):
@@ -186,10 +189,10 @@ class Stream:
 
 
 def _value(entry: object) -> float:
-    """A log-probability, bare or wrapped with its rank."""
+    """Return the log-probability in `entry`, a float or a Logprob."""
     return float(cast("float", getattr(entry, "logprob", entry)))
 
 
 def _best(entry: Mapping[int, Any], n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    best = sorted(((_value(value), token_id) for token_id, value in entry.items()), key=lambda one: -one[0])[:n]
+    best = sorted(((_value(value), token_id) for token_id, value in entry.items()), key=lambda pair: -pair[0])[:n]
     return tuple(token_id for _, token_id in best), tuple(value for value, _ in best)

@@ -1,8 +1,8 @@
-"""Watchdog: notices that the engine will never bring anything again, because nobody else would.
+"""Watchdog: detect that the engine will never produce anything again.
 
-A worker process that dies leaves every request of 1.2 waiting for ever, and so does a loop that stopped after a failed step.
-Three signs: a worker process is gone; the engine says that it is not healthy; requests run and nothing comes. A long prompt is no
-hang: while one is being computed, iterations are progress, and each of its tokens adds to the time allowed.
+In 1.2 every request waits forever after a worker process died, or after the loop of the engine ended behind a failed step. Three
+signs: a worker process is gone; the engine reports that it is not healthy; requests run and nothing arrives. A long prompt is not a
+hang: iterations count as progress, and each waiting prompt token extends the time limit.
 """
 
 from __future__ import annotations
@@ -13,79 +13,90 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 
-from text_generation_shard.processes import Process
+from text_generation_shard.processes import Process, command, descendants
 
-LOOK_EVERY_S = 0.5
-SECONDS_A_PROMPT_TOKEN = 0.001
-"""Time a prompt token may take, in one step with all others that wait: a tenth of the speed of anything that is useful."""
+CHECK_INTERVAL_S = 0.5
+SECONDS_PER_PROMPT_TOKEN = 0.001
+"""Time limit per waiting prompt token: a tenth of the speed of any usable machine."""
+WORKER_COMMANDS = ("mpi4py.futures.server", "mgmn_leader_node", "mgmn_worker_node")
+"""Parts of the command line of a process that runs the engine."""
+
+
+def find_workers() -> list[Process]:
+    """Return the engine's processes.
+
+    TensorRT-LLM starts one per GPU, also for a single GPU. They are children of MPI's helper, so all descendants are searched.
+    """
+    return [process for process in descendants() if any(part in command(process.pid) for part in WORKER_COMMANDS)]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Where the requests stand; times of the monotonic clock."""
+class Activity:
+    """The state of the requests that the watchdog judges; times of the monotonic clock."""
 
     running: int
     waiting_prompt_tokens: int
-    """Of requests that have brought no token yet."""
+    """Prompt tokens of requests without a first token."""
     last_sign: float
-    """When something last came, or began."""
+    """Time of the last output, iteration, or submission to an idle engine."""
 
 
 class Watchdog:
-    """Calls `on_broken` with a reason, once. Looks from a thread of its own."""
+    """Calls `on_broken` with a reason, at most once, from a thread of its own."""
 
     def __init__(
         self,
         is_healthy: Callable[[], bool],
-        progress: Callable[[], Progress],
+        activity: Callable[[], Activity],
         hang_timeout_s: float,
         on_broken: Callable[[str], None],
     ) -> None:
         self._processes: Sequence[Process] = ()
         self._is_healthy = is_healthy
-        self._progress = progress
+        self._activity = activity
         self._hang_timeout_s = hang_timeout_s
         self._on_broken = on_broken
         self._closing = threading.Event()
-        # What the log says of every record lives in the context.
+        # The context holds the fields that are bound to every log record.
         context = copy_context()
         self._thread = threading.Thread(
             target=context.run, args=(self._run,), name="tensorrt-llm watchdog", daemon=True
         )
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start checking."""
         self._thread.start()
 
     def watch(self, processes: Sequence[Process]) -> None:
-        """None of these is to end."""
+        """Set the processes that must stay alive."""
         self._processes = processes
 
     def close(self) -> None:
-        """Look no more: what happens from now on is meant to happen."""
+        """Stop checking; later events are part of the shutdown."""
         self._closing.set()
 
-    def _run(self) -> None:
-        while not self._closing.wait(LOOK_EVERY_S):
-            if (reason := self._look()) is not None:
-                if not self._closing.is_set():
-                    self._on_broken(reason)
-                return
-
-    def _look(self) -> str | None:
+    def check(self) -> str | None:
+        """Return why the engine is broken; None if it seems to work."""
         for process in self._processes:
             if not process.is_alive:
                 return f"worker process {process.pid} of the engine died"
         try:
             if not self._is_healthy():
                 return "the engine says that it is not healthy"
-        except Exception as error:  # noqa: BLE001 - whoever cannot even say so is not; and nobody else would look
+        except Exception as error:  # noqa: BLE001 - an engine that cannot answer is not healthy
             return f"the engine does not say whether it is healthy: {type(error).__name__}: {error}"
-        progress = self._progress()
-        if progress.running == 0:
+        activity = self._activity()
+        if activity.running == 0:
             return None
-        allowed = self._hang_timeout_s + SECONDS_A_PROMPT_TOKEN * progress.waiting_prompt_tokens
-        silent = time.monotonic() - progress.last_sign
+        allowed = self._hang_timeout_s + SECONDS_PER_PROMPT_TOKEN * activity.waiting_prompt_tokens
+        silent = time.monotonic() - activity.last_sign
         if silent > allowed:
-            return f"the engine has brought nothing for {silent:.0f} s, with {progress.running} requests running"
+            return f"the engine has brought nothing for {silent:.0f} s, with {activity.running} requests running"
         return None
+
+    def _run(self) -> None:
+        while not self._closing.wait(CHECK_INTERVAL_S):
+            if (reason := self.check()) is not None:
+                if not self._closing.is_set():
+                    self._on_broken(reason)
+                return

@@ -1,93 +1,64 @@
-"""The engine over the stand-in, in both versions: what goes in comes out, and what breaks breaks as it should."""
+"""The engine over the stand-in, in both releases: sequences, their ends, limits, KV blocks."""
 
 from __future__ import annotations
 
 import math
 import os
-import signal
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
 import pytest
+from model_folders import ENGINE, RANKS, fill
 from self_driver import SelfDriver
-from standin import VERSIONS, importable, model_folder
+from standin import importable, read_log
 
-from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping
+from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, InsufficientMemory, NewSequence, Orders, WarmUpLimits
 from text_generation_shard.engines.tensorrt_llm.build import build
-from text_generation_shard.engines.tensorrt_llm.engine import EngineBroken, TensorRTEngine
+from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 
 PROMPT = tuple(range(100, 120))
 EOS = 2
+CHURN = int(os.environ.get("CHURN", "600"))
+"""Streams of the churn test."""
 
 Build = Callable[..., TensorRTEngine]
 
 
-@pytest.fixture(params=VERSIONS)
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def built(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    """Builds engines, warmed up; `settings` are the stand-in's."""
-    engines: list[TensorRTEngine] = []
-    folder = model_folder(tmp_path / "model")
-
-    def make(*, options: str = "", hang_timeout: float = 60.0, **settings: object) -> TensorRTEngine:
-        stack.append(importable(version, monkeypatch, **settings))
-        stack[-1].__enter__()
-        config = ShardConfig(
-            engine="tensorrt-llm", model_path=str(folder), trtllm_options=options, hang_timeout=hang_timeout
-        )
-        engine = build(config)
-        engines.append(engine)
-        engine.warm_up(WarmUpLimits())
-        return engine
-
-    stack: list = []  # type: ignore[type-arg]
-    yield make
-    for engine in engines:
-        engine.close()
-    for context in reversed(stack):
-        context.__exit__(None, None, None)
-
-
 def echoed(count: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:
-    return [prompt[at % len(prompt)] for at in range(count)]
+    return list(islice(cycle(prompt), count))
 
 
-def test_it_says_what_it_is(built: Build, version: str) -> None:
+def test_info(built: Build, version: str) -> None:
     info = built().info
-    assert (info.engine, info.vocab_size, info.max_sequence_length, info.eos_token_ids) == (
-        "tensorrt-llm",
-        4096,
-        2048,
-        (EOS,),
-    )
+    assert (info.engine, info.vocab_size, info.max_sequence_length) == ("tensorrt-llm", 4096, 2048)
+    assert (info.eos_token_ids, info.block_size, info.max_top_n_tokens) == ((EOS,), 32, 20)
     refused = {name for name, _ in info.unsupported}
     assert {"typical_p", "watermark"} <= refused
     assert ("seed" in refused, "repetition_penalty" in refused, "prompt" in refused) == (version == "1.2",) * 3
 
 
-def test_many_at_once_each_say_their_own(built: Build) -> None:
+def test_concurrent_sequences(built: Build) -> None:
     driver = SelfDriver(built(step_ms=1))
     streams = [driver.admit(range(100 + n, 130 + 2 * n), 10 + n) for n in range(40)]
     driver.run()
-    assert [stream.tokens for stream in streams] == [
-        echoed(10 + n, tuple(range(100 + n, 130 + 2 * n))) for n in range(40)
-    ]
-    assert {stream.finish for stream in streams} == {FinishReason.LENGTH}
-    assert all(-20 < logprob <= 0 for stream in streams for logprob in stream.logprobs)
+    for n, stream in enumerate(streams):
+        assert stream.tokens == echoed(10 + n, stream.prompt)
+        assert stream.finish is FinishReason.LENGTH
+        assert len(stream.logprobs) == len(stream.tokens)
+        assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
     assert driver.engine.running == 0
     assert driver.step() is None
 
 
-def test_several_tokens_a_step_are_told_together(built: Build) -> None:
+def test_several_tokens_per_step(built: Build) -> None:
     driver = SelfDriver(built(tokens_per_step=3))
     stream = driver.admit(PROMPT, 20)
     driver.run()
@@ -106,14 +77,14 @@ def test_several_tokens_a_step_are_told_together(built: Build) -> None:
     ],
     ids=["eos", "several eos", "stop", "stop while eos is ignored", "length wins", "length"],
 )
-def test_it_stops_where_it_should(built: Build, stopping: Stopping, tokens: int, finish: FinishReason) -> None:
+def test_finish(built: Build, stopping: Stopping, tokens: int, finish: FinishReason) -> None:
     driver = SelfDriver(built())
     stream = driver.admit(PROMPT, stopping=stopping)
     driver.run()
     assert (stream.tokens, stream.finish) == (echoed(tokens), finish)
 
 
-def test_top_tokens_and_prompt_scores(built: Build, version: str) -> None:
+def test_top_tokens_and_prompt_logprobs(built: Build, version: str) -> None:
     driver = SelfDriver(built())
     stream = driver.admit(PROMPT, 3, top_n=4)
     driver.run()
@@ -131,23 +102,37 @@ def test_top_tokens_and_prompt_scores(built: Build, version: str) -> None:
         assert len(scores) == len(PROMPT)
 
 
-def test_nothing_comes_for_a_released_slot_and_the_engine_forgets_it(built: Build) -> None:
+@pytest.mark.parametrize("version", ["1.3"], indirect=True)  # 1.2 has no prompt log-probabilities
+def test_logprobs_of_a_cached_prompt_belong_to_its_end(built: Build) -> None:
+    driver = SelfDriver(built())
+    prompt = tuple(range(100, 180))
+    driver.admit(prompt, 2, cache_salt="scored-0")  # the salt that the scored prompt will get
+    driver.run()
+    scored = driver.admit(prompt, 2, prompt_logprobs=True)
+    driver.run()
+    (scores,) = scored.prompt_logprobs
+    assert len(scores) == len(prompt)
+    assert math.isnan(scores[1])
+    assert not any(math.isnan(score) for score in scores[-10:])
+
+
+def test_nothing_is_reported_for_a_released_slot(built: Build) -> None:
     driver = SelfDriver(built(step_ms=2))
     gone, stays = driver.admit(PROMPT, 500), driver.admit(PROMPT, 50)
     while not gone.tokens:
         driver.step()
     driver.release(gone)
     driver.step()
-    told = len(gone.tokens)
+    received = len(gone.tokens)
     successor = driver.admit(range(200, 210), 20)
     assert successor.slot == gone.slot
     driver.run()
-    assert len(gone.tokens) == told
+    assert len(gone.tokens) == received
     assert (stays.tokens, successor.tokens) == (echoed(50), echoed(20, tuple(range(200, 210))))
 
 
-def test_resetting_drops_everything(built: Build) -> None:
-    engine = built(step_ms=2)
+def test_reset_drops_and_aborts_everything(built: Any, tmp_path: Path) -> None:  # noqa: ANN401 - the fixture's class is in conftest.py
+    engine = built(step_ms=2, log=tmp_path / "log")
     driver = SelfDriver(engine)
     for _ in range(8):
         driver.admit(PROMPT, 1000)
@@ -155,145 +140,162 @@ def test_resetting_drops_everything(built: Build) -> None:
     engine.reset()
     assert engine.running == 0
     assert engine.step() is None
+    built.close()
+    log = read_log(tmp_path / "log")
+    assert len(log.of("abort")) == 8
+    assert log.unfinished == set()
 
 
-def test_waking_ends_a_step_that_waits(built: Build) -> None:
-    engine = built(prefill_us=200_000)
-    SelfDriver(engine).admit(PROMPT, 5)
+def test_wake_ends_a_waiting_step(built: Build) -> None:
+    engine = built(prefill_us=20_000)
     engine.apply(Orders(1, admit=(NewSequence(0, PROMPT, Stopping(5)),)))
-    begun = time.monotonic()
+    start = time.monotonic()
     timer = threading.Timer(0.05, engine.wake)
     timer.start()
     result = engine.step()
     assert result is not None
     assert result.is_silent
-    assert time.monotonic() - begun < 1.0  # the step's own wait
+    assert time.monotonic() - start < 0.35  # the prompt takes 0.4 s
     timer.join()
 
 
-# --------------------------------------------------------------------------------------------------------- what fails
+def test_churn_leaves_nothing_behind(built: Any, tmp_path: Path) -> None:  # noqa: ANN401 - the fixture's class is in conftest.py
+    """Streams that come, end and are released at random: each ends once, and the library holds none of them."""
+    log = tmp_path / "log"
+    draw = random.Random(7)
+    engine = built(log=log, step_ms=0, max_batch_size=64, options="kv_cache_config: {max_tokens: 16384}")
+    driver = SelfDriver(engine)
+    streams, cancelled = [], set()
+    while len(streams) < CHURN or driver.streams:
+        for stream in list(driver.streams.values()):
+            if draw.random() < 0.01:
+                driver.release(stream)
+                cancelled.add(stream)
+        while len(streams) < CHURN and len(driver.streams) < 64:
+            start, length = draw.randrange(10, 4000), draw.randrange(1, 40)
+            streams.append(driver.admit(range(start, start + length), draw.randrange(1, 120)))
+        driver.step()
+    assert engine.running == 0
+    assert len(cancelled) > CHURN / 20
+    for stream in streams:
+        assert stream.tokens == echoed(len(stream.tokens), stream.prompt)
+        if stream not in cancelled:
+            assert stream.finish is FinishReason.LENGTH
+            assert len(stream.tokens) == stream.stopping.max_new_tokens
+    built.close()
+    entries = read_log(log)
+    assert entries.unfinished == set()
+    assert len(entries.of("request")) == sum(entries.ends.values())
 
 
-def test_one_bad_sequence_fails_alone(built: Build) -> None:
-    driver = SelfDriver(built(fail_token=777, step_ms=1))
-    bad, good = driver.admit([1, 2, 777, 3], 10), driver.admit(PROMPT, 30)
-    driver.run()
-    assert bad.failure is not None
-    assert bad.failure.code is FailureCode.STEP
-    assert good.tokens == echoed(30)
-
-
-def test_one_that_fails_when_nobody_else_runs_fails_alone_too(built: Build) -> None:
-    driver = SelfDriver(built(fail_token=777))
-    bad = driver.admit([1, 2, 777, 3], 10)
-    driver.run()
-    assert bad.failure is not None
-    after = driver.admit(PROMPT, 5)
-    driver.run()
-    assert after.tokens == echoed(5)
+# -------------------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"),
+    ("fields", "name"),
     [
         ({"sampling": Sampling(greedy=False, typical_p=0.5)}, "typical_p"),
-        ({"sampling": Sampling(watermark=True)}, "watermark"),
         ({"top_n": 21}, "top_n"),
-        ({"sampling": Sampling(frequency_penalty=1.0, output_frequency_penalty=1.0)}, "frequency_penalty"),
+        ({"grammar": Grammar(GrammarKind.REGEX, "a")}, "grammar"),
     ],
-    ids=["typical_p", "watermark", "top_n", "both frequency penalties"],
+    ids=["typical_p", "top_n", "grammar"],
 )
-def test_what_cannot_be_had_is_refused_by_name(built: Build, asked: dict[str, object], name: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(built: Build, fields: dict[str, object], name: str) -> None:
     driver = SelfDriver(built())
-    stream = driver.admit(PROMPT, 5, **asked)
+    stream = driver.admit(PROMPT, 5, **fields)
     driver.run()
     assert stream.failure is not None
     assert stream.failure.code is FailureCode.INVALID
     assert name in stream.failure.message
 
 
-def test_blocks_chunks_and_slots_that_are_taken_are_refused(built: Build) -> None:
+def test_blocks_chunks_and_taken_slots_are_refused(built: Build) -> None:
     engine = built(step_ms=5)
-    admission = NewSequence(0, PROMPT, Stopping(100))
-    assert engine.apply(Orders(1, admit=(admission,))) == []
-    (taken,) = engine.apply(Orders(2, admit=(admission,)))
-    (blocks,) = engine.apply(Orders(3, admit=(replace(admission, blocks=(0, 1)),)))
-    assert engine.apply(Orders(4, admit=(admission,))) == []
+    sequence = NewSequence(0, PROMPT, Stopping(100))
+    assert engine.apply(Orders(1, admit=(sequence,))) == []
+    (taken,) = engine.apply(Orders(2, admit=(sequence,)))
+    (blocks,) = engine.apply(Orders(3, admit=(replace(sequence, blocks=(0, 1)),)))
+    assert engine.apply(Orders(4, admit=(sequence,))) == []
     (chunk,) = engine.apply(Orders(5, prefill=((0, 5),)))
     assert [failure.code for failure in (taken, blocks, chunk)] == [FailureCode.INVALID] * 3
+    assert "slot 0 is taken" in taken.message
     assert engine.running == 0
 
 
-def test_more_than_the_pool_holds_does_not_warm_up(built: Build) -> None:
-    engine = built(options="kv_cache_config: {max_tokens: 1024}")
-    assert engine.warm_up(WarmUpLimits()) * engine.info.block_size == 1024
-    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)) * engine.info.block_size == 512
-    with pytest.raises(InsufficientMemory, match="holds 1024 tokens"):
-        engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096))
-
-
-def until_broken(engine: TensorRTEngine) -> str:
-    with pytest.raises(EngineBroken) as caught:
-        for _ in range(200):
-            engine.step()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("ends", [False, True], ids=["and the engine goes on", "and the engine's loop ends"])
-def test_a_step_that_fails_for_all(built: Build, ends: bool) -> None:
-    """With the overlap scheduler, 1.2's loop ends in silence behind a failed step."""
-    engine = built(step_fail_token=777, step_fail_ends=int(ends), step_ms=1, hang_timeout=2.0)
-    driver = SelfDriver(engine)
-    streams = [driver.admit([5, 6, 777, 8], 10), *(driver.admit(PROMPT, 100) for _ in range(3))]
-    if ends:
-        with pytest.raises(EngineBroken):
-            driver.run()
-        return
-    driver.run()
-    assert all(stream.failure is not None for stream in streams)
-    after = driver.admit(PROMPT, 5)
-    driver.run()
-    assert after.tokens == echoed(5)
-
-
-def test_a_worker_process_that_dies_is_noticed_also_while_nothing_runs(built: Build) -> None:
-    engine = built(workers=1)
-    told = threading.Event()
-    engine.on_broken(lambda _: told.set())
-    (worker,) = engine._watchdog._processes
-    os.kill(worker.pid, signal.SIGKILL)
-    assert told.wait(20)
-    assert "died" in until_broken(engine)
-
-
-def test_an_engine_that_brings_nothing_any_more_is_broken(built: Build) -> None:
-    engine = built(hang_step_token=777, step_ms=1, hang_timeout=1.0)
-    heard: list[str] = []
-    engine.on_broken(heard.append)
-    engine.apply(Orders(1, admit=(NewSequence(0, (5, 6, 777, 8), Stopping(10)),)))
-    assert "has brought nothing" in until_broken(engine)
-    assert len(heard) == 1
-
-
-def test_a_long_prompt_is_no_hang(built: Build) -> None:
-    engine = built(prefill_us=1500, hang_timeout=1.0)
-    driver = SelfDriver(engine)
-    stream = driver.admit(range(10, 1610), 3)  # 2.4 s in one step
-    driver.run()
-    assert stream.tokens == [10, 11, 12]
-
-
-def test_an_error_of_the_whole_is_one(built: Build) -> None:
-    engine = built(fatal_token=777, step_ms=1, hang_timeout=2.0)  # nobody may say a word
-    heard: list[str] = []
-    engine.on_broken(heard.append)
-    engine.apply(Orders(1, admit=(NewSequence(0, (5, 6, 777, 8), Stopping(10)), NewSequence(1, PROMPT, Stopping(50)))))
-    until_broken(engine)
-    assert heard
-
-
-def test_what_cannot_be_built_is_one_line(built: Build, version: str) -> None:
+def test_an_unknown_option_is_refused_in_one_line(built: Build) -> None:
     with pytest.raises(EngineError) as caught:
         built(options="no_such_option: 1")
     assert "no_such_option" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_failed_build_names_its_cause(built: Build) -> None:
+    """The stand-in has no other capacity policy; its worker fails as a worker of the library does."""
+    with pytest.raises(EngineError) as caught:
+        built(options="scheduler_config: {capacity_scheduler_policy: STATIC_BATCH}")
+    assert "could not build the engine: Executor worker returned error (NotImplementedError: " in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------------- KV blocks
+
+
+def test_warm_up_beyond_the_pool_fails(built: Build) -> None:
+    engine = built(options="kv_cache_config: {max_tokens: 1024}")
+    assert engine.warm_up(WarmUpLimits()) * engine.info.block_size == 1024
+    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)) * engine.info.block_size == 512
+    assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=16)) == 0
+    with pytest.raises(InsufficientMemory, match="holds 1024 tokens"):
+        engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096))
+
+
+def test_a_sequence_may_fill_the_pool_and_not_exceed_it(built: Build) -> None:
+    driver = SelfDriver(built(options="kv_cache_config: {max_tokens: 1024}"))
+    fits = driver.admit(PROMPT, 1024 - len(PROMPT))
+    driver.run()
+    assert (len(fits.tokens), fits.finish) == (1024 - len(PROMPT), FinishReason.LENGTH)
+    over = driver.admit(PROMPT, 1024 - len(PROMPT) + 1)
+    driver.run()
+    assert over.failure is not None
+    assert over.failure.code is FailureCode.INVALID
+    assert "1024 tokens" in over.failure.message
+
+
+def test_statistics_while_busy_and_idle(built: Build) -> None:
+    """20 + 1000 tokens take 32 blocks of 32."""
+    engine = built(step_ms=2)
+    driver = SelfDriver(engine)
+    running = driver.admit(PROMPT, 1000)
+    while engine.used_blocks == 0:
+        driver.step()
+    assert (engine.used_blocks, engine.running, engine.queued) == (32, 1, 0)
+    driver.release(running)
+    deadline = time.monotonic() + 20
+    driver.step()
+    while engine.used_blocks:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # the statistics are reset by another thread
+
+
+# ------------------------------------------------------------------------------------------------------ compiled engines
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorRTEngine]:
+    folder = fill(tmp_path / "engines", ENGINE, RANKS | {"generation_config.json": b'{"eos_token_id": [7, 8]}'})
+    with importable("1.2", monkeypatch):
+        engine = build(ShardConfig(engine="tensorrt-llm", model_path=str(folder), tensor_parallel=2))
+        yield engine
+        engine.close()
+
+
+def test_a_compiled_engine(compiled: TensorRTEngine) -> None:
+    info = compiled.info
+    assert (info.dtype, info.vocab_size, info.block_size) == ("bfloat16", 128256, 64)
+    assert (info.max_slots, info.suggested_prefill_tokens, info.max_sequence_length) == (64, 8192, 4096)
+    assert info.eos_token_ids == (7, 8)
+    compiled.warm_up(WarmUpLimits())
+    driver = SelfDriver(compiled)
+    stream = driver.admit(PROMPT, 30, sampling=Sampling(repetition_penalty=1.2), top_n=2)
+    driver.run()
+    assert (len(stream.tokens), stream.finish) == (30, FinishReason.LENGTH)
+    assert [len(top.token_ids) for top in stream.top_tokens] == [2] * 30

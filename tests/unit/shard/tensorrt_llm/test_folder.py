@@ -13,9 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_folders import CHECKPOINT, ENGINE, HUGGING_FACE, OLD_ENGINE, RANKS, engine, fill, mapping, nothing_imported
+from standin import model_folder
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.folder import FolderKind, ModelFolder, check_folder, inspect_folder
+from text_generation_shard.engines.tensorrt_llm.folder import (
+    FolderKind,
+    ModelFolder,
+    check_folder,
+    inspect_folder,
+    read_hugging_face_model,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +136,47 @@ def test_a_checkpoint_is_known_before_it_is_refused(
 
 def test_an_engine_of_old_is_known_before_it_is_refused(tmp_path: Path) -> None:
     assert inspect_folder(fill(tmp_path, OLD_ENGINE, {})).kind is FolderKind.OLD_ENGINE
+
+
+@pytest.mark.parametrize(
+    ("change", "generation", "expected"),
+    [
+        ({}, None, ("llama", "bfloat16", 4096, 2048, (2,))),
+        ({"eos_token_id": [2, 3]}, {"eos_token_id": None}, ("llama", "bfloat16", 4096, 2048, (2, 3))),
+        ({}, {"eos_token_id": [7, 8]}, ("llama", "bfloat16", 4096, 2048, (7, 8))),
+        ({"dtype": None, "torch_dtype": "float16"}, None, ("llama", "float16", 4096, 2048, (2,))),
+        ({"max_position_embeddings": None, "n_positions": 512}, None, ("llama", "bfloat16", 4096, 512, (2,))),
+        (
+            {"model_type": "mllama", "text_config": {"vocab_size": 99, "eos_token_id": 5}},
+            None,
+            ("mllama", "bfloat16", 99, 2048, (5,)),
+        ),
+    ],
+    ids=["config", "no eos in generation_config", "eos in generation_config", "old dtype", "old length", "multimodal"],
+)
+def test_hugging_face_models(
+    tmp_path: Path, change: dict[str, object], generation: object, expected: tuple[object, ...]
+) -> None:
+    model_folder(tmp_path, **change)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    model = read_hugging_face_model(tmp_path)
+    found = (model.model_type, model.dtype, model.vocab_size, model.max_sequence_length, model.eos_token_ids)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"max_position_embeddings": None}, "does not say how long a sequence may be (max_position_embeddings)"),
+        ({"vocab_size": True}, "does not say how large the vocabulary is (vocab_size)"),
+    ],
+    ids=["length", "vocabulary"],
+)
+def test_hugging_face_models_without_sizes_are_refused(tmp_path: Path, change: dict[str, object], problem: str) -> None:
+    with pytest.raises(EngineError) as refusal:
+        read_hugging_face_model(model_folder(tmp_path, **change))
+    assert str(refusal.value) == f"{tmp_path / 'config.json'} {problem}"
 
 
 # --------------------------------------------------------------------------------------------------------- odd folders

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.options import MAX_BYTES, OURS, check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.options import MAX_BYTES, RESERVED, check_options, read_options
 
 KNOWN: Mapping[str, Collection[str] | None] = {
     "model": None,
@@ -116,8 +116,8 @@ def test_nothing_asked_for_is_nothing(tmp_path: Path, text: str) -> None:
         ("null: 1", ("'null' is not read as text",)),
         ("? [a]\n: 1", ("'a sequence' is not read as text",)),
         ("a: {? [b] : 1}", ("unhashable",)),
-        ("kv: &kv {dtype: fp8}\nkv_cache_config: *kv", ("line 1", "anchors are not read")),
-        ("a: &a [*a]", ("line 1", "anchors are not read")),
+        ("kv: &kv {dtype: fp8}\nkv_cache_config: *kv", ("line 1", "anchors are not supported")),
+        ("a: &a [*a]", ("line 1", "anchors are not supported")),
         ("kv: *nowhere", ("line 1", "undefined alias")),
         ("a: 1\n b: 2", ("line 2", "mapping values are not allowed here")),
         ("{max_num_tokens: 1", ("line 1", "while parsing a flow mapping")),
@@ -128,11 +128,11 @@ def test_nothing_asked_for_is_nothing(tmp_path: Path, text: str) -> None:
         ("a: !mine 1", ("line 1", "could not determine a constructor")),
         ("a: \0", ("special characters are not allowed",)),
         ("a: \udc80", ("special characters are not allowed",)),
-        ("a: 2026-02-30", ("none of its kind", "day is out of range")),
-        ("a: !!int ''", ("none of its kind",)),
-        ("a: !!bool perhaps", ("none of its kind",)),
-        ("a: !!timestamp soon", ("none of its kind",)),
-        ("a: " + "1" * 5000, ("none of its kind",)),
+        ("a: 2026-02-30", ("does not fit its type", "day is out of range")),
+        ("a: !!int ''", ("does not fit its type",)),
+        ("a: !!bool perhaps", ("does not fit its type",)),
+        ("a: !!timestamp soon", ("does not fit its type",)),
+        ("a: " + "1" * 5000, ("does not fit its type",)),
         ("{a: " + "[" * 3_000, ("nested too deeply",)),
     ],
     ids=lambda value: None,
@@ -153,7 +153,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     assert f"{path}: there is no such file" in refusal(str(path))
     assert "'{max_num_tokens: 4096}'" in refusal("max_num_tokens=4096")
-    assert f"{tmp_path}: is no file" in refusal(str(tmp_path))
+    assert f"{tmp_path}: is not a file" in refusal(str(tmp_path))
     assert "cannot be read: File name too long" in refusal("x" * 5000)
     path.write_bytes(b"max_num_tokens: \xff")
     assert f"{path}: is not UTF-8: invalid start byte at byte 16" in refusal(str(path))
@@ -203,7 +203,7 @@ def complaint(options: Mapping[str, object], known: Mapping[str, Collection[str]
 
 @pytest.mark.parametrize("known", [KNOWN, None], ids=["known", "not known"])
 def test_what_is_ours_is_refused_with_what_to_use_instead(known: Mapping[str, Collection[str] | None] | None) -> None:
-    for name, instead in OURS.items():
+    for name, instead in RESERVED.items():
         assert (
             complaint({"max_num_tokens": 1, name: 1}, known) == f"--trtllm-options: {name} is not set here: {instead}"
         )

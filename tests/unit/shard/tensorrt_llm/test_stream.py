@@ -9,10 +9,10 @@ import pytest
 
 from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Stopping
 from text_generation_shard.engine import NewSequence
-from text_generation_shard.engines.tensorrt_llm.stream import News, Stream
+from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 
 EOS, STOP = 2, 5
-ADMISSION = NewSequence(
+SEQUENCE = NewSequence(
     slot=3,
     prompt=(11, 12, 13),
     stopping=Stopping(6, eos_token_ids=frozenset([EOS]), stop_token_ids=frozenset([STOP])),
@@ -51,18 +51,18 @@ class Output:
         return self
 
 
-def read(stream: Stream, output: Output) -> News:
-    news = stream.read(output)  # type: ignore[arg-type]
-    assert news is not None
-    return news
+def read(stream: Stream, output: Output) -> StreamUpdate:
+    update = stream.read(output)  # type: ignore[arg-type]
+    assert update is not None
+    return update
 
 
 def test_what_was_told_is_not_told_again() -> None:
-    stream, output = Stream(ADMISSION), Output()
+    stream, output = Stream(SEQUENCE), Output()
     assert read(stream, output.say(7)).token_ids == [7]
     assert stream.read(output) is None  # type: ignore[arg-type]
-    news = read(stream, output.say(8, 9))
-    assert (news.token_ids, news.logprobs, news.is_end) == ([8, 9], [-0.8, -0.9], False)
+    update = read(stream, output.say(8, 9))
+    assert (update.token_ids, update.logprobs, update.is_end) == ([8, 9], [-0.8, -0.9], False)
 
 
 @pytest.mark.parametrize(
@@ -80,28 +80,28 @@ def test_what_was_told_is_not_told_again() -> None:
 def test_it_ends_where_it_should(
     tokens: tuple[int, ...], reason: str | None, told: list[int], finish: FinishReason
 ) -> None:
-    stream = Stream(ADMISSION)
-    news = read(stream, Output().say(*tokens, reason=reason))
-    assert (news.token_ids, news.finish, news.failure) == (told, finish, None)
-    assert len(news.logprobs) == len(told)
+    stream = Stream(SEQUENCE)
+    update = read(stream, Output().say(*tokens, reason=reason))
+    assert (update.token_ids, update.finish, update.failure) == (told, finish, None)
+    assert len(update.logprobs) == len(told)
     assert stream.ended
     assert stream.ended_by_engine is (reason is not None)
 
 
 def test_a_stop_that_was_cut_off_is_the_token_it_ends_with() -> None:
-    stream, output = Stream(ADMISSION), Output()
+    stream, output = Stream(SEQUENCE), Output()
     read(stream, output.say(7, 8))
     output.completion.token_ids = [7]  # a stop of two tokens, of which one had been told
     output.completion.finish_reason, output.completion.stop_reason = "stop", STOP
-    news = read(stream, output)
-    assert (news.token_ids, news.finish) == ([STOP], FinishReason.STOP_SEQUENCE)
-    assert math.isnan(news.logprobs[0])
+    update = read(stream, output)
+    assert (update.token_ids, update.finish) == ([STOP], FinishReason.STOP_SEQUENCE)
+    assert math.isnan(update.logprobs[0])
 
 
 def test_no_stop_counts_before_the_least_number_of_tokens() -> None:
-    stream = Stream(replace(ADMISSION, stopping=replace(ADMISSION.stopping, min_new_tokens=3)))
-    news = read(stream, Output().say(EOS, STOP, 7))
-    assert (news.token_ids, news.finish) == ([EOS, STOP, 7], None)
+    stream = Stream(replace(SEQUENCE, stopping=replace(SEQUENCE.stopping, min_new_tokens=3)))
+    update = read(stream, Output().say(EOS, STOP, 7))
+    assert (update.token_ids, update.finish) == ([EOS, STOP, 7], None)
 
 
 @pytest.mark.parametrize(
@@ -113,25 +113,25 @@ def test_an_engine_that_stops_before_the_least_number_of_tokens_has_stopped(
     token: int, stop: int | None, finish: FinishReason
 ) -> None:
     """It holds off end_id alone, and not always that (PR #12166); the token is there, and is not told twice."""
-    stream, output = Stream(replace(ADMISSION, stopping=replace(ADMISSION.stopping, min_new_tokens=5))), Output()
+    stream, output = Stream(replace(SEQUENCE, stopping=replace(SEQUENCE.stopping, min_new_tokens=5))), Output()
     read(stream, output.say(7))
-    news = read(stream, output.say(8, token, reason="stop", stop=stop))
-    assert (news.token_ids, news.finish, news.failure) == ([8, token], finish, None)
-    assert len(news.logprobs) == 2
+    update = read(stream, output.say(8, token, reason="stop", stop=stop))
+    assert (update.token_ids, update.finish, update.failure) == ([8, token], finish, None)
+    assert len(update.logprobs) == 2
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout", "length", "stop", "not_finished"])
 def test_an_end_that_no_token_explains_is_an_error_and_never_a_finish(reason: str) -> None:
-    stream, output = Stream(ADMISSION), Output()
+    stream, output = Stream(SEQUENCE), Output()
     read(stream, output.say(7))
-    news = read(stream, output.say(reason=reason))
-    assert news.finish is None
-    assert news.failure is not None
-    assert news.failure[0] is FailureCode.STEP
+    update = read(stream, output.say(reason=reason))
+    assert update.finish is None
+    assert update.failure is not None
+    assert update.failure[0] is FailureCode.STEP
 
 
 def test_nothing_follows_the_end() -> None:
-    stream, output = Stream(ADMISSION), Output()
+    stream, output = Stream(SEQUENCE), Output()
     read(stream, output.say(EOS, reason="stop"))
     assert stream.read(output.say(8)) is None  # type: ignore[arg-type]
     assert stream.fail(FailureCode.STEP, "too late") is None
@@ -140,25 +140,25 @@ def test_nothing_follows_the_end() -> None:
 def test_a_token_of_unknown_probability_is_not_a_number() -> None:
     output = Output().say(7, 8)
     output.completion.logprobs = [{7: Logprob(-0.7)}]
-    news = read(Stream(ADMISSION), output)
-    assert news.logprobs[0] == -0.7
-    assert math.isnan(news.logprobs[1])
+    update = read(Stream(SEQUENCE), output)
+    assert update.logprobs[0] == -0.7
+    assert math.isnan(update.logprobs[1])
 
 
 def test_bare_log_probabilities_are_read_too() -> None:
     output = Output().say(7, 8)
     output.completion.logprobs = [-0.5, -1.5]
-    assert read(Stream(ADMISSION), output).logprobs == [-0.5, -1.5]
+    assert read(Stream(SEQUENCE), output).logprobs == [-0.5, -1.5]
 
 
 def test_the_most_probable_come_best_first() -> None:
-    news = read(Stream(replace(ADMISSION, logprobs=LogprobOptions(2))), Output().say(7))
-    assert news.tops == [((999, 7), (-0.05, -0.7))]
-    assert read(Stream(replace(ADMISSION, logprobs=LogprobOptions(1))), Output().say(7)).tops == [((999,), (-0.05,))]
+    update = read(Stream(replace(SEQUENCE, logprobs=LogprobOptions(2))), Output().say(7))
+    assert update.tops == [((999, 7), (-0.05, -0.7))]
+    assert read(Stream(replace(SEQUENCE, logprobs=LogprobOptions(1))), Output().say(7)).tops == [((999,), (-0.05,))]
 
 
 def test_prompt_scores_are_about_the_token_after() -> None:
-    stream = Stream(replace(ADMISSION, logprobs=LogprobOptions(prompt=True, prompt_top_n=1)))
+    stream = Stream(replace(SEQUENCE, logprobs=LogprobOptions(prompt=True, prompt_top_n=1)))
     output = Output().say(7)
     output.completion.prompt_logprobs = [
         {12: Logprob(-1.2), 50: Logprob(-0.1)},
@@ -175,7 +175,7 @@ def test_prompt_scores_are_about_the_token_after() -> None:
 
 def test_prompt_scores_come_with_a_token() -> None:
     """Alone they would be nothing to report."""
-    stream, output = Stream(replace(ADMISSION, logprobs=LogprobOptions(prompt=True))), Output()
+    stream, output = Stream(replace(SEQUENCE, logprobs=LogprobOptions(prompt=True))), Output()
     output.completion.prompt_logprobs = [-1.2, -1.3, -0.7]
     assert stream.read(output) is None  # type: ignore[arg-type]
     scores = read(stream, output.say(7)).prompt_scores
@@ -185,7 +185,7 @@ def test_prompt_scores_come_with_a_token() -> None:
 
 def test_prompt_scores_of_a_part_are_of_its_end() -> None:
     """Tokens that came from the cache were not computed."""
-    stream, output = Stream(replace(ADMISSION, logprobs=LogprobOptions(prompt=True))), Output().say(7)
+    stream, output = Stream(replace(SEQUENCE, logprobs=LogprobOptions(prompt=True))), Output().say(7)
     output.completion.prompt_logprobs = [-1.3, -0.7]
     scores = read(stream, output).prompt_scores
     assert scores is not None

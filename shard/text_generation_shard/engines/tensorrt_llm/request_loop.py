@@ -1,0 +1,208 @@
+"""RequestLoop: the event loop that runs the requests, and the updates they produce.
+
+TensorRT-LLM requires that all requests are made on one running event loop, and the shard's own loop has other work. So a thread
+here runs a loop. The engine's thread starts streams and collects their updates:
+
+    start(stream, …)  ─► loop: generate_async, then a task that reads the request to its end
+    drop(stream)      ─► loop: abort(); later output is discarded
+    collect(timeout)  ◄─ loop: all updates of one turn of the loop, handed over at once
+
+All tokens of one engine iteration wake the loop together, so one turn of the loop is one iteration and makes one report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from contextvars import copy_context
+from typing import Any
+
+import structlog
+
+from text_generation_proto.values import FailureCode
+from text_generation_shard.engines.tensorrt_llm.api import LLM
+from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
+
+ABORT_TIMEOUT_S = 5.0
+"""Time to read an aborted request to its end: an abort takes effect with the iteration in progress."""
+PROBE_POLL_S = 0.2
+"""Interval at which a waiting probe checks for a broken engine."""
+
+log = structlog.get_logger()
+
+
+class RequestLoop:
+    """Runs requests on an event loop of its own. Errors other than `request_errors` mean that the engine is broken."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        request_errors: tuple[type[Exception], ...],
+        on_broken: Callable[[str], None],
+        abort_timeout_s: float = ABORT_TIMEOUT_S,
+    ) -> None:
+        self._llm = llm
+        self._request_errors = request_errors
+        self._on_broken = on_broken
+        self._abort_timeout_s = abort_timeout_s
+        self.loop = asyncio.new_event_loop()
+        self._tasks: dict[Stream, asyncio.Task[None]] = {}
+        self._lock = threading.Condition()
+        self._ready: dict[Stream, StreamUpdate] = {}
+        self._awake = False
+        self._updates: list[tuple[Stream, StreamUpdate]] = []
+        """The updates of this turn of the loop; used on its thread only."""
+        self.last_output_at = time.monotonic()
+        """Time of the last output of any request."""
+        # The context holds the fields that are bound to every log record.
+        context = copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name="tensorrt-llm requests", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are still read, dropped ones included."""
+        return len(self._tasks)
+
+    # ---------------------------------------------------------------------------------------- from the engine's thread
+
+    def start(self, stream: Stream, arguments: Mapping[str, Any]) -> None:
+        """Submit the request of `stream` with these arguments of `generate_async`."""
+        self.loop.call_soon_threadsafe(self._start, stream, arguments)
+
+    def drop(self, stream: Stream) -> None:
+        """Abort the request and discard its later output."""
+        stream.dropped = True
+        self.loop.call_soon_threadsafe(self._abort, stream)
+
+    def probe(self, arguments: Mapping[str, Any], timeout_s: float, broken: Callable[[], str | None]) -> str | None:
+        """Run one request to its end. Return why it produced no token in time; None if it did.
+
+        `broken` returns the reason once the engine is known to be broken, which ends the wait.
+        """
+        future = asyncio.run_coroutine_threadsafe(self._count_tokens(arguments), self.loop)
+        deadline = time.monotonic() + timeout_s
+        while not wait((future,), PROBE_POLL_S).done:
+            reason = broken()
+            if reason is None and time.monotonic() > deadline:
+                reason = f"a single token did not come within {timeout_s:.0f} s"
+            if reason is not None:
+                future.cancel()
+                return reason
+        if (error := future.exception()) is not None:
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None if future.result() else "a request ended without a token"
+
+    def collect(self, timeout_s: float) -> dict[Stream, StreamUpdate]:
+        """Return the updates of each stream. Waits for an update, a call of `wake`, or the timeout."""
+        with self._lock:
+            if not self._ready and not self._awake:
+                self._lock.wait(timeout_s)
+            self._awake = False
+            ready, self._ready = self._ready, {}
+        return ready
+
+    def wake(self) -> None:
+        """Make `collect` return. May be called from any thread."""
+        with self._lock:
+            self._awake = True
+            self._lock.notify()
+
+    def close(self) -> None:
+        """Stop reading. Requests that still run end with the engine."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(ABORT_TIMEOUT_S)
+
+    # ----------------------------------------------------------------------------------------------------- on the loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks))
+            self.loop.close()
+
+    def _start(self, stream: Stream, arguments: Mapping[str, Any]) -> None:
+        task = self._tasks[stream] = self.loop.create_task(self._read(stream, arguments))
+        task.add_done_callback(lambda _: self._tasks.pop(stream))
+
+    async def _read(self, stream: Stream, arguments: Mapping[str, Any]) -> None:
+        if stream.dropped:
+            return
+        submitted = False
+        try:
+            result = stream.result = self._llm.generate_async(**arguments)
+            submitted = True
+            # Leaving the iteration does not stop the request; iterating on after an error would wait forever.
+            async for output in result:
+                if (update := stream.read(output)) is not None:
+                    self._deliver(stream, update)
+                if stream.ended:
+                    break
+        except self._request_errors as error:
+            code = FailureCode.STEP if submitted else FailureCode.INVALID
+            self._deliver(stream, stream.fail(code, first_line(error)))
+        except Exception as error:  # noqa: BLE001 - every error ends the stream with a failure
+            self._fail(stream, error, submitted=submitted)
+        else:
+            if not stream.ended:
+                self._deliver(stream, stream.fail(FailureCode.STEP, "the engine ended the sequence without a reason"))
+            elif not stream.ended_by_engine:
+                result.abort()
+
+    def _fail(self, stream: Stream, error: Exception, *, submitted: bool) -> None:
+        refused = not submitted and isinstance(error, (ValueError, TypeError))
+        # Aborting may itself raise in a request (1.2.1 asserts that every token has log-probabilities).
+        if not refused and not stream.dropped:
+            log.error("the engine failed", exc_info=error)
+            self._on_broken(f"{type(error).__name__}: {first_line(error)}")
+        self._deliver(stream, stream.fail(FailureCode.INVALID if refused else FailureCode.STEP, first_line(error)))
+
+    async def _count_tokens(self, arguments: Mapping[str, Any]) -> int:
+        tokens = 0
+        async for output in self._llm.generate_async(**arguments):
+            tokens = len(output.outputs[0].token_ids)
+        return tokens
+
+    def _abort(self, stream: Stream) -> None:
+        task = self._tasks.get(stream)
+        if task is None or stream.ended or stream.result is None:
+            return  # ended, or never submitted
+        try:
+            stream.result.abort()
+        except Exception as error:  # noqa: BLE001 - the engine is shutting down, which is reported elsewhere
+            log.warning("a request could not be aborted", reason=first_line(error))
+        # A request that still waited in the engine's queue never ends its iteration.
+        self.loop.call_later(self._abort_timeout_s, task.cancel)
+
+    def _deliver(self, stream: Stream, update: StreamUpdate | None) -> None:
+        self.last_output_at = time.monotonic()
+        if update is None or stream.dropped:
+            return
+        if not self._updates:
+            self.loop.call_soon(self._hand_over)
+        self._updates.append((stream, update))
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            for stream, update in self._updates:
+                if (earlier := self._ready.setdefault(stream, update)) is not update:
+                    earlier.extend(update)
+            self._lock.notify()
+        self._updates.clear()
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message; the name of the type if the message is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,57 @@
+"""Engines over the stand-in for TensorRT-LLM, of every release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from standin import VERSIONS, importable, model_folder
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import WarmUpLimits
+from text_generation_shard.engines.tensorrt_llm.build import build
+from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Engines:
+    """Builds and warms up engines of one release; `settings` are those of the stand-in."""
+
+    def __init__(self, version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._version = version
+        self._folder = folder
+        self._monkeypatch = monkeypatch
+        self._stack = ExitStack()
+
+    def __call__(
+        self, *, options: str = "", hang_timeout: float = 60.0, max_batch_size: int = 0, **settings: object
+    ) -> TensorRTEngine:
+        self._stack.enter_context(importable(self._version, self._monkeypatch, **settings))
+        config = ShardConfig(
+            engine="tensorrt-llm",
+            model_path=str(self._folder),
+            trtllm_options=options,
+            hang_timeout=hang_timeout,
+            max_batch_size=max_batch_size,
+        )
+        engine = build(config)
+        self._stack.callback(engine.close)
+        engine.warm_up(WarmUpLimits())
+        return engine
+
+    def close(self) -> None:
+        """Close all engines."""
+        self._stack.close()
+
+
+@pytest.fixture
+def built(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+    engines = Engines(version, model_folder(tmp_path / "model"), monkeypatch)
+    yield engines
+    engines.close()

@@ -1,0 +1,182 @@
+"""The keywords that an engine is constructed with, and the limits that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from model_folders import ENGINE, RANKS, fill
+from standin import VERSIONS, importable, model_folder
+
+from text_generation_proto.values import GrammarKind
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
+from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
+from text_generation_shard.engines.tensorrt_llm.library import Library, load_library
+from text_generation_shard.engines.tensorrt_llm.options import check_options
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def library(request: pytest.FixtureRequest) -> Iterator[Library]:
+    with pytest.MonkeyPatch.context() as patch, importable(request.param, patch):
+        yield load_library()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(tmp_path_factory.mktemp("engines") / "engines", ENGINE, RANKS)
+
+
+def constructed(
+    library: Library, model: Path, options: dict[str, object] | None = None, **settings: object
+) -> Construction:
+    config = ShardConfig(engine="tensorrt-llm", model_path=str(model), **settings)  # type: ignore[arg-type]
+    return construct(config, library, read_hugging_face_model(model), options or {})
+
+
+def compiled(engines: Path, options: dict[str, object] | None = None, **settings: object) -> Construction:
+    config = ShardConfig(engine="tensorrt-llm", model_path=str(engines), tensor_parallel=2, **settings)  # type: ignore[arg-type]
+    return construct_compiled(config, inspect_folder(engines), options or {})
+
+
+def test_defaults(library: Library, tmp_path: Path) -> None:
+    model = model_folder(tmp_path)
+    how = constructed(library, model)
+    assert how.keywords == {
+        "model": str(model),
+        "max_batch_size": 256,
+        "max_num_tokens": 8192,
+        "max_seq_len": 2048,
+        "enable_chunked_prefill": True,
+        "enable_iter_perf_stats": True,
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.9},
+        "tensor_parallel_size": 1,
+        "skip_tokenizer_init": True,
+        "dtype": "auto",
+    }
+    assert (how.max_slots, how.max_num_tokens, how.max_sequence_length) == (256, 8192, 2048)
+    assert (how.compiled, how.reserves_longest, how.capabilities.grammar_kinds) == (False, True, ())
+
+
+def test_settings_and_options(library: Library, tmp_path: Path) -> None:
+    options = {
+        "max_seq_len": 1024,
+        "kv_cache_config": {"dtype": "fp8"},
+        "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
+    }
+    how = constructed(
+        library,
+        model_folder(tmp_path),
+        options,
+        tensor_parallel=4,
+        max_batch_size=8,
+        dtype="bfloat16",
+        load_format="dummy",
+        cuda_memory_fraction=0.5,
+    )
+    keywords = how.keywords
+    assert (keywords["tensor_parallel_size"], keywords["dtype"], keywords["load_format"]) == (4, "bfloat16", "DUMMY")
+    assert keywords["kv_cache_config"] == {"free_gpu_memory_fraction": 0.5, "dtype": "fp8"}
+    assert (how.max_slots, how.max_sequence_length, how.reserves_longest) == (8, 1024, False)
+
+
+def test_an_option_wins_over_the_default_for_the_memory_fraction(library: Library, tmp_path: Path) -> None:
+    options = {"kv_cache_config": {"free_gpu_memory_fraction": 0.3}}
+    how = constructed(library, model_folder(tmp_path), options, cuda_memory_fraction=0.5)
+    assert how.keywords["kv_cache_config"] == {"free_gpu_memory_fraction": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("backend", "kinds"),
+    [
+        (..., [GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]),
+        ("xgrammar", [GrammarKind.JSON_SCHEMA, GrammarKind.REGEX]),
+        (None, []),
+    ],
+    ids=str,
+)
+def test_grammar_kinds_depend_on_the_backend(
+    library: Library, tmp_path: Path, backend: object, kinds: list[GrammarKind]
+) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    options = {} if backend is ... else {"guided_decoding_backend": backend}
+    how = constructed(library, model_folder(tmp_path), options)
+    assert list(how.capabilities.grammar_kinds) == kinds
+    assert how.keywords["skip_tokenizer_init"] is (backend is None)
+    assert how.capabilities.json_layout is (backend is ...)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kv_cache_config": {"tokens_per_block": "a"}}, "tokens_per_block must be a whole number above 0, not 'a'"),
+        ({"kv_cache_config": {"tokens_per_block": None}}, "tokens_per_block must be a whole number above 0, not None"),
+        ({"kv_cache_config": []}, "kv_cache_config must be a mapping"),
+        ({"max_batch_size": 0}, "max_batch_size must be a whole number above 0, not 0"),
+        ({"max_batch_size": True}, "max_batch_size must be a whole number above 0, not True"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused(
+    library: Library, tmp_path: Path, options: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(EngineError) as caught:
+        constructed(library, model_folder(tmp_path), options)
+    assert str(caught.value) == f"--trtllm-options: {problem}"
+
+
+def test_compiled_defaults(engines: Path) -> None:
+    how = compiled(engines)
+    assert how.keywords == {
+        "model": str(engines),
+        "enable_chunked_prefill": True,
+        "kv_cache_config": {"free_gpu_memory_fraction": 0.9},
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "context_parallel_size": 1,
+        "skip_tokenizer_init": True,
+        "gather_generation_logits": True,
+    }
+    assert (how.compiled, how.max_sequence_length, how.reserves_longest) == (True, 4096, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "slots", "tokens"),
+    [
+        ({}, {}, 64, 8192),
+        ({}, {"max_batch_size": 4}, 4, 8192),
+        ({"max_batch_size": 8, "max_num_tokens": 1000}, {"max_batch_size": 4}, 8, 1000),
+        ({"max_batch_size": 1000, "max_num_tokens": 100_000}, {}, 64, 8192),
+    ],
+    ids=["as built", "flag", "option", "more than was built"],
+)
+def test_limits_of_a_compiled_engine(
+    engines: Path, options: dict[str, object], settings: dict[str, object], slots: int, tokens: int
+) -> None:
+    how = compiled(engines, options, **settings)
+    assert (how.max_slots, how.max_num_tokens) == (slots, tokens)
+    assert min(how.keywords.get("max_batch_size", 64), 64) == slots
+
+
+def test_fixed_settings_of_a_compiled_engine_are_refused(engines: Path) -> None:
+    with pytest.raises(EngineError, match="max_seq_len was fixed when the engines"):
+        compiled(engines, {"max_seq_len": 128})
+    with pytest.raises(EngineError, match="were built for bfloat16"):
+        compiled(engines, dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("iter_stats_max_iteration", "the nearest is iter_stats_max_iterations"),
+        ("event", "no option 'event'"),
+        ("stream_interval", "no option 'stream_interval'"),
+    ],
+    ids=["misspelled", "unknown", "other backend"],
+)
+def test_unknown_options_of_a_compiled_engine_are_refused(library: Library, option: str, problem: str) -> None:
+    assert (library.engine_options is None) is (library.engine_llm is None) is library.version.startswith("1.3")
+    if library.engine_options is not None:
+        with pytest.raises(EngineError, match=problem):
+            check_options({option: 5}, library.engine_options)

@@ -1,0 +1,226 @@
+"""Failures of the engine: one request, one step, the worker processes, hangs; the watchdog and the statistics."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import pytest
+from self_driver import SelfDriver
+
+from text_generation_proto.values import FailureCode, Stopping
+from text_generation_shard.engine import NewSequence, Orders
+from text_generation_shard.engines.tensorrt_llm.engine import EngineBroken, TensorRTEngine
+from text_generation_shard.engines.tensorrt_llm.statistics import Statistics
+from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
+
+PROMPT = tuple(range(100, 120))
+
+Build = Callable[..., TensorRTEngine]
+
+
+def until_broken(engine: TensorRTEngine) -> str:
+    with pytest.raises(EngineBroken) as caught:
+        for _ in range(200):
+            engine.step()
+    return str(caught.value)
+
+
+def test_a_failing_sequence_fails_alone(built: Build) -> None:
+    driver = SelfDriver(built(fail_token=777, step_ms=1))
+    bad, good = driver.admit([1, 2, 777, 3], 10), driver.admit(PROMPT, 30)
+    driver.run()
+    assert bad.failure is not None
+    assert bad.failure.code is FailureCode.STEP
+    assert good.tokens == [*PROMPT, *PROMPT[:10]]
+
+
+def test_the_only_sequence_may_fail_too(built: Build) -> None:
+    driver = SelfDriver(built(fail_token=777))
+    bad = driver.admit([1, 2, 777, 3], 10)
+    driver.run()
+    assert bad.failure is not None
+    after = driver.admit(PROMPT, 5)
+    driver.run()
+    assert after.tokens == list(PROMPT[:5])
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["and the engine goes on", "and the engine's loop ends"])
+def test_a_failed_step_fails_all_sequences(built: Build, ends: bool) -> None:
+    """With the overlap scheduler, the loop of 1.2 silently ends after a failed step."""
+    engine = built(step_fail_token=777, step_fail_ends=int(ends), step_ms=1, hang_timeout=2.0)
+    driver = SelfDriver(engine)
+    streams = [driver.admit([5, 6, 777, 8], 10), *(driver.admit(PROMPT, 100) for _ in range(3))]
+    if ends:
+        with pytest.raises(EngineBroken):
+            driver.run()
+        return
+    driver.run()
+    assert all(stream.failure is not None for stream in streams)
+    after = driver.admit(PROMPT, 5)
+    driver.run()
+    assert after.tokens == list(PROMPT[:5])
+
+
+def test_a_dead_worker_process_is_noticed_while_idle(built: Build) -> None:
+    engine = built(workers=1)
+    reported = threading.Event()
+    engine.on_broken(lambda _: reported.set())
+    (worker,) = find_workers()
+    os.kill(worker.pid, signal.SIGKILL)
+    assert reported.wait(20)
+    assert "died" in until_broken(engine)
+
+
+def test_a_hang_breaks_the_engine_although_requests_keep_coming(built: Build) -> None:
+    engine = built(hang_step_token=777, step_ms=1, hang_timeout=1.5)
+    reasons: list[str] = []
+    engine.on_broken(reasons.append)
+    engine.apply(Orders(1, admit=(NewSequence(0, (5, 6, 777, 8), Stopping(10)),)))
+    with pytest.raises(EngineBroken, match="has brought nothing"):
+        for slot in range(1, 20):  # each step waits for a second
+            engine.apply(Orders(slot + 1, admit=(NewSequence(slot, PROMPT, Stopping(5)),)))
+            engine.step()
+    assert len(reasons) == 1
+
+
+def test_a_long_prompt_is_not_a_hang(built: Build) -> None:
+    engine = built(prefill_us=1000, hang_timeout=0.7)
+    driver = SelfDriver(engine)
+    stream = driver.admit(range(10, 1610), 3)  # 1.6 s in one step
+    driver.run()
+    assert stream.tokens == [10, 11, 12]
+
+
+def test_an_error_of_the_engine_breaks_it(built: Build) -> None:
+    engine = built(fatal_token=777, step_ms=1, hang_timeout=2.0)  # 1.2 may report nothing
+    reasons: list[str] = []
+    engine.on_broken(reasons.append)
+    engine.apply(Orders(1, admit=(NewSequence(0, (5, 6, 777, 8), Stopping(10)), NewSequence(1, PROMPT, Stopping(50)))))
+    assert until_broken(engine) in reasons
+
+
+def test_a_callback_that_comes_late_is_called_too(built: Build) -> None:
+    engine = built(fatal_token=777, hang_timeout=2.0)
+    engine.apply(Orders(1, admit=(NewSequence(0, (5, 777), Stopping(10)),)))
+    reason = until_broken(engine)
+    reasons: list[str] = []
+    engine.on_broken(reasons.append)
+    assert reasons == [reason]
+
+
+# -------------------------------------------------------------------------------------------------------------- watchdog
+
+
+def test_a_request_to_an_idle_engine_restarts_the_clock(built: Build) -> None:
+    engine = built()
+    before = engine.activity()
+    assert (before.running, before.waiting_prompt_tokens) == (0, 0)
+    now = time.monotonic()
+    engine.apply(Orders(1, admit=(NewSequence(0, PROMPT, Stopping(3)),)))
+    assert engine.activity().last_sign >= now > before.last_sign
+
+
+def test_iterations_are_signs_of_life(built: Build) -> None:
+    """While a prompt is computed in chunks there is no output."""
+    engine = built(prefill_us=500, options="max_num_tokens: 64")
+    engine.apply(Orders(1, admit=(NewSequence(0, tuple(range(10, 1610)), Stopping(3)),)))
+    submitted = engine.activity().last_sign
+    deadline = time.monotonic() + 20
+    while engine.activity().last_sign == submitted:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # another thread polls the statistics
+    activity = engine.activity()
+    assert (activity.running, activity.waiting_prompt_tokens) == (1, 1600)
+
+
+def watchdog(
+    *, healthy: Callable[[], bool] = lambda: True, silent_s: float = 0.0, running: int = 1, prompt_tokens: int = 0
+) -> Watchdog:
+    return Watchdog(
+        healthy, lambda: Activity(running, prompt_tokens, time.monotonic() - silent_s), 60.0, lambda _: None
+    )
+
+
+def unanswered() -> bool:
+    raise ConnectionError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("subject", "reason"),
+    [
+        (watchdog(silent_s=59), None),
+        (watchdog(silent_s=61), "the engine has brought nothing for 61 s, with 1 requests running"),
+        (watchdog(silent_s=36_000, running=0), None),
+        (watchdog(silent_s=70, prompt_tokens=11_000), None),
+        (watchdog(silent_s=72, prompt_tokens=11_000), "the engine has brought nothing for 72 s"),
+        (watchdog(healthy=lambda: False), "the engine says that it is not healthy"),
+        (watchdog(healthy=unanswered), "the engine does not say whether it is healthy: ConnectionError: no answer"),
+    ],
+    ids=["recent", "hang", "idle", "long prompt", "hang at a long prompt", "unhealthy", "no answer"],
+)
+def test_watchdog(subject: Watchdog, reason: str | None) -> None:
+    found = subject.check()
+    assert found is None if reason is None else str(found).startswith(reason)
+
+
+def test_the_watchdog_reports_once() -> None:
+    reasons: list[str] = []
+    reported = threading.Event()
+
+    def report(reason: str) -> None:
+        reasons.append(reason)
+        reported.set()
+
+    subject = Watchdog(unanswered, lambda: Activity(0, 0, 0.0), 60.0, report)
+    subject.start()
+    assert reported.wait(20)
+    assert len(reasons) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ statistics
+
+
+class Reporting:
+    """An LLM with these statistics; an exception among them is raised."""
+
+    def __init__(self, *entries: object) -> None:
+        self.entries = entries
+
+    async def get_stats_async(self, timeout: float) -> AsyncIterator[Mapping[str, Any]]:
+        for entry in self.entries:
+            if isinstance(entry, Exception):
+                raise entry
+            yield entry  # type: ignore[misc]
+
+
+async def test_statistics() -> None:
+    llm = Reporting()
+    statistics = Statistics(llm)  # type: ignore[arg-type]
+    started = statistics.progressed_at
+    for entries, used, queued in (
+        ([{"iter": 1, "kvCacheStats": {"usedNumBlocks": "many"}}], 0, 0),
+        ([{"iter": 2, "kvCacheStats": {"usedNumBlocks": 7}}, TimeoutError()], 7, 0),
+        ([ValueError()], 7, 0),
+        ([{}, {"iter": 3, "kvCacheStats": {"usedNumBlocks": 9}, "numQueuedRequests": 2}], 9, 2),
+        ([{"iter": 3, "numQueuedRequests": 2, "inflightBatchingStats": {"numQueuedContextRequests": 4}}], 0, 4),
+        ([{"iter": 4, "kvCacheStats": None, "inflightBatchingStats": None}], 0, 0),
+    ):
+        llm.entries = tuple(entries)
+        await statistics.poll()
+        assert (statistics.used_blocks, statistics.queued) == (used, queued)
+    assert statistics.iteration == 4
+    assert statistics.progressed_at > started
+
+
+async def test_the_size_of_the_pool_is_kept() -> None:
+    llm = Reporting({"iter": 1, "kvCacheStats": {"maxNumBlocks": 50, "tokensPerBlock": 64}})
+    statistics = Statistics(llm)  # type: ignore[arg-type]
+    await statistics.poll()
+    llm.entries = ({"iter": 2},)
+    await statistics.poll()
+    assert (statistics.num_blocks, statistics.block_size) == (50, 64)
