@@ -1,19 +1,19 @@
-"""Does the torch engine say on a GPU what transformers says in float32? Engine alone, no HTTP.
+"""Compares the torch engine on a GPU with transformers in float32. Runs the engine alone, without HTTP.
 
 python -m text_generation_bench.check_gpu --model FOLDER                        computes the reference on the CPU first
-python -m text_generation_bench.check_gpu --model FOLDER --make-reference FILE  only that, to be carried to where the GPU is
+python -m text_generation_bench.check_gpu --model FOLDER --make-reference FILE  only computes the reference, for another machine
 python -m text_generation_bench.check_gpu --model FOLDER --reference FILE
 
-64 prompts, three quarters of them chats under the model's template, the others raw text. Checked are
+Uses 64 prompts: three quarters are chats in the model's template, the others raw text. Checks
 
-    logits    ‖engine − reference‖ / ‖reference‖ over all positions of all prompts (of 1024 tokens of the vocabulary, drawn once),
-              and the share of positions, and of prompts' last positions, at which both have the same token on top
-    texts     64 greedy tokens of each prompt: those of the reference, and those of the engine alone against those in a
-              batch of all slots, in chunks, preempted and resumed, on a prefix that another sequence computed
+    logits    ‖engine − reference‖ / ‖reference‖ over all positions of all prompts (of 1024 randomly drawn tokens of the vocabulary),
+              and the share of positions, and of last positions, at which both have the same most probable token
+    texts     64 greedy tokens per prompt: the engine against the reference, and the engine alone against itself in a batch of
+              all slots, in chunks, preempted and resumed, on a prefix that another sequence computed
 
-Rounding decides where two tokens are nearly as probable. So texts need not be identical: where two first differ, the engine is asked for
-the log-probabilities of both tokens after the text they share, and the gap between the two says whether it was a tie.
-The exit code is 0 if all is within the bars, which are options.
+Rounding decides between tokens of nearly equal probability, so texts need not be identical. Where two texts first differ, the
+engine computes the log-probabilities of both tokens after the common text, and the gap between them shows whether it was a tie.
+The exit code is 0 if everything is within the limits, which are options.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ QUESTIONS = (
 
 
 class Reference(TypedDict):
-    """What transformers says in float32; one entry a prompt."""
+    """Results of transformers in float32; one entry per prompt."""
 
     prompts: list[list[int]]
     columns: Tensor
-    """[COLUMNS] ids of the tokens whose logits are kept."""
+    """[COLUMNS] ids of the tokens whose logits are stored."""
     logits: list[Tensor]
     """[positions, COLUMNS]"""
     tops: list[Tensor]
@@ -100,7 +100,7 @@ class Comparison:
 
 @dataclass
 class Recorder:
-    """Stands before the engine's executor and compares the logits of prompts with the reference's, step by step."""
+    """Wraps the engine's executor and compares the logits of prompts with the reference, step by step."""
 
     inner: Executor
     reference: Reference
@@ -112,9 +112,9 @@ class Recorder:
 
     def launch(self, rows: StepRows, *, greedy: bool) -> Launched:
         launched = self.inner.launch(rows, greedy=greedy)
-        for row, places in launched.prefills:
+        for row, ranges in launched.prefills:
             prompt = tuple(row.sequence.tokens[: row.start + row.length])
-            for offset, first, length in places:
+            for offset, first, length in ranges:
                 for at in range(0, length, POSITIONS_AT_ONCE):
                     count = min(POSITIONS_AT_ONCE, length - at)
                     logits = self.inner.logits(launched.hidden, offset + at, offset + at + count)
@@ -122,21 +122,21 @@ class Recorder:
         return launched
 
     def _compare(self, index: int, first: int, logits: Tensor) -> None:
-        places = slice(first, first + len(logits))
-        expected = self.reference["logits"][index][places].to(logits.device).double()
+        positions = slice(first, first + len(logits))
+        expected = self.reference["logits"][index][positions].to(logits.device).double()
         columns = self.reference["columns"].to(logits.device)
-        same = logits.argmax(-1).cpu() == self.reference["tops"][index][places]
+        same = logits.argmax(-1).cpu() == self.reference["tops"][index][positions]
         self.seen.error += float((logits[:, columns].double() - expected).square().sum())
         self.seen.norm += float(expected.square().sum())
         self.seen.agree += int(same.sum())
         self.seen.positions += len(same)
-        if places.stop == len(self.reference["prompts"][index]):
+        if positions.stop == len(self.reference["prompts"][index]):
             self.seen.last_agree += int(same[-1])
             self.seen.last += 1
 
 
 def main() -> int:
-    """Print a table; 1 if something is beyond its bar."""
+    """Print a table; return 1 if a check fails."""
     options = _options()
     if options.make_reference:
         torch.save(make_reference(options.model), options.make_reference)
@@ -159,7 +159,7 @@ def main() -> int:
 
 
 class Checks:
-    """Runs them, prints a line for each."""
+    """Runs the checks and prints a line for each."""
 
     def __init__(self, engine: TorchEngine, reference: Reference, options: argparse.Namespace) -> None:
         self.passed = True
@@ -171,9 +171,9 @@ class Checks:
         self._driver = Driver(engine, engine.warm_up(limits))
 
     def logits(self) -> None:
-        """Every position of every prompt, in steps of many prompts."""
+        """Check the logits of every position, with many prompts per step."""
         by_prompt = {tuple(prompt): index for index, prompt in enumerate(self._prompts)}
-        executor = self._engine._executor  # there is no public way to a whole vocabulary's logits
+        executor = self._engine._executor  # the engine has no public access to the logits of the whole vocabulary
         recorder = Recorder(executor, self._reference, by_prompt)
         self._engine._executor = cast(Executor, recorder)
         with torch.inference_mode():
@@ -185,15 +185,15 @@ class Checks:
         )
         agreement = seen.agree / seen.positions
         text = f"{agreement:.2%} of {seen.positions} positions"
-        self._line("logits, same token on top", text, good=agreement >= options.min_agreement)
-        # Of so few, one more or less says little: it is bounded by what two standard deviations would allow.
+        self._line("logits, same top token", text, good=agreement >= options.min_agreement)
+        # With few samples the share varies: the limit is lowered by two standard deviations.
         slack = 2 * (options.min_agreement * (1 - options.min_agreement) / seen.last) ** 0.5
         agreement = seen.last_agree / seen.last
         text = f"{seen.last_agree} of {seen.last} prompts"
         self._line("logits, same next token", text, good=agreement >= options.min_agreement - slack)
 
     def texts(self) -> None:
-        """However the steps are put together."""
+        """Check that texts do not depend on the composition of steps."""
         prompts, slots = self._prompts, self._engine.info.max_slots
         alone = [self._run([prompt])[0].tokens for prompt in prompts]
         self._compare("alone, reference", prompts, self._reference["texts"], alone)
@@ -210,7 +210,7 @@ class Checks:
         self._compare("alone, on a shared prefix", prompts, alone, self._on_shared_prefixes())
 
     def _run(self, prompts: Sequence[Sequence[int]], new: int = NEW_TOKENS, chunk: int = 1 << 30) -> list[Stream]:
-        """As many at once as there are slots, prompts whole or in chunks, no more of them in a step than the engine suggests."""
+        """Run prompts, whole or in chunks, up to the number of slots at once and the suggested prefill tokens per step."""
         streams: list[Stream] = []
         for prompt in prompts:
             while self._is_full(min(chunk, len(prompt))):
@@ -223,14 +223,14 @@ class Checks:
         return streams
 
     def _is_full(self, tokens: int) -> bool:
-        """Whether a sequence whose first chunk has so many tokens has to wait for the next step."""
+        """Return True if a sequence with a first chunk of `tokens` must wait for the next step."""
         held = self._driver.streams.values()
         chunks = sum(min(stream.chunk, stream.to_prefill) for stream in held)
         info = self._engine.info
         return len(held) == info.max_slots or (chunks > 0 and chunks + tokens > info.suggested_prefill_tokens)
 
     def _preempted(self) -> list[list[int]]:
-        """In tens; each is dropped midway, one at a step, and goes on from what it had."""
+        """Run prompts in groups of ten; preempt each sequence midway, one per step, and resume it."""
         texts: list[list[int]] = []
         for start in range(0, len(self._prompts), 10):
             streams = [self._driver.admit(prompt, NEW_TOKENS) for prompt in self._prompts[start : start + 10]]
@@ -246,14 +246,14 @@ class Checks:
         return texts
 
     def _on_shared_prefixes(self) -> list[list[int]]:
-        """Each prompt computed once for its blocks; then all at once, on all the full blocks but their last token's."""
+        """Compute each prompt once, then run it on all its full blocks except the one of the last token."""
         texts: list[list[int]] = []
         for prompt in self._prompts:
             first = self._driver.admit(prompt, 1, granted=len(prompt) + NEW_TOKENS)
             while not first.tokens:
                 self._driver.step()
             count = (len(prompt) - 1) // BLOCK
-            # They went back to the far end of the driver's free list, where nobody takes them before the second comes.
+            # The driver appends freed blocks to its free list, so these are not reused before the second sequence.
             shared = first.blocks[:count]
             second = self._driver.admit(prompt, NEW_TOKENS, shared=shared, computed_tokens=BLOCK * count)
             self._driver.run()
@@ -263,27 +263,27 @@ class Checks:
     def _compare(
         self, name: str, prompts: Sequence[list[int]], ours: Sequence[list[int]], others: Sequence[list[int]]
     ) -> None:
-        """How many are identical, and the largest gap where two first differ."""
+        """Check the number of identical texts, and the largest gap where two texts first differ."""
         gaps = [
-            self._gap(prompt, one, other)
-            for prompt, one, other in zip(prompts, ours, others, strict=True)
-            if one != other
+            self._gap(prompt, text, other)
+            for prompt, text, other in zip(prompts, ours, others, strict=True)
+            if text != other
         ]
         same = len(ours) - len(gaps)
         text = f"{same} of {len(ours)} identical"
         if gaps:
-            text += f"; gap where they part: median {sorted(gaps)[len(gaps) // 2]:.3f}, largest {max(gaps):.3f}"
+            text += f"; gap at the first difference: median {sorted(gaps)[len(gaps) // 2]:.3f}, largest {max(gaps):.3f}"
         self._line(name, text, good=max(gaps, default=0.0) <= self._options.tie)
 
-    def _gap(self, prompt: list[int], one: list[int], other: list[int]) -> float:
-        """|difference of the log-probabilities| of the first two tokens in which the texts differ, by the engine alone."""
-        at = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    def _gap(self, prompt: list[int], text: list[int], other: list[int]) -> float:
+        """Return |difference of the log-probabilities| of the first two tokens that differ, computed by the engine alone."""
+        at = next((i for i, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), None)
         if at is None:
-            return float("inf")  # one of them ended too early
-        stream = self._driver.admit([*prompt, *one[:at]], 1, top_n=20)
+            return float("inf")  # one of the texts is shorter
+        stream = self._driver.admit([*prompt, *text[:at]], 1, top_n=20)
         self._driver.run()
         top = dict(zip(stream.top_tokens[0].token_ids, stream.top_tokens[0].logprobs, strict=True))
-        return abs(top[one[at]] - top[other[at]]) if one[at] in top and other[at] in top else float("inf")
+        return abs(top[text[at]] - top[other[at]]) if text[at] in top and other[at] in top else float("inf")
 
     def _line(self, name: str, text: str, *, good: bool) -> None:
         self.passed &= good
@@ -291,7 +291,7 @@ class Checks:
 
 
 def make_reference(model: Path) -> Reference:
-    """Prompts, logits and greedy texts, by transformers in float32 on the CPU."""
+    """Compute prompts, logits and greedy texts with transformers in float32 on the CPU."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -315,7 +315,7 @@ def make_reference(model: Path) -> Reference:
 
 
 def _prompts(tokenizer: object) -> Iterable[Sequence[int]]:
-    """The same for a tokenizer every time; no two are alike."""
+    """Yield the prompts; they depend only on the tokenizer and are all different."""
     chats = [question.format(subject) for question in QUESTIONS for subject in SUBJECTS][:CHATS]
     for text in chats:
         messages = [{"role": "user", "content": text}]
@@ -332,13 +332,13 @@ def _options() -> argparse.Namespace:
     add("--model", type=Path, required=True, help="folder of the model")
     add("--device", default="cuda")
     add("--dtype", default="bfloat16")
-    add("--make-reference", type=Path, help="write the reference to this file, and end")
-    add("--reference", type=Path, help="a file that --make-reference wrote")
-    add("--every", type=int, default=1, help="take every n-th prompt alone, for a quick look")
-    add("--kv-tokens", type=int, default=1 << 17, help="tokens of the KV pool")
-    add("--max-error", type=float, default=1e-2, help="bar of the logits' relative error")
-    add("--min-agreement", type=float, default=0.97, help="bar of the share of positions with the same token on top")
-    add("--tie", type=float, default=0.25, help="bar of the gap in log-probability that rounding may turn over")
+    add("--make-reference", type=Path, help="write the reference to this file and exit")
+    add("--reference", type=Path, help="file written by --make-reference")
+    add("--every", type=int, default=1, help="use only every n-th prompt")
+    add("--kv-tokens", type=int, default=1 << 17, help="tokens of the KV cache")
+    add("--max-error", type=float, default=1e-2, help="limit of the relative error of the logits")
+    add("--min-agreement", type=float, default=0.97, help="minimum share of positions with the same top token")
+    add("--tie", type=float, default=0.25, help="largest gap in log-probability that counts as a tie")
     return parser.parse_args()
 
 

@@ -1,5 +1,4 @@
-"""Steps and tokens a second of the torch engine alone, without router and wire.
-
+"""Speed of the torch engine alone, without router and gRPC.
 python -m text_generation_bench.engine MODEL_FOLDER
 python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --prompt 512 --new 128 --sequences 1 32 128 256
 """
@@ -22,16 +21,16 @@ ROUNDS = 3
 
 @dataclass
 class Run:
-    """All sequences from their admission to the last token of the last."""
+    """Timings of one run, from the first admission to the last token."""
 
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     gaps: list[float] = field(default_factory=list)
-    """Seconds between the results of two steps that chose a token for every sequence."""
+    """Seconds between the results of two steps that returned a token for every sequence."""
 
 
 def run(engine: Engine, sequences: int, prompt_tokens: int, new_tokens: int) -> Run:
-    """Prompts are computed in steps of as many tokens as the engine suggests."""
+    """Run all sequences; prompts are computed in steps of the suggested number of tokens."""
     blocks = -(-(prompt_tokens + new_tokens) // engine.info.block_size)
     draw = random.Random(sequences)
     admissions = tuple(

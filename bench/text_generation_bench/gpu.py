@@ -1,19 +1,18 @@
-"""What the torch engine serves on a GPU, from HTTP down, against what the memory of the device would allow.
+"""Throughput and latency of the torch engine on a GPU, over HTTP, compared with the memory bandwidth of the device.
 
 make bench-gpu MODEL=/models/Llama-3.1-8B ARGS="--streams 1,32,128,256"
-make bench-gpu ARGS="--shape llama-8b"            random weights of a Llama-8B's shape
+make bench-gpu ARGS="--shape llama-8b"            random weights with the shape of a Llama-8B
 
-Starts text-generation-launcher on 127.0.0.1, keeps so many greedy streams of 512 prompt and 128 new tokens open, and
-prints one table. Times are medians unless said otherwise, in ms:
+Starts text-generation-launcher on 127.0.0.1, keeps a number of greedy streams of 512 prompt and 128 new tokens open, and prints
+a table. Times are medians unless noted, in ms:
 
-    itl       between two events of a stream, as a client sees it; ttft: to its first
-    device    of a decoding step with (nearly) all streams in it, by the engine's own trace; host and gap, in µs: what its thread
-              did beside, what the device waited before it
-    floor     of such a step: the bytes of the weights and of the KV cache it reads, by the bandwidth of a copy on the same device
-              (bytes read and written, measured before the server starts). The cache is taken half way through the answers.
-    itl/floor what a client waits, as a multiple of that
+    itl       between two events of a stream, at the client; ttft: to its first event
+    device    of a decode step with (nearly) all streams in it, from the step trace; host and gap, in µs, likewise
+    floor     of such a step: the bytes of the weights and of the KV cache it reads, divided by the bandwidth of a copy on the same
+              device (bytes read and written, measured before the server starts). The cache is that in the middle of the answers.
+    itl/floor inter-token latency as a multiple of the floor
 
-With --launcher-args "--num-replicas 2", streams are taken to be spread evenly: a step has those of one replica.
+With --launcher-args "--num-replicas 2", streams are assumed to be spread evenly over the replicas.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ NEARLY_ALL = 0.9
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the load's table: streams, requests, tokens a second, then ms."""
+    """A row of the load's table: streams, tokens per second, then ms."""
 
     streams: int
     tokens_per_s: float
@@ -81,7 +80,7 @@ def main() -> None:
                 rows.append(load(options, config, server.url, streams))
                 steps.append(read_traces(traces, starts))
         if any(row.errors for row in rows):
-            print(f"requests failed; the server's last words:\n{last_lines(log)}")
+            print(f"requests failed; end of the server's log:\n{last_lines(log)}")
     shares = [math.ceil(row.streams / options.replicas) for row in rows]
     floors = [floor_s(options, config, share, bandwidth) for share in shares]
     print_table(rows, shares, steps, floors)
@@ -89,7 +88,7 @@ def main() -> None:
 
 
 def load(options: argparse.Namespace, config: ModelConfig, url: str, streams: int) -> Row:
-    """One level of the load."""
+    """Run the load at one number of streams."""
     command = [sys.executable, str(options.load or OWN_LOAD), "--url", url, "--conc", str(streams)]
     command += ["--isl", str(options.isl), "--osl", str(options.osl), "--rounds", str(options.rounds)]
     command += ["--procs", str(options.procs), "--vocab", str(config.vocab_size)]
@@ -102,7 +101,7 @@ def load(options: argparse.Namespace, config: ModelConfig, url: str, streams: in
 
 
 def trace_files(trace: Path, replicas: int) -> list[Path]:
-    """Those that the launcher has its engines write: one a replica."""
+    """Return the step traces that the launcher's engines write, one per replica."""
     return [trace] if replicas == 1 else [trace.with_name(f"{trace.name}-{replica}") for replica in range(replicas)]
 
 
@@ -111,7 +110,7 @@ def sizes(files: list[Path]) -> list[int]:
 
 
 def read_traces(traces: list[Path], starts: list[int]) -> list[dict[str, float]]:
-    """The steps written past `starts`, once the engines have paused, which is when they write the last of them."""
+    """Return the steps written after `starts`, once the engines have paused and flushed the traces."""
     before: list[int] = []
     while before != (now := sizes(traces)):
         before = now
@@ -124,13 +123,13 @@ def read_traces(traces: list[Path], starts: list[int]) -> list[dict[str, float]]
 
 
 def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, bandwidth: float) -> float:
-    """Seconds in which a GPU could read what a decoding step of so many streams needs of its memory."""
+    """Return the minimum time of a decode step of `streams` sequences: its memory traffic divided by the bandwidth."""
     size = ELEMENT_BYTES[_flag(options.launcher_args, "--dtype") or config.dtype]
     heads = config.num_heads + 2 * config.num_kv_heads
     attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     layers = config.num_layers * layer * (size if config.quantization is None else 1)
-    # Of the embedding a step reads a row a stream; of the head, tied to it or not, all.
+    # A step reads one embedding row per stream, but the whole LM head, tied or not.
     head = config.vocab_size * config.hidden_size * size
     context = options.isl + options.osl / 2
     seen = sum(context if window is None else min(context, window) for window in config.windows)
@@ -139,7 +138,7 @@ def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, band
 
 
 def print_table(rows: list[Row], shares: list[int], steps: list[list[dict[str, float]]], floors: list[float]) -> None:
-    """One line a level; `shares` are a replica's streams."""
+    """Print one line per load level; `shares` are the streams of one replica."""
     print(
         "\nstreams  tokens/s  ttft50  ttft99   itl50   itl99  device   floor  itl/floor  device/floor  host µs  gap µs"
         "  errors  client"
@@ -156,21 +155,21 @@ def print_table(rows: list[Row], shares: list[int], steps: list[list[dict[str, f
 
 
 def print_trace(steps: list[dict[str, float]]) -> None:
-    """Decoding steps by their size, those with prompts in them by their tokens."""
+    """Print decode steps by number of rows, steps with prompts by number of tokens."""
     print("\nsteps                     count  device ms   host µs  gap µs  (medians)")
     _summarise(steps, "decode, rows", lambda step: step["rows"], lambda step: step["tokens"] == step["rows"])
-    _summarise(steps, "prompts, tokens", lambda step: step["tokens"], lambda step: step["tokens"] > step["rows"])
+    _summarise(steps, "prefill, tokens", lambda step: step["tokens"], lambda step: step["tokens"] > step["rows"])
 
 
 def _summarise(
     steps: list[dict[str, float]],
     name: str,
     size: Callable[[dict[str, float]], float],
-    chosen: Callable[[dict[str, float]], bool],
+    selected: Callable[[dict[str, float]], bool],
 ) -> None:
-    """A line for each power of two in which sizes lie."""
+    """Print a line for each power of two of the sizes."""
     groups: dict[int, list[dict[str, float]]] = {}
-    for step in filter(chosen, steps):
+    for step in filter(selected, steps):
         groups.setdefault(1 << max(0, int(size(step)) - 1).bit_length(), []).append(step)
     for top, some in sorted(groups.items()):
         print(
@@ -180,14 +179,14 @@ def _summarise(
 
 
 def median(steps: list[dict[str, float]], name: str) -> float:
-    """Of the steps that have the figure."""
+    """Return the median over the steps that have the field."""
     values = [step[name] for step in steps if name in step]
     return statistics.median(values) if values else float("nan")
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that a copy within the device reads and writes; where there is no GPU, within the machine's memory."""
-    import torch  # here: the parent shall hold no device while the server runs
+    """Return bytes per second, read and written, of a copy on the device; without a GPU, in host memory."""
+    import torch  # here, so that the parent process uses no device memory while the server runs
 
     on_gpu = torch.cuda.is_available()
     source = torch.empty(
@@ -213,7 +212,7 @@ def _own_child(argument: str) -> str:
 
 
 def _flag(arguments: str, name: str) -> str | None:
-    """The value of a flag among the launcher's, given in either way."""
+    """Return the value of a flag in the launcher's arguments, in either syntax."""
     words = [part for word in shlex.split(arguments) for part in word.split("=", 1)]
     return words[words.index(name) + 1] if name in words else None
 
@@ -221,16 +220,16 @@ def _flag(arguments: str, name: str) -> str | None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", type=Path, help="folder of the model; with --shape: the one whose tokenizer is taken")
+    add("--model", type=Path, help="folder of the model; with --shape: the model whose tokenizer is used")
     add("--shape", choices=sorted(SHAPES), help="serve random weights of this shape")
     add("--streams", type=lambda text: [int(word) for word in text.split(",")], default=[1, 32, 128, 256])
     add("--isl", type=int, default=512, help="prompt tokens")
     add("--osl", type=int, default=128, help="new tokens")
-    add("--rounds", type=int, default=4, help="requests a stream")
+    add("--rounds", type=int, default=4, help="requests per stream")
     add("--procs", type=int, default=8, help="processes of the load")
-    add("--num-shard", type=int, default=1, help="GPUs the model is spread over")
+    add("--num-shard", type=int, default=1, help="GPUs per replica (tensor parallelism)")
     add("--launcher-args", default="", help="more arguments for the launcher, in one string")
-    add("--trace", type=Path, help="keep the engine's trace of its steps in this file; a replica's in FILE-0, …")
+    add("--trace", type=Path, help="keep the step trace in this file; with replicas FILE-0, …")
     add("--load", type=Path, help="another load with the arguments and the table of stream_load.py")
     add("--bandwidth", type=float, default=0.0, help="GB/s of a copy; default: measured")
     add("--copy-bandwidth", action="store_true", help=argparse.SUPPRESS)

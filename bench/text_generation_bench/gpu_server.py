@@ -1,4 +1,4 @@
-"""A server of ours for the scripts that load one: started by its launcher on a free port, stopped whatever happens."""
+"""Starts a server for the GPU benchmarks: the launcher on a free port, stopped when the benchmark ends."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ SHAPES = {
     "llama-8b": _LLAMA | dict(zip(_SIZES, (4096, 32, 32, 8, 14336), strict=True)),
     "llama-70b": _LLAMA | dict(zip(_SIZES, (8192, 80, 64, 8, 28672), strict=True)),
 }
-"""Of models whose weights need not be there: they are served with random ones. The vocabulary is SmolLM2's."""
+"""Model shapes to serve with random weights. The vocabulary is SmolLM2's."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that is ready."""
+    """A running server."""
 
     url: str
     launcher: subprocess.Popen[bytes]
@@ -53,7 +53,7 @@ class Server:
 
 @contextmanager
 def launched(model: Path, arguments: Sequence[str], log: Path) -> Iterator[Server]:
-    """The launcher with the torch engine on 127.0.0.1, ready for requests; what it says goes to `log`."""
+    """Run the launcher with the torch engine on 127.0.0.1 until it is ready; its output goes to `log`."""
     signal.signal(signal.SIGTERM, _exit)
     port = _free_port()
     command = [sys.executable, "-m", "text_generation_launcher", "--model-id", str(model), "--engine", "torch"]
@@ -69,12 +69,12 @@ def launched(model: Path, arguments: Sequence[str], log: Path) -> Iterator[Serve
         try:
             launcher.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            launcher.kill()  # its children go with it
+            launcher.kill()  # its children exit with it
             launcher.wait()
 
 
 def shaped_folder(shape: str, tokenizer: Path, folder: Path) -> Path:
-    """A model folder without weights in `folder`: the shape's config.json, the tokenizer of another model."""
+    """Write a model folder without weights: config.json of the shape, tokenizer of another model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
@@ -84,7 +84,7 @@ def shaped_folder(shape: str, tokenizer: Path, folder: Path) -> Path:
 
 
 def last_lines(log: Path, count: int = 20) -> str:
-    """The end of a log, for whoever has to see why."""
+    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
 
 
@@ -108,5 +108,5 @@ def _free_port() -> int:
 
 
 def _exit(_signal: int, _frame: FrameType | None) -> None:
-    """So that SIGTERM, too, ends in the `finally` that stops the launcher."""
+    """Handle SIGTERM like an exit, so that the `finally` above stops the launcher."""
     raise SystemExit(143)

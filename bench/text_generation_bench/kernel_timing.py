@@ -1,4 +1,4 @@
-"""How the benchmarks of kernels measure: launches in a CUDA graph, by events; and the products of models that they measure."""
+"""Timing for the kernel benchmarks: launches in a CUDA graph, measured by events; and the products of models to measure."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def ints(values: Sequence[int]) -> Tensor:
 
 
 def copies(num_bytes: int) -> int:
-    """Of a tensor, that together no cache holds."""
+    """Return how many copies of a tensor together exceed the L2 cache, plus one, up to LAUNCHES."""
     return min(max(BYTES_BEYOND_L2 // num_bytes, 1) + 1, LAUNCHES)
 
 
 def one_each(tensors: Tensor, call: Callable[[Tensor], object], count: int = LAUNCHES) -> list[Launch]:
-    """`count` launches, each with the next of the tensors."""
+    """Return `count` launches that cycle through the tensors."""
     return [partial(call, tensors[index % len(tensors)]) for index in range(count)]
 
 
 def timed(launches: Sequence[Launch]) -> float:
-    """Median µs of one of the launches, which follow each other in a graph."""
+    """Return the median µs per launch, with the launches one after the other in a graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -67,7 +67,7 @@ def timed(launches: Sequence[Launch]) -> float:
 
 
 class Table:
-    """Prints rows as they come; knows what a copy reaches."""
+    """Prints result rows, with the share of the bandwidth of a copy."""
 
     def __init__(self) -> None:
         source = empty(COPIED_BYTES // 4, dtype=torch.float32)
@@ -86,7 +86,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a layer; `outputs` counts rows of the weight."""
+    """A product of a layer; `outputs` is the number of weight rows."""
 
     name: str
     kind: str
@@ -102,7 +102,7 @@ class Product:
         return 2 * self.outputs * self.inputs
 
     def part(self, num_shard: int) -> Product:
-        """What one of so many GPUs has of it: where the sum comes after, some of its inputs, else some of its outputs."""
+        """Return the part of one of `num_shard` ranks: a range of inputs if an all-reduce follows, else of outputs."""
         if self.kind == "add":
             return replace(self, inputs=self.inputs // num_shard)
         return replace(self, outputs=self.outputs // num_shard)
@@ -111,7 +111,7 @@ class Product:
         return randn(copies(self.num_bytes), self.outputs, self.inputs)
 
     def reference(self, rows: int) -> list[Launch]:
-        """cuBLAS' plain product, without what the fused kernel does besides."""
+        """Return launches of cuBLAS' plain product, without the operations fused into the kernel."""
         x, out = randn(rows, self.inputs), empty(rows, self.outputs)
         return one_each(self.weights(), lambda weight: torch.mm(x, weight.T, out=out))
 

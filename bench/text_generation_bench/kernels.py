@@ -1,11 +1,11 @@
-"""What the kernels of the CUDA path cost on this device: µs, and the share of the bandwidth of a copy.
+"""Times of the CUDA kernels on this device: µs, and the share of the bandwidth of a copy.
 
 python -m text_generation_bench.kernels [--only matvec,attention,elementwise,gemm] [--sweep [--rows 1,2,4] [--num-shard 2]] [--flashinfer]
 
-Each operation is captured 32 times in a CUDA graph, every time with the next of several weights or caches, together larger than
-the L2 cache (but for SmolLM2's), as the layers of a model are; the time is that of a replay, by events, divided by 32. --sweep
-tries the ways to cut each product with one to four rows and prints the best as lines for TUNED in kernels/matvec.py.
---flashinfer compares with FlashInfer's decode attention, if it is there; its first run may compile for minutes.
+Each operation is captured 32 times in a CUDA graph, with alternating weights or caches that together exceed the L2 cache (except
+SmolLM2's), like the layers of a model. The time is that of a replay, measured by events, divided by 32. --sweep tries the tilings
+of each product with one to four rows and prints the best as lines for TUNED in kernels/matvec.py. --flashinfer compares with
+FlashInfer's decode attention, if installed; its first run may compile for minutes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ FEW_ROWS = (1, 2, 3, 4)
 
 
 def fused(product: Product, rows: int) -> list[Launch]:
-    """The fused kernel with each of several weights; operands are random."""
+    """Return launches of the fused kernel with alternating weights; operands are random."""
     x, residual = randn(rows, product.inputs), randn(rows, product.inputs, dtype=torch.float32)
     norm_weight, out = randn(product.inputs), empty(rows, product.outputs)
     target, inner = torch.zeros_like(out, dtype=torch.float32), empty(rows, product.outputs // 2)
@@ -72,8 +72,8 @@ def matvecs(table: Table) -> None:
         table.row("  torch.mm alone", rows, timed(product.reference(rows)), product.num_bytes)
 
 
-def cuts(product: Product, rows: int) -> Iterator[matvec.MatvecConfig]:
-    """Those where a thread reads four to 32 times 16 bytes of the weight."""
+def tilings(product: Product, rows: int) -> Iterator[matvec.MatvecConfig]:
+    """Yield the tilings in which a thread reads 4 to 16 times 16 bytes of the weight."""
     loads_of_a_row = max(product.inputs // 256, 1) * (2 if product.gated else 1)
     orders: tuple[matvec.Order, ...] = ("free", "ahead", "pdl")
     for block_n, num_warps, order in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), orders):
@@ -89,7 +89,7 @@ def sweep(table: Table, rows_tried: Sequence[int], num_shard: int) -> None:
         launches, found = fused(product, rows), []
         before = matvec.config_for(rows, product.outputs, product.inputs, gated=product.gated)
         table.row(f"{product.title} as it is", rows, timed(launches), product.num_bytes)
-        for config in cuts(product, rows):
+        for config in tilings(product, rows):
             matvec.TUNED[key] = config
             found.append((timed(launches), config))
         matvec.TUNED[key] = before
@@ -103,12 +103,12 @@ def sweep(table: Table, rows_tried: Sequence[int], num_shard: int) -> None:
 
 CONTEXTS = ((1, 600), (8, 600), (16, 600), (32, 600), (128, 600), (256, 600), (1, 32768))
 HEADS = ((8, 4, 128), (3, 3, 64))
-"""KV heads, query heads of each, head_dim."""
+"""KV heads, query heads per KV head, head_dim."""
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Rows of the same length over a pool of random keys and values."""
+    """Rows of equal length over a pool of random keys and values."""
 
     rows: int
     context: int
@@ -125,7 +125,7 @@ class Attended:
         return self.rows * self.context * 2 * self.num_kv_heads * self.head_dim * 2
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Caches of the layers, queries, block tables in a random order."""
+        """Return caches of the layers, queries, and block tables in random order."""
         pool = self.rows * self.blocks
         shape = (pool + 1, 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim)
         caches = randn(copies(2 * math.prod(shape)), *shape)
@@ -156,7 +156,7 @@ def attend(table: Table, case: Attended, *, flashinfer: bool) -> None:
     for title, tensor_cores in (("  FlashInfer", False), ("  FlashInfer, tensor cores", True)):
         try:
             us = timed(flashinfer_launches(case, caches, queries, block_tables, tensor_cores=tensor_cores))
-        except Exception as error:  # noqa: BLE001 – not ours; the table goes on without it
+        except Exception as error:  # noqa: BLE001 – an error of FlashInfer; the table continues without it
             table.failed(title, rows, error)
         else:
             table.row(title, rows, us, case.num_bytes)
@@ -192,17 +192,17 @@ def flashinfer_launches(
 
 
 def elementwise(table: Table) -> None:
-    """A Llama-8B layer's kernels beside its products, and the choice of tokens among SmolLM2's."""
+    """Time the kernels of a Llama-8B layer besides its products, and greedy sampling over SmolLM2's vocabulary."""
     angles = rope.rotary_table(torch.rand(64, device=DEVICE), 1.0, 8192, DEVICE)
     embeddings = randn(49152, 4096)
     for rows in (1, 32, 256, 8192):
         layer_kernels(table, rows, angles, embeddings)
     for rows in (1, 32, 256):
-        greedy_choice(table, rows, len(embeddings))
+        greedy_sampling(table, rows, len(embeddings))
 
 
 def layer_kernels(table: Table, rows: int, angles: Tensor, embeddings: Tensor) -> None:
-    """`rows` tokens of one sequence."""
+    """Time the kernels with `rows` tokens of one sequence."""
     hidden, inner, heads, kv_heads, head_dim = 4096, 14336, 32, 8, 128
     blocks = -(-rows // BLOCK_SIZE)
     residual, update, out = randn(rows, hidden, dtype=torch.float32), randn(rows, hidden), empty(rows, hidden)
@@ -222,19 +222,19 @@ def layer_kernels(table: Table, rows: int, angles: Tensor, embeddings: Tensor) -
         table.row(name, rows, timed([launch] * LAUNCHES), num_bytes)
 
 
-def greedy_choice(table: Table, rows: int, vocabulary: int) -> None:
+def greedy_sampling(table: Table, rows: int, vocabulary: int) -> None:
     logits, greedy = randn(rows, vocabulary, dtype=torch.float32), GreedySampler(rows, vocabulary, DEVICE)
-    slots, last, chosen = ints(range(rows)), ints([0] * rows), ints([0] * rows)
+    slots, last, sampled = ints(range(rows)), ints([0] * rows), ints([0] * rows)
     logprobs = empty(rows, dtype=torch.float32)
-    us = timed([lambda: greedy.run(logits, slots, last, chosen, logprobs)] * LAUNCHES)
-    table.row(f"greedy choice of {vocabulary}", rows, us, logits.nbytes)
+    us = timed([lambda: greedy.run(logits, slots, last, sampled, logprobs)] * LAUNCHES)
+    table.row(f"greedy sampling of {vocabulary}", rows, us, logits.nbytes)
 
 
 MANY_ROWS = (1, 32, 128, 256, 640, 2048, 4096, 8192)
 
 
 def gemms(table: Table) -> None:
-    """cuBLAS on a Llama-8B layer, the head with logits in float32, and a product added to a float32 residual."""
+    """Time cuBLAS on a Llama-8B layer, the LM head with float32 logits, and a product added to a float32 residual."""
     for product in (*LLAMA_8B, HEAD):
         weights = product.weights()
         for rows in MANY_ROWS:
@@ -266,9 +266,9 @@ def gemm(table: Table, product: Product, weights: Tensor, rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="matvec,attention,elementwise,gemm")
-    parser.add_argument("--sweep", action="store_true", help="of the products with few rows, and nothing else")
-    parser.add_argument("--rows", default="1", help="rows that --sweep tries")
-    parser.add_argument("--num-shard", type=int, default=1, help="GPUs that share the products --sweep tries")
+    parser.add_argument("--sweep", action="store_true", help="only try tilings of the products with few rows")
+    parser.add_argument("--rows", default="1", help="numbers of rows that --sweep tries")
+    parser.add_argument("--num-shard", type=int, default=1, help="ranks that share the products of --sweep")
     parser.add_argument("--flashinfer", action="store_true")
     arguments = parser.parse_args()
     table = Table()

@@ -1,18 +1,18 @@
-"""Hours of mixed traffic in minutes: does anything leak, mix up sequences, or fail? From HTTP down.
+"""Soak test over HTTP: hours of mixed traffic in minutes, to find leaks, mixed-up sequences and failures.
 
 python -m text_generation_bench.soak_gpu --model FOLDER --minutes 5
 
-Many clients at once send greedy and seeded requests of random lengths to a server whose KV pool is too small for them, so
-that sequences are preempted, and cancel 30 % of them midway. Meanwhile the memory of the GPU and of the shards is sampled. Then,
-with nothing else running, some of the requests that were finished are sent again, and what they say is compared:
+Many concurrent clients send greedy and seeded requests of random lengths to a server whose KV cache is too small for them, so
+that sequences are preempted, and cancel 30 % of them midway. Meanwhile the memory of the GPU and of the shards is sampled. Then
+some of the finished requests are sent again one at a time, and the answers are compared:
 
-    up to where the two answers part, each token has the same log-probability in both, but for rounding (--tolerance);
-    where greedy answers part, the two tokens were nearly as probable (--tolerance, too)
+    up to the first difference of two answers, each token has the same log-probability in both, within --tolerance;
+    where greedy answers differ, the two tokens were nearly equally probable, within --tolerance
 
-Rounding differs with the company a sequence has, so the answers themselves may differ. In bfloat16 a small model has single
-positions, one in a thousand on such prompts, at which rounding moves a log-probability by one or two: a few are let pass
-(--outliers). What a wrong key, token or position leaves behind shows in every token after it. The exit code is 1 if something
-was beyond its bar, a request failed, nothing was preempted, or memory grew.
+Rounding depends on the batch, so answers may differ. In bfloat16 a small model has single positions, about one in a thousand on
+such prompts, at which rounding changes a log-probability by one or two: --outliers of them are accepted. A wrong key, token or
+position would change every token after it. The exit code is 1 if a limit was exceeded, a request failed, nothing was preempted,
+or memory grew.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SPARE_BYTES = 64 << 20
 
 @dataclass
 class Answer:
-    """A request that was finished, and what came: token ids and their log-probabilities."""
+    """A finished request and its answer: token ids and their log-probabilities."""
 
     body: dict[str, Any]
     ids: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass
 class Soak:
-    """What happened."""
+    """Results of the traffic."""
 
     counts: Counter[str] = field(default_factory=Counter)
     answers: list[Answer] = field(default_factory=list)
@@ -82,19 +82,19 @@ class Soak:
 
     @property
     def so_far(self) -> str:
-        """The counts, in words."""
-        return ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items()))
+        """The counts as text."""
+        return ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
 
     def keep(self, answer: Answer, draw: random.Random) -> None:
-        """One of `answers`, which are a fair sample of all that were finished (Vitter's algorithm R, 1985)."""
+        """Add to `answers`, a uniform sample of all finished answers (Vitter's algorithm R, 1985)."""
         if len(self.answers) < KEPT:
             self.answers.append(answer)
-        elif (place := draw.randrange(self.counts["finished"])) < KEPT:
-            self.answers[place] = answer
+        elif (index := draw.randrange(self.counts["finished"])) < KEPT:
+            self.answers[index] = answer
 
 
 def main() -> int:
-    """Soak, replay, judge."""
+    """Run the soak test, replay some answers, and report."""
     options = _options()
     arguments = ["--max-batch-total-tokens", str(options.kv_tokens), "--max-total-tokens", str(options.longest)]
     arguments += ["--max-concurrent-requests", str(2 * options.clients), *shlex.split(options.launcher_args)]
@@ -106,16 +106,16 @@ def main() -> int:
             passed = report(soak, preemptions)
             passed &= asyncio.run(replay(options, server.url, soak.answers))
         if soak.errors:
-            print(f"first error: {soak.errors[0]}\nthe server's last words:\n{last_lines(log)}")
+            print(f"first error: {soak.errors[0]}\nend of the server's log:\n{last_lines(log)}")
     return 0 if passed else 1
 
 
 async def run(options: argparse.Namespace, server: Server) -> Soak:
-    """The traffic, until the time is up and the last request is done."""
+    """Run the traffic until the time is up and the last request has finished."""
     soak, until = Soak(), time.monotonic() + 60 * options.minutes
     sampler = asyncio.get_running_loop().run_in_executor(None, _sample_memory, server, soak, until)
     async with _session() as session, asyncio.TaskGroup() as tasks:
-        tasks.create_task(_tell_each_minute(soak, until))
+        tasks.create_task(_print_each_minute(soak, until))
         for number in range(options.clients):
             tasks.create_task(
                 _client(session, server.url, random.Random(options.seed + number), soak, until, options.most_new)
@@ -124,7 +124,7 @@ async def run(options: argparse.Namespace, server: Server) -> Soak:
     return soak
 
 
-async def _tell_each_minute(soak: Soak, until: float) -> None:
+async def _print_each_minute(soak: Soak, until: float) -> None:
     while (left := until - time.monotonic()) > 0:
         await asyncio.sleep(min(60, left))
         print(f"{max(0.0, left / 60 - 1):5.1f} minutes left: {soak.so_far}", flush=True)
@@ -150,8 +150,8 @@ async def _client(
 
 
 def draw_request(draw: random.Random, most_new: int) -> dict[str, Any]:
-    """Half greedy, half drawn with a seed, some of either with a grammar, a penalty, top tokens; prompts share beginnings, so
-    that cached blocks are reused."""
+    """Return a random request: half are greedy, half seeded, some with a grammar, a penalty or top tokens. Prompts share
+    prefixes, so that cached blocks are reused."""
     opening, vocabulary = random.Random(draw.randrange(20)), WORDS.split()
     words = [opening.choice(vocabulary) for _ in range(opening.randrange(1, 200))]
     words += [draw.choice(vocabulary) for _ in range(draw.randrange(1, 100))]
@@ -163,7 +163,7 @@ def draw_request(draw: random.Random, most_new: int) -> dict[str, Any]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, answer: Answer, leaves_after: int | None = None) -> None:
-    """Stream one answer, or leave after so many tokens."""
+    """Stream an answer; disconnect after `leaves_after` tokens."""
     async with session.post(f"{url}/generate_stream", json=answer.body) as response:
         if response.status != 200:
             raise RuntimeError(f"{response.status}: {(await response.text())[:200]}")
@@ -181,12 +181,12 @@ async def ask(session: aiohttp.ClientSession, url: str, answer: Answer, leaves_a
 
 
 async def replay(options: argparse.Namespace, url: str, answers: Sequence[Answer]) -> bool:
-    """Some of them again, one at a time; whether each was what it had to be."""
-    chosen = random.Random(options.seed).sample(answers, min(options.replays, len(answers)))
+    """Repeat some requests one at a time; return True if all answers are as expected."""
+    selected = random.Random(options.seed).sample(answers, min(options.replays, len(answers)))
     drifts, gaps, same = [0.0], [0.0], Counter[bool]()
     async with _session() as session:
-        for answer in chosen:
-            # With top tokens, to see how probable the other answer's were.
+        for answer in selected:
+            # Top tokens give the probability of the other answer's token.
             parameters = answer.body["parameters"] | {"top_n_tokens": 5}
             again = Answer(answer.body | {"parameters": parameters})
             await ask(session, url, again)
@@ -198,23 +198,23 @@ async def replay(options: argparse.Namespace, url: str, answers: Sequence[Answer
                 gaps += [float("inf")] * (len(answer.ids) != len(again.ids))
             elif answer.is_greedy:
                 gaps.append(again.logprobs[common] - again.tops[common].get(answer.ids[common], float("-inf")))
-    greedy = sum(answer.is_greedy for answer in chosen)
+    greedy = sum(answer.is_greedy for answer in selected)
     print(
-        f"replayed alone: {same[True]} of {greedy} greedy and {same[False]} of {len(chosen) - greedy} seeded are identical"
+        f"replayed alone: {same[True]} of {greedy} greedy and {same[False]} of {len(selected) - greedy} seeded are identical"
     )
     good = _within("log-probability of the same token", drifts, options)
-    return good & _within("gap where greedy answers part", gaps, options)
+    return good & _within("gap where greedy answers differ", gaps, options)
 
 
 def _within(name: str, differences: Sequence[float], options: argparse.Namespace) -> bool:
-    """Whether all but a few are within the tolerance: a share of them, and one in any case."""
+    """Return True if at most the share of outliers, or one, is beyond the tolerance."""
     beyond = sum(difference > options.tolerance for difference in differences)
     text = f"{max(differences):.3f} at most, {beyond} of {len(differences)} beyond {options.tolerance}"
     return line(name, text, good=beyond <= max(1, options.outliers * len(differences)))
 
 
 def report(soak: Soak, preemptions: float) -> bool:
-    """A line for each thing that must hold."""
+    """Print a line for each condition; return True if all hold."""
     print(soak.so_far)
     good = line("requests that failed", str(soak.counts["failed"]), good=not soak.counts["failed"])
     good &= line("preemptions", f"{preemptions:.0f}", good=preemptions > 0)
@@ -230,7 +230,7 @@ def report(soak: Soak, preemptions: float) -> bool:
 
 
 def line(name: str, text: str, *, good: bool) -> bool:
-    """Print it, and whether it is as it has to be."""
+    """Print a result line and return `good`."""
     print(f"{'ok  ' if good else 'FAIL'} {name:<36} {text}", flush=True)
     return good
 
@@ -248,7 +248,7 @@ def _sample_memory(server: Server, soak: Soak, until: float) -> None:
 
 
 def _gpu_bytes() -> float | None:
-    """Memory in use on the GPUs; None where there is none."""
+    """Return the memory in use on the GPUs; None without a GPU."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command += ["--id", visible]
@@ -260,7 +260,7 @@ def _gpu_bytes() -> float | None:
 
 
 def read_metric(url: str, name: str) -> float:
-    """The sum of a metric over its labels."""
+    """Return the sum of a metric over its labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
     return sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
@@ -276,17 +276,17 @@ def _options() -> argparse.Namespace:
     add("--model", type=Path, required=True, help="folder of the model")
     add("--minutes", type=float, default=5.0)
     add("--clients", type=int, default=96, help="requests open at once")
-    add("--kv-tokens", type=int, default=6144, help="tokens of the KV pool")
-    add("--longest", type=int, default=2048, help="prompt and new tokens of a request, at most")
+    add("--kv-tokens", type=int, default=6144, help="tokens of the KV cache")
+    add("--longest", type=int, default=2048, help="maximum of prompt and new tokens of a request")
     add(
         "--most-new",
         type=int,
         default=1000,
-        help="new tokens of an answer, at most: the longer, the more are preempted",
+        help="maximum new tokens of an answer; longer answers are preempted more often",
     )
-    add("--replays", type=int, default=200, help="answers to compare with those of the same requests alone")
-    add("--tolerance", type=float, default=0.25, help="of log-probabilities")
-    add("--outliers", type=float, default=0.005, help="share of what is compared that may be beyond it")
+    add("--replays", type=int, default=200, help="answers to repeat and compare")
+    add("--tolerance", type=float, default=0.25, help="limit of differences of log-probabilities")
+    add("--outliers", type=float, default=0.005, help="accepted share of differences beyond the tolerance")
     add("--seed", type=int, default=0)
     add("--launcher-args", default="", help="more arguments for the launcher, in one string")
     return parser.parse_args()
