@@ -7,6 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# HYPOTHESIS_PROFILE=full: more examples, as `make test-all` runs them.
+settings.register_profile("ci", max_examples=60, deadline=None)
+settings.register_profile("full", max_examples=300, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 if not Path("/dev/nvidiactl").exists():
     # Kernels then run in Triton's interpreter, which it decides when it is imported – by transformers, if by nobody else.

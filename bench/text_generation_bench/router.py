@@ -7,7 +7,7 @@ processor time comes from /proc, so that other programs do not affect it.
     chat             the same as chats, with template
     request          requests with 100 prompt tokens and 1 new token, 8 at a time
     added TTFT       median time to first token through the router, minus the median directly from the shard
-    decision         one Scheduler.decide with 256 running sequences; recording is one apply
+    decision         one Scheduler.schedule with 256 running sequences; recording is one update
     workers          the processes that render templates and prove grammars
     socket write     writing 150 bytes to a sleeping reader: a lower bound of the first result. It varies from day to day,
                      and everything else with it
@@ -35,9 +35,9 @@ import psutil
 
 from text_generation_proto.client import ShardClient
 from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Outcome, ReplicaSpec
 
 STEP_MS = 20.0
 STREAMS = 128
@@ -240,20 +240,20 @@ async def direct_time_to_first_token(address: str, count: int) -> float:
 def scheduler_cost(running: int = 256, steps: int = 2000) -> tuple[float, float]:
     """Return the microseconds of one apply and one decide with `running` decoding sequences."""
     scheduler = Scheduler(Policy(1 << 20, running))
-    scheduler.open(0, ReplicaSpec(num_slots=running, num_blocks=1 << 17, block_size=16), 0.0)
+    scheduler.open(0, ReplicaSpec(num_slots=running, num_blocks=1 << 17, block_size=16))
     for number in range(running):
         scheduler.submit(Request(RequestId(number), tuple(range(100 + number % 16)), steps + 10), 0.0)
-    scheduler.dispatch(0.0)
-    scheduler.decide(0, 0.0)
+    scheduler.dispatch()
+    scheduler.schedule(0)
     applied = 1
     spent = [0.0, 0.0]
     for _ in range(steps):
-        outcome = Outcome(applied, list(range(running)), [], [7] * running, step_s=0.01)
+        outcome = StepOutput(applied, list(range(running)), [], [7] * running, step_s=0.01)
         started = time.perf_counter()
-        scheduler.apply(0, outcome, 0.0)
+        scheduler.update(0, outcome, 0.0)
         between = time.perf_counter()
-        scheduler.dispatch(0.0)
-        if orders := scheduler.decide(0, 0.0):
+        scheduler.dispatch()
+        if orders := scheduler.schedule(0):
             applied = orders.number
         spent[0] += between - started
         spent[1] += time.perf_counter() - between

@@ -21,10 +21,10 @@ from collections.abc import Callable
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
+from text_generation_router.scheduling.messages import ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.prefix_tree import PrefixTree
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Orders, Outcome, ReplicaSpec
 
 BLOCK = 16
 TENANTS = 10
@@ -45,10 +45,10 @@ class SchedulerLoad:
         """New tokens left, by slot, for each replica."""
         self._prefill: list[dict[int, int]] = [{} for _ in range(replicas)]
         """Prompt tokens not yet scheduled, by slot, for each replica."""
-        self._orders: list[Orders | None] = [None] * replicas
+        self._orders: list[SchedulerOutput | None] = [None] * replicas
         self._number = [0] * replicas
         for replica in range(replicas):
-            self._scheduler.open(replica, ReplicaSpec(running + 64, running * 100, BLOCK), 0.0)
+            self._scheduler.open(replica, ReplicaSpec(running + 64, running * 100, BLOCK))
         for _ in range(replicas * running + queued):
             self._submit()
 
@@ -68,17 +68,17 @@ class SchedulerLoad:
             outcome = self._step(replica)
             self._now += 0.02
             started = time.thread_time()
-            scheduler.apply(replica, outcome, self._now)
+            scheduler.update(replica, outcome, self._now)
             applied = time.thread_time()
             scheduler.expire(self._now)
-            scheduler.dispatch(self._now)
-            orders = scheduler.decide(replica, self._now)
+            scheduler.dispatch()
+            orders = scheduler.schedule(replica)
             ended = time.thread_time()
             applies.append(applied - started)
             decisions.append(ended - applied)
             self._orders[replica] = orders
 
-    def _step(self, replica: int) -> Outcome:
+    def _step(self, replica: int) -> StepOutput:
         new_tokens, prefill, orders = self._new_tokens[replica], self._prefill[replica], self._orders[replica]
         chunks: tuple[tuple[int, int], ...] = ()
         if orders is not None:
@@ -86,7 +86,7 @@ class SchedulerLoad:
             for slot in orders.release:
                 new_tokens.pop(slot, None)
                 prefill.pop(slot, None)
-            for admission in orders.admit:
+            for admission in orders.placements:
                 length = len(admission.request.prompt) + len(admission.generated)
                 new_tokens[admission.slot] = admission.request.max_new_tokens - len(admission.generated)
                 prefill[admission.slot] = length - admission.cached_tokens
@@ -99,7 +99,7 @@ class SchedulerLoad:
             if new_tokens[slot] == 0:
                 finished[slot] = FinishReason.LENGTH
                 del new_tokens[slot], prefill[slot]
-        return Outcome(self._number[replica], slots, (), [7] * len(slots), finished, prefilled=chunks, step_s=0.02)
+        return StepOutput(self._number[replica], slots, (), [7] * len(slots), finished, prefilled=chunks, step_s=0.02)
 
 
 def report(name: str, seconds: list[float]) -> None:

@@ -84,7 +84,7 @@ class Replicas:
 
     async def until_draining(self, *numbers: int) -> None:
         async with asyncio.timeout(20):
-            while self.cluster.scheduler._replicas.draining != set(numbers):  # noqa: ASYNC110 - it crosses the wire
+            while self.cluster.scheduler.draining != set(numbers):  # noqa: ASYNC110 - it crosses the wire
                 await asyncio.sleep(0)
 
 
@@ -101,7 +101,7 @@ async def two_replicas(folder: Path, max_batch_size: int = 64) -> AsyncIterator[
             joined.append(await join(shards[-1].client, limits, address, timeout=20))
         await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
         async with asyncio.timeout(20):
-            while cluster.scheduler.open_replicas < 2:  # noqa: ASYNC110 - nobody else waits for the second one
+            while cluster.scheduler.stats().serving_replicas < 2:  # noqa: ASYNC110 - nobody else waits for the second one
                 await asyncio.sleep(0)
         yield Replicas(cluster, shards, engines)
 
@@ -141,7 +141,7 @@ async def test_what_ran_on_a_lost_shard_goes_on_where_it_was(tmp_path: Path) -> 
         for listener in listeners:
             await listener.over.wait()
         assert [listener.tokens for listener in listeners] == [[1, 2, 3] * 100] * 8
-        assert replicas.cluster.scheduler.moves == 4
+        assert replicas.cluster.scheduler.stats().moves == 4
 
 
 async def test_a_shard_that_owes_a_report_gets_nothing_new_until_it_brings_one(
@@ -185,7 +185,7 @@ async def test_a_report_that_makes_no_sense_costs_the_session_and_no_request(
         for listener in listeners:
             await listener.over.wait()
         assert [listener.tokens for listener in listeners] == [[1, 2, 3] * 33 + [1]] * 4
-        assert replicas.cluster.scheduler.moves == 2
+        assert replicas.cluster.scheduler.stats().moves == 2
 
 
 async def test_one_that_comes_when_its_time_is_over_is_not_queued(tmp_path: Path) -> None:

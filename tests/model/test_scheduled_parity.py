@@ -109,7 +109,7 @@ async def tokens_of(
             stops.append(shard.end_session)
         await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
         async with asyncio.timeout(60):
-            while cluster.scheduler.open_replicas < len(engines):  # noqa: ASYNC110 - nobody else waits for all of them
+            while cluster.scheduler.stats().serving_replicas < len(engines):  # noqa: ASYNC110 - nobody else waits for all of them
                 await asyncio.sleep(0)
         collectors = [Collector() for _ in requests]
         for request, collector in zip(requests, collectors, strict=True):
@@ -133,7 +133,7 @@ def alone(
     tokens, scheduler = asyncio.run(
         tokens_of(requests, engines[:1], folder, one_by_one=True, policy={"prefix_caching": False})
     )
-    assert scheduler.hit_tokens == 0
+    assert scheduler.stats().hit_tokens == 0
     return tokens
 
 
@@ -142,7 +142,7 @@ async def test_together_from_the_prefix_cache(
 ) -> None:
     tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path)
     assert tokens == alone
-    assert scheduler.hit_tokens == 5 * 128  # the first one computed what the others begin with
+    assert scheduler.stats().hit_tokens == 5 * 128  # the first one computed what the others begin with
 
 
 async def test_in_chunks(
@@ -158,7 +158,7 @@ async def test_after_preemptions(
     tokens, scheduler = await tokens_of(
         requests, engines[:1], tmp_path, pool_tokens=480, policy={"prefix_caching": False, "growth_tokens": 1}
     )
-    assert scheduler.preemptions > 0
+    assert scheduler.stats().preemptions > 0
     assert tokens == alone
 
 
@@ -166,7 +166,7 @@ async def test_after_preemptions_into_the_prefix_cache(
     requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
 ) -> None:
     tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, pool_tokens=368, policy={"growth_tokens": 1})
-    assert scheduler.preemptions > 0
+    assert scheduler.stats().preemptions > 0
     assert tokens == alone
 
 
@@ -174,7 +174,7 @@ async def test_on_another_replica_than_they_began_on(
     requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
 ) -> None:
     tokens, scheduler = await tokens_of(requests, engines, tmp_path, lose=True)
-    assert scheduler.moves > 0
+    assert scheduler.stats().moves > 0
     assert tokens == alone
 
 
@@ -182,5 +182,5 @@ async def test_on_the_same_replica_once_it_is_back(
     requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
 ) -> None:
     tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, lose=True)
-    assert scheduler.moves > 0
+    assert scheduler.stats().moves > 0
     assert tokens == alone

@@ -41,8 +41,6 @@ def policies(draw: st.DrawFn, machine: CostModel) -> Policy:
         dispatch=draw(st.sampled_from(list(Dispatch))),
         max_queued_tokens=draw(st.sampled_from([None, 300])),
         growth_tokens=machine.growth_tokens,
-        reserve_worst_case=draw(st.booleans()),
-        publish_prompts_only=draw(st.booleans()),
     )
 
 

@@ -66,7 +66,7 @@ class Stack:
         await self.generate("Are you there?", max_new_tokens=1)
         await until(lambda: self.engine.running == 0)
         assert self.permits.in_use == 0
-        assert (self.scheduler.waiting, self.scheduler.running, self.scheduler.used_blocks) == (0, 0, 0)
+        assert (self.scheduler.waiting, self.scheduler.stats().running, self.scheduler.stats().used_blocks) == (0, 0, 0)
         assert self.engine.used_blocks == 0
 
 

@@ -1,7 +1,7 @@
-"""A replica as the scheduler meets it: a wire that may lag behind or break, and a shard that drives the echo engine.
+"""ReplicaWorld: a replica as the scheduler sees it, with a network that delays or loses messages and an echo engine.
 
-The shard is `session.Session` without its thread: a boundary takes at most one set of orders, the report of a step leaves
-after the boundary behind it, and nothing is said of a step that brought nothing.
+It follows `session.Session` without its thread: a boundary applies at most one set of orders, the report of a step leaves
+after the next boundary, and a step without results is not reported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from text_generation_proto.values import LogprobOptions, Stopping
-from text_generation_router.scheduling.steps import Admission, Orders, Outcome, ReplicaSpec
+from text_generation_router.scheduling.messages import Placement, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_shard import engine as shard
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
@@ -23,11 +23,12 @@ FAILING_STEP_TOKEN = 9
 
 @dataclass(frozen=True)
 class ReplicaSetup:
-    """What a replica is."""
+    """The configuration of a replica."""
 
     blocks: int
     slots: int
     self_scheduling: bool = False
+    reserves_max_length: bool = False
     tokens_per_report: int = 1
     max_batch_size: int = 8
     max_batch_prefill_tokens: int = 64
@@ -49,34 +50,34 @@ class ReplicaWorld:
         self.engine = build_engine(config)
         limits = shard.WarmUpLimits(setup.max_batch_prefill_tokens, setup.max_batch_size, setup.blocks * BLOCK_SIZE)
         assert self.engine.warm_up(limits) == setup.blocks
-        self.spec = ReplicaSpec(setup.slots, setup.blocks, BLOCK_SIZE, setup.self_scheduling)
-        self.sent: deque[Orders] = deque()
-        self.inbox: deque[Orders] = deque()
-        self.reports: deque[Outcome] = deque()
-        self._applied = 0
+        self.spec = ReplicaSpec(setup.slots, setup.blocks, BLOCK_SIZE, setup.self_scheduling, setup.reserves_max_length)
+        self.sent: deque[SchedulerOutput] = deque()
+        self.inbox: deque[SchedulerOutput] = deque()
+        self.reports: deque[StepOutput] = deque()
+        self.applied = 0
         self._result: shard.StepResult | None = None
         self._busy_s, self._steps = 0.0, 0
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is on its way, and the shard has nothing to say."""
+        """True if no message is under way and the shard has nothing to report."""
         return not (self.sent or self.inbox or self.reports or self._result)
 
     def orders_arrive(self) -> None:
-        """Everything sent so far reaches the shard."""
+        """Let all orders sent so far reach the shard."""
         self.inbox += self.sent
         self.sent.clear()
 
     def boundary_and_step(self) -> None:
-        """The shard takes one set of orders at most, reports, and makes one step."""
+        """Apply at most one set of orders, report, and make one step."""
         orders = self.inbox.popleft() if self.inbox else None
         if orders is not None:
             refused = self.engine.apply(_for_shard(orders))
             assert not refused, refused
-            self._applied = orders.number
+            self.applied = orders.number
             self._result = self._result or shard.StepResult()
         if self._result is not None and (orders is not None or not self._result.is_silent):
-            self.reports.append(self._outcome(self._result))
+            self.reports.append(self._step_output(self._result))
             self._busy_s, self._steps = 0.0, 0
         self._result = self.engine.step()
         if self._result is not None:
@@ -84,9 +85,9 @@ class ReplicaWorld:
             self._busy_s += 0.001 + 0.0001 * prefilled + 0.0001 * len(self._result.slots)
             self._steps += 1
 
-    def _outcome(self, result: shard.StepResult) -> Outcome:
-        return Outcome(
-            orders_applied=self._applied,
+    def _step_output(self, result: shard.StepResult) -> StepOutput:
+        return StepOutput(
+            orders_applied=self.applied,
             slots=list(result.slots),
             token_counts=list(result.token_counts),
             token_ids=list(result.token_ids),
@@ -98,24 +99,24 @@ class ReplicaWorld:
         )
 
 
-def _for_shard(orders: Orders) -> shard.Orders:
+def _for_shard(orders: SchedulerOutput) -> shard.Orders:
     return shard.Orders(
         number=orders.number,
         release=orders.release,
-        admit=tuple(_admission(admission) for admission in orders.admit),
-        grants=orders.grants,
+        admit=tuple(_new_sequence(placement) for placement in orders.placements),
+        grants=orders.allocations,
         prefill=orders.prefill,
     )
 
 
-def _admission(admission: Admission) -> shard.NewSequence:
-    request, generated = admission.request, admission.generated
+def _new_sequence(placement: Placement) -> shard.NewSequence:
+    request, generated = placement.request, placement.generated
     return shard.NewSequence(
-        slot=admission.slot,
+        slot=placement.slot,
         prompt=request.prompt + generated,
         generated_tokens=len(generated),
-        blocks=admission.blocks,
-        computed_tokens=admission.cached_tokens,
+        blocks=placement.blocks,
+        computed_tokens=placement.cached_tokens,
         stopping=Stopping(
             max_new_tokens=request.max_new_tokens - len(generated),
             eos_token_ids=frozenset() if request.ignore_eos else frozenset((EOS,)),

@@ -6,10 +6,16 @@ from dataclasses import dataclass, field, replace
 
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.request import QualityOfService, Request, RequestId
-from text_generation_router.scheduling.batch import Batch
+from text_generation_router.scheduling.messages import (
+    Deliveries,
+    Placement,
+    ReplicaSpec,
+    SchedulerOutput,
+    StepOutput,
+)
 from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Admission, Deliveries, Orders, Outcome, ReplicaSpec
 
 BLOCK = 16
 TOKEN = 7
@@ -29,7 +35,7 @@ def words(start: int, count: int) -> tuple[int, ...]:
 class Sequence:
     """What a replica knows of a slot."""
 
-    admission: Admission
+    admission: Placement
     to_prefill: int
     room: int
     left: int
@@ -45,7 +51,7 @@ class Rig:
     replicas: int = 1
     now: float = 0.0
     step_s: float = 0.01
-    orders: list[tuple[int, Orders]] = field(default_factory=list)
+    orders: list[tuple[int, SchedulerOutput]] = field(default_factory=list)
     """(replica, orders), everything ever ordered."""
     tokens: dict[int, int] = field(default_factory=dict)
     """New tokens by request."""
@@ -55,25 +61,29 @@ class Rig:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.policy, self.replicas)
         self.sequences: list[dict[int, Sequence]] = [{} for _ in range(self.replicas)]
-        self._requests = 0
+        self.applied = [0] * self.replicas
+        """Numbers of the last orders of each replica."""
+        self.submitted = 0
         for replica in range(self.replicas):
             self.open(replica)
 
     def open(self, replica: int, blocks: int | None = None) -> None:
-        self.sequences[replica] = {}
-        spec = ReplicaSpec(self.slots, self.blocks if blocks is None else blocks, BLOCK)
-        self.hear(self.scheduler.open(replica, spec, self.now))
+        self.sequences[replica], self.applied[replica] = {}, 0
+        self.hear(self.scheduler.open(replica, self.spec(self.blocks if blocks is None else blocks)))
+
+    def spec(self, blocks: int) -> ReplicaSpec:
+        return ReplicaSpec(self.slots, blocks, BLOCK)
 
     def lose(self, replica: int) -> None:
         self.sequences[replica] = {}
-        self.hear(self.scheduler.lose(replica, self.now))
+        self.hear(self.scheduler.lose(replica))
 
     def submit(
         self, prompt: tuple[int, ...] | int = 4, new: int = 10, *, prompt_logprobs: bool = False, **service: object
     ) -> int:
         """A request for `prompt`, or for one of that many tokens like no other; its number."""
-        number = self._requests
-        self._requests += 1
+        number = self.submitted
+        self.submitted += 1
         if isinstance(prompt, int):
             prompt = words(number + 1, prompt)
         request = Request(
@@ -86,41 +96,42 @@ class Rig:
         self.scheduler.submit(request, self.now)
         return number
 
-    def batch(self, replica: int = 0) -> Batch:
-        batch = self.scheduler._replicas.batches[replica]
-        assert batch is not None
-        return batch
+    def replica(self, number: int = 0) -> ReplicaScheduler:
+        replica = self.scheduler.replicas[number]
+        assert replica is not None
+        return replica
 
-    def turn(self) -> list[Orders]:
+    def turn(self) -> list[SchedulerOutput]:
         """Dispatch, then orders and a step for each replica; what was ordered."""
-        self.scheduler.dispatch(self.now)
+        self.scheduler.dispatch()
         ordered = []
         for replica in range(self.replicas):
-            if (orders := self.scheduler.decide(replica, self.now)) is not None:
+            if (orders := self.scheduler.schedule(replica)) is not None:
                 ordered.append(orders)
                 self.orders.append((replica, orders))
+                self.applied[replica] = orders.number
             self.step(replica, orders)
         self.now += self.step_s
         return ordered
 
-    def turns(self, count: int) -> list[Orders]:
+    def turns(self, count: int) -> list[SchedulerOutput]:
         return [orders for _ in range(count) for orders in self.turn()]
 
     def until_idle(self, most: int = 2000) -> None:
-        """ChatPreparer until everything has ended."""
+        """Turns until everything has ended."""
         for _ in range(most):
             if not self.scheduler.requests:
                 return
             self.turn()
         raise AssertionError("something never ends")
 
-    def step(self, replica: int, orders: Orders | None) -> None:
+    def step(self, replica: int, orders: SchedulerOutput | None) -> None:
         """The replica takes its orders and makes a step."""
-        if self.scheduler._replicas.batches[replica] is None:
+        if self.scheduler.replicas[replica] is None:
             return
         here = self.sequences[replica]
-        chunks = self._take(here, orders) if orders is not None else {}
-        outcome = Outcome(self.batch(replica)._number, [], [], [], prefilled=list(chunks.items()), step_s=self.step_s)
+        chunks = self.take_orders(here, orders) if orders is not None else {}
+        outcome = StepOutput(self.applied[replica], [], [], [], prefilled=list(chunks.items()), step_s=self.step_s)
         slots: list[int] = []
         for slot, sequence in list(here.items()):
             if slot in chunks:
@@ -136,10 +147,10 @@ class Rig:
         outcome.slots, outcome.token_ids = slots, [TOKEN] * len(slots)
         self.apply(replica, outcome)
 
-    def _take(self, here: dict[int, Sequence], orders: Orders) -> dict[int, int]:
+    def take_orders(self, here: dict[int, Sequence], orders: SchedulerOutput) -> dict[int, int]:
         for slot in orders.release:
             here.pop(slot, None)
-        for admission in orders.admit:
+        for admission in orders.placements:
             assert admission.slot not in here
             known = len(admission.request.prompt) + len(admission.generated)
             here[admission.slot] = Sequence(
@@ -148,13 +159,14 @@ class Rig:
                 len(admission.blocks) * BLOCK - known,
                 admission.request.max_new_tokens - len(admission.generated),
             )
-        for slot, blocks in orders.grants:
+        for slot, blocks in orders.allocations:
             if slot in here:
                 here[slot].room += len(blocks) * BLOCK
         return dict(orders.prefill)
 
-    def apply(self, replica: int, outcome: Outcome) -> Deliveries:
-        deliveries = self.scheduler.apply(replica, outcome, self.now)
+    def apply(self, replica: int, outcome: StepOutput) -> Deliveries:
+        self.applied[replica] = outcome.orders_applied
+        deliveries = self.scheduler.update(replica, outcome, self.now)
         for request_id, first, end, reason in deliveries.tokens:
             self.tokens[request_id] = self.tokens.get(request_id, 0) + end - first
             if reason is not None:
@@ -170,16 +182,16 @@ class Rig:
     def expire(self) -> None:
         self.hear(self.scheduler.expire(self.now))
 
-    def admissions(self, request: int) -> list[tuple[int, Admission]]:
+    def admissions(self, request: int) -> list[tuple[int, Placement]]:
         """(replica, admission) of each time the request was admitted."""
         return [
             (replica, admission)
             for replica, orders in self.orders
-            for admission in orders.admit
+            for admission in orders.placements
             if admission.request.id == request
         ]
 
-    def admission(self, request: int) -> Admission:
+    def admission(self, request: int) -> Placement:
         """Its latest."""
         return self.admissions(request)[-1][1]
 
@@ -189,4 +201,4 @@ class Rig:
 
     def admitted(self) -> list[int]:
         """Requests in the order in which they were admitted."""
-        return [admission.request.id for _, orders in self.orders for admission in orders.admit]
+        return [admission.request.id for _, orders in self.orders for admission in orders.placements]

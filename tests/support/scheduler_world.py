@@ -1,8 +1,6 @@
-"""Clients, a scheduler and its replicas, one small event at a time; after each it is checked that nothing broke a promise.
+"""SchedulerWorld: clients, a scheduler and its replicas. One small event at a time, with checks after each.
 
-Driven by Hypothesis (tests/property) and by a seeded source of randomness for as long as one likes (scripts).
-
-Every call goes to two schedulers, whose answers must be equal: the same calls give the same orders.
+Driven by Hypothesis (tests/property) and by a seeded random generator (text_generation_bench.soak_scheduler).
 """
 
 from __future__ import annotations
@@ -11,20 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field, replace
 
-from block_audit import audit, audit_idle
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup, ReplicaWorld
+from scheduler_checks import assert_idle
 
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
-from text_generation_router.scheduling.batch import Batch
+from text_generation_router.scheduling.messages import Deliveries, Failed, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Deliveries, Failed, Outcome
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a client asks for. Times in seconds from now."""
+class RequestSpec:
+    """A client's request. Times in seconds from now."""
 
     prompt: tuple[int, ...]
     new: int
@@ -39,8 +36,8 @@ class Ask:
 
 
 @dataclass
-class Told:
-    """What a client was told so far, and what it ought to hear in the end."""
+class ClientView:
+    """The tokens and the end that a client has received."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -49,11 +46,10 @@ class Told:
 
     @property
     def is_live(self) -> bool:
-        """Whether something is still owed to it."""
         return self.end is None and not self.cancelled
 
-    def whole(self) -> tuple[list[int], FinishReason | FailureCode]:
-        """All its tokens and its end, if nothing outside the request ends it."""
+    def expected(self) -> tuple[list[int], FinishReason | FailureCode]:
+        """Return the tokens and the end of the request if nothing outside ends it: the echo engine repeats the prompt."""
         prompt, tokens = self.request.prompt, []
         for number in range(self.request.max_new_tokens):
             token = prompt[number % len(prompt)]
@@ -67,309 +63,283 @@ class Told:
         return tokens, FinishReason.LENGTH
 
 
-class World:
-    """See the module. Raises AssertionError at the first promise that is broken."""
+class SchedulerWorld:
+    """A scheduler with replicas and clients. Methods raise AssertionError when the scheduler breaks a rule."""
 
     def __init__(self, policy: Policy, replicas: list[ReplicaSetup]) -> None:
         self.policy = policy
         self.now = 1.0
         self.scheduler = Scheduler(policy, len(replicas))
-        self._shadow = Scheduler(policy, len(replicas))
         self._setups = replicas
         self.replicas: list[ReplicaWorld | None] = [None] * len(replicas)
-        self.draining: set[int] = set()
-        self.told: dict[RequestId, Told] = {}
-        self.live: dict[RequestId, Told] = {}
+        self.views: dict[RequestId, ClientView] = {}
+        self.live: dict[RequestId, ClientView] = {}
         self.counts: Counter[str] = Counter()
+        self.history: list[Deliveries | SchedulerOutput | list[int] | float | None] = []
+        """All answers of the scheduler."""
         for replica in range(len(replicas)):
             self.open(replica)
 
     # ------------------------------------------------------------------------------------------------------- replicas
 
     def open(self, replica: int, blocks: int | None = None) -> None:
-        """A session of `replica` begins, if there is none, with a pool of `blocks`, or as before."""
+        """Start a session of `replica` if there is none, with a pool of `blocks` or the previous size."""
         if self.replicas[replica] is not None:
             return
-        self.draining.discard(replica)
         if blocks is not None:
             self._setups[replica] = replace(self._setups[replica], blocks=blocks)
         world = self.replicas[replica] = ReplicaWorld(self._setups[replica])
-        deliveries = self.scheduler.open(replica, world.spec, self.now)
-        assert deliveries == self._shadow.open(replica, world.spec, self.now)
+        deliveries = self.scheduler.open(replica, world.spec)
+        self.history.append(deliveries)
         for failed in deliveries.failed:
-            told = self.told[failed.request_id]
-            assert not self.scheduler.fits(len(told.request.prompt), told.request.max_new_tokens)
+            request = self.views[failed.request_id].request
+            assert not self.scheduler.fits(len(request.prompt), request.max_new_tokens)
             self._failed(failed, FailureCode.LOST)
 
     def lose(self, replica: int) -> None:
-        """The stream of `replica` breaks: what was on its way either way is gone."""
+        """Break the stream of `replica`: messages under way are gone."""
         if self.replicas[replica] is None:
             return
         self.replicas[replica] = None
         self.counts["losses"] += 1
-        deliveries = self.scheduler.lose(replica, self.now)
-        assert deliveries == self._shadow.lose(replica, self.now)
+        deliveries = self.scheduler.lose(replica)
+        self.history.append(deliveries)
         assert not deliveries.tokens
         for failed in deliveries.failed:
             self._failed(failed, FailureCode.LOST)
 
     def drain(self, replica: int, draining: bool) -> None:
-        """`replica` gets nothing new, or may again."""
-        (self.draining.add if draining else self.draining.discard)(replica)
         self.scheduler.drain(replica, draining=draining)
-        self._shadow.drain(replica, draining=draining)
 
     # -------------------------------------------------------------------------------------------------------- clients
 
-    def submit(self, ask: Ask) -> RequestId | None:
-        """A request comes; None if it is refused."""
+    def submit(self, spec: RequestSpec) -> RequestId | None:
+        """Submit a request. Return None if it is refused."""
         later = self._later
-        service = QualityOfService(
-            TenantId(ask.tenant),
-            ask.priority,
-            ask.salt,
-            later(ask.first_token_in),
-            later(ask.queue_for),
-            later(ask.end_in),
+        qos = QualityOfService(
+            TenantId(spec.tenant),
+            spec.priority,
+            spec.salt,
+            later(spec.first_token_in),
+            later(spec.queue_for),
+            later(spec.end_in),
         )
         request = Request(
-            RequestId(len(self.told)),
-            ask.prompt,
-            ask.new,
-            qos=service,
-            prompt_logprobs=ask.prompt_logprobs,
-            ignore_eos=ask.ignore_eos,
+            RequestId(len(self.views)),
+            spec.prompt,
+            spec.new,
+            qos=qos,
+            prompt_logprobs=spec.prompt_logprobs,
+            ignore_eos=spec.ignore_eos,
         )
-        if not self.scheduler.fits(len(ask.prompt), ask.new):
+        if not self.scheduler.fits(len(spec.prompt), spec.new):
             return None
-        wait = self.scheduler.foreseen_wait(service.tenant, self.now)
-        assert wait == self._shadow.foreseen_wait(service.tenant, self.now)
+        wait = self.scheduler.estimated_wait(qos.tenant)
+        self.history.append(wait)
         assert wait is None or 0 <= wait < 1e9
-        if self.scheduler.is_overfull(request):
+        if self.scheduler.exceeds_queue_limit(request):
             assert self.policy.max_queued_tokens is not None
             self.counts["refusals"] += 1
             return None
-        self.told[request.id] = self.live[request.id] = Told(request)
+        self.views[request.id] = self.live[request.id] = ClientView(request)
         self.scheduler.submit(request, self.now)
-        self._shadow.submit(request, self.now)
         if self.policy.max_queued_tokens is not None and self.scheduler.waiting > 1:
-            assert self.scheduler.queued_tokens <= 2 * self.policy.max_queued_tokens + self._sent_back()
+            requeued = sum(sequence.work for sequence in self.scheduler.queue if sequence.charged_tokens)
+            assert self.scheduler.queue.work() <= 2 * self.policy.max_queued_tokens + requeued
         self.counts["requests"] += 1
         return request.id
-
-    def _sent_back(self) -> int:
-        return sum(entry.work for entry in self.scheduler._queue if entry.charged)
 
     def _later(self, seconds: float | None) -> float | None:
         return None if seconds is None else self.now + seconds
 
     def cancel(self, request_id: RequestId, satisfied: bool = False) -> None:
-        """Whoever asked has left, or has all that was wanted."""
         self.scheduler.cancel(request_id, satisfied=satisfied)
-        self._shadow.cancel(request_id, satisfied=satisfied)
-        if (told := self.live.pop(request_id, None)) is not None:
-            told.cancelled = True
+        if (view := self.live.pop(request_id, None)) is not None:
+            view.cancelled = True
             self.counts["cancellations"] += 1
 
     def pass_time(self, seconds: float) -> None:
-        """Seconds go by, and the scheduler is asked whose time is over."""
+        """Advance the clock and expire requests."""
         self.now += seconds
         deliveries = self.scheduler.expire(self.now)
-        assert deliveries == self._shadow.expire(self.now)
+        self.history.append(deliveries)
         assert not deliveries.tokens
         for failed in deliveries.failed:
-            service = self.told[failed.request_id].request.qos
-            assert any(by is not None and by <= self.now for by in (service.queue_by, service.end_by))
+            qos = self.views[failed.request_id].request.qos
+            assert any(by is not None and by <= self.now for by in (qos.queue_by, qos.end_by))
             self._failed(failed, FailureCode.EXPIRED)
         next_expiry = self.scheduler.next_expiry
         assert next_expiry is None or next_expiry > self.now
-        for told in self.live.values():
-            assert told.request.qos.end_by is None or told.request.qos.end_by > self.now
+        for sequence in self.scheduler.queue:
+            qos = sequence.request.qos
+            assert sequence.charged_tokens or qos.queue_by is None or qos.queue_by > self.now
+        for view in self.live.values():
+            assert view.request.qos.end_by is None or view.request.qos.end_by > self.now
 
     # ------------------------------------------------------------------------------------------------------ decisions
 
     def dispatch(self) -> None:
-        """Queued entries go to replicas."""
-        before = {batch.replica: set(batch._placed) for batch in self._batches()}
-        given = self.scheduler.dispatch(self.now)
-        self.counts["waits for a prefix"] += bool(self.scheduler._aside._waiting)
-        assert given == self._shadow.dispatch(self.now)
-        assert len(given) == len(set(given))
-        for batch in self._batches():
-            new = batch._placed.keys() - before[batch.replica]
-            assert bool(new) == (batch.replica in given)
-            if new:
-                assert batch.replica not in self.draining
-                assert self.replicas[batch.replica] is not None
-            assert len(batch._placed) + len(batch._running) <= self.policy.max_batch_size
+        before = self._placed_by_replica()
+        placed = self.scheduler.dispatch()
+        self.history.append(placed)
+        self.counts["skipped"] += any(sequence.skipped for sequence in self.scheduler.queue)
+        after = self._placed_by_replica()
+        assert sorted(placed) == [replica for replica in after if after[replica] - before[replica]]
+        assert not set(placed) & self.scheduler.draining
+        assert all(self.replicas[replica] is not None for replica in placed)
 
-    def decide(self, replica: int) -> None:
-        """The replica's session asks what it is to order."""
+    def schedule(self, replica: int) -> None:
+        """Send the replica its next orders, if there are any."""
         world = self.replicas[replica]
-        orders = self.scheduler.decide(replica, self.now)
-        assert orders == self._shadow.decide(replica, self.now)
+        may_have_orders = self.scheduler.may_have_orders(replica)
+        orders = self.scheduler.schedule(replica)
+        self.history.append(orders)
         if orders is None:
-            self._nothing_was_due(replica)
+            self._check_none_was_due(replica)
             return
-        assert world is not None, "a lost replica gets nothing"
-        assert not [*world.sent, *world.inbox], "one set of orders is on its way at a time"
+        assert may_have_orders
+        assert world is not None, "a lost replica gets no orders"
+        assert not [*world.sent, *world.inbox], "one set of orders is under way at a time"
         self._check_chunks(replica, orders.prefill)
-        for admission in orders.admit:
-            told = self.told[admission.request.id]
-            assert told.is_live
-            assert list(admission.generated) == told.tokens
-            assert not (admission.cached_tokens and told.request.prompt_logprobs and not told.tokens)
-            self.counts["admissions"] += 1
-            self.counts["hit tokens"] += admission.cached_tokens
+        for placement in orders.placements:
+            view = self.views[placement.request.id]
+            assert view.is_live
+            assert list(placement.generated) == view.tokens
+            assert not (placement.cached_tokens and view.request.prompt_logprobs and not view.tokens)
+            self.counts["placements"] += 1
+            self.counts["hit tokens"] += placement.cached_tokens
         world.sent.append(orders)
 
     def _check_chunks(self, replica: int, prefill: tuple[tuple[int, int], ...]) -> None:
-        batch = self._batch(replica)
-        if batch.spec.self_scheduling:
+        scheduler = self.scheduler.replicas[replica]
+        assert scheduler is not None
+        if scheduler.spec.self_scheduling:
             assert not prefill
             return
         assert len(prefill) == len({slot for slot, _ in prefill})
         assert all(tokens > 0 for _, tokens in prefill)
-        assert sum(tokens for _, tokens in prefill) <= self.policy.max_batch_prefill_tokens
+        assert sum(tokens for _, tokens in prefill) <= self.policy.max_batch_prefill_tokens, "over the token budget"
         for slot, _ in prefill:
-            owner = self.scheduler.owner(replica, slot)
-            assert owner is not None, "prefill is spent on nobody"
-            assert self.told[owner].is_live
-        assert prefill or not self._has_prompts(batch), "a prompt makes progress with every set of orders"
+            request_id = self.scheduler.request_in(replica, slot)
+            assert request_id is not None, "prefill only for live requests"
+            assert self.views[request_id].is_live
+        assert prefill or not scheduler.prompts.unscheduled, "prompts advance with each set of orders"
 
-    def _nothing_was_due(self, replica: int) -> None:
-        world = self.replicas[replica]
-        if world is None or world.sent or world.inbox or world.reports:
+    def _check_none_was_due(self, replica: int) -> None:
+        world, scheduler = self.replicas[replica], self.scheduler.replicas[replica]
+        if world is None or scheduler is None or world.sent or world.inbox or world.reports:
             return
-        batch = self._batch(replica)
-        if batch._number == batch._applied:
-            assert not batch._to_release
-            assert not self._has_prompts(batch), "a prompt waits for nothing"
-
-    def _has_prompts(self, batch: Batch) -> bool:
-        return any(
-            entry.unordered for entry in (*batch._placed.values(), *batch._running.values()) if entry.prefill_length
-        )
+        if world.applied == scheduler.orders_sent:
+            assert not scheduler.prompts.unscheduled, "a prompt waits for nothing"
 
     # -------------------------------------------------------------------------------------------------------- reports
 
     def orders_arrive(self, replica: int) -> None:
-        """What was sent to the replica gets there."""
         if (world := self.replicas[replica]) is not None:
             world.orders_arrive()
 
     def step(self, replica: int) -> None:
-        """The shard passes a boundary and makes a step."""
+        """Let the shard pass a boundary and make a step."""
         if (world := self.replicas[replica]) is not None:
             world.boundary_and_step()
 
     def reports_arrive(self, replica: int) -> None:
-        """What the shard said reaches the scheduler."""
         world = self.replicas[replica]
         while world is not None and world.reports:
-            self._record(replica, world.reports.popleft())
+            self._update(replica, world.reports.popleft())
 
-    def _record(self, replica: int, outcome: Outcome) -> None:
-        deliveries: Deliveries = self.scheduler.apply(replica, outcome, self.now)
-        assert deliveries == self._shadow.apply(replica, outcome, self.now)
-        for request_id, first, end, reason in deliveries.tokens:
-            told = self._owed(request_id)
-            told.tokens += outcome.token_ids[first:end]
-            assert first < end
-            self.counts["tokens"] += end - first
+    def _update(self, replica: int, output: StepOutput) -> None:
+        deliveries = self.scheduler.update(replica, output, self.now)
+        self.history.append(deliveries)
+        for request_id, start, end, reason in deliveries.tokens:
+            view = self._unfinished(request_id)
+            view.tokens += output.token_ids[start:end]
+            assert start < end
+            self.counts["tokens"] += end - start
             if reason is not None:
-                assert (told.tokens, reason) == told.whole()
+                assert (view.tokens, reason) == view.expected()
                 self._ended(request_id, reason)
         for failed in deliveries.failed:
             self._failed(failed, FailureCode.NUMERICS, FailureCode.STEP)
 
-    def _owed(self, request_id: RequestId) -> Told:
-        told = self.told[request_id]
-        assert told.end is None, "nothing after the end"
-        assert not told.cancelled, "nothing after a cancel"
-        return told
+    def _unfinished(self, request_id: RequestId) -> ClientView:
+        view = self.views[request_id]
+        assert view.end is None, "nothing after the end"
+        assert not view.cancelled, "nothing after a cancel"
+        return view
 
     def _failed(self, failed: Failed, *kinds: FailureCode) -> None:
-        told = self._owed(failed.request_id)
+        view = self._unfinished(failed.request_id)
         assert failed.kind in kinds, failed
         assert failed.message
-        tokens, end = told.whole()
-        assert told.tokens == tokens[: len(told.tokens)]
+        tokens, end = view.expected()
+        assert view.tokens == tokens[: len(view.tokens)]
         if failed.kind is FailureCode.NUMERICS:
-            assert (told.tokens, failed.kind) == (tokens, end)
+            assert (view.tokens, failed.kind) == (tokens, end)
         self._ended(failed.request_id, failed.kind)
 
     def _ended(self, request_id: RequestId, end: FinishReason | FailureCode) -> None:
-        self.told[request_id].end = end
+        self.views[request_id].end = end
         del self.live[request_id]
         self.counts[end.value] += 1
 
     # --------------------------------------------------------------------------------------------------------- checks
 
-    def _batches(self) -> list[Batch]:
-        return self.scheduler._replicas.serving
-
-    def _batch(self, replica: int) -> Batch:
-        batch = self.scheduler._replicas.batches[replica]
-        assert batch is not None
-        return batch
+    def _placed_by_replica(self) -> dict[int, set[RequestId]]:
+        replicas = (replica for replica in self.scheduler.replicas if replica is not None)
+        return {replica.replica: set(replica.placed) for replica in replicas}
 
     @property
     def placed(self) -> list[RequestId]:
-        """Requests that left the queue, and of which their replica has not heard yet."""
-        return [request_id for batch in self._batches() for request_id in batch._placed]
+        """Requests that left the queue and were not sent yet."""
+        return [request_id for placed in self._placed_by_replica().values() for request_id in sorted(placed)]
 
     def check(self) -> None:
-        """Everything that is true at every moment."""
-        for batch in self._batches():
-            audit(batch)
-        known = self.scheduler.requests
-        assert self.live.keys() <= set(known), "somebody was forgotten"
-        assert len(known) <= len(self.live) + self.scheduler.running
-        slots = sum(world.setup.slots for world in self.replicas if world is not None)
-        assert self.scheduler.running <= slots
+        """Check the rules that hold at all times."""
+        self.scheduler.check_invariants()
+        known, running = self.scheduler.requests, self.scheduler.stats().running
+        assert self.live.keys() <= set(known), "a request was forgotten"
+        assert len(known) <= len(self.live) + running
+        assert running <= sum(world.setup.slots for world in self.replicas if world is not None)
 
     def finish(self) -> None:
-        """Nothing new comes: everything must end, within a bound, and leave nothing behind."""
-        # Who fits on a replica that serves does not wait for those that do not.
-        self._go_on_until_none(self._served)
+        """Submit nothing more. Check that all requests end within a bound and leave nothing behind."""
+        # First those that fit on a serving replica: they do not wait for the others.
+        self._run_until_empty(self._servable)
         for replica in range(len(self.replicas)):
             self.drain(replica, False)
             self.open(replica)
-        self._go_on_until_none(lambda: self.scheduler.requests or [one for one in self.replicas if not _is_quiet(one)])
+        self._run_until_empty(
+            lambda: self.scheduler.requests or [world for world in self.replicas if world and not world.is_quiet]
+        )
         self.check()
-        audit_idle(self.scheduler)
+        assert_idle(self.scheduler)
         assert not self.live
-        for world in self.replicas:
-            assert world is None or world.engine.running == 0
-        self.counts["preemptions"] = self.scheduler.preemptions
-        self.counts["moves"] = self.scheduler.moves
+        assert not any(world.engine.running for world in self.replicas if world is not None)
+        stats = self.scheduler.stats()
+        self.counts["preemptions"], self.counts["moves"] = stats.preemptions, stats.moves
 
-    def _served(self) -> list[Told]:
-        """Those still live that a replica could hold which serves."""
-        rooms = [
+    def _servable(self) -> list[ClientView]:
+        """Return the live requests that a serving replica could hold."""
+        sizes = [
             world.spec.num_blocks * world.spec.block_size
             for replica, world in enumerate(self.replicas)
-            if world is not None and replica not in self.draining
+            if world is not None and replica not in self.scheduler.draining
         ]
-        most = max(rooms, default=0)
-        requests = [(told, told.request) for told in self.live.values()]
-        return [told for told, request in requests if len(request.prompt) + request.max_new_tokens - 1 <= most]
+        most = max(sizes, default=0)
+        requests = [(view, view.request) for view in self.live.values()]
+        return [view for view, request in requests if len(request.prompt) + request.max_new_tokens - 1 <= most]
 
-    def _go_on_until_none(self, left: Callable[[], Sized]) -> None:
-        # Each token may take a step, and be computed again after a preemption: so many rounds are far too many.
-        work = sum(len(told.request.prompt) + told.request.max_new_tokens for told in self.live.values())
+    def _run_until_empty(self, left: Callable[[], Sized]) -> None:
+        # Each token may take a step, and be computed again after a preemption: this bound is generous.
+        work = sum(len(view.request.prompt) + view.request.max_new_tokens for view in self.live.values())
         rounds = 0
         while left():
             rounds += 1
-            assert rounds <= 200 + 20 * work, "somebody starves"
+            assert rounds <= 200 + 20 * work, "a request starves"
             self.dispatch()
             for replica in range(len(self.replicas)):
-                self.decide(replica)
+                self.schedule(replica)
                 self.orders_arrive(replica)
                 self.step(replica)
                 self.reports_arrive(replica)
-
-
-def _is_quiet(world: ReplicaWorld | None) -> bool:
-    return world is None or world.is_quiet

@@ -31,7 +31,7 @@ def main() -> int:
     while played < arguments.events:
         events = min(EVENTS_PER_WORLD, arguments.events - played)
         try:
-            counts += play(world, events)
+            counts += play(world, events).counts
         except Exception:  # noqa: BLE001 - any exception is a finding
             traceback.print_exc()
             return 1

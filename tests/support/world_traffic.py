@@ -1,12 +1,11 @@
-"""Random policies, replicas and requests for a `World`, drawn from anything that draws like `random.Random`."""
+"""Random policies, replicas, requests and events for a `SchedulerWorld`, drawn from a `random.Random` or the like."""
 
 from __future__ import annotations
 
-from collections import Counter
 from random import Random
 
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup
-from scheduler_world import Ask, World
+from scheduler_world import RequestSpec, SchedulerWorld
 
 from text_generation_router.request import Priority, RequestId, TenantId
 from text_generation_router.scheduling.policy import Dispatch, Policy
@@ -19,12 +18,12 @@ _BASES = (
     _COMMON[:32] + tuple(70 + i % 7 for i in range(148)),
     tuple(90 + i % 5 for i in range(LONGEST_PROMPT)),
 )
-"""Prompts that begin alike for 180, 100, 32 tokens and not at all."""
+"""Prompts that share 180, 100, 32 and 0 leading tokens with the first."""
 SPECIAL = (EOS, FAILING_TOKEN, FAILING_STEP_TOKEN)
 
 
-def draw_world(draw: Random) -> World:
-    """A policy and one to three replicas."""
+def draw_world(draw: Random) -> SchedulerWorld:
+    """Return a world with a random policy and one to three replicas."""
     budget = draw.choice([1, 16, 64, 200, 400])
     batch = draw.randint(1, 6)
     policy = Policy(
@@ -39,60 +38,58 @@ def draw_world(draw: Random) -> World:
         max_queued_tokens=draw.choice([None, None, 300, 2000]),
         max_moves=draw.randint(0, 3),
         growth_tokens=draw.choice([0, 8, 40, 100]),
-        reserve_worst_case=draw.choice([False, False, False, True]),
-        publish_prompts_only=draw.choice([False, False, False, True]),
     )
     replicas = [
         ReplicaSetup(
             blocks=draw_blocks(draw),
             slots=draw.randint(1, 6),
             self_scheduling=draw.choice([False, False, False, True]),
+            reserves_max_length=draw.choice([False, False, False, True]),
             tokens_per_report=draw.choice([1, 3, 8]),
             max_batch_size=batch,
             max_batch_prefill_tokens=budget,
         )
         for _ in range(draw.randint(1, 3))
     ]
-    return World(policy, replicas)
+    return SchedulerWorld(policy, replicas)
 
 
 def draw_blocks(draw: Random) -> int:
-    """The size of a pool: one that is too small most of the time."""
+    """Return the size of a KV pool, mostly too small for the traffic."""
     return draw.randint(6, 30)
 
 
-def draw_ask(draw: Random) -> Ask:
-    """One request."""
+def draw_request(draw: Random) -> RequestSpec:
     length = draw.choice([draw.randint(1, 40), draw.randint(1, LONGEST_PROMPT), draw.randint(100, LONGEST_PROMPT)])
     tail = tuple(draw.randint(10, 12) for _ in range(draw.choice([0, 1, 1, 20])))
     special = draw.choice([()] * 12 + [(token,) for token in SPECIAL])
-    wish = draw.choice(["none"] * 8 + ["first", "queue", "end", "all"])
+    deadlines = draw.choice(["none"] * 8 + ["first", "queue", "end", "all"])
     seconds = draw.choice([0.0, 0.5, 3.0, 30.0])
-    return Ask(
+    return RequestSpec(
         prompt=draw.choice(_BASES)[:length] + special + tail,
         new=draw.choice([1, 2, 17, 40, 90, 200]),
         tenant=draw.choice(["", "a", "b"]),
         priority=draw.choice([Priority.DEFAULT, *Priority]),
         salt=draw.choice(["", "", "", "pepper"]),
-        first_token_in=seconds - 1.0 if wish in ("first", "all") else None,
-        queue_for=seconds if wish in ("queue", "all") else None,
-        end_in=seconds * 2 if wish in ("end", "all") else None,
+        first_token_in=seconds - 1.0 if deadlines in ("first", "all") else None,
+        queue_for=seconds if deadlines in ("queue", "all") else None,
+        end_in=seconds * 2 if deadlines in ("end", "all") else None,
         prompt_logprobs=draw.choice([False] * 7 + [True]),
         ignore_eos=draw.choice([True, False]),
     )
 
 
-MOVES = ("dispatch", "decide", "arrive", "step", "step", "report", "round", "round", "round")
+ACTIONS = ("dispatch", "schedule", "arrive", "step", "step", "report", "round", "round", "round")
 
 
-def move(world: World, what: str, replica: int) -> None:
-    """One step of the race between the router, the wire and a shard, or one round in which nobody lags behind."""
+def act(world: SchedulerWorld, action: str, replica: int) -> None:
+    """Do one action of the router, the network or a shard; a round is one of each, without delays."""
     replica %= len(world.replicas)
-    match what:
+    match action:
         case "dispatch":
             world.dispatch()
-        case "decide":
-            world.decide(replica)
+        case "schedule":
+            world.schedule(replica)
         case "arrive":
             world.orders_arrive(replica)
         case "step":
@@ -100,56 +97,56 @@ def move(world: World, what: str, replica: int) -> None:
         case "report":
             world.reports_arrive(replica)
         case "round":
-            for each in ("dispatch", "decide", "arrive", "step", "report"):
-                move(world, each, replica)
+            for each in ("dispatch", "schedule", "arrive", "step", "report"):
+                act(world, each, replica)
 
 
-def some_request(world: World, draw: Random) -> RequestId:
-    """Any request there ever was, more often one that is not over, or that a replica is about to hear of."""
+def draw_request_id(world: SchedulerWorld, draw: Random) -> RequestId:
+    """Return any request so far, more often a live or a placed one."""
     which = draw.choice(["placed", "live", "live", "any"])
     if which == "placed" and (placed := world.placed):
         return draw.choice(placed)
     if which != "any" and world.live:
         return draw.choice(list(world.live))
-    return RequestId(draw.randint(0, len(world.told) - 1))
+    return RequestId(draw.randint(0, len(world.views) - 1))
 
 
-def random_event(world: World, draw: Random, most_live: int = 30) -> None:
-    """One event: mostly the race goes on; at times clients, the clock or a breaking wire have a say."""
+def random_event(world: SchedulerWorld, draw: Random, max_live: int = 30) -> None:
+    """Do one event: mostly an action, at times one of a client, of the clock or of a failing replica."""
     chance = draw.random()
     if chance < 0.92:
-        move(world, draw.choice(MOVES), draw.randrange(len(world.replicas)))
+        act(world, draw.choice(ACTIONS), draw.randrange(len(world.replicas)))
     elif chance < 0.96:
-        for _ in range(min(draw.choice([1, 1, 2, 5]), most_live - len(world.live))):
-            world.submit(draw_ask(draw))
+        for _ in range(min(draw.choice([1, 1, 2, 5]), max_live - len(world.live))):
+            world.submit(draw_request(draw))
     elif chance < 0.975:
-        if world.told:
-            world.cancel(some_request(world, draw), draw.choice([True, False]))
+        if world.views:
+            world.cancel(draw_request_id(world, draw), draw.choice([True, False]))
     elif chance < 0.988:
         world.pass_time(draw.choice([0.0, 0.001, 0.01, 0.2]))
     else:
         _disturb(world, draw)
 
 
-def _disturb(world: World, draw: Random) -> None:
+def _disturb(world: SchedulerWorld, draw: Random) -> None:
     replica = draw.randrange(len(world.replicas))
-    what = draw.choice(["lose", "lose", "open", "open", "open", "open smaller", "drain", "undrain", "undrain"])
-    if what == "lose":
+    event = draw.choice(["lose", "lose", "open", "open", "open", "open smaller", "drain", "undrain", "undrain"])
+    if event == "lose":
         world.lose(replica)
-    elif what == "open":
+    elif event == "open":
         world.open(replica)
-    elif what == "open smaller":
+    elif event == "open smaller":
         world.open(replica, draw_blocks(draw))
     else:
-        world.drain(replica, what == "drain")
+        world.drain(replica, event == "drain")
 
 
 CHECK_EVERY = 8
-"""Events between two audits of every block and every counter."""
+"""Events between two checks of all invariants."""
 
 
-def play(seed: int, events: int) -> Counter[str]:
-    """One world, to its end: what happened in it. What breaks it is raised, with the seed and the event as a note."""
+def play(seed: int, events: int) -> SchedulerWorld:
+    """Play a random world to its end and return it. An exception gets a note with the seed and the event."""
     draw = Random(seed)
     world = draw_world(draw)
     event = 0
@@ -162,4 +159,4 @@ def play(seed: int, events: int) -> Counter[str]:
     except Exception as error:
         error.add_note(f"in world {seed}, at event {event} of {events}")
         raise
-    return world.counts
+    return world

@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from text_generation_bench.simulator.cost_model import CostModel
+from text_generation_router.scheduling.chunking import PendingPrompts
+from text_generation_router.scheduling.kv_cache import KVCache
+from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec
 from text_generation_router.scheduling.policy import Dispatch, Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class SimConfig:
     """Hide tenants, priorities and deadlines from the scheduler."""
     with_fairness: bool = False
     """Count service per tenant."""
+    scheduler: Callable[[Policy, int], Scheduler] = Scheduler
     audited: bool = False
     """Check the content of every KV block at every step."""
     max_span_steps: int = 1 << 20
@@ -59,6 +65,37 @@ class PolicyVariant:
     policy: Policy
     blind: bool = False
     """Hide tenants, priorities and deadlines from the scheduler."""
+    scheduler: Callable[[Policy, int], Scheduler] = Scheduler
+
+
+class _TgiCache(KVCache):
+    """A KV cache that keeps prompts only, and only once their request has ended."""
+
+    def commit(self, sequence: ScheduledSequence, computed: int) -> None:
+        pass
+
+    def free(self, sequence: ScheduledSequence) -> None:
+        super().commit(sequence, min(sequence.num_kv_tokens, len(sequence.request.prompt)))
+        super().free(sequence)
+
+
+class _TgiPrompts(PendingPrompts):
+    """Pending prompts for which no other sequence waits."""
+
+    def longest_shared(self, sequence: ScheduledSequence) -> tuple[int, ScheduledSequence | None]:
+        return 0, None
+
+
+class TgiScheduler(Scheduler):
+    """A scheduler that reserves blocks and caches prompts as TGI 3 does."""
+
+    def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
+        deliveries = super().open(replica, replace(spec, reserves_max_length=True))
+        scheduler = self.replicas[replica]
+        assert scheduler is not None
+        scheduler.cache = _TgiCache(spec.num_blocks, spec.block_size, prefix_caching=self.policy.prefix_caching)
+        scheduler.prompts = _TgiPrompts(spec.block_size)
+        return deliveries
 
 
 def _ours(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
@@ -87,14 +124,8 @@ def _fcfs(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
 
 def _tgi(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
     ours = _ours(model, max_queued_tokens).policy
-    policy = replace(
-        ours,
-        target_itl_s=None,
-        dispatch=Dispatch.ROUND_ROBIN,
-        reserve_worst_case=True,
-        publish_prompts_only=True,
-    )
-    return PolicyVariant(policy, blind=True)
+    policy = replace(ours, target_itl_s=None, dispatch=Dispatch.ROUND_ROBIN)
+    return PolicyVariant(policy, blind=True, scheduler=TgiScheduler)
 
 
 POLICIES: Mapping[str, Callable[[CostModel, int | None], PolicyVariant]] = MappingProxyType(

@@ -91,6 +91,7 @@ def run_experiment(experiment: Experiment) -> ExperimentResult:
             until=experiment.seconds,
             outages=load.outages,
             blind=variant.blind,
+            scheduler=variant.scheduler,
             with_fairness=load.with_fairness,
             audited=experiment.audited,
         )
@@ -100,7 +101,7 @@ def run_experiment(experiment: Experiment) -> ExperimentResult:
 
 
 def _summarize(experiment: Experiment, simulator: Simulator, load: ScenarioLoad) -> ExperimentResult:
-    statistics, scheduler = simulator.statistics, simulator.scheduler
+    statistics, stats = simulator.statistics, simulator.scheduler.stats()
     reuse = simulator.config.policy.prefix_caching
     seconds = int(experiment.seconds)
     goodput = [second.good_tokens for second in statistics.seconds[:seconds]]
@@ -115,12 +116,12 @@ def _summarize(experiment: Experiment, simulator: Simulator, load: ScenarioLoad)
         tokens_per_s=statistics.rate(_tokens, 0, experiment.seconds),
         goodput=statistics.rate(_good_tokens, 0, experiment.seconds),
         goodput_by_second=(*goodput, *[0] * (seconds - len(goodput))),
-        hit_rate=scheduler.hit_tokens / scheduler.prompt_tokens if reuse and scheduler.prompt_tokens else None,
+        hit_rate=stats.hit_tokens / stats.prompt_tokens if reuse and stats.prompt_tokens else None,
         ideal_hit_rate=simulator.ideal.hit_rate,
         jain=simulator.fairness.jain if simulator.fairness is not None else None,
         goodput_kept=_goodput_kept(statistics, load),
-        preemptions=scheduler.preemptions,
-        moves=scheduler.moves,
+        preemptions=stats.preemptions,
+        moves=stats.moves,
         queue_time_ratio=statistics.queue_time_ratio,
         busy=statistics.busy_s / experiment.replicas / max(experiment.seconds, len(statistics.seconds)),
         events=simulator.events,

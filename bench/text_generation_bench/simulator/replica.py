@@ -8,11 +8,11 @@ from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.shard import RuleViolation, SimSequence, SimulatedShard, StepSpan
 from text_generation_bench.simulator.traces import Arrival
 from text_generation_router.request import RequestId
+from text_generation_router.scheduling.messages import SchedulerOutput
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.steps import Orders
 
 
-def check_orders(orders: Orders, policy: Policy) -> None:
+def check_orders(orders: SchedulerOutput, policy: Policy) -> None:
     """Check that orders keep the prefill budget. Raises RuleViolation."""
     if (tokens := sum([chunk for _, chunk in orders.prefill])) > policy.max_batch_prefill_tokens:
         raise RuleViolation(f"{tokens} prompt tokens are ordered for one step")
@@ -37,9 +37,9 @@ class KvAudit:
         self._kv.clear()
         self._chains.clear()
 
-    def admitted(self, orders: Orders, shard: SimulatedShard) -> None:
+    def admitted(self, orders: SchedulerOutput, shard: SimulatedShard) -> None:
         """Check applied orders: cached tokens are present, and no sequence writes to a block that another one holds."""
-        starts = {admission.slot: admission.cached_tokens for admission in orders.admit}
+        starts = {admission.slot: admission.cached_tokens for admission in orders.placements}
         readers: dict[int, int] = {}
         held = shard.held
         for sequence in held:
@@ -139,7 +139,7 @@ class SimulatedReplica:
         self.shard.clear()
         if self.audit is not None:
             self.audit.clear()
-        self.orders: Orders | None = None
+        self.orders: SchedulerOutput | None = None
         self.orders_at = 0.0
         self.arrivals: dict[RequestId, Arrival] = {}
         self.acknowledged = 0

@@ -22,8 +22,8 @@ from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.traces import Arrival
 from text_generation_proto.values import FinishReason
 from text_generation_router.request import RequestId
-from text_generation_router.scheduling.growth import URGENT_ROOM
-from text_generation_router.scheduling.steps import Admission, Orders, Outcome
+from text_generation_router.scheduling.kv_cache import URGENT_ROOM
+from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
 
 
 class RuleViolation(Exception):
@@ -145,17 +145,17 @@ class SimulatedShard:
         """All sequences."""
         return [*self._prefilling.values(), *self._decoding.values()]
 
-    def apply(self, orders: Orders, arrivals: Mapping[RequestId, Arrival]) -> None:
+    def apply(self, orders: SchedulerOutput, arrivals: Mapping[RequestId, Arrival]) -> None:
         """Apply orders. Raises RuleViolation where the real shard would reject them."""
         if orders.number != self.orders_applied + 1:
             raise RuleViolation(f"orders {orders.number} follow orders {self.orders_applied}")
         for slot in orders.release:
             if self._decoding.pop(slot, None) is None:
                 self._prefilling.pop(slot, None)
-        for admission in orders.admit:
+        for admission in orders.placements:
             self._admit(admission, arrivals[admission.request.id])
         block_size = self._cost_model.block_size
-        for slot, blocks in orders.grants:
+        for slot, blocks in orders.allocations:
             sequence = self._decoding.get(slot) or self._prefilling.get(slot)
             if sequence is not None:  # it may have finished meanwhile
                 sequence.blocks += blocks
@@ -165,7 +165,7 @@ class SimulatedShard:
                 self._order_chunk(sequence, tokens)
         self.orders_applied = orders.number
 
-    def _admit(self, admission: Admission, arrival: Arrival) -> None:
+    def _admit(self, admission: Placement, arrival: Arrival) -> None:
         slot, request = admission.slot, admission.request
         before = len(admission.generated)
         if not 0 <= slot < self._num_slots or slot in self._decoding or slot in self._prefilling:
@@ -220,7 +220,7 @@ class SimulatedShard:
         self.span = StepSpan(now, first, cost_model.growth_s(rows), min(steps, max_steps), decoding)
         return self.span
 
-    def advance(self, steps: int) -> Outcome:
+    def advance(self, steps: int) -> StepOutput:
         """Return the results of the first `steps` steps of the span; the rest of it continues."""
         span = self.span
         assert span is not None, "no span has started"
@@ -254,7 +254,7 @@ class SimulatedShard:
         for slot in finished:
             del self._decoding[slot]
         self.span = None if steps == span.steps else span.after(steps)
-        return Outcome(
+        return StepOutput(
             self.orders_applied, slots, counts, token_ids, finished, prefilled=prefilled, step_s=seconds, steps=steps
         )
 

@@ -23,8 +23,7 @@ from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard
 from text_generation_bench.simulator.statistics import LiveRequest, SchedulerTimings, Statistics
 from text_generation_bench.simulator.traces import NO_TENANT, Arrival, Trace
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Deliveries, Outcome, ReplicaSpec
+from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec, StepOutput
 
 HOLD_SHARE = 0.5
 """Fraction of a step for which orders are delayed, so that new requests share a boundary; as in `shards.pace`."""
@@ -44,7 +43,7 @@ class Simulator:
         self.config = config
         self._cost_model = cost_model = config.cost_model
         self._spec = ReplicaSpec(cost_model.slots, cost_model.kv_tokens // cost_model.block_size, cost_model.block_size)
-        self.scheduler = Scheduler(config.policy, config.replicas)
+        self.scheduler = config.scheduler(config.policy, config.replicas)
         self.statistics = Statistics(config.targets)
         self.timings = SchedulerTimings()
         self.ideal = IdealPrefixCache(cost_model.block_size, MAX_IDEAL_PREFIXES)
@@ -107,12 +106,11 @@ class Simulator:
         scheduler = self.scheduler
         if self.statistics.live:
             raise RuleViolation(f"{len(self.statistics.live)} requests never ended")
-        if scheduler.requests or scheduler.waiting or scheduler.queued_tokens:
+        stats = scheduler.stats()
+        if scheduler.requests or stats.waiting or stats.queued_tokens:
             raise RuleViolation(f"{len(scheduler.requests)} requests are still in the scheduler at the end")
-        if scheduler.running or scheduler.used_blocks:
-            raise RuleViolation(
-                f"{scheduler.running} slots and {scheduler.used_blocks} blocks are still held at the end"
-            )
+        if stats.running or stats.used_blocks:
+            raise RuleViolation(f"{stats.running} slots and {stats.used_blocks} blocks are still held at the end")
 
     # --------------------------------------------------------------------------------------------------------- clients
 
@@ -121,12 +119,12 @@ class Simulator:
         request_id = RequestId(self._requests)
         self._requests += 1
         request = Request(request_id, arrival.prompt, arrival.max_new_tokens, qos=self._qos(arrival))
-        if not scheduler.fits(len(request.prompt), request.max_new_tokens) or scheduler.is_overfull(request):
+        if not scheduler.fits(len(request.prompt), request.max_new_tokens) or scheduler.exceeds_queue_limit(request):
             statistics.refuse(arrival, now)
             return
         estimate = None
         if request_id % self._estimate_every == 0:
-            estimate = scheduler.foreseen_wait(request.qos.tenant, now)
+            estimate = scheduler.estimated_wait(request.qos.tenant)
         statistics.arrive(request_id, arrival, now, estimate)
         self.ideal.add_prompt(arrival.prompt)
         since = perf_counter()
@@ -183,14 +181,14 @@ class Simulator:
         if not self.scheduler.waiting:
             return
         since = perf_counter()
-        given = self.scheduler.dispatch(self.now)
+        given = self.scheduler.dispatch()
         self.timings.dispatch.add(since)
         for index in given:
             self._wake(self._replicas[index])
 
     def _wake(self, replica: SimulatedReplica) -> None:
         """Decide for a replica now, or later in a long step."""
-        if replica.deciding or replica.orders is not None or not self.scheduler.wants_orders(replica.index):
+        if replica.deciding or replica.orders is not None or not self.scheduler.may_have_orders(replica.index):
             return
         span, step = replica.shard.span, min(replica.step_seconds)
         if span is not None and step >= MIN_DELAYED_STEP_S:
@@ -212,14 +210,14 @@ class Simulator:
         if replica.acknowledged < shard.orders_applied:
             self._catch_up(replica)
         since = perf_counter()
-        orders = self.scheduler.decide(replica.index, now)
+        orders = self.scheduler.schedule(replica.index)
         self.timings.decide.add(since)
         if orders is None:
-            if shard.span is not None and self.scheduler.wants_orders(replica.index):
+            if shard.span is not None and self.scheduler.may_have_orders(replica.index):
                 self._cut(replica, now)
             return
         check_orders(orders, self.config.policy)
-        replica.arrivals = {new.request.id: self._arrival(new.request.id) for new in orders.admit}
+        replica.arrivals = {new.request.id: self._arrival(new.request.id) for new in orders.placements}
         self.statistics.order(replica.index, orders, now)
         replica.orders = orders
         replica.orders_at = now + self._cost_model.orders_delay_s
@@ -272,7 +270,7 @@ class Simulator:
             self._apply_orders(replica)
         span = shard.begin(now, self.config.max_span_steps)
         if span is None and took:  # nothing to compute: the report follows at once
-            self._apply(replica, Outcome(shard.orders_applied))
+            self._apply(replica, StepOutput(shard.orders_applied))
         self._dispatch()
         if replica.deciding:  # the boundary came before the end of the delay
             self._decide(replica)
@@ -281,7 +279,7 @@ class Simulator:
             if replica.orders is not None:
                 self._push(replica.orders_at, self._take_orders, replica, replica.session)
         else:
-            if replica.orders is None and not replica.deciding and self.scheduler.wants_orders(replica.index):
+            if replica.orders is None and not replica.deciding and self.scheduler.may_have_orders(replica.index):
                 span.steps = 1  # no decision is possible before the next report
             self._await_end(replica)
         replica.at_boundary = False
@@ -323,9 +321,9 @@ class Simulator:
         for record in statistics.deliver(deliveries, span, steps):
             self._answered(record)
 
-    def _apply(self, replica: SimulatedReplica, outcome: Outcome) -> Deliveries:
+    def _apply(self, replica: SimulatedReplica, outcome: StepOutput) -> Deliveries:
         since = perf_counter()
-        deliveries = self.scheduler.apply(replica.index, outcome, self.now)
+        deliveries = self.scheduler.update(replica.index, outcome, self.now)
         replica.acknowledged = outcome.orders_applied
         self.timings.apply.add(since)
         self._fail(deliveries)
@@ -346,7 +344,7 @@ class Simulator:
 
     def _open(self, replica: SimulatedReplica) -> None:
         replica.is_open = True
-        self._fail(self.scheduler.open(replica.index, self._spec, self.now))
+        self._fail(self.scheduler.open(replica.index, self._spec))
         self._dispatch()
 
     def _lose(self, replica: SimulatedReplica, seconds: float) -> None:
@@ -355,6 +353,6 @@ class Simulator:
         self._catch_up(replica)
         replica.is_open = False
         replica.reset()
-        self._fail(self.scheduler.lose(replica.index, self.now))
+        self._fail(self.scheduler.lose(replica.index))
         self._push(self.now + seconds, self._open, replica)
         self._dispatch()

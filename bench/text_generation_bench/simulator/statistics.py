@@ -17,7 +17,7 @@ from text_generation_bench.simulator.shard import RuleViolation, StepSpan
 from text_generation_bench.simulator.traces import Arrival
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.request import RequestId, TenantId
-from text_generation_router.scheduling.steps import Deliveries, Orders
+from text_generation_router.scheduling.messages import Deliveries, SchedulerOutput
 
 GAP_RESOLUTION = 0.01
 """Gaps of a span that differ by less than this fraction are counted together."""
@@ -109,9 +109,9 @@ class Statistics:
         tenant = arrival.tenant
         self.waiting[tenant] = self.waiting.get(tenant, 0) + 1
 
-    def order(self, replica: int, orders: Orders, now: float) -> None:
+    def order(self, replica: int, orders: SchedulerOutput, now: float) -> None:
         """LiveRequest the orders for a replica."""
-        for admission in orders.admit:
+        for admission in orders.placements:
             record = self.live.get(admission.request.id)
             if record is None:
                 raise RuleViolation(f"request {admission.request.id} was admitted after its end")

@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.metrics.instruments import DURATION_BUCKETS, Counter, Histogram, Reading, Registry
 from text_generation_router.request import RequestId
-from text_generation_router.scheduling.steps import Deliveries, JoinReason, Orders
+from text_generation_router.scheduling.messages import Deliveries, JoinReason, SchedulerOutput
 from text_generation_router.shards.observer import Handled
 
 PREFILL, DECODE = "prefill", "decode"
@@ -96,11 +96,11 @@ class StepMetrics:
     def on_loss(self, replica: int) -> None:
         self._engine_queued.pop(replica, None)
 
-    def on_orders(self, orders: Orders, seconds: float) -> None:
-        if orders.admit:
-            self._next_size.observe(len(orders.admit))
-        if orders.joined is not None:
-            self._concat.add(orders.joined.value)
+    def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
+        if orders.placements:
+            self._next_size.observe(len(orders.placements))
+        if orders.join_reason is not None:
+            self._concat.add(orders.join_reason.value)
             self._concat_duration.of(DECODE).observe(seconds)
 
     def on_report(self, handled: Handled) -> None:

@@ -1,7 +1,7 @@
-"""LazyHeap: the least of items whose keys change, and that leave from the middle. O(log n) amortised.
+"""LazyHeap: a priority queue whose keys may change and from which any item can be removed. O(log n) amortised.
 
-A key may rise without a word: it is looked at again when its item comes to the top. One that falls must be said (`put`).
-What is stale stays in the heap until it comes to the top, or until it is more than half of the heap.
+Keys may increase silently: a key is read again when its item reaches the top. Call `put` after a decrease. Stale entries
+stay in the heap until they reach the top, or until they are more than half of it.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 Key = tuple[float, int]
-"""What items are ordered by; no two items in a heap have the same."""
+"""Orders items; keys of items in one heap are distinct."""
 
 
 _Push = tuple[Key, int, T]
-"""Key, number of the push, item. The number keeps items from being compared: what is stale here may have another's key."""
+"""(key, push number, item). The number avoids comparing items: a stale entry may have the same key as another one."""
 
 
 class LazyHeap(Generic[T]):
-    """Items by `key`, which is asked again whenever it matters."""
+    """Items ordered by `key(item)`, smallest first."""
 
     __slots__ = ("_heap", "_key", "_live", "_pushes")
 
     def __init__(self, key: Callable[[T], Key]) -> None:
         self._key = key
         self._heap: list[_Push[T]] = []
+        # The valid entry of each item. Its key is never above the true one.
         self._live: dict[T, _Push[T]] = {}
-        """Of each item, the one push that counts; its key is never above the true one."""
         self._pushes = 0
 
     def __len__(self) -> int:
         return len(self._live)
 
     def put(self, item: T) -> None:
-        """Add `item`, or hear that its key may have fallen."""
+        """Add `item`, or update it after its key decreased."""
         key = self._key(item)
         live = self._live.get(item)
         if live is not None and live[0] <= key:
@@ -47,21 +47,21 @@ class LazyHeap(Generic[T]):
         self._compact()
 
     def discard(self, item: T) -> None:
-        """Take `item` out, wherever it stands, if it is here."""
+        """Remove `item`; no-op if it is not here."""
         if self._live.pop(item, None) is not None:
             self._compact()
 
     def first(self) -> T | None:
-        """The item with the least key; None if there is none."""
+        """Return the item with the smallest key, or None."""
         heap = self._heap
         while heap:
             push = heap[0]
-            pushed, number, item = push
+            pushed_key, number, item = push
             if self._live.get(item) is not push:
                 heappop(heap)
                 continue
             key = self._key(item)
-            if key == pushed:
+            if key == pushed_key:
                 return item
             fresh = self._live[item] = (key, number, item)
             heapreplace(heap, fresh)
@@ -69,7 +69,7 @@ class LazyHeap(Generic[T]):
 
     @property
     def stored(self) -> int:
-        """Keys in memory, the stale ones included: at most twice as many as items."""
+        """Entries in memory, including stale ones: at most two per item."""
         return len(self._heap)
 
     def _compact(self) -> None:

@@ -1,13 +1,14 @@
-"""PrefixTree: which runs of tokens have their KV in which blocks of one replica.
+"""PrefixTree: the prefix cache of one replica, from runs of tokens to the KV blocks that hold them.
 
-A path-compressed radix tree over full blocks, one root a salt. A key is bytes: token ids as little-endian uint32, a
-multiple of the block's bytes, so that runs are compared by memcmp and a child is found by the exact bytes of its first
-block: there are no hashes to collide. What is locked stays; of the rest, the leaves used least recently go first.
+A path-compressed radix tree over full blocks, one root per salt. A key is bytes: token ids as little-endian uint32, a
+multiple of the block's bytes. Runs are compared by memcmp, and a child is found by the exact bytes of its first block:
+there are no hashes to collide. Locked paths stay; other leaves are evicted, least recently used first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 _BYTES_PER_TOKEN = 4
@@ -15,24 +16,24 @@ _STALE_ALLOWED = 64
 
 
 class Node:
-    """A run of blocks, and what may follow it. Callers hold it as a lock and look at nothing."""
+    """A run of blocks and its continuations. To callers it is an opaque lock."""
 
     __slots__ = ("blocks", "children", "created", "key", "last_used", "locks", "parent", "salt")
 
     def __init__(self, parent: Node | None, key: bytearray, blocks: list[int], created: int, salt: str = "") -> None:
-        # None: this is the root of its salt, and has no block.
+        # None for the root of a salt, which has no block.
         self.parent = parent
-        # A bytearray: it grows, and loses either end, without being copied.
+        # A bytearray: both ends change without a copy.
         self.key = key
         self.blocks = blocks
         # By the bytes of the child's first block.
         self.children: dict[bytes, Node] = {}
-        # Its own, and one for each child that has any. So a lock guards the path above it, and counts only up to where
-        # that path is locked already.
+        # Own locks plus one per locked child. So a lock guards the path above it, and locking stops at the first
+        # ancestor that is locked already.
         self.locks = 0
         self.created = created
-        # When a lock on it was last dropped. The use of a child is passed to its parent when the child is evicted: until
-        # then the parent is no leaf, and nobody asks.
+        # Time of the last release. A parent takes over the time of an evicted child; before that it is no leaf, and the
+        # time is not read.
         self.last_used = created
         self.salt = salt
 
@@ -40,22 +41,17 @@ class Node:
 class PrefixTree:
     """The cached prefixes of one replica.
 
-    A block given to `extend` belongs to the tree until `evict` hands it out. A lock is a node that `acquire` or
-    `extend` returned, until `release`; it guards every block from the salt's root down to the node's end.
+    A block given to `extend` belongs to the tree until `evict` returns it. A lock is a node returned by `acquire` or
+    `extend`, until `release`; it guards all blocks from the salt's root to the end of the node.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = _BYTES_PER_TOKEN * block_size
-        self._block_size = block_size
-        self._clear_at(0)
-
-    def _clear_at(self, now: int) -> None:
-        self._now = now
-        self._void_before = now
+        self._now = 0
         self._roots: dict[str, Node] = {}
         self._cached = 0
         self._evictable = 0
-        # (last used, created, node): one entry for each unlocked leaf, and those of leaves that were locked since.
+        # (last used, created, node) of each unlocked leaf, and stale entries of leaves that were locked since.
         self._leaves: list[tuple[int, int, Node]] = []
         self._stale = 0
 
@@ -66,11 +62,11 @@ class PrefixTree:
 
     @property
     def evictable_blocks(self) -> int:
-        """Blocks that `evict` could give now: those on no locked path."""
+        """Blocks that `evict` can return now: those on no locked path."""
         return self._evictable
 
     def peek(self, salt: str, key: bytes) -> int:
-        """Tokens of the longest prefix of `key` that is here, in whole blocks. Changes nothing."""
+        """Return the tokens of the longest cached prefix of `key`, in whole blocks. Change nothing."""
         root = self._roots.get(salt)
         if root is None:
             return 0
@@ -78,7 +74,7 @@ class PrefixTree:
         return (covered + inside) // _BYTES_PER_TOKEN
 
     def acquire(self, salt: str, key: bytes) -> tuple[Node, list[int]]:
-        """Lock the longest prefix of `key` that is here: its last node (the salt's root if it is empty) and its blocks."""
+        """Lock the longest cached prefix of `key`. Return its last node (the salt's root if it is empty) and its blocks."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Node(None, bytearray(), [], self._tick(), salt)
@@ -86,34 +82,31 @@ class PrefixTree:
         if child is not None:
             node = self._split(child, inside)
         self._lock(node)
-        return node, _blocks_to(node)
+        return node, self.blocks_to(node)
 
     def extend(self, node: Node, key: bytes, blocks: Sequence[int]) -> tuple[Node, int]:
-        """Add below `node` the run `key` of full blocks, whose KV is in `blocks`. The caller's lock on `node` moves to its end.
+        """Add the run `key` below `node`, its KV in `blocks`. Move the caller's lock from `node` to the end of the run.
 
-        Returns the node at the run's end, and how many leading blocks of the run were here already: those of `blocks`
-        stay the caller's; the others are the tree's from now on.
+        Return the node at the end, and the number of leading blocks of the run that were cached already: of `blocks`
+        these remain the caller's, the others become the tree's.
         """
-        assert len(key) == len(blocks) * self._block_bytes, "a run that is not one key of full blocks"
-        assert node.locks > 0, "extended below a node that is not locked"
-        assert node.created >= self._void_before, "extended below a node of before the tree was cleared"
+        assert len(key) == len(blocks) * self._block_bytes, "the key of a run covers its blocks"
+        assert node.locks > 0, "only a locked node is extended"
         end, covered, child, inside = self._descend(node, key)
         if child is not None:
             end = self._split(child, inside)
             covered += inside
         if end is not node:
             self._lock(end)
-            node.locks -= 1  # never its last: its child towards `end` is locked now
+            node.locks -= 1  # stays above 0: its child towards `end` is locked now
         present = covered // self._block_bytes
         if present < len(blocks):
             end = self._append(end, key[covered:], blocks[present:])
         return end, present
 
     def release(self, node: Node) -> None:
-        """Drop one lock of `node`. Does nothing if the tree was cleared since it was taken."""
-        if node.created < self._void_before:
-            return
-        assert node.locks > 0, "a lock was dropped twice"
+        """Drop one lock of `node`."""
+        assert node.locks > 0, "a lock is released once"
         node.last_used = self._tick()
         at: Node | None = node
         while at is not None:
@@ -126,9 +119,9 @@ class PrefixTree:
             at = at.parent
 
     def evict(self, count: int) -> list[int]:
-        """Take up to `count` blocks out of the tree: from the unlocked leaf used least recently, then the next.
+        """Remove and return up to `count` blocks, from unlocked leaves in order of last use.
 
-        A leaf that has more than is needed loses its tail.
+        A leaf with more blocks than needed loses its tail.
         """
         taken: list[int] = []
         while self._leaves and len(taken) < count:
@@ -150,9 +143,42 @@ class PrefixTree:
         self._evictable -= len(taken)
         return taken
 
-    def clear(self) -> None:
-        """Forget everything, locked or not. Nodes handed out before are void: to release them does nothing."""
-        self._clear_at(self._now + 1)
+    def nodes(self) -> Iterator[Node]:
+        """Iterate over all nodes, including the root of each salt."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    def check_invariants(self, locked: Sequence[Node]) -> None:
+        """Raise AssertionError unless counters and locks agree with the nodes; `locked`: the nodes that callers hold."""
+        nodes = list(self.nodes())
+        assert self._cached == sum(len(node.blocks) for node in nodes), "cached blocks are counted"
+        assert self._evictable == sum(len(node.blocks) for node in nodes if not node.locks), (
+            "unlocked blocks are counted"
+        )
+        held = Counter(map(id, locked))
+        for node in nodes:
+            assert node.locks == held.pop(id(node), 0) + sum(child.locks > 0 for child in node.children.values())
+            assert len(node.key) == len(node.blocks) * self._block_bytes
+            assert bool(node.blocks) == (node.parent is not None), "only a root has no block"
+            assert node.parent is not None or node.children or node.locks, "an unused root is forgotten"
+            for first_block, child in node.children.items():
+                assert child.parent is node
+                assert child.key.startswith(first_block)
+        assert not held, "a lock is on a node of the tree"
+        free_leaves = {id(node) for node in nodes if not node.children and not node.locks}
+        assert free_leaves == {id(entry[2]) for entry in self._leaves if not _is_stale(entry)}
+
+    def blocks_to(self, node: Node) -> list[int]:
+        """Return the blocks from the root to the end of `node`, in order."""
+        path: list[list[int]] = []
+        at: Node | None = node
+        while at is not None:
+            path.append(at.blocks)
+            at = at.parent
+        return [block for part in reversed(path) for block in part]
 
     def _tick(self) -> int:
         self._now += 1
@@ -161,8 +187,8 @@ class PrefixTree:
     def _descend(self, node: Node, key: bytes) -> tuple[Node, int, Node | None, int]:
         """Follow `key` from the end of `node`.
 
-        Returns the last node that it covers whole, the bytes of `key` used so far, and, if it then goes part of the way
-        through a child, that child and the bytes of it that are covered (at least a block).
+        Return the last node that it covers whole, the bytes of `key` used so far, and, if `key` covers part of a child of
+        that node, the child and the bytes covered (at least a block).
         """
         size = self._block_bytes
         at = 0
@@ -174,8 +200,8 @@ class PrefixTree:
         return node, at, None, 0
 
     def _common_bytes(self, run: bytearray, key: bytes, at: int) -> int:
-        """Bytes of the whole blocks that `run` and `key` from `at` on share; they share the first, and not all of `run`."""
-        # A binary search, in which each stretch is compared in place: about one pass over the bytes.
+        """Return the bytes of the whole blocks shared by `run` and `key[at:]`: at least one block, less than all of `run`."""
+        # A binary search that compares each stretch in place: about one pass over the bytes.
         size = self._block_bytes
         same, differ = 1, min(len(run), len(key) - at) // size + 1
         with memoryview(run) as view:
@@ -188,9 +214,9 @@ class PrefixTree:
         return same * size
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut `node` after its first `at` bytes. It stays the lower part, for those who hold it; returns the upper."""
+        """Split `node` after `at` bytes. `node` becomes the lower part, as locks refer to its end. Return the upper part."""
         size = self._block_bytes
-        assert node.parent is not None, "a root was split"
+        assert node.parent is not None, "a root has no run to split"
         upper = Node(node.parent, node.key[:at], node.blocks[: at // size], self._tick())
         upper.locks = 1 if node.locks else 0
         upper.children[bytes(node.key[at : at + size])] = node
@@ -201,10 +227,10 @@ class PrefixTree:
         return upper
 
     def _append(self, node: Node, key: bytes, blocks: Sequence[int]) -> Node:
-        """Put a run that shares no block with the children of `node` below it, and move the caller's lock to its end."""
+        """Add a run that shares no block with a child of `node`, and move the caller's lock to its end."""
         self._cached += len(blocks)
         if node.parent is not None and not node.children and node.locks == 1:
-            # Nobody else knows where this node ends. So what one request adds block by block stays one node.
+            # The caller holds the only lock, so the node can grow: the blocks of one request stay one node.
             node.key += key
             node.blocks += blocks
             return node
@@ -228,22 +254,22 @@ class PrefixTree:
 
     def _became_free_leaf(self, node: Node) -> None:
         if node.parent is None:
-            # An empty salt is forgotten, or clients that make salts up would fill the memory.
+            # Forget empty salts: clients can make up any number of them.
             del self._roots[node.salt]
         else:
             heappush(self._leaves, (node.last_used, node.created, node))
 
     def _detach(self, leaf: Node) -> None:
-        """Take an unlocked leaf out of the tree; its parent may be the next."""
+        """Remove an unlocked leaf. Its parent may become an evictable leaf."""
         parent = leaf.parent
-        assert parent is not None, "a root was evicted"
+        assert parent is not None, "a root is no leaf"
         del parent.children[bytes(leaf.key[: self._block_bytes])]
         parent.last_used = max(parent.last_used, leaf.last_used)
         if not parent.children and not parent.locks:
             self._became_free_leaf(parent)
 
     def _drop_stale(self) -> None:
-        """Rebuild the heap when more than half of it is stale: O(1) amortised over the locks that made it so."""
+        """Rebuild the heap when more than half of it is stale: O(1) amortised per lock."""
         if self._stale > _STALE_ALLOWED + len(self._leaves) // 2:
             self._leaves = [entry for entry in self._leaves if not _is_stale(entry)]
             heapify(self._leaves)
@@ -251,19 +277,6 @@ class PrefixTree:
 
 
 def _is_stale(entry: tuple[int, int, Node]) -> bool:
-    """Whether an entry of the heap of unlocked leaves names a node that is none, or was used since."""
+    """Return True if the node of a heap entry is no unlocked leaf any more, or was used since."""
     last_used, _, node = entry
     return node.locks > 0 or bool(node.children) or node.last_used != last_used
-
-
-def _blocks_to(node: Node) -> list[int]:
-    """The blocks from the root to the end of `node`, in order."""
-    path: list[list[int]] = []
-    at: Node | None = node
-    while at is not None:
-        path.append(at.blocks)
-        at = at.parent
-    blocks: list[int] = []
-    for part in reversed(path):
-        blocks += part
-    return blocks

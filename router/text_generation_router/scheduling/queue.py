@@ -1,298 +1,234 @@
-"""FairQueue: who leaves the queue next. Fair between tenants, urgent before patient, and nobody for ever.
+"""FairQueue: the order in which queued sequences get their turn. Fair between tenants, urgent first, no starvation.
 
-1. Who was sent back (preempted, or its replica was lost) comes first of all, in order of arrival.
-2. Between tenants: the least key goes next, ties by arrival of the entry it would send.
+1. Requeued sequences (preempted, or their replica was lost) go first, in order of arrival.
+2. Between tenants the smallest key goes next, ties by arrival of the tenant's next sequence.
 
-       key = tokens served / weight - LEAD[class of the entry it would send]
+       key = tokens served / weight - LEAD[priority of the tenant's next sequence]
 
-   QualityOfService is charged from outside (`charge`); how a tenant comes in that had nothing waiting, see `tenants`. A class buys
-   a bounded lead, in tokens, and not a pass: who floods at a high class gets that far ahead of the others, once.
-   A low class is that far behind them, at most.
-3. Within a tenant: the earliest due goes next, ties by arrival.
+   QualityOfService is charged by the caller (`charge`); for tenants that had nothing waiting see `fairness`. A priority buys a
+   bounded lead, in tokens: a tenant that floods the queue at a high priority gets that far ahead of the others, once. A
+   low priority puts it that far behind, at most.
+3. Within a tenant the earliest due time goes next, ties by arrival.
 
-       due = arrived + AGEING_S x class, at most first_token_by, at least arrived
+       due = arrival time + AGEING_S x priority, at most first_token_by, at least the arrival time
 
-   So a class is first come, first served, and a bulk request goes before interactive ones that came 60 s after it. A hope
-   already past when the request arrived counts as "now": wishes do not overtake who waited.
+   So each priority is first come, first served, and a bulk request goes before interactive ones that came 60 s after it.
+   A `first_token_by` before the arrival counts as the arrival: such a request does not overtake those already waiting.
 
-Expired entries are taken out by `expire`: call it before `pop`, or what nobody waits for any more may be the most urgent.
-With one tenant and one class this is first come, first served.
+Call `expire` before `peek`: an expired sequence may be the most urgent one.
+With one tenant and one priority this is first come, first served. All operations are O(log n) amortised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from math import inf
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
 
-from text_generation_router.request import Priority, QualityOfService, Request, TenantId
+from text_generation_router.request import Priority, QualityOfService, TenantId
+from text_generation_router.scheduling.fairness import Tenant, Tenants
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
-from text_generation_router.scheduling.tenants import Tenant, Tenants
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 AGEING_S = 30.0
-"""Seconds of waiting that make up for one class."""
+"""Seconds of waiting that make up for one priority level."""
 LEAD = {Priority.SYSTEM: 64_000, Priority.INTERACTIVE: 16_000, Priority.DEFAULT: 0, Priority.BULK: -16_000}
-"""Virtual tokens that a class is ahead of others between tenants."""
+"""Virtual tokens by which a priority is ahead between tenants."""
 
 NO_WEIGHTS: Mapping[TenantId, float] = MappingProxyType({})
 
 
-class Queued(Protocol):
-    """What the queue wants to know of an entry. None of it changes while the entry is queued."""
-
-    @property
-    def request(self) -> Request:
-        """What was asked for, and what service it is due."""
-        ...
-
-    @property
-    def arrived(self) -> float:
-        """When, in seconds of the clock that the request's times are of."""
-        ...
-
-    @property
-    def arrival(self) -> int:
-        """Order of arrival; no two entries have the same."""
-        ...
-
-    @property
-    def work(self) -> int:
-        """Tokens it is expected to cost: of the prompt those not cached, and new ones."""
-        ...
-
-
-E = TypeVar("E", bound=Queued)
-
-
-def due(qos: QualityOfService, arrived: float) -> float:
-    """When a request ought to have had its turn; orders the entries of one tenant. In seconds."""
-    by_class = arrived + AGEING_S * qos.priority
+def due_time(qos: QualityOfService, arrived_at: float) -> float:
+    """Return the time in seconds at which a request should have its turn; it orders the sequences of one tenant."""
+    by_priority = arrived_at + AGEING_S * qos.priority
     if qos.first_token_by is None:
-        return by_class
-    return max(arrived, min(by_class, qos.first_token_by))
+        return by_priority
+    return max(arrived_at, min(by_priority, qos.first_token_by))
 
 
-@dataclass(slots=True, eq=False)
-class _Place(Generic[E]):
-    """An entry's place in the queue."""
-
-    entry: E
-    tenant: Tenant
-    key: Key
-    """Due and arrival; of one sent back, arrival alone."""
-    lead: int
-    expires: Key
-    work: int
-    sent_back: bool
-    aside: bool = False
+def _queue_key(sequence: ScheduledSequence) -> Key:
+    return sequence.queue_key
 
 
-def _by_key(place: _Place[E]) -> Key:
-    return place.key
+def _expiry(sequence: ScheduledSequence) -> Key:
+    return sequence.expiry
 
 
-def _by_expiry(place: _Place[E]) -> Key:
-    return place.expires
+def _tenant_key(tenant: Tenant) -> Key:
+    assert tenant.head is not None, "only tenants with a head are compared"
+    return tenant.counter - LEAD[tenant.head.request.qos.priority], tenant.head.arrival
 
 
-@dataclass(slots=True, eq=False)
-class _Line(Generic[E]):
-    """The entries of one tenant that wait, less those set aside."""
-
-    tenant: Tenant
-    places: LazyHeap[_Place[E]] = field(default_factory=lambda: LazyHeap(_by_key))
-    head: _Place[E] | None = None
-
-
-def _by_service(line: _Line[E]) -> Key:
-    assert line.head is not None, "only lines with a head are compared"
-    return line.tenant.counter - line.head.lead, line.head.key[1]
-
-
-class FairQueue(Generic[E]):
-    """Entries that wait, all operations in O(log n) amortised."""
+class FairQueue:
+    """The waiting sequences, in fair order."""
 
     def __init__(self, weights: Mapping[TenantId, float] = NO_WEIGHTS) -> None:
-        """`weights`: shares of tenants, 0.001 to 1000; who is not named has 1. Raises ValueError."""
+        """`weights`: shares of tenants, 0.001 to 1000, by default 1. Raise ValueError for others."""
         self._tenants = Tenants(weights)
-        self._places: dict[int, _Place[E]] = {}
+        self._sequences: dict[int, ScheduledSequence] = {}
         """By arrival."""
-        self._lines: dict[TenantId, _Line[E]] = {}
-        """Of tenants that wait."""
-        self._ready: LazyHeap[_Line[E]] = LazyHeap(_by_service)
-        """Lines with a head."""
-        self._sent_back: LazyHeap[_Place[E]] = LazyHeap(_by_key)
-        self._expiring: LazyHeap[_Place[E]] = LazyHeap(_by_expiry)
+        self._ready: LazyHeap[Tenant] = LazyHeap(_tenant_key)
+        """Tenants with a head."""
+        self._requeued: LazyHeap[ScheduledSequence] = LazyHeap(_queue_key)
+        self._expiring: LazyHeap[ScheduledSequence] = LazyHeap(_expiry)
         self._work = 0
 
     # ------------------------------------------------------------------------------------------------------- in and out
 
-    def put(self, entry: E) -> None:
-        """Queue a new entry."""
-        qos = entry.request.qos
+    def put(self, sequence: ScheduledSequence) -> None:
+        """Queue a new sequence."""
+        qos = sequence.request.qos
         ends = (time for time in (qos.queue_by, qos.end_by) if time is not None)
-        self._enter(entry, due(qos, entry.arrived), min(ends, default=inf), sent_back=False)
+        sequence.requeued = False
+        self._enqueue(sequence, due_time(qos, sequence.arrived_at), min(ends, default=inf))
 
-    def put_back(self, entry: E) -> None:
-        """Queue an entry that had left the queue and must run again: before all others. Its `queue_by` is met."""
-        end_by = entry.request.qos.end_by
-        self._enter(entry, entry.arrival, inf if end_by is None else end_by, sent_back=True)
+    def requeue(self, sequence: ScheduledSequence) -> None:
+        """Queue a sequence that left the queue before, ahead of all others. Its `queue_by` no longer counts."""
+        end_by = sequence.request.qos.end_by
+        sequence.requeued = True
+        self._enqueue(sequence, sequence.arrival, inf if end_by is None else end_by)
 
-    def peek(self) -> E | None:
-        """Who goes next; None if nobody waits, but for those set aside."""
-        place = self._next()
-        return None if place is None else place.entry
+    def peek(self) -> ScheduledSequence | None:
+        """Return the sequence that goes next, or None. Skipped ones do not count."""
+        if (sequence := self._requeued.first()) is not None:
+            return sequence
+        tenant = self._ready.first()
+        return None if tenant is None else tenant.head
 
-    def pop(self) -> E:
-        """Take out whom `peek` names. Charges nothing. Raises IndexError where `peek` is None."""
-        place = self._next()
-        if place is None:
-            raise IndexError("nobody waits")
-        self._take_out(place)
-        return place.entry
+    def remove(self, sequence: ScheduledSequence) -> None:
+        """Remove a queued sequence, skipped or not. Charge nothing."""
+        assert sequence.arrival in self._sequences, "only a queued sequence is removed"
+        tenant = self._tenant_of(sequence)
+        if not sequence.skipped:
+            self._hide(sequence, tenant)
+        sequence.skipped = False
+        self._expiring.discard(sequence)
+        del self._sequences[sequence.arrival]
+        self._work -= sequence.work
+        self._tenants.dequeue(tenant, sequence.work, waited=not sequence.requeued)
 
-    def remove(self, entry: E) -> None:
-        """Take out an entry that is queued, set aside or not."""
-        place = self._places.get(entry.arrival)
-        assert place is not None, "only a queued entry is removed"
-        self._take_out(place)
+    def skip(self, sequence: ScheduledSequence) -> None:
+        """Skip a queued sequence until `unskip`, so that those behind it get their turn. It may be removed and expire."""
+        assert not sequence.skipped, "a sequence is skipped once"
+        sequence.skipped = True
+        self._hide(sequence, self._tenant_of(sequence))
 
-    def skip(self) -> E:
-        """Set aside whom `peek` names, to see who is behind it. Raises IndexError where `peek` is None.
+    def unskip(self, sequences: Iterable[ScheduledSequence]) -> None:
+        """Give skipped sequences their turn again. Those that left the queue meanwhile are ignored."""
+        for sequence in sequences:
+            if sequence.skipped:
+                sequence.skipped = False
+                self._show(sequence, self._tenant_of(sequence))
 
-        It stays queued: it counts, may be removed and may expire; only its turn does not come before `unskip`.
-        """
-        place = self._next()
-        if place is None:
-            raise IndexError("nobody waits")
-        place.aside = True
-        self._hide(place)
-        return place.entry
-
-    def unskip(self, entries: Iterable[E]) -> None:
-        """Give entries that were set aside their places again; those that left the queue meanwhile stay away."""
-        for entry in entries:
-            place = self._places.get(entry.arrival)
-            if place is not None and place.aside:
-                place.aside = False
-                self._show(place)
-
-    def expire(self, now: float) -> list[E]:
-        """Take out the entries that have expired at `now`, earliest first.
-
-        Those are due to be in a slot by `queue_by`, and done by `end_by`; for who was sent back only `end_by` counts.
-        """
-        expired: list[E] = []
-        while (place := self._expiring.first()) is not None and place.expires[0] <= now:
-            self._take_out(place)
-            expired.append(place.entry)
+    def expire(self, now: float) -> list[ScheduledSequence]:
+        """Remove and return the sequences past `queue_by` or `end_by`, earliest first; for requeued ones only `end_by`."""
+        expired: list[ScheduledSequence] = []
+        while (sequence := self._expiring.first()) is not None and sequence.expiry[0] <= now:
+            self.remove(sequence)
+            expired.append(sequence)
         return expired
 
     @property
     def next_expiry(self) -> float | None:
-        """When `expire` will next have something to give; None if never."""
-        place = self._expiring.first()
-        return None if place is None else place.expires[0]
+        """The time at which `expire` will return a sequence; None if never."""
+        sequence = self._expiring.first()
+        return None if sequence is None else sequence.expiry[0]
 
-    # ---------------------------------------------------------------------------------------------------------- service
+    # --------------------------------------------------------------------------------------------------------- fairness
 
     def charge(self, tenant: TenantId, tokens: int) -> None:
-        """`tenant` was served so many tokens; fewer than none correct an earlier charge that was too high."""
-        self._tenants.charge(tenant, tokens)
-        if tokens < 0:
-            line = self._lines.get(tenant)
-            if line is not None and line.head is not None:
-                self._ready.put(line)
+        """Charge `tenant` for tokens; negative ones correct an earlier charge."""
+        account = self._tenants.charge(tenant, tokens)
+        if tokens < 0 and account is not None and account.head is not None:
+            self._ready.put(account)
 
     def started(self, tenant: TenantId) -> None:
-        """An entry of `tenant` runs."""
+        """Count a sequence of `tenant` that was placed."""
         self._tenants.started(tenant)
 
     def ended(self, tenant: TenantId) -> None:
-        """An entry of `tenant` runs no more."""
+        """Count a sequence of `tenant` that left its replica."""
         self._tenants.ended(tenant)
 
-    # ---------------------------------------------------------------------------------------------------------- figures
+    def share(self, tenant: TenantId) -> float:
+        """Return the part of the qos, in (0, 1], that `tenant` gets while all active ones have enough to do."""
+        return self._tenants.share(tenant)
+
+    def counter(self, tenant: TenantId) -> float:
+        """Return the tokens served to `tenant` over its weight, with raises; 0 if there is no account."""
+        account = self._tenants.find(tenant)
+        return 0.0 if account is None else account.counter
+
+    # ---------------------------------------------------------------------------------------------------------- queries
 
     def __len__(self) -> int:
-        """Entries in the queue; those set aside count."""
-        return len(self._places)
+        """Return the number of queued sequences, including skipped ones."""
+        return len(self._sequences)
 
-    def __iter__(self) -> Iterator[E]:
-        """Every entry in the queue, in the order in which they entered it."""
-        return (place.entry for place in self._places.values())
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        """Iterate over all queued sequences, in the order in which they were queued."""
+        return iter(self._sequences.values())
 
     def work(self, tenant: TenantId | None = None) -> int:
-        """Tokens that the queue is expected to cost, or those of one tenant."""
+        """Return the expected tokens of the queue, or of one tenant's part."""
         if tenant is None:
             return self._work
         account = self._tenants.find(tenant)
         return 0 if account is None else account.work
 
-    def share(self, tenant: TenantId) -> float:
-        """Which part of the service this tenant gets while all active ones want all they can get; in (0, 1]."""
-        return self._tenants.share(tenant)
-
     @property
-    def tenants(self) -> int:
-        """Tenants remembered: the active ones, and a bounded number of idle ones in debt."""
+    def num_tenants(self) -> int:
+        """Tenants in memory: active ones, and a bounded number of idle ones in debt."""
         return len(self._tenants)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless counters, order and accounts agree with the queued sequences."""
+        sequences = list(self._sequences.values())
+        assert self._work == sum(sequence.work for sequence in sequences)
+        assert all(arrival == sequence.arrival for arrival, sequence in self._sequences.items())
+        assert len(self._expiring) == sum(sequence.expiry[0] < inf for sequence in sequences)
+        assert len(self._requeued) == sum(sequence.requeued and not sequence.skipped for sequence in sequences)
+        shown = {each.request.qos.tenant for each in sequences if not (each.requeued or each.skipped)}
+        assert len(self._ready) == len(shown), "a tenant with a head is ready"
+        self._tenants.check_invariants(sequences)
 
     # ---------------------------------------------------------------------------------------------------------- private
 
-    def _enter(self, entry: E, rank: float, expires: float, *, sent_back: bool) -> None:
-        arrival, qos, work = entry.arrival, entry.request.qos, entry.work
-        assert arrival not in self._places, "an entry is queued once"
-        tenant = self._tenants.queue(qos.tenant, work, waits=not sent_back)
-        place = _Place(entry, tenant, (rank, arrival), LEAD[qos.priority], (expires, arrival), work, sent_back)
-        self._places[arrival] = place
-        self._work += work
+    def _enqueue(self, sequence: ScheduledSequence, rank: float, expires: float) -> None:
+        arrival = sequence.arrival
+        assert arrival not in self._sequences, "a sequence is queued once"
+        sequence.queue_key, sequence.expiry, sequence.skipped = (rank, arrival), (expires, arrival), False
+        tenant = self._tenants.enqueue(sequence.request.qos.tenant, sequence.work, waits=not sequence.requeued)
+        self._sequences[arrival] = sequence
+        self._work += sequence.work
         if expires < inf:
-            self._expiring.put(place)
-        self._show(place)
+            self._expiring.put(sequence)
+        self._show(sequence, tenant)
 
-    def _take_out(self, place: _Place[E]) -> None:
-        tenant = place.tenant
-        if not place.aside:
-            self._hide(place)
-        self._expiring.discard(place)
-        del self._places[place.key[1]]
-        self._work -= place.work
-        self._tenants.leave(tenant, place.work, waited=not place.sent_back)
-        if not tenant.waiting:
-            self._lines.pop(tenant.name, None)
+    def _tenant_of(self, sequence: ScheduledSequence) -> Tenant:
+        tenant = self._tenants.find(sequence.request.qos.tenant)
+        assert tenant is not None, "the tenant of a queued sequence is known"
+        return tenant
 
-    def _next(self) -> _Place[E] | None:
-        if (place := self._sent_back.first()) is not None:
-            return place
-        line = self._ready.first()
-        return None if line is None else line.head
-
-    def _show(self, place: _Place[E]) -> None:
-        """From now on its turn may come."""
-        if place.sent_back:
-            self._sent_back.put(place)
+    def _show(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
+        """Let `sequence` have its turn."""
+        if sequence.requeued:
+            self._requeued.put(sequence)
             return
-        line = self._lines.get(place.tenant.name)
-        if line is None:
-            line = self._lines[place.tenant.name] = _Line(place.tenant)
-        line.places.put(place)
-        if line.head is None or place.key < line.head.key:
-            line.head = place
-            self._ready.put(line)
+        tenant.line.put(sequence)
+        if tenant.head is None or sequence.queue_key < tenant.head.queue_key:
+            tenant.head = sequence
+            self._ready.put(tenant)
 
-    def _hide(self, place: _Place[E]) -> None:
-        """Its turn does not come."""
-        if place.sent_back:
-            self._sent_back.discard(place)
+    def _hide(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
+        """Let `sequence` have no turn."""
+        if sequence.requeued:
+            self._requeued.discard(sequence)
             return
-        line = self._lines[place.tenant.name]
-        line.places.discard(place)
-        if place is line.head:
-            line.head = line.places.first()
-            if line.head is None:
-                self._ready.discard(line)
+        tenant.line.discard(sequence)
+        if sequence is tenant.head:
+            tenant.head = tenant.line.first()
+            if tenant.head is None:
+                self._ready.discard(tenant)
             else:
-                self._ready.put(line)
+                self._ready.put(tenant)

@@ -1,390 +1,436 @@
-"""The Scheduler: one queue, several replicas. Who leaves the queue and where to; what each replica is to change; who has
-expired; what a lost replica leaves behind; how long a newcomer would wait.
+"""Scheduler: one fair queue, several replicas.
 
-Pure: no clock, no socket, no log, no task, no randomness. Values in, values out; the same calls give the same orders.
+Each replica runs this loop; clients submit and cancel beside it:
 
-    open(replica, spec), lose(replica)    replicas that come and go
-    submit(request), cancel(id)           what clients want
-    dispatch() -> replicas                queued entries go to replicas that have room; these have something to decide
-    decide(replica) -> Orders | None      what is to change at the replica's next step boundary
-    apply(replica, outcome) -> Deliveries what a step brought, and who is to hear of it
-    expire() -> Deliveries                whose time is over
+    while it serves:
+        expire()                        # end queued and running requests past their deadline
 
-An entry leaves the queue only when a replica has room for it now, so the order of the queue, its classes and its
-fairness hold until the last moment; see `queue` for that order, `dispatch` for the choice of a replica, and `batch` for
-what happens there.
+        dispatch():                     # what leaves the queue, and where it goes
+            while a replica has room and sequence := queue.peek():
+                replicas = ranked by cached prefix - pending work, those with room
+                if a better replica has room soon, or another sequence is computing its prefix:
+                    queue.skip(sequence)
+                elif one of replicas has a slot and the KV blocks:
+                    queue.remove(sequence); charge its tenant
+                elif one of them could ever hold it:
+                    break               # the order of the queue holds: the next ones wait, too
 
-An entry whose beginning is being computed for another one is held back until it is there, rather than computing it
-twice; those behind it may go before it.
+        output = schedule(replica):     # what its next step computes
+            allocate KV blocks to sequences near the end of theirs
+            if one is stalled without a block:
+                preempt choose_victim(running)      # back to the head of the queue
+            prefill = chunks of prompts, within the token budget
+            return releases, placements, block allocations, prefill chunks
+
+        deliveries = update(replica, step_output)   # new tokens, errors, freed slots and blocks
+
+A sequence leaves the queue only when a replica has room for it now, so order, priorities and fairness hold until the last
+moment. See `queue` for that order, `dispatch` for the choice of a replica, `replica_scheduler` for steps, `preemption`
+for victims, and `open`, `lose` and `drain` for replicas that join, fail and pause.
+
+Pure: no clock, no socket, no log, no task, no randomness. The same calls give the same results.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, TenantId
-from text_generation_router.scheduling.aside import Aside, Crowd, Leader
-from text_generation_router.scheduling.batch import Batch
-from text_generation_router.scheduling.dispatch import Dispatcher, Ranking
-from text_generation_router.scheduling.entry import Entry, State
-from text_generation_router.scheduling.foresight import Foresight
+from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
+from text_generation_router.scheduling.dispatch import Dispatcher
+from text_generation_router.scheduling.estimates import OutputLengths, Throughput, estimate_wait
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
+from text_generation_router.scheduling.messages import (
+    Deliveries,
+    Failed,
+    ReplicaSpec,
+    SchedulerOutput,
+    SchedulerStats,
+    StepOutput,
+)
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.prefix import WORTH_WAITING_FOR
 from text_generation_router.scheduling.queue import FairQueue
-from text_generation_router.scheduling.replicas import Replicas
-from text_generation_router.scheduling.steps import Deliveries, Failed, Orders, Outcome, ReplicaSpec
+from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
+from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
-MOST_HELD_BACK = 16
-"""Entries that one `dispatch` sets aside: it is to take microseconds, and there will be another."""
-
-
-def _end_by(entry: Entry) -> Key:
-    end_by = entry.request.qos.end_by
-    return math.inf if end_by is None else end_by, entry.arrival
-
-
-MOST_MOVES = 100
+MAX_SKIPPED = 16
+"""Sequences that one `dispatch` skips: it has to take microseconds, and there will be another one."""
+MAX_MOVES = 100
 """Replicas that a request may lose in all."""
+
+Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
+"""Why a sequence is skipped: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
+leader, until `replica` has prefill room."""
+
+
+def _end_by(sequence: ScheduledSequence) -> Key:
+    end_by = sequence.request.qos.end_by
+    return math.inf if end_by is None else end_by, sequence.arrival
 
 
 class Scheduler:
-    """Owns the queue, and the slots and KV blocks of every replica."""
+    """The queue, and the slots and KV blocks of all replicas."""
 
     def __init__(self, policy: Policy, replicas: int = 1) -> None:
-        self._policy = policy
-        self._queue: FairQueue[Entry] = FairQueue(policy.tenant_weights)
-        self._replicas = Replicas(policy, replicas)
-        self._entries: dict[RequestId, Entry] = {}
-        self._aside = Aside(self._queue)
-        self._dispatcher = Dispatcher(policy.dispatch, replicas)
-        self._foresight = Foresight(replicas)
-        self._ends: LazyHeap[Entry] = LazyHeap(_end_by)
-        """Entries that expire wherever they are."""
+        self.policy = policy
+        self.queue = FairQueue(policy.tenant_weights)
+        self.replicas: list[ReplicaScheduler | None] = [None] * replicas
+        """By number; None if it does not serve."""
+        self._specs: list[ReplicaSpec | None] = [None] * replicas
+        """The last spec of each replica, lost ones included."""
+        self.draining: set[int] = set()
+        self._dispatcher = Dispatcher(policy, self.replicas, self.draining)
+        self._sequences: dict[RequestId, ScheduledSequence] = {}
+        self._skipped: dict[Reason, list[ScheduledSequence]] = {}
+        self._unplaceable: dict[RequestId, ScheduledSequence] = {}
+        """Skipped sequences that no replica can hold which serves and does not drain."""
+        self._ends: LazyHeap[ScheduledSequence] = LazyHeap(_end_by)
+        """Sequences that expire in any state."""
+        self._lengths = OutputLengths()
+        self._throughputs = [Throughput() for _ in range(replicas)]
         self._arrivals = 0
-        self.cancellations = 0
-        """Entries dropped before their own end, ever: nobody waited any more, or a stop string was found."""
-        self.expirations = 0
-        """Entries whose deadline passed, ever."""
-        self.moves = 0
-        """Times an entry lost its replica while it ran, ever."""
-        self.prompt_tokens = 0
-        """Tokens of the prompts that left the queue, ever; of requests that come back, not again."""
-        self.hit_tokens = 0
-        """Of those, how many were cached."""
+        self._lost_preemptions = 0
+        """Preemptions of replicas that were lost since."""
+        self._cancellations = self._expirations = self._moves = 0
+        self._prompt_tokens = self._hit_tokens = 0
 
-    # --------------------------------------------------------------------------------------------------------- replicas
-
-    def open(self, replica: int, spec: ReplicaSpec, now: float) -> Deliveries:
-        """`replica` joins, with nothing in it. Waiting requests that no replica could ever hold now fail."""
-        self._replicas.open(replica, spec)
-        self._aside.house()
-        deliveries = Deliveries()
-        for entry in list(self._queue):
-            if not self.fits(entry.length, entry.request.max_new_tokens - len(entry.generated)):
-                self._queue.remove(entry)
-                self._fail(entry, FailureCode.LOST, "the KV cache is too small for this request now", deliveries)
-        return deliveries
-
-    def lose(self, replica: int, now: float) -> Deliveries:
-        """`replica` is gone, with all it held. What ran there waits again, unless that happened too often."""
-        deliveries = Deliveries()
-        if (batch := self._replicas.lose(replica)) is None:
-            return deliveries
-        ran, others = batch.clear()
-        self._forget_cancelled(replica)
-        self.moves += len(ran)
-        for entry in ran:
-            entry.moves += 1
-            # Who gets on is not what kills shards; who never does may well be.
-            entry.moves_in_vain = 1 if len(entry.generated) > entry.generated_before else entry.moves_in_vain + 1
-        for entry in sorted((*ran, *others), key=lambda entry: entry.arrival):
-            if (problem := self._cannot_move(entry, batch.spec)) is not None:
-                self._queue.ended(entry.request.qos.tenant)
-                self._fail(entry, FailureCode.LOST, problem, deliveries)
-            else:
-                self._requeue(entry)
-        return deliveries
-
-    def _cannot_move(self, entry: Entry, lost: ReplicaSpec) -> str | None:
-        """Why `entry` cannot go on now that its replica is lost; None if it can."""
-        if entry.moves_in_vain > self._policy.max_moves or entry.moves > MOST_MOVES:
-            return "the shards that computed this request were lost"
-        if lost.self_scheduling and entry.is_bound:
-            return "lost its shard; a constrained answer cannot go on elsewhere"
-        return None
-
-    def drain(self, replica: int, *, draining: bool = True) -> None:
-        """Give `replica` nothing new."""
-        self._replicas.drain(replica, draining=draining)
-        self._aside.house()
-
-    # ------------------------------------------------------------------------------------------------ what clients want
+    # --------------------------------------------------------------------------------------------------------- requests
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Whether such a request could run alone on some replica, be it one that is lost for now."""
-        return self._replicas.fits(prompt_tokens, max_new_tokens)
+        """Return True if such a request could run alone on a replica, serving or lost."""
+        longest = prompt_tokens + max_new_tokens - 1
+        return any(spec is not None and longest <= spec.num_blocks * spec.block_size for spec in self._specs)
 
     def submit(self, request: Request, now: float) -> None:
         """Queue `request`, which must fit."""
-        assert request.id not in self._entries, "a request is submitted once"
+        assert request.id not in self._sequences, "a request is submitted once"
         assert self.fits(len(request.prompt), request.max_new_tokens), "a request must be able to run alone"
         self._arrivals += 1
-        entry = Entry(request, self._arrivals, now, self._foresight.lengths.expected(request.max_new_tokens))
-        self._entries[request.id] = entry
-        entry.work = self._work(entry)
-        self._queue.put(entry)
+        sequence = ScheduledSequence(request, self._arrivals, now, self._lengths.expected(request.max_new_tokens))
+        self._sequences[request.id] = sequence
+        sequence.work = self._work(sequence)
+        self.queue.put(sequence)
         if request.qos.end_by is not None:
-            self._ends.put(entry)
+            self._ends.put(sequence)
 
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
-        """Nobody waits for this request any more, or its text is whole (`satisfied`). Idempotent; unknown and ended
-        requests are no news."""
-        entry = self._entries.get(request_id)
-        if entry is None or entry.state is State.CANCELLED:
+        """Cancel a request: its client left, or a stop string was found (`satisfied`). No-op if unknown or finished."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.state is State.CANCELLED:
             return
-        self.cancellations += 1
+        self._cancellations += 1
         if satisfied:
-            self._foresight.lengths.ended(entry.request.max_new_tokens, len(entry.generated))
-        self._take_out(entry)
+            self._lengths.record(sequence.request.max_new_tokens, len(sequence.generated))
+        self._drop(sequence)
 
-    def _take_out(self, entry: Entry) -> None:
-        """`entry` ends here; its place on a replica is free once that knows."""
-        if entry.state is State.WAITING:
-            self._queue.remove(entry)
-            self._over(entry)
+    def _drop(self, sequence: ScheduledSequence) -> None:
+        """End `sequence`. A slot that its replica knows of is free once the release was applied."""
+        if sequence.state is State.WAITING:
+            self.queue.remove(sequence)
+            self._forget(sequence)
             return
-        batch = self._replicas.batches[entry.replica]
-        assert batch is not None, "what ran on a lost replica waits"
-        never_sent = entry.state is State.PLACED
-        batch.drop(entry)
-        self._replicas.changed.add(batch.replica)
+        replica = self.replicas[sequence.replica]
+        assert replica is not None, "the sequences of a lost replica wait"
+        never_sent = sequence.state is State.PLACED
+        replica.drop(sequence)
+        self._dispatcher.changed(replica.replica)
         if never_sent:
-            if not entry.generated:  # nothing was computed for it
-                self._queue.charge(entry.request.qos.tenant, -entry.charged)
-                entry.charged = 0
-            self._queue.ended(entry.request.qos.tenant)
-            self._over(entry)
+            tenant = sequence.request.qos.tenant
+            if not sequence.generated:  # nothing was computed
+                self.queue.charge(tenant, -sequence.charged_tokens)
+                sequence.charged_tokens = 0
+            self.queue.ended(tenant)
+            self._forget(sequence)
 
-    # ------------------------------------------------------------------------------------------------------- decisions
-
-    def dispatch(self, now: float) -> list[int]:
-        """Give queued entries to replicas that have room; the replicas that got some, each once."""
-        given: dict[int, None] = {}
-        self._aside.recall()
-        held_back = 0
-        while (entry := self._queue.peek()) is not None:
-            self._replicas.look_for_room(len(self._queue))
-            if not self._replicas.roomy:
-                break
-            ranking = self._dispatcher.rank(entry, self._replicas.roomy, self._replicas.crowded)
-            if (end_of := self._better_later(entry, ranking)) is not None:
-                self._aside.wait_for(end_of)
-                held_back += 1
-                if held_back == MOST_HELD_BACK:
-                    break
-                continue
-            batch = next((batch for batch in ranking.roomy if batch.place(entry)), None)
-            if batch is None:
-                if self._replicas.may_hold(entry):
-                    break
-                self._aside.wait_for_a_home()
-                continue
-            self._queue.pop()
-            self._placed(entry, batch)
-            given[batch.replica] = None
-        return list(given)
-
-    def decide(self, replica: int, now: float) -> Orders | None:
-        """What is to change at the next step boundary; None while orders are on their way, or nothing is to change."""
-        batch = self._replicas.batches[replica]
-        if batch is None:
-            return None
-        self._replicas.changed.add(replica)
-        return batch.decide()
-
-    def wants_orders(self, replica: int) -> bool:
-        """Whether `decide` may have something to say. False is certain, and costs nothing to find out."""
-        batch = self._replicas.batches[replica]
-        return batch is not None and batch.wants_orders
-
-    def _better_later(self, entry: Entry, ranking: Ranking) -> Leader | Crowd | None:
-        """What `entry` had better wait for: a replica that will soon have room, or another entry that computes there what
-        it would otherwise compute once more."""
-        if ranking.worth_waiting_for is not None:
-            return Crowd(ranking.worth_waiting_for)
-        if not self._policy.prefix_caching or entry.request.prompt_logprobs or self._policy.publish_prompts_only:
-            return None
-        batch = ranking.roomy[0]
-        soon, leader = batch.being_computed(entry)
-        if leader is None or soon - batch.cache.cached_tokens(entry) < WORTH_WAITING_FOR:
-            return None
-        return Leader(leader, batch.replica, soon)
-
-    def _placed(self, entry: Entry, batch: Batch) -> None:
-        self._dispatcher.chosen(entry, batch)
-        self._replicas.changed.add(batch.replica)
-        tenant = entry.request.qos.tenant
-        self._queue.started(tenant)
-        if not entry.charged:
-            # What an engine that schedules for itself has cached is a guess: nobody is told of it, or charged by it.
-            cached = 0 if batch.spec.self_scheduling else entry.cached_tokens
-            self.prompt_tokens += len(entry.request.prompt)
-            self.hit_tokens += cached
-            entry.charged = len(entry.request.prompt) - cached + entry.expected
-            self._queue.charge(tenant, entry.charged)
-
-    # -------------------------------------------------------------------------------------------------------- outcomes
-
-    def apply(self, replica: int, outcome: Outcome, now: float) -> Deliveries:
-        """Record what a step brought."""
-        deliveries = Deliveries()
-        batch = self._replicas.batches[replica]
-        assert batch is not None, "a lost replica makes no steps"
-        applied = batch.apply(outcome, deliveries)
-        if outcome.step_s:
-            queued = len(self._queue) > 0
-            self._foresight.served(replica, now, applied.served, outcome.step_s, queued=queued)
-        for entry in applied.finished:
-            self._foresight.lengths.ended(entry.request.max_new_tokens, len(entry.generated))
-        for entry in (*applied.finished, *applied.dropped):
-            self._queue.ended(entry.request.qos.tenant)
-            self._over(entry)
-        for entry in applied.returning:
-            self._requeue(entry)
-        self._replicas.changed.add(replica)
-        return deliveries
+    # --------------------------------------------------------------------------------------------------------- the loop
 
     def expire(self, now: float) -> Deliveries:
-        """End the requests whose time is over."""
+        """End the requests past their deadline."""
         deliveries = Deliveries()
-        for entry in self._queue.expire(now):
-            self._fail(entry, FailureCode.EXPIRED, "its time in the queue was over", deliveries)
+        for sequence in self.queue.expire(now):
+            self._fail(sequence, FailureCode.EXPIRED, "its time in the queue was over", deliveries)
         while (late := self._ends.first()) is not None and _end_by(late)[0] <= now:
             self._ends.discard(late)
             if late.state is not State.CANCELLED:
                 message = f"its time was over after {len(late.generated)} new tokens"
-                deliveries.failed.append(Failed(late.request.id, FailureCode.EXPIRED, message))
-                self._take_out(late)
-        self.expirations += len(deliveries.failed)
+                deliveries.failed.append(Failed(late.id, FailureCode.EXPIRED, message))
+                self._drop(late)
+        self._expirations += len(deliveries.failed)
         return deliveries
 
     @property
     def next_expiry(self) -> float | None:
-        """When `expire` may have something to do next."""
-        entry = self._ends.first()
-        ends = (None if entry is None else _end_by(entry)[0], self._queue.next_expiry)
+        """The time of the next deadline; None if there is none."""
+        sequence = self._ends.first()
+        ends = (None if sequence is None else _end_by(sequence)[0], self.queue.next_expiry)
         return min((end for end in ends if end is not None), default=None)
 
-    def _requeue(self, entry: Entry) -> None:
-        """`entry` left its replica and waits again, before all others."""
-        entry.work = self._work(entry)
-        self._queue.put_back(entry)
-        self._queue.ended(entry.request.qos.tenant)
+    def dispatch(self) -> list[int]:
+        """Place queued sequences on replicas with room. Return the replicas that got some."""
+        for over in [reason for reason in self._skipped if not _still_holds(reason)]:
+            self.queue.unskip(self._skipped.pop(over))
+        placed: dict[int, None] = {}
+        skipped = 0
+        while skipped < MAX_SKIPPED and (sequence := self.queue.peek()) is not None:
+            if not self._dispatcher.has_room(len(self.queue)):
+                break
+            ranked, better = self._dispatcher.rank(sequence)
+            if (reason := self._reason_to_skip(sequence, ranked[0], better)) is not None:
+                self.queue.skip(sequence)
+                self._skipped.setdefault(reason, []).append(sequence)
+                skipped += 1
+            elif replica := next((each for each in ranked if each.place(sequence)), None):
+                self.queue.remove(sequence)
+                self._charge(sequence, replica)
+                placed[replica.replica] = None
+            elif self._dispatcher.can_hold(sequence):
+                break
+            else:
+                self.queue.skip(sequence)
+                self._unplaceable[sequence.id] = sequence
+        return list(placed)
 
-    def _over(self, entry: Entry) -> None:
-        """`entry` has ended and is forgotten; its tenant pays for what it took, not for what was expected."""
-        del self._entries[entry.request.id]
-        self._aside.forget(entry)
-        self._ends.discard(entry)
-        if entry.charged:
-            self._queue.charge(entry.request.qos.tenant, len(entry.generated) - entry.expected)
+    def _reason_to_skip(
+        self, sequence: ScheduledSequence, replica: ReplicaScheduler, better: ReplicaScheduler | None
+    ) -> Reason | None:
+        """Return the reason to skip `sequence` for now; None if it should go to `replica`."""
+        if better is not None:
+            return better, None, 0
+        if not self.policy.prefix_caching or sequence.request.prompt_logprobs:
+            return None
+        tokens, leader = replica.prompts.longest_shared(sequence)
+        if leader is None or tokens - replica.cache.cached_tokens(sequence) < MIN_SHARED_TOKENS:
+            return None
+        return replica, leader, tokens
 
-    def _fail(self, entry: Entry, kind: FailureCode, message: str, deliveries: Deliveries) -> None:
-        """`entry`, which is in no queue and on no replica, ends with an error."""
-        deliveries.failed.append(Failed(entry.request.id, kind, message))
-        self._over(entry)
+    def _charge(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
+        """Count a sequence that was placed; charge its tenant the first time."""
+        self._dispatcher.placed(sequence, replica.replica)
+        tenant = sequence.request.qos.tenant
+        self.queue.started(tenant)
+        if not sequence.charged_tokens:
+            # The cache of a self-scheduling engine is only modelled here: its hits are not counted.
+            cached = 0 if replica.spec.self_scheduling else sequence.cached_tokens
+            self._prompt_tokens += len(sequence.request.prompt)
+            self._hit_tokens += cached
+            sequence.charged_tokens = len(sequence.request.prompt) - cached + sequence.expected_new_tokens
+            self.queue.charge(tenant, sequence.charged_tokens)
 
-    def _forget_cancelled(self, replica: int) -> None:
-        for entry in [one for one in self._entries.values() if one.state is State.CANCELLED and one.replica == replica]:
-            self._queue.ended(entry.request.qos.tenant)
-            self._over(entry)
+    def schedule(self, replica: int) -> SchedulerOutput | None:
+        """Return the changes for the next step boundary; None if there are none, or earlier orders are under way."""
+        if (scheduler := self.replicas[replica]) is None:
+            return None
+        self._dispatcher.changed(replica)
+        return scheduler.schedule()
 
-    # ------------------------------------------------------------------------------------------------------ foreseeing
+    def may_have_orders(self, replica: int) -> bool:
+        """Return False if `schedule` would return None. Cheap."""
+        scheduler = self.replicas[replica]
+        return scheduler is not None and scheduler.may_have_orders
 
-    def _work(self, entry: Entry) -> int:
-        """Tokens that `entry` will probably cost: prompt tokens that are cached nowhere, and new tokens."""
-        cached = self._dispatcher.cached_tokens(entry, self._replicas.batches)
-        return max(1, entry.length - cached + entry.expected - len(entry.generated))
+    def update(self, replica: int, output: StepOutput, now: float) -> Deliveries:
+        """Record the results of a step."""
+        deliveries = Deliveries()
+        scheduler = self.replicas[replica]
+        assert scheduler is not None, "a lost replica makes no steps"
+        served, left = scheduler.update(output, deliveries)
+        if output.step_s:
+            self._throughputs[replica].record(now, served, output.step_s, queued=len(self.queue) > 0)
+        for sequence in left:
+            if sequence.state is State.WAITING:
+                self._requeue(sequence)
+                continue
+            if sequence.state is State.FINISHED:
+                self._lengths.record(sequence.request.max_new_tokens, len(sequence.generated))
+            self.queue.ended(sequence.request.qos.tenant)
+            self._forget(sequence)
+        self._dispatcher.changed(replica)
+        return deliveries
 
-    def foreseen_wait(self, tenant: TenantId, now: float) -> float | None:
-        """Seconds that a request of `tenant` which came now would wait; None: nothing is known yet."""
-        self._replicas.look_for_room(1)
-        return self._foresight.wait(self._queue, tenant, self._replicas.serving, now, full=not self._replicas.roomy)
+    def _requeue(self, sequence: ScheduledSequence) -> None:
+        """Queue a sequence that left its replica, before all others."""
+        sequence.work = self._work(sequence)
+        self.queue.requeue(sequence)
+        self.queue.ended(sequence.request.qos.tenant)
 
-    def is_overfull(self, request: Request) -> bool:
-        """Whether `request` is one too many: more work would wait than may."""
-        return self._foresight.is_overfull(self._queue, self._policy.max_queued_tokens, request)
+    def _forget(self, sequence: ScheduledSequence) -> None:
+        """Forget a sequence that ended. Its tenant pays for the generated tokens, not for the expected ones."""
+        del self._sequences[sequence.id]
+        self._unplaceable.pop(sequence.id, None)
+        self._ends.discard(sequence)
+        if sequence.charged_tokens:
+            unused = len(sequence.generated) - sequence.expected_new_tokens
+            self.queue.charge(sequence.request.qos.tenant, unused)
 
-    # --------------------------------------------------------------------------------------------------------- figures
+    def _fail(self, sequence: ScheduledSequence, kind: FailureCode, message: str, deliveries: Deliveries) -> None:
+        """End a sequence that is neither queued nor on a replica with an error."""
+        deliveries.failed.append(Failed(sequence.id, kind, message))
+        self._forget(sequence)
 
-    def owner(self, replica: int, slot: int) -> RequestId | None:
-        """Whose slot this is; None for nobody's, and for those whose client is gone."""
-        batch = self._replicas.batches[replica]
-        return None if batch is None else batch.owner(slot)
+    # --------------------------------------------------------------------------------------------------------- replicas
 
-    @property
-    def open_replicas(self) -> int:
-        """Replicas there are now."""
-        return len(self._replicas.serving)
+    def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
+        """Add an empty replica. Queued requests that no replica can hold any more fail."""
+        assert self.replicas[replica] is None, "a replica joins once"
+        self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy)
+        self._specs[replica] = spec
+        self.drain(replica, draining=False)
+        deliveries = Deliveries()
+        for sequence in list(self.queue):
+            if not self.fits(sequence.length, sequence.request.max_new_tokens - len(sequence.generated)):
+                self.queue.remove(sequence)
+                self._fail(sequence, FailureCode.LOST, "the KV cache is too small for this request now", deliveries)
+        return deliveries
 
-    @property
-    def replicas(self) -> int:
-        """Replicas there may be."""
-        return len(self._replicas.batches)
+    def lose(self, replica: int) -> Deliveries:
+        """Remove a replica. Its sequences are requeued; those that cannot continue or lost too many replicas fail."""
+        deliveries = Deliveries()
+        if (lost := self.replicas[replica]) is None:
+            return deliveries
+        self.replicas[replica] = None
+        self._dispatcher.changed(replica)
+        self._lost_preemptions += lost.preemptions
+        ran, others, cancelled = lost.clear()
+        for sequence in cancelled:
+            self.queue.ended(sequence.request.qos.tenant)
+            self._forget(sequence)
+        self._moves += len(ran)
+        for sequence in ran:
+            sequence.moves += 1
+            # A request that never gets a token may be what makes shards fail.
+            advanced = len(sequence.generated) > sequence.generated_when_placed
+            sequence.fruitless_moves = 1 if advanced else sequence.fruitless_moves + 1
+        for sequence in sorted((*ran, *others), key=lambda sequence: sequence.arrival):
+            if (problem := self._cannot_move(sequence, lost.spec)) is not None:
+                self.queue.ended(sequence.request.qos.tenant)
+                self._fail(sequence, FailureCode.LOST, problem, deliveries)
+            else:
+                self._requeue(sequence)
+        return deliveries
 
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._queue)
+    def _cannot_move(self, sequence: ScheduledSequence, lost: ReplicaSpec) -> str | None:
+        """Return why `sequence` cannot continue elsewhere; None if it can."""
+        if sequence.fruitless_moves > self.policy.max_moves or sequence.moves > MAX_MOVES:
+            return "the shards that computed this request were lost"
+        if lost.self_scheduling and sequence.is_grammar_bound:
+            return "lost its shard; a constrained answer cannot go on elsewhere"
+        return None
 
-    @property
-    def queued_tokens(self) -> int:
-        """The work in the queue."""
-        return self._queue.work()
+    def drain(self, replica: int, *, draining: bool = True) -> None:
+        """Give `replica` no new sequences, or give it some again."""
+        (self.draining.add if draining else self.draining.discard)(replica)
+        self._dispatcher.changed(replica)
+        self.queue.unskip(self._unplaceable.values())
+        self._unplaceable.clear()
 
-    @property
-    def running(self) -> int:
-        """Requests that run, those about to and those whose release is under way."""
-        return sum(batch.held for batch in self._replicas.serving)
+    # -------------------------------------------------------------------------------------------------------- estimates
 
-    @property
-    def used_blocks(self) -> int:
-        """KV blocks that requests hold."""
-        return sum(batch.cache.in_use for batch in self._replicas.serving)
+    def _work(self, sequence: ScheduledSequence) -> int:
+        """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""
+        cached = self._dispatcher.cached_tokens(sequence)
+        return max(1, sequence.expected_length - cached)
 
-    @property
-    def cached_blocks(self) -> int:
-        """KV blocks in the prefix trees, whether somebody uses them or not."""
-        return sum(batch.cache.tree.cached_blocks for batch in self._replicas.serving)
+    def estimated_wait(self, tenant: TenantId) -> float | None:
+        """Return the seconds that a new request of `tenant` would wait (`Retry-After`); None if unknown.
 
-    @property
-    def used_tokens(self) -> int:
-        """Tokens that the KV blocks hold which requests hold."""
-        return sum(batch.cache.in_use * batch.spec.block_size for batch in self._replicas.serving)
+        The work before it over the measured throughput. That is the work of the whole queue, or of its own tenant at that
+        tenant's share of the replicas, whichever takes less time.
+        """
+        serving = self._serving
+        rates = [self._throughputs[replica.replica].rate() for replica in serving]
+        if work := self.queue.work():
+            return estimate_wait(min(work, self.queue.work(tenant) / self.queue.share(tenant)), rates)
+        if self._dispatcher.has_room(1):
+            return 0.0
+        # The queue is empty and no replica has room: the wait for one sequence to end.
+        running = sum(replica.occupied_slots for replica in serving)
+        return estimate_wait(sum(max(0, replica.work) for replica in serving) / max(1, running), rates)
 
-    @property
-    def promised_tokens(self) -> int:
-        """Tokens that the requests with a slot may come to have: prompts and all new tokens asked for."""
-        return sum(batch.promised_tokens for batch in self._replicas.serving)
+    def exceeds_queue_limit(self, request: Request) -> bool:
+        """Return True if more than `max_queued_tokens` tokens of work would wait.
 
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks there are."""
-        return sum(batch.spec.num_blocks for batch in self._replicas.serving)
+        A tenant below its share of the queue may exceed the limit, up to twice the limit.
+        """
+        limit = self.policy.max_queued_tokens
+        if limit is None or not len(self.queue):
+            return False
+        work = len(request.prompt) + self._lengths.expected(request.max_new_tokens)
+        if self.queue.work() + work <= limit:
+            return False
+        tenant = request.qos.tenant
+        return self.queue.work() + work > 2 * limit or self.queue.work(tenant) + work > limit * self.queue.share(tenant)
 
-    @property
-    def block_size(self) -> int:
-        """Tokens a KV block holds."""
-        return self._replicas.block_size
+    # ---------------------------------------------------------------------------------------------------------- queries
 
-    @property
-    def preemptions(self) -> int:
-        """Entries taken back to the queue, ever."""
-        return self._replicas.preemptions
+    def request_in(self, replica: int, slot: int) -> RequestId | None:
+        """Return the request in a slot; None if it is free or its request was cancelled."""
+        scheduler = self.replicas[replica]
+        return None if scheduler is None else scheduler.request_in(slot)
 
     @property
     def requests(self) -> tuple[RequestId, ...]:
-        """Every request not ended, in order of arrival."""
-        return tuple(self._entries)
+        """All requests that have not ended, in order of arrival."""
+        return tuple(self._sequences)
+
+    @property
+    def waiting(self) -> int:
+        """Queued requests."""
+        return len(self.queue)
+
+    @property
+    def is_serving(self) -> bool:
+        """True if a replica serves."""
+        return any(replica is not None for replica in self.replicas)
+
+    @property
+    def _serving(self) -> Sequence[ReplicaScheduler]:
+        return [replica for replica in self.replicas if replica is not None]
+
+    def stats(self) -> SchedulerStats:
+        """Return gauges and counters, in time proportional to the number of replicas."""
+        serving = self._serving
+        return SchedulerStats(
+            waiting=len(self.queue),
+            queued_tokens=self.queue.work(),
+            running=sum(replica.occupied_slots for replica in serving),
+            promised_tokens=sum(replica.promised_tokens for replica in serving),
+            used_blocks=sum(replica.cache.used for replica in serving),
+            used_tokens=sum(replica.cache.used * replica.spec.block_size for replica in serving),
+            cached_blocks=sum(replica.cache.tree.cached_blocks for replica in serving),
+            num_blocks=sum(replica.spec.num_blocks for replica in serving),
+            block_size=next((spec.block_size for spec in self._specs if spec is not None), 0),
+            num_replicas=len(self.replicas),
+            serving_replicas=len(serving),
+            preemptions=self._lost_preemptions + sum(replica.preemptions for replica in serving),
+            cancellations=self._cancellations,
+            expirations=self._expirations,
+            moves=self._moves,
+            prompt_tokens=self._prompt_tokens,
+            hit_tokens=self._hit_tokens,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the state is inconsistent: blocks, slots, locks, budgets, queue, accounts. For tests."""
+        queued = {sequence.id for sequence in self.queue}
+        assert queued == {each.id for each in self._sequences.values() if each.state is State.WAITING}
+        on_replicas = 0
+        for replica in self._serving:
+            replica.check_invariants()
+            on_replicas += replica.occupied_slots
+        assert len(self._sequences) == len(queued) + on_replicas, "each sequence waits or has one slot"
+        skipped = {each.id for group in self._skipped.values() for each in group if each.skipped}
+        assert {each.id for each in self.queue if each.skipped} == skipped | self._unplaceable.keys()
+        self.queue.check_invariants()
+
+
+def _still_holds(reason: Reason) -> bool:
+    replica, leader, tokens = reason
+    if leader is None:
+        return not replica.is_lost and not replica.has_prefill_room
+    return (
+        leader.state in (State.PLACED, State.RUNNING)
+        and leader.replica == replica.replica
+        and leader.num_computed_tokens < tokens
+    )

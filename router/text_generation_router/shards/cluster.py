@@ -50,7 +50,7 @@ class Cluster:
         self.scheduler = scheduler
         self._listeners = Listeners(self._enough)
         shared = Shared(scheduler, self._listeners, observer, self.dispatch, self._on_opened)
-        self._replicas = [Replica(number, shared) for number in range(scheduler.replicas)]
+        self._replicas = [Replica(number, shared) for number in range(len(scheduler.replicas))]
         self._deadlines = asyncio.Event()
         """There may be an earlier deadline than the one waited for."""
         self._joined = asyncio.Event()
@@ -85,7 +85,7 @@ class Cluster:
 
     def foreseen_wait(self, tenant: TenantId) -> float | None:
         """Seconds a request of `tenant` that came now would wait; None: nothing is known."""
-        return self.scheduler.foreseen_wait(tenant, time.monotonic())
+        return self.scheduler.estimated_wait(tenant)
 
     def dispatch(self) -> None:
         """Give queued requests to replicas that have room, but for those whose time is over: these end."""
@@ -93,13 +93,13 @@ class Cluster:
         if (due := self.scheduler.next_expiry) is not None and due <= now:
             self._listeners.failures(self.scheduler.expire(now).failed)
             self._wake()
-        for number in self.scheduler.dispatch(now):
+        for number in self.scheduler.dispatch():
             self._replicas[number].wake()
 
     @property
     def connected(self) -> bool:
         """Whether some replica serves."""
-        return self.scheduler.open_replicas > 0
+        return self.scheduler.is_serving
 
     async def opened(self) -> None:
         """Return once some replica serves."""
@@ -116,10 +116,10 @@ class Cluster:
     def _wait_too_long(self, request: Request, now: float) -> float | None:
         """Seconds after which to come again, if `request` would wait too long or make others do so."""
         tenant, queue_by = request.qos.tenant, request.qos.queue_by
-        overfull = self.scheduler.is_overfull(request)
+        overfull = self.scheduler.exceeds_queue_limit(request)
         if not overfull and queue_by is None:
             return None
-        wait = self.scheduler.foreseen_wait(tenant, now) or 0.0
+        wait = self.scheduler.estimated_wait(tenant) or 0.0
         if overfull or (queue_by is not None and wait > FORESEEN_TOO_LATE * max(0.0, queue_by - now)):
             return wait
         return None
@@ -137,7 +137,7 @@ class Cluster:
 
     def _wake(self) -> None:
         for number, replica in enumerate(self._replicas):
-            if self.scheduler.wants_orders(number):
+            if self.scheduler.may_have_orders(number):
                 replica.wake()
 
     # ------------------------------------------------------------------------------------------------------- the loops

@@ -13,14 +13,16 @@ from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode, GrammarKind
 from text_generation_router.request import LogprobJson, Request, TopToken
-from text_generation_router.scheduling.steps import Admission, Orders, Outcome
+from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
 
 
-def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int], *, own_cache: bool = False) -> pb.Orders:
+def orders_to_pb(orders: SchedulerOutput, eos_token_ids: Sequence[int], *, own_cache: bool = False) -> pb.Orders:
     """Orders as they go on the wire. `eos_token_ids` are the model's; `own_cache`: the engine keeps a prefix cache itself."""
     message = pb.Orders(number=orders.number, release=orders.release)
-    message.admit.extend(_admission_to_pb(admission, eos_token_ids, own_cache=own_cache) for admission in orders.admit)
-    for slot, blocks in orders.grants:
+    message.admit.extend(
+        _admission_to_pb(admission, eos_token_ids, own_cache=own_cache) for admission in orders.placements
+    )
+    for slot, blocks in orders.allocations:
         message.grant_slots.append(slot)
         message.grant_counts.append(len(blocks))
         message.grant_blocks.extend(blocks)
@@ -30,7 +32,7 @@ def orders_to_pb(orders: Orders, eos_token_ids: Sequence[int], *, own_cache: boo
     return message
 
 
-def _admission_to_pb(admission: Admission, eos_token_ids: Sequence[int], *, own_cache: bool) -> pb.NewSequence:
+def _admission_to_pb(admission: Placement, eos_token_ids: Sequence[int], *, own_cache: bool) -> pb.NewSequence:
     request: Request = admission.request
     message = pb.NewSequence(
         slot=admission.slot,
@@ -102,9 +104,9 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int) -> Non
         raise MalformedReport("the shard sent a report that makes no sense")
 
 
-def outcome_from_pb(report: pb.StepReport, steps: int) -> Outcome:
+def outcome_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
     """What the scheduler needs of a report of so many steps; 0: it only says that orders were applied."""
-    return Outcome(
+    return StepOutput(
         orders_applied=report.orders_applied,
         slots=list(report.slots),
         token_counts=list(report.token_counts),

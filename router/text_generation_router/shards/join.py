@@ -10,7 +10,7 @@ import grpc
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import GrammarKind
-from text_generation_router.scheduling.steps import ReplicaSpec
+from text_generation_router.scheduling.messages import ReplicaSpec
 from text_generation_router.shards.convert import grammar_kinds_from_pb
 
 
@@ -42,7 +42,7 @@ class Joined:
             num_blocks=self.pool.num_blocks,
             block_size=self.pool.block_size,
             self_scheduling=self.info.scheduling == pb.SCHEDULING_SELF,
-            reserves_longest=self.info.reserves_longest,
+            reserves_max_length=self.info.reserves_longest,
         )
 
     @property

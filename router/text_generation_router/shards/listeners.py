@@ -10,7 +10,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError
 from text_generation_router.request import RequestId, TokenListener, TopToken
-from text_generation_router.scheduling.steps import Admission, Deliveries, Failed
+from text_generation_router.scheduling.messages import Deliveries, Failed, Placement
 from text_generation_router.shards.convert import logprobs_to_json, prompt_tops_from_pb, top_tokens_from_pb
 
 log = structlog.get_logger()
@@ -34,7 +34,7 @@ class Listeners:
         """Nobody listens any more; whether somebody did."""
         return self._listeners.pop(request_id, None) is not None
 
-    def scheduled(self, admission: Admission) -> None:
+    def scheduled(self, admission: Placement) -> None:
         """A request left the queue."""
         if listener := self._listeners.get(admission.request.id):
             listener.on_scheduled(admission.cached_tokens)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.request import RequestId
-from text_generation_router.scheduling.steps import Deliveries, Orders
+from text_generation_router.scheduling.messages import Deliveries, SchedulerOutput
 
 
 class Handled(NamedTuple):
@@ -40,7 +40,7 @@ class StepObserver(Protocol):
         """Its session ended, and what it held is gone."""
         ...
 
-    def on_orders(self, orders: Orders, seconds: float) -> None:
+    def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
         """`orders` took so long to decide on, and are on their way."""
         ...
 

@@ -1,6 +1,6 @@
 """One replica's session: the only task that asks the scheduler what it is to do. Decide, send; receive, apply, deliver.
 
-    scheduler ──decide──► Orders ──► shard
+    scheduler ──decide──► SchedulerOutput ──► shard
     listeners ◄──deliver── scheduler ◄──apply── StepReport ◄──┘
 
 A session lasts as long as the shard's stream. When that breaks the replica is lost to the scheduler, which gives what ran
@@ -20,8 +20,8 @@ import structlog
 
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Deliveries
 from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, outcome_from_pb
 from text_generation_router.shards.join import Joined
 from text_generation_router.shards.listeners import Listeners
@@ -101,7 +101,7 @@ class Replica:
         try:
             await call.initial_metadata()  # the shard opened the session, or refused
             shared.observer.on_session(self._number)
-            shared.listeners.failures(shared.scheduler.open(self._number, joined.spec, time.monotonic()).failed)
+            shared.listeners.failures(shared.scheduler.open(self._number, joined.spec).failed)
             opened = True
             shared.opened()
             shared.dispatch()
@@ -119,7 +119,7 @@ class Replica:
             call.cancel()
             shared.observer.on_loss(self._number)
             if opened:
-                shared.listeners.failures(shared.scheduler.lose(self._number, time.monotonic()).failed)
+                shared.listeners.failures(shared.scheduler.lose(self._number).failed)
                 shared.dispatch()
 
     async def _heed_health(self, client: ShardClient) -> None:
@@ -163,10 +163,10 @@ class Replica:
                         await self._boundary.wait()
             self._changed.clear()
             deciding = time.monotonic()
-            if orders := shared.scheduler.decide(self._number, deciding):
+            if orders := shared.scheduler.schedule(self._number):
                 self._orders_sent = orders.number
                 shared.observer.on_orders(orders, time.monotonic() - deciding)
-                for admission in orders.admit:
+                for admission in orders.placements:
                     shared.listeners.scheduled(admission)
                 try:
                     await call.write(orders_to_pb(orders, self._eos_token_ids, own_cache=self._own_cache))
@@ -197,10 +197,10 @@ class Replica:
         computed = bool(report.slots or report.prefilled_slots)
         self._pace.report(now, report.step_ns / 1e9, stepping=computed and report.running > 0)
         for scored in report.prompt_logprobs:
-            listeners.prompt(scheduler.owner(self._number, scored.slot), scored)
+            listeners.prompt(scheduler.request_in(self._number, scored.slot), scored)
         outcome = outcome_from_pb(report, steps)
         parsed = time.monotonic()
-        deliveries: Deliveries = scheduler.apply(self._number, outcome, now)
+        deliveries: Deliveries = scheduler.update(self._number, outcome, now)
         applied = time.monotonic()
         listeners.tokens(deliveries, outcome.token_ids, report)
         listeners.failures(deliveries.failed)
@@ -210,7 +210,7 @@ class Replica:
         )
         shared.dispatch()
         self._boundary.set()
-        if scheduler.wants_orders(self._number):
+        if scheduler.may_have_orders(self._number):
             self._changed.set()
 
 

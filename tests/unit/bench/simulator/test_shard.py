@@ -11,7 +11,7 @@ from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard
 from text_generation_bench.simulator.traces import Arrival, TokenPool
 from text_generation_proto.values import FinishReason, Stopping
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.steps import Admission, Orders
+from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_shard import engine
 from text_generation_shard.step.chosen import Chosen, ChosenToken
 from text_generation_shard.step.table import SequenceTable
@@ -52,9 +52,9 @@ class Both:
         self.generated: dict[int, int] = {}
         self.now = 0.0
 
-    def apply(self, orders: Orders) -> None:
+    def apply(self, orders: SchedulerOutput) -> None:
         self.simulated.apply(orders, self.arrivals)
-        for one in orders.admit:
+        for one in orders.placements:
             self.by_slot[one.slot] = self.arrivals[one.request.id]
             self.generated[one.slot] = len(one.generated)
         admissions = tuple(
@@ -66,10 +66,10 @@ class Both:
                 computed_tokens=one.cached_tokens,
                 generated_tokens=len(one.generated),
             )
-            for one in orders.admit
+            for one in orders.placements
         )
         failures = self.real.apply(
-            engine.Orders(orders.number, orders.release, admissions, orders.grants, orders.prefill)
+            engine.Orders(orders.number, orders.release, admissions, orders.allocations, orders.prefill)
         )
         assert not failures
 
@@ -119,7 +119,7 @@ class Both:
         assert sorted(outcome.prefilled) == sorted(prefilled)
         assert {slot: reason.value for slot, reason in outcome.finished.items()} == finished
 
-    def random_orders(self, random: Random, number: int) -> Orders:
+    def random_orders(self, random: Random, number: int) -> SchedulerOutput:
         held = {one.slot: one for one in self.simulated.held}
         release = tuple(slot for slot in held if random.random() < 0.05)
         admit, grants, prefill = [], [], []
@@ -136,9 +136,9 @@ class Both:
                 if random.random() < 0.7:
                     rest = len(admit[-1].request.prompt) + len(admit[-1].generated) - admit[-1].cached_tokens
                     prefill.append((slot, random.randint(1, rest)))
-        return Orders(number, release, tuple(admit), tuple(grants), tuple(prefill))
+        return SchedulerOutput(number, release, tuple(admit), tuple(grants), tuple(prefill))
 
-    def random_admission(self, random: Random, slot: int) -> Admission:
+    def random_admission(self, random: Random, slot: int) -> Placement:
         most = random.randint(1, 60)
         arrival = Arrival(0.0, POOL.text(random, random.randint(1, 30)), random.randint(1, most), most, 17)
         request = Request(RequestId(len(self.arrivals)), arrival.prompt, most)
@@ -147,7 +147,7 @@ class Both:
         known = len(arrival.prompt) + before
         blocks = tuple(random.sample(range(BLOCKS), -(-known // BLOCK) + random.randint(0, 4)))
         cached = (known - 1) // BLOCK * BLOCK if random.random() < 0.3 else 0
-        return Admission(slot, request, POOL.ids[17 : 17 + before], blocks, cached)
+        return Placement(slot, request, POOL.ids[17 : 17 + before], blocks, cached)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -164,8 +164,8 @@ def admitted(new: int = 20, most: int = 20, prompt: int = 6, blocks: int = 8) ->
     shard = SimulatedShard(COST_MODEL, SLOTS, POOL.ids)
     arrival = Arrival(0.0, tuple(range(prompt)), new, most, 100)
     request = Request(RequestId(1), arrival.prompt, most)
-    admission = Admission(2, request, (), tuple(range(blocks)))
-    shard.apply(Orders(1, admit=(admission,), prefill=((2, prompt),)), {request.id: arrival})
+    admission = Placement(2, request, (), tuple(range(blocks)))
+    shard.apply(SchedulerOutput(1, placements=(admission,), prefill=((2, prompt),)), {request.id: arrival})
     return shard, request
 
 
@@ -217,10 +217,10 @@ def test_orders_that_the_real_shard_would_refuse_break_a_rule() -> None:
     shard, request = admitted()
     arrivals = {request.id: Arrival(0.0, request.prompt, 20, 20, 100)}
     with pytest.raises(RuleViolation, match="slot 2 is taken"):
-        shard.apply(Orders(2, admit=(Admission(2, request, (), (9,)),)), arrivals)
+        shard.apply(SchedulerOutput(2, placements=(Placement(2, request, (), (9,)),)), arrivals)
     with pytest.raises(RuleViolation, match="follow orders"):
-        shard.apply(Orders(5), {})
+        shard.apply(SchedulerOutput(5), {})
     with pytest.raises(RuleViolation, match="does not fit slot 2"):
-        shard.apply(Orders(2, prefill=((2, 7),)), {})
+        shard.apply(SchedulerOutput(2, prefill=((2, 7),)), {})
     with pytest.raises(RuleViolation, match="cannot be cached"):
-        shard.apply(Orders(2, admit=(Admission(1, request, (), (9, 10), cached_tokens=3),)), arrivals)
+        shard.apply(SchedulerOutput(2, placements=(Placement(1, request, (), (9, 10), cached_tokens=3),)), arrivals)

@@ -14,10 +14,10 @@ from text_generation_bench.simulator.simulator import Simulator
 from text_generation_bench.simulator.traces import Arrival, TokenPool
 from text_generation_proto.values import FailureCode, FinishReason
 from text_generation_router.request import Priority, RequestId, TenantId
-from text_generation_router.scheduling.batch import Batch
+from text_generation_router.scheduling.messages import Deliveries, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Deliveries, Orders, Outcome
 
 COST_MODEL = CostModel(
     base_s=0.010,
@@ -98,7 +98,7 @@ def test_the_next_turn_hits_what_the_last_one_left() -> None:
     simulation.run(iter([first]))
     assert simulation.statistics.total.finished == 2
     # 63 tokens were computed: all but the last token of the answer. Three whole blocks of them.
-    assert simulation.scheduler.hit_tokens == 48
+    assert simulation.scheduler.stats().hit_tokens == 48
     assert simulation.ideal.hit_rate == pytest.approx(48 / (32 + 65))
 
 
@@ -151,7 +151,7 @@ def test_a_lost_replica_costs_time_but_no_request() -> None:
     trace = [ask(0.05 * number, new=40, most=50) for number in range(40)]
     simulation = simulator(replicas=2, outages=[Outage(0.51, 0, 0.4), Outage(1.3, 1, 0.4)])
     simulation.run(iter(trace))
-    assert simulation.scheduler.moves > 0
+    assert simulation.scheduler.stats().moves > 0
     assert simulation.statistics.total.finished == 40
     assert not simulation.statistics.failed
 
@@ -167,7 +167,7 @@ def test_preempted_requests_go_on_where_they_were() -> None:
     cost_model = replace(COST_MODEL, kv_tokens=256)
     simulation = simulator(cost_model=cost_model)
     simulation.run(iter([ask(0.001 * number, prompt=40, new=100, most=120) for number in range(8)]))
-    assert simulation.scheduler.preemptions > 0
+    assert simulation.scheduler.stats().preemptions > 0
     assert simulation.statistics.total.finished == 8
 
 
@@ -194,67 +194,66 @@ def forgets_a_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def says_twice_that_a_request_ended(patch: pytest.MonkeyPatch) -> None:
-    apply = Scheduler.apply
+    apply = Scheduler.update
 
-    def stuttering(self: Scheduler, replica: int, outcome: Outcome, now: float) -> Deliveries:
+    def stuttering(self: Scheduler, replica: int, outcome: StepOutput, now: float) -> Deliveries:
         deliveries = apply(self, replica, outcome, now)
         deliveries.tokens += [one for one in deliveries.tokens if one[3] is not None]
         return deliveries
 
-    patch.setattr(Scheduler, "apply", stuttering)
+    patch.setattr(Scheduler, "update", stuttering)
 
 
 def swallows_tokens(patch: pytest.MonkeyPatch) -> None:
-    apply = Scheduler.apply
+    apply = Scheduler.update
 
-    def swallowing(self: Scheduler, replica: int, outcome: Outcome, now: float) -> Deliveries:
+    def swallowing(self: Scheduler, replica: int, outcome: StepOutput, now: float) -> Deliveries:
         deliveries = apply(self, replica, outcome, now)
         deliveries.tokens = [one for one in deliveries.tokens if one[3] is not None or now < 0.05]
         return deliveries
 
-    patch.setattr(Scheduler, "apply", swallowing)
+    patch.setattr(Scheduler, "update", swallowing)
 
 
 def calls_an_end_by_another_name(patch: pytest.MonkeyPatch) -> None:
-    apply = Scheduler.apply
+    apply = Scheduler.update
 
-    def mistaken(self: Scheduler, replica: int, outcome: Outcome, now: float) -> Deliveries:
+    def mistaken(self: Scheduler, replica: int, outcome: StepOutput, now: float) -> Deliveries:
         deliveries = apply(self, replica, outcome, now)
         deliveries.tokens = [(*one[:3], FinishReason.LENGTH if one[3] else None) for one in deliveries.tokens]
         return deliveries
 
-    patch.setattr(Scheduler, "apply", mistaken)
+    patch.setattr(Scheduler, "update", mistaken)
 
 
-def changed_orders(change: Callable[[Orders], Orders]) -> Patch:
+def changed_orders(change: Callable[[SchedulerOutput], SchedulerOutput]) -> Patch:
     def bug(patch: pytest.MonkeyPatch) -> None:
-        decide = Scheduler.decide
+        decide = Scheduler.schedule
 
-        def deciding(self: Scheduler, replica: int, now: float) -> Orders | None:
-            orders = decide(self, replica, now)
+        def deciding(self: Scheduler, replica: int) -> SchedulerOutput | None:
+            orders = decide(self, replica)
             return None if orders is None else change(orders)
 
-        patch.setattr(Scheduler, "decide", deciding)
+        patch.setattr(Scheduler, "schedule", deciding)
 
     return bug
 
 
-def claims_more_cached(orders: Orders) -> Orders:
-    admit = tuple(replace(one, cached_tokens=16) if len(one.request.prompt) > 32 else one for one in orders.admit)
+def claims_more_cached(orders: SchedulerOutput) -> SchedulerOutput:
+    admit = tuple(replace(one, cached_tokens=16) if len(one.request.prompt) > 32 else one for one in orders.placements)
     chunks = dict(orders.prefill)
     for one in admit:
         if one.cached_tokens:
             chunks[one.slot] = min(chunks.get(one.slot, 0), len(one.request.prompt) - 16)
-    return replace(orders, admit=admit, prefill=tuple(chunks.items()))
+    return replace(orders, placements=admit, prefill=tuple(chunks.items()))
 
 
-def gives_everybody_block_zero(orders: Orders) -> Orders:
-    return replace(orders, admit=tuple(replace(one, blocks=(0, *one.blocks[1:])) for one in orders.admit))
+def gives_everybody_block_zero(orders: SchedulerOutput) -> SchedulerOutput:
+    return replace(orders, placements=tuple(replace(one, blocks=(0, *one.blocks[1:])) for one in orders.placements))
 
 
 def runs_more_than_it_may(patch: pytest.MonkeyPatch) -> None:
-    seat = Batch.has_seat
-    patch.setattr(Batch, "has_seat", lambda self, waiting: seat(self, waiting) or bool(self._free_slots))
+    patch.setattr(ReplicaScheduler, "may_place", lambda self, waiting: self.occupied_slots < self.spec.num_slots)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FinishReason
 from text_generation_router.errors import ClientLeft
 from text_generation_router.metrics import Metrics, Spent
+from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import Deliveries
 from text_generation_router.shards.observer import Handled
 
 TGI = {

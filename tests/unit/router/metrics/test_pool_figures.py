@@ -8,14 +8,14 @@ from metric_samples import samples
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.pool import add_scheduler_readings
 from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.messages import JoinReason, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.steps import JoinReason, Orders, Outcome, ReplicaSpec
 
 
 def a_scheduler(ratio: float = 0.0, batch: int = 8) -> Scheduler:
     scheduler = Scheduler(Policy(64, batch, ratio, max_decode_steps_between_prefills=3), replicas=2)
-    scheduler.open(0, ReplicaSpec(num_slots=8, num_blocks=100, block_size=16), 0.0)
+    scheduler.open(0, ReplicaSpec(num_slots=8, num_blocks=100, block_size=16))
     return scheduler
 
 
@@ -24,9 +24,9 @@ def submit(scheduler: Scheduler, *numbers: int) -> None:
         scheduler.submit(Request(RequestId(number), (1, 2, 3, 4), max_new_tokens=10), 0.0)
 
 
-def decided(scheduler: Scheduler) -> Orders:
-    scheduler.dispatch(0.0)
-    orders = scheduler.decide(0, 0.0)
+def decided(scheduler: Scheduler) -> SchedulerOutput:
+    scheduler.dispatch()
+    orders = scheduler.schedule(0)
     assert orders is not None
     return orders
 
@@ -41,7 +41,7 @@ def test_figures_are_those_of_the_scheduler() -> None:
     scheduler = a_scheduler(batch=2)
     submit(scheduler, 1, 2, 3)
     decided(scheduler)
-    used = scheduler.used_blocks
+    used = scheduler.stats().used_blocks
     assert used > 0
     assert figures(scheduler) == {
         "tgi_queue_size": 1,
@@ -74,7 +74,7 @@ def test_a_cancellation_counts_once_and_only_if_there_was_something_to_cancel() 
     decided(scheduler)
     for number in (1, 1, 2, 2, 99):
         scheduler.cancel(RequestId(number))
-    assert scheduler.cancellations == 2
+    assert scheduler.stats().cancellations == 2
 
 
 @pytest.mark.parametrize(
@@ -90,19 +90,19 @@ def test_orders_say_why_newcomers_join(ratio: float, waiting: int, steps: int, r
     scheduler = a_scheduler(ratio)
     submit(scheduler, 1, 2)
     first = decided(scheduler)
-    assert first.joined is None  # nobody ran
-    scheduler.apply(0, Outcome(first.number), 0.0)
+    assert first.join_reason is None  # nobody ran
+    scheduler.update(0, StepOutput(first.number), 0.0)
     submit(scheduler, *range(3, 3 + waiting))
     for _ in range(steps):
-        slots = [admission.slot for admission in first.admit]
-        scheduler.apply(0, Outcome(first.number, slots, [], [7] * len(slots)), 0.0)
-    assert decided(scheduler).joined is reason
+        slots = [admission.slot for admission in first.placements]
+        scheduler.update(0, StepOutput(first.number, slots, [], [7] * len(slots)), 0.0)
+    assert decided(scheduler).join_reason is reason
 
 
 def test_orders_that_let_nobody_in_have_no_reason() -> None:
     scheduler = a_scheduler()
     submit(scheduler, 1)
     first = decided(scheduler)
-    scheduler.apply(0, Outcome(first.number), 0.0)
+    scheduler.update(0, StepOutput(first.number), 0.0)
     scheduler.cancel(RequestId(1))
-    assert decided(scheduler).joined is None
+    assert decided(scheduler).join_reason is None

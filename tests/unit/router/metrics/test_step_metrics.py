@@ -9,7 +9,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.steps import Admission, Deliveries, JoinReason, Orders
+from text_generation_router.scheduling.messages import Deliveries, JoinReason, Placement, SchedulerOutput
 from text_generation_router.shards.observer import Handled
 
 
@@ -43,9 +43,9 @@ def handled(report: pb.StepReport, tokens: dict[int, int] | None = None, steps: 
     )
 
 
-def orders(admitted: int, joined: JoinReason | None) -> Orders:
-    admit = (Admission(0, Request(RequestId(1), (1,), 1), (), ()),) * admitted
-    return Orders(1, admit=admit, joined=joined)
+def orders(admitted: int, joined: JoinReason | None) -> SchedulerOutput:
+    admit = (Placement(0, Request(RequestId(1), (1,), 1), (), ()),) * admitted
+    return SchedulerOutput(1, placements=admit, join_reason=joined)
 
 
 def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode(

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.chunks import share_budget
-from text_generation_router.scheduling.entry import Entry
+from text_generation_router.scheduling.chunking import share_budget
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 
-def prompts(*lengths: int) -> list[Entry]:
+def prompts(*lengths: int) -> list[ScheduledSequence]:
     """Entries with so many prompt tokens to be ordered, the oldest first."""
     entries = []
     for number, length in enumerate(lengths):
-        entry = Entry(Request(RequestId(number), (1,) * length, 1), number, 0.0, 1)
+        entry = ScheduledSequence(Request(RequestId(number), (1,) * length, 1), number, 0.0, 1)
         entry.prefill_length = length
         entries.append(entry)
     return entries

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from block_audit import audit, audit_idle
+from scheduler_checks import assert_idle
 from scheduler_rig import BLOCK, Rig, Sequence, a_policy, words
 
 from text_generation_proto.values import FailureCode, Grammar, GrammarKind
 from text_generation_router.request import Request, RequestId
-from text_generation_router.scheduling.steps import Deliveries, Orders, ReplicaSpec
+from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec, SchedulerOutput
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "a+")
 LOST = "lost its shard; a constrained answer cannot go on elsewhere"
@@ -26,8 +26,8 @@ class ConstrainedRig(Rig):
 
     def constrained(self, prompt: int = 4, new: int = 40) -> int:
         """A request that follows a grammar; its number."""
-        number = self._requests
-        self._requests += 1
+        number = self.submitted
+        self.submitted += 1
         request = Request(RequestId(number), words(number + 1, prompt), new, grammar=GRAMMAR)
         self.scheduler.submit(request, self.now)
         return number
@@ -41,13 +41,11 @@ class ConstrainedRig(Rig):
 class SelfRig(ConstrainedRig):
     """Its replicas schedule for themselves, and have room for whatever they are given."""
 
-    def open(self, replica: int, blocks: int | None = None) -> None:
-        self.sequences[replica] = {}
-        spec = ReplicaSpec(self.slots, self.blocks if blocks is None else blocks, BLOCK, self_scheduling=True)
-        self.hear(self.scheduler.open(replica, spec, self.now))
+    def spec(self, blocks: int) -> ReplicaSpec:
+        return ReplicaSpec(self.slots, blocks, BLOCK, self_scheduling=True)
 
-    def _take(self, here: dict[int, Sequence], orders: Orders) -> dict[int, int]:
-        super()._take(here, orders)
+    def take_orders(self, here: dict[int, Sequence], orders: SchedulerOutput) -> dict[int, int]:
+        super().take_orders(here, orders)
         for sequence in here.values():
             sequence.to_prefill, sequence.room = 0, 1 << 20
         return {}
@@ -64,20 +62,20 @@ def test_one_that_has_begun_fails_with_its_replica_and_others_move() -> None:
     rig.open(0)
     rig.until_idle()
     assert (rig.finished, rig.tokens[free]) == ([free], 40)
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
 
 
 def test_one_that_has_generated_nothing_moves_as_usual() -> None:
     rig = SelfRig(a_policy(), replicas=2)
     sent = rig.constrained()
-    rig.scheduler.dispatch(rig.now)
-    home = next(batch.replica for batch in rig.scheduler._replicas.serving if batch.held)
-    assert rig.scheduler.decide(home, rig.now) is not None
+    rig.scheduler.dispatch()
+    home = next(each.replica for each in rig.scheduler.replicas if each is not None and each.occupied_slots)
+    assert rig.scheduler.schedule(home) is not None
     rig.lose(home)
     rig.until_idle()
     assert (rig.finished, rig.tokens[sent], rig.failed) == ([sent], 40, {})
     assert rig.home(sent) == 1 - home
-    assert rig.scheduler.moves == 1
+    assert rig.scheduler.stats().moves == 1
 
 
 def test_at_step_engines_it_goes_on_elsewhere_with_what_it_generated() -> None:
@@ -111,14 +109,14 @@ def test_a_full_cache_takes_those_who_can_come_back() -> None:
     bound = rig.constrained(10, new=60)
     rig.until_idle()
     # The newest would have to go, were it free to.
-    assert rig.scheduler.preemptions > 0
+    assert rig.scheduler.stats().preemptions > 0
     assert {request: len(rig.admissions(request)) > 1 for request in (first, free, bound)} == {
         first: False,
         free: True,
         bound: False,
     }
     assert sorted(rig.finished) == [first, free, bound]
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
 
 
 def test_where_nobody_can_come_back_nobody_goes() -> None:
@@ -126,9 +124,9 @@ def test_where_nobody_can_come_back_nobody_goes() -> None:
     for _ in range(3):
         rig.constrained(10, new=60)
     rig.until_idle()
-    assert rig.scheduler.preemptions == 0
+    assert rig.scheduler.stats().preemptions == 0
     assert (sorted(rig.finished), rig.failed) == ([0, 1, 2], {})
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
 
 
 def test_a_step_engine_preempts_those_who_follow_a_grammar_like_any_other() -> None:
@@ -136,7 +134,7 @@ def test_a_step_engine_preempts_those_who_follow_a_grammar_like_any_other() -> N
     for _ in range(3):
         rig.constrained(10, new=60)
     rig.until_idle()
-    assert rig.scheduler.preemptions > 0
+    assert rig.scheduler.stats().preemptions > 0
     assert sorted(rig.finished) == [0, 1, 2]
 
 
@@ -165,16 +163,15 @@ def test_whatever_happens_none_is_sent_that_cannot_go_on(seed: int) -> None:
             gone ^= {replica}
         else:
             rig.turn()
-        for batch in rig.scheduler._replicas.serving:
-            audit(batch)
+        rig.scheduler.check_invariants()
     for replica in gone:
         rig.open(replica)
     rig.until_idle()
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
     assert not any(
-        admission.generated for _, orders in rig.orders for admission in orders.admit if admission.request.grammar
+        admission.generated for _, orders in rig.orders for admission in orders.placements if admission.request.grammar
     )
     ended = [*rig.finished, *rig.failed]
     assert len(ended) == len(set(ended))
-    assert sorted((*ended, *cancelled)) == list(range(rig._requests))
+    assert sorted((*ended, *cancelled)) == list(range(rig.submitted))
     assert {number for number, why in rig.told.items() if why == LOST} <= constrained

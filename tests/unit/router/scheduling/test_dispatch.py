@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from block_audit import audit_idle
+from scheduler_checks import assert_idle
 from scheduler_rig import Rig, a_policy, words
 
 from text_generation_router.request import RequestId
@@ -169,7 +169,7 @@ def test_one_that_fits_on_a_lost_replica_only_holds_nobody_up_and_runs_when_it_i
     rig.open(1, blocks=40)
     rig.until_idle()
     assert rig.finished == [small, large]
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
 
 
 def test_one_that_only_a_draining_replica_can_hold_holds_nobody_up_and_may_be_cancelled() -> None:
@@ -185,7 +185,7 @@ def test_one_that_only_a_draining_replica_can_hold_holds_nobody_up_and_may_be_ca
     rig.scheduler.drain(1, draining=False)
     rig.until_idle()
     assert rig.finished == [small, large]
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
 
 
 def test_among_many_replicas_that_are_full_the_one_with_room_is_found() -> None:
@@ -208,10 +208,10 @@ def test_answers_longer_than_foreseen_make_no_replica_look_idle() -> None:
         rig.until_idle()
     longer = rig.submit(20, new=200)
     rig.turns(150)
-    assert rig.batch(rig.home(longer)).work >= 0
+    assert rig.replica(rig.home(longer)).work >= 0
     more = [rig.submit(20, new=200) for _ in range(5)]
     rig.turn()
     homes = Counter(rig.home(number) for number in more)
     assert max(homes.values()) == 3
     rig.until_idle()
-    assert [rig.batch(replica).work for replica in range(2)] == [0, 0]
+    assert [rig.replica(replica).work for replica in range(2)] == [0, 0]

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from text_generation_router.scheduling.lengths import OutputLengths
+from text_generation_router.scheduling.estimates import OutputLengths
 
 
 def after(*ended: tuple[int, int]) -> OutputLengths:
     lengths = OutputLengths()
     for max_new_tokens, generated in ended:
-        lengths.ended(max_new_tokens, generated)
+        lengths.record(max_new_tokens, generated)
     return lengths
 
 
@@ -40,8 +40,8 @@ def test_the_mean_counts_not_the_last() -> None:
 def test_large_limits_that_go_unused_do_not_touch_small_ones_that_are_used() -> None:
     lengths = OutputLengths()
     for _ in range(200):
-        lengths.ended(2_048, 50)
-        lengths.ended(20, 20)
+        lengths.record(2_048, 50)
+        lengths.record(20, 20)
     assert lengths.expected(20) == 20
     assert lengths.expected(2_048) < 60
 
@@ -56,7 +56,7 @@ def test_a_limit_not_yet_seen_starts_from_the_nearest_that_was() -> None:
     lengths = after(*[(16, 16)] * 200, *[(4_096, 41)] * 200)
     assert lengths.expected(64) > 60
     assert lengths.expected(1_024) < 40
-    lengths.ended(1_024, 1_024)
+    lengths.record(1_024, 1_024)
     assert lengths.expected(1_024) == pytest.approx(1_024 * (0.01 + 0.99 / 3), rel=0.05)
     assert lengths.expected(2_048) == pytest.approx(2_048 * (0.01 + 0.99 / 3), rel=0.05)
 
@@ -64,7 +64,7 @@ def test_a_limit_not_yet_seen_starts_from_the_nearest_that_was() -> None:
 def test_a_few_endings_move_it_much_many_a_little() -> None:
     assert after((100, 100)).expected(100) == 67
     settled = after(*[(100, 10)] * 500)
-    settled.ended(100, 100)
+    settled.record(100, 100)
     assert settled.expected(100) < 15
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 
 import pytest
-from block_audit import audit, audit_idle
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduler_checks import assert_idle
 from scheduler_rig import BLOCK, Rig, a_policy, words
 
 from text_generation_proto.values import FailureCode
-from text_generation_router.scheduling.prefix import WORTH_WAITING_FOR, shared_tokens
-from text_generation_router.scheduling.steps import Outcome
+from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, shared_tokens
+from text_generation_router.scheduling.messages import StepOutput
 
 
 def a_rig(**changes: object) -> Rig:
@@ -30,19 +30,19 @@ def test_a_prompt_that_began_before_shares_its_blocks() -> None:
     assert rig.admission(second).blocks[:4] == rig.admission(first).blocks[:4]
     assert set(rig.admission(second).blocks[4:]).isdisjoint(rig.admission(first).blocks[:6])
     assert sum(tokens for _, tokens in rig.orders[-1][1].prefill) == 36
-    assert (rig.scheduler.prompt_tokens, rig.scheduler.hit_tokens) == (200, 64)
+    assert (rig.scheduler.stats().prompt_tokens, rig.scheduler.stats().hit_tokens) == (200, 64)
 
 
 def test_two_that_run_at_once_share_blocks() -> None:
     rig = a_rig()
     rig.submit(words(1, 100), new=50)
     rig.turns(2)
-    used = rig.scheduler.used_blocks
+    used = rig.scheduler.stats().used_blocks
     second = rig.submit(words(1, 100), new=50)
     rig.turn()
     assert rig.admission(second).cached_tokens == 96
-    assert rig.scheduler.used_blocks < 2 * used
-    audit(rig.batch())
+    assert rig.scheduler.stats().used_blocks < 2 * used
+    rig.scheduler.check_invariants()
 
 
 @pytest.mark.parametrize(("prompt", "cached"), [(1, 0), (16, 0), (17, 16), (64, 48), (65, 64)])
@@ -84,7 +84,7 @@ def test_a_scored_prompt_that_fills_the_pool_ends_though_its_blocks_are_cached_t
     assert rig.tokens[second] == 201
     # It was taken back once, to use the cached blocks instead of its own; its scores had come with the first token.
     assert [admission.cached_tokens for _, admission in rig.admissions(second)] == [0, 208]
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
 
 
 def test_salts_share_nothing() -> None:
@@ -103,45 +103,45 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     for _ in range(2):
         rig.submit(words(1, 80), new=1)
         rig.until_idle()
-    assert rig.scheduler.hit_tokens == 0
-    assert rig.scheduler.cached_blocks == 0
+    assert rig.scheduler.stats().hit_tokens == 0
+    assert rig.scheduler.stats().cached_blocks == 0
 
 
 def test_only_what_a_report_said_is_computed_is_published() -> None:
     rig = a_rig()
     rig.submit(words(1, 80), new=5)
-    rig.scheduler.dispatch(0.0)
-    orders = rig.scheduler.decide(0, 0.0)
+    rig.scheduler.dispatch()
+    orders = rig.scheduler.schedule(0)
     assert orders is not None
-    assert rig.scheduler.cached_blocks == 0
-    rig.apply(0, Outcome(orders.number, prefilled=[(orders.admit[0].slot, 40)]))
-    assert rig.scheduler.cached_blocks == 2
-    audit(rig.batch())
+    assert rig.scheduler.stats().cached_blocks == 0
+    rig.apply(0, StepOutput(orders.number, prefilled=[(orders.placements[0].slot, 40)]))
+    assert rig.scheduler.stats().cached_blocks == 2
+    rig.scheduler.check_invariants()
 
 
 def test_a_sequence_that_fails_publishes_nothing_more() -> None:
     rig = a_rig()
     rig.submit(words(1, 160), new=50)
     rig.turns(3)
-    kept = rig.scheduler.cached_blocks
+    kept = rig.scheduler.stats().cached_blocks
     rig.turns(20)
     slot = rig.admission(0).slot
-    rig.apply(0, Outcome(rig.batch()._number, failed={slot: (FailureCode.NUMERICS, "NaN")}))
-    assert rig.scheduler.cached_blocks == kept == 10
+    rig.apply(0, StepOutput(rig.applied[0], failed={slot: (FailureCode.NUMERICS, "NaN")}))
+    assert rig.scheduler.stats().cached_blocks == kept == 10
     assert rig.failed == {0: FailureCode.NUMERICS}
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
 
 
 def test_a_chunk_in_a_step_that_failed_is_not_published() -> None:
     rig = a_rig()
     rig.submit(words(1, 160), new=50)
-    rig.scheduler.dispatch(0.0)
-    orders = rig.scheduler.decide(0, 0.0)
+    rig.scheduler.dispatch()
+    orders = rig.scheduler.schedule(0)
     assert orders is not None
-    slot = orders.admit[0].slot
-    rig.apply(0, Outcome(orders.number, prefilled=[(slot, 160)], failed={slot: (FailureCode.STEP, "it failed")}))
-    assert rig.scheduler.cached_blocks == 0
-    audit_idle(rig.scheduler)
+    slot = orders.placements[0].slot
+    rig.apply(0, StepOutput(orders.number, prefilled=[(slot, 160)], failed={slot: (FailureCode.STEP, "it failed")}))
+    assert rig.scheduler.stats().cached_blocks == 0
+    assert_idle(rig.scheduler)
 
 
 def test_an_entry_waits_for_a_prefix_that_is_being_computed() -> None:
@@ -167,12 +167,12 @@ def test_others_pass_one_that_waits_for_a_prefix() -> None:
 
 def test_a_short_prefix_is_computed_again_rather_than_waited_for() -> None:
     rig = a_rig()
-    rig.submit(words(1, WORTH_WAITING_FOR - 1) + words(2, 200), new=5)
-    second = rig.submit(words(1, WORTH_WAITING_FOR - 1) + words(3, 20), new=5)
+    rig.submit(words(1, MIN_SHARED_TOKENS - 1) + words(2, 200), new=5)
+    second = rig.submit(words(1, MIN_SHARED_TOKENS - 1) + words(3, 20), new=5)
     rig.turn()
     assert sorted(rig.admitted()) == [0, second]
     rig.until_idle()
-    audit_idle(rig.scheduler)
+    assert_idle(rig.scheduler)
 
 
 def test_who_waited_for_one_that_was_cancelled_goes_on_alone() -> None:

@@ -10,7 +10,7 @@ import pytest
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
 from text_generation_router.request import QualityOfService, Request, RequestId
-from text_generation_router.scheduling.steps import Admission, Orders
+from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_router.shards.convert import hashed_salt, orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
 from text_generation_shard import engine
@@ -19,7 +19,9 @@ PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
 
 
 def sent(request: Request, generated: tuple[int, ...] = (), *, own_cache: bool = False) -> pb.NewSequence:
-    orders = orders_to_pb(Orders(1, admit=(Admission(0, request, generated, (0, 1)),)), [2], own_cache=own_cache)
+    orders = orders_to_pb(
+        SchedulerOutput(1, placements=(Placement(0, request, generated, (0, 1)),)), [2], own_cache=own_cache
+    )
     return pb.Orders.FromString(orders.SerializeToString()).admit[0]
 
 

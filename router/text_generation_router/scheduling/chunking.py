@@ -1,0 +1,207 @@
+"""Chunked prefill: which prompts of a replica get how much of a step's token budget.
+
+Without a latency target the budget of a step is `--max-batch-prefill-tokens`. With one, `ChunkSizer` lowers it beside
+decoding sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from text_generation_router.request import RequestId
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
+
+MIN_SHARED_TOKENS = 64
+"""Shared prefix in tokens for which a sequence waits while it is computed for another one; shorter ones are recomputed."""
+_PREFIX_BYTES = MIN_SHARED_TOKENS * TOKEN_BYTES
+
+MIN_PREFILL_SHARE = 0.5
+"""Prefill may lengthen a step by this share of its decode time, whatever the target: prompts always advance."""
+MARGIN = 0.9
+"""Share of the target that is aimed at: estimates follow a change one or two steps late."""
+DECODE_STEPS = 8
+"""Steps over which the decode time is averaged."""
+MAX_RISE, DECAY = 2.0, 0.25
+"""Limit of a rise of the estimated cost of a prompt token in one step; share of a fall that is believed."""
+MAX_GROWTH = 4
+"""Limit of a budget relative to the largest chunk measured: the cost of many tokens cannot be told from few."""
+
+
+def share_budget(prompts: Sequence[ScheduledSequence], budget: int) -> Iterator[tuple[ScheduledSequence, int]]:
+    """Yield (sequence, chunk) for `prompts`, given oldest first, until `budget` prompt tokens are spent.
+
+    The shortest remainder goes first, so that a short prompt does not wait for a long one. Half of the budget is kept for
+    the oldest prompt, so that a long one advances however many short ones arrive.
+    """
+    oldest = prompts[0]
+    kept = min(oldest.unscheduled_tokens, -(-budget // 2))
+    for sequence in sorted(prompts, key=lambda sequence: sequence.unscheduled_tokens):  # stable: ties by age
+        if sequence is oldest:
+            kept = 0
+        chunk = min(sequence.unscheduled_tokens, budget - kept)
+        if chunk > 0:
+            budget -= chunk
+            yield sequence, chunk
+
+
+def shared_tokens(key: bytes, other: bytes, block_size: int) -> int:
+    """Return the leading tokens that two prompt keys have in common, in whole blocks."""
+    step = block_size * TOKEN_BYTES
+    blocks = min(len(key), len(other)) // step
+    if blocks == 0 or key[:step] != other[:step]:
+        return 0
+    same, differ = 1, blocks + 1  # binary search: `same` blocks are equal, block `differ` is not or does not exist
+    while differ - same > 1:
+        middle = (same + differ) // 2
+        if key[same * step : middle * step] == other[same * step : middle * step]:
+            same = middle
+        else:
+            differ = middle
+    return same * block_size
+
+
+class ChunkSizer:
+    """The token budget of a replica's next step, sized so that steps hold the latency target.
+
+    Two terms: seconds = decode time + cost of a prompt token · prompt tokens. Steps without prompts give the decode time,
+    the others the cost of a token. That cost grows along a prompt with the context that its tokens attend to, so it
+    rises at once with a measurement and falls slowly.
+    """
+
+    def __init__(self, policy: Policy, block_size: int) -> None:
+        self._max_tokens = policy.max_batch_prefill_tokens
+        self._min_tokens = min(self._max_tokens, block_size)
+        self._target_s = policy.target_itl_s
+        self._decode_s = 0.0
+        self._token_s = 0.0
+        self._largest_chunk = 0
+
+    def update(self, prefill_tokens: int, decoding: int, seconds: float, steps: int = 1) -> None:
+        """Record steps that took `seconds` each and computed so many prompt tokens and decoding sequences."""
+        if not prefill_tokens:
+            rate = min(1.0, steps / DECODE_STEPS) if self._decode_s else 1.0
+            self._decode_s += rate * (seconds - self._decode_s)
+            return
+        self._largest_chunk = max(self._largest_chunk, prefill_tokens)
+        expected_s = self._decode_s + self._token_s * prefill_tokens
+        token_s = max(seconds - (self._decode_s if decoding else 0.0), 0.1 * seconds) / prefill_tokens
+        if not self._token_s:
+            self._token_s = token_s
+        elif token_s > self._token_s:
+            self._token_s = min(token_s, MAX_RISE * self._token_s)
+        else:
+            self._token_s += DECAY * (token_s - self._token_s)
+        if decoding and self._decode_s:
+            # Without steps that only decode, the decode time has to follow from those that do both.
+            self._decode_s *= 1 + (min(max(seconds / expected_s, 0.5), 2.0) - 1) / (4 * DECODE_STEPS)
+
+    def budget(self, decoding: int) -> int:
+        """Return the prompt tokens that the next step may compute beside `decoding` sequences."""
+        if self._target_s is None or not decoding:
+            return self._max_tokens
+        if not self._token_s:
+            return self._min_tokens
+        room_s = max(MARGIN * self._target_s - self._decode_s, MIN_PREFILL_SHARE * self._decode_s)
+        tokens = min(int(room_s / self._token_s), MAX_GROWTH * self._largest_chunk, self._max_tokens)
+        return max(self._min_tokens, tokens)
+
+
+class PendingPrompts:
+    """The placed and running sequences of a replica whose prompt is not fully computed, oldest first."""
+
+    def __init__(self, block_size: int) -> None:
+        self.unscheduled = 0
+        """Prompt tokens not yet sent as chunks."""
+        self.uncomputed = 0
+        """Prompt tokens not yet reported as computed."""
+        self._block_size = block_size
+        self._sequences: dict[RequestId, ScheduledSequence] = {}
+        self._unscheduled: dict[RequestId, ScheduledSequence] = {}
+        self._by_prefix: dict[tuple[str, bytes], dict[RequestId, ScheduledSequence]] = {}
+        """Sequences by salt and their first MIN_SHARED_TOKENS tokens; shorter prompts are left out."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, sequence: ScheduledSequence) -> bool:
+        return sequence.id in self._sequences
+
+    @property
+    def running(self) -> int:
+        """Number of sequences that run already."""
+        return sum(1 for sequence in self._sequences.values() if sequence.state is State.RUNNING)
+
+    def add(self, sequence: ScheduledSequence) -> None:
+        """Add a sequence that was placed."""
+        self._sequences[sequence.id] = self._unscheduled[sequence.id] = sequence
+        if len(sequence.prompt_key) >= _PREFIX_BYTES:
+            self._by_prefix.setdefault(_prefix(sequence), {})[sequence.id] = sequence
+        self.unscheduled += sequence.unscheduled_tokens
+        self.uncomputed += sequence.prefill_length - sequence.num_computed_tokens
+
+    def remove(self, sequence: ScheduledSequence) -> bool:
+        """Remove `sequence`. Return False if it is not here."""
+        if self._sequences.pop(sequence.id, None) is None:
+            return False
+        self._unscheduled.pop(sequence.id, None)
+        self._remove_prefix(sequence)
+        self.unscheduled -= sequence.unscheduled_tokens
+        self.uncomputed -= sequence.prefill_length - sequence.num_computed_tokens
+        return True
+
+    def schedule(self, budget: int) -> Iterator[tuple[ScheduledSequence, int]]:
+        """Schedule chunks of `budget` tokens in all: yield (sequence, tokens)."""
+        if not self._unscheduled:
+            return
+        for sequence, chunk in share_budget(list(self._unscheduled.values()), budget):
+            sequence.num_scheduled_tokens += chunk
+            self.unscheduled -= chunk
+            if sequence.unscheduled_tokens == 0:
+                del self._unscheduled[sequence.id]
+            yield sequence, chunk
+
+    def computed(self, sequence: ScheduledSequence, chunk: int) -> bool:
+        """Record `chunk` computed tokens of `sequence`. Return True if its prompt is complete."""
+        sequence.num_computed_tokens += chunk
+        self.uncomputed -= chunk
+        if sequence.num_computed_tokens < sequence.prefill_length:
+            return False
+        del self._sequences[sequence.id]
+        self._remove_prefix(sequence)
+        return True
+
+    def longest_shared(self, sequence: ScheduledSequence) -> tuple[int, ScheduledSequence | None]:
+        """Return the longest prefix in tokens that `sequence` shares with a pending prompt, and the owner of that prompt.
+
+        Prefixes below MIN_SHARED_TOKENS count as none.
+        """
+        longest, owner = 0, None
+        if self._sequences:
+            for other in self._by_prefix.get(_prefix(sequence), {}).values():
+                shared = shared_tokens(sequence.prompt_key, other.prompt_key, self._block_size)
+                if shared > longest:
+                    longest, owner = shared, other
+        return min(longest, (sequence.length - 1) // self._block_size * self._block_size), owner
+
+    def check_invariants(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Raise AssertionError unless this agrees with `sequences`, the placed and running ones."""
+        pending = [each for each in sequences if each.num_computed_tokens < each.prefill_length]
+        assert set(self._sequences.values()) == set(pending)
+        assert set(self._unscheduled.values()) == {each for each in pending if each.unscheduled_tokens}
+        assert self.unscheduled == sum(each.unscheduled_tokens for each in sequences)
+        assert self.uncomputed == sum(each.prefill_length - each.num_computed_tokens for each in sequences)
+        indexed = {each for group in self._by_prefix.values() for each in group.values()}
+        assert indexed == {each for each in pending if len(each.prompt_key) >= _PREFIX_BYTES}
+        assert all(self._by_prefix.values()), "an empty group is dropped"
+
+    def _remove_prefix(self, sequence: ScheduledSequence) -> None:
+        prefix = _prefix(sequence)
+        if (group := self._by_prefix.get(prefix)) is not None:
+            del group[sequence.id]
+            if not group:
+                del self._by_prefix[prefix]
+
+
+def _prefix(sequence: ScheduledSequence) -> tuple[str, bytes]:
+    return sequence.salt, sequence.prompt_key[:_PREFIX_BYTES]

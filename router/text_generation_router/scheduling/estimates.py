@@ -1,0 +1,126 @@
+"""Estimates from measurements: new tokens of a request, tokens per second of a replica, and the wait for Retry-After."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_INITIAL_SHARE = 0.5
+"""Share of `max_new_tokens` assumed before the first end."""
+_INITIAL_WEIGHT = 2
+"""Weight of that assumption, in ended requests."""
+_MEMORY_REQUESTS = 50
+"""Ended requests over which the mean is taken."""
+_BUCKETS = 33
+
+_MEMORY_S = 20.0
+"""Time constant of the throughput."""
+_LARGEST_GAP_S = 0.1
+"""Longest pause between two steps that counts as work (decisions, messages, a busy event loop). A longer one is idle."""
+_MIN_WEIGHT_S = 1.0
+"""Old measurements weigh at least as much as this many seconds of new steps."""
+
+
+class OutputLengths:
+    """Mean share of `max_new_tokens` that requests generate.
+
+    Clients that ask for 20 tokens use them; clients that keep the default of 2048 stop long before. So requests are
+    counted by the power of two above their limit, and a power not seen yet takes the share of the nearest one seen.
+    """
+
+    def __init__(self) -> None:
+        self._shares = [_INITIAL_SHARE] * _BUCKETS
+        self._ended = [0] * _BUCKETS
+
+    def expected(self, max_new_tokens: int) -> int:
+        """Return the new tokens to expect of a request with this limit: 1 to `max_new_tokens`."""
+        share = self._share(_bucket(max_new_tokens))
+        return max(1, min(round(share * max_new_tokens), max_new_tokens))
+
+    def record(self, max_new_tokens: int, generated: int) -> None:
+        """Record a request that ended by itself or by its limit, not by cancellation or failure."""
+        if max_new_tokens < 1:
+            return
+        bucket = _bucket(max_new_tokens)
+        share = self._share(bucket)
+        used = min(max(generated, 0) / max_new_tokens, 1.0)
+        self._ended[bucket] += 1
+        # A plain mean over the first requests.
+        self._shares[bucket] = share + (used - share) / min(self._ended[bucket] + _INITIAL_WEIGHT, _MEMORY_REQUESTS)
+
+    def _share(self, bucket: int) -> float:
+        """Return the share of the nearest bucket that has one; of two, that of smaller limits."""
+        for distance in range(_BUCKETS):
+            for near in (bucket - distance, bucket + distance):
+                if 0 <= near < _BUCKETS and self._ended[near]:
+                    return self._shares[near]
+        return _INITIAL_SHARE
+
+
+def _bucket(max_new_tokens: int) -> int:
+    """Return n for limits in (2^(n-1), 2^n]."""
+    return min(max(max_new_tokens - 1, 0).bit_length(), _BUCKETS - 1)
+
+
+class Throughput:
+    """Tokens per second of one replica while it had work.
+
+    A ratio of sums, tokens over wall-clock seconds, not a mean of the rates of steps: a queue passes through short and
+    long steps, and its wait is the sum of their seconds. Steps made while requests were queued are kept apart: a replica
+    with spare room shows the demand, not its capacity.
+    """
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+        self._unexplained_s = 0.0
+        """Time between the last reports that no step accounts for."""
+        self._full = self._spare = (0.0, 0.0, 0.0)
+        """(tokens, seconds, time of the last step)."""
+
+    def record(self, now: float, tokens: int, busy_s: float, *, queued: bool = True) -> None:
+        """Record a step that ended at `now`, took `busy_s` seconds and computed `tokens` prompt and new tokens.
+
+        `queued`: requests waited for room meanwhile. Ignored if `busy_s` is no duration or `tokens` is negative.
+        """
+        if not 0 < busy_s < math.inf or tokens < 0:
+            return
+        elapsed = max(now - self._last, 0.0)
+        if elapsed < busy_s:
+            # Reports came in a bunch: the work was done when the replica seemed idle.
+            seconds = min(elapsed + self._unexplained_s, busy_s)
+            self._unexplained_s -= seconds - elapsed
+        else:
+            # Between consecutive steps the wall clock counts, including gaps.
+            seconds = elapsed if elapsed - busy_s <= _LARGEST_GAP_S else busy_s
+            self._unexplained_s = elapsed - seconds
+        self._last = max(now, self._last)
+        if queued:
+            self._full = _decayed_sum(self._full, self._last, tokens, seconds)
+        else:
+            self._spare = _decayed_sum(self._spare, self._last, tokens, seconds)
+
+    def rate(self) -> float:
+        """Return tokens per second over the last seconds of work; 0 if unknown. Idle time changes nothing."""
+        return next((tokens / seconds for tokens, seconds, _ in (self._full, self._spare) if tokens and seconds), 0.0)
+
+
+def _decayed_sum(
+    sums: tuple[float, float, float], now: float, tokens: int, seconds: float
+) -> tuple[float, float, float]:
+    """Return (tokens, seconds, now) after exponential decay of `sums` since its time and addition of a step."""
+    old_tokens, old_seconds, at = sums
+    keep = 1.0
+    if old_seconds > 0:
+        keep = max(math.exp((at - now) / _MEMORY_S), min(1.0, _MIN_WEIGHT_S / old_seconds))
+    return old_tokens * keep + tokens, old_seconds * keep + seconds, now
+
+
+def estimate_wait(work: float, rates: Sequence[float]) -> float | None:
+    """Return the seconds in which replicas with these rates serve `work` tokens; None if no rate is known.
+
+    Rates are tokens per second, 0 if unknown: such a replica counts with the mean of the others.
+    """
+    known = [rate for rate in rates if rate > 0]
+    if not known:
+        return None
+    return max(work, 0.0) / (sum(known) / len(known) * len(rates))

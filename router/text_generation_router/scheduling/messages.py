@@ -1,0 +1,138 @@
+"""The values that enter and leave the scheduler: replica specs, step results; orders, deliveries, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_router.request import Request, RequestId, TokenId
+
+
+class JoinReason(Enum):
+    """Why queued requests joined running ones. The values are TGI's."""
+
+    BACKPRESSURE = "backpressure"
+    """The queue reached the waiting-served ratio."""
+    WAIT_EXCEEDED = "wait_exceeded"
+    """The ratio no longer counted after `max_decode_steps_between_prefills` steps."""
+    CHUNKING = "chunking"
+    """No ratio is set: prompts are computed in chunks beside decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """The capacity of a replica, as reported when it joins."""
+
+    num_slots: int
+    num_blocks: int
+    block_size: int
+    """Tokens per KV block."""
+    self_scheduling: bool = False
+    """The engine batches by itself: it gets whole prompts, no chunks and no blocks."""
+    reserves_max_length: bool = False
+    """The engine starts a sequence only if the KV blocks for prompt + max_new_tokens are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A sequence that starts in a slot of a replica."""
+
+    slot: int
+    request: Request
+    generated: tuple[TokenId, ...]
+    """New tokens from before a preemption or move; they follow the prompt."""
+    blocks: tuple[int, ...]
+    cached_tokens: int = 0
+    """Leading tokens whose KV is already in `blocks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The changes of one replica at its next step boundary: orders, before they are put on the wire."""
+
+    number: int
+    release: tuple[int, ...] = ()
+    """Slots to free."""
+    placements: tuple[Placement, ...] = ()
+    allocations: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(slot, additional KV blocks)."""
+    prefill: tuple[tuple[int, int], ...] = ()
+    """(slot, prompt tokens to compute in the next step)."""
+    join_reason: JoinReason | None = None
+    """Why the placements join running sequences; None if there are none of either."""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The results of a step in columns: slots[i] got the next token_counts[i] of token_ids (no counts: one token each)."""
+
+    orders_applied: int
+    slots: Sequence[int] = ()
+    token_counts: Sequence[int] = ()
+    token_ids: Sequence[TokenId] = ()
+    finished: dict[int, FinishReason] = field(default_factory=dict)
+    failed: dict[int, tuple[FailureCode, str]] = field(default_factory=dict)
+    prefilled: Sequence[tuple[int, int]] = ()
+    """(slot, prompt tokens computed)."""
+    step_s: float = 0.0
+    """Duration in seconds; 0 if no step was made."""
+    steps: int = 1
+    """Number of steps covered."""
+
+
+class Failed(NamedTuple):
+    """A request that ended with an error."""
+
+    request_id: RequestId
+    kind: FailureCode
+    message: str
+
+
+@dataclass(slots=True)
+class Deliveries:
+    """New tokens and errors for the listeners of requests."""
+
+    tokens: list[tuple[RequestId, int, int, FinishReason | None]] = field(default_factory=list)
+    """(request, start, end, finish reason if the last token ended it): token_ids[start:end] of the step output."""
+    failed: list[Failed] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters over all replicas. Counters never decrease."""
+
+    waiting: int
+    """Queued requests."""
+    queued_tokens: int
+    """Expected work of the queue, in tokens."""
+    running: int
+    """Occupied slots, including those to be released."""
+    promised_tokens: int
+    """Prompt and maximum new tokens of all sequences with a slot."""
+    used_blocks: int
+    """KV blocks of sequences."""
+    used_tokens: int
+    """Positions in these blocks."""
+    cached_blocks: int
+    """KV blocks in prefix trees, in use or not."""
+    num_blocks: int
+    block_size: int
+    """Tokens per KV block; 0 before the first replica joined."""
+    num_replicas: int
+    """Configured replicas."""
+    serving_replicas: int
+    preemptions: int
+    """Counter: running sequences returned to the queue for lack of blocks."""
+    cancellations: int
+    """Counter: requests cancelled before their end (client gone, or stop string found)."""
+    expirations: int
+    """Counter: requests whose deadline passed."""
+    moves: int
+    """Counter: running sequences that lost their replica."""
+    prompt_tokens: int
+    """Counter: prompt tokens of requests when they first left the queue."""
+    hit_tokens: int
+    """Counter: of these, tokens found in a prefix cache."""

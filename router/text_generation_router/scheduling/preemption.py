@@ -1,0 +1,22 @@
+"""Preemption: the choice of a running sequence that returns to the queue when a replica runs out of KV blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from text_generation_router.scheduling.sequence import ScheduledSequence
+
+
+def choose_victim(running: Iterable[ScheduledSequence], *, self_scheduling: bool) -> ScheduledSequence | None:
+    """Return the newest sequence of the lowest priority. The oldest is never chosen unless it is the only one.
+
+    So the oldest always advances; a request that could not finish alone is not accepted.
+
+    A self-scheduling engine makes room by itself, and a sequence under a grammar could not return to it once it generated
+    tokens (`ScheduledSequence.is_grammar_bound`). There such sequences are not chosen: None if there are no others.
+    """
+    oldest, *others = sorted(running, key=lambda sequence: sequence.arrival)
+    candidates = others or [oldest]
+    if self_scheduling:
+        candidates = [sequence for sequence in candidates if sequence.request.grammar is None]
+    return max(candidates, key=lambda sequence: (sequence.request.qos.priority, sequence.arrival), default=None)

@@ -1,0 +1,401 @@
+"""ReplicaScheduler: the sequences of one replica, their slots and KV blocks, and what its next step computes.
+
+    place(sequence)                 a queued sequence gets a slot and blocks
+    schedule() -> SchedulerOutput   orders for the next step boundary
+    update(output)                  the results of a step
+
+One set of orders is under way at a time. Meanwhile the replica makes steps on its own, and each sequence stops at the end
+of its blocks, so this code need not keep up with the steps.
+
+KV blocks: see `kv_cache`. Growth rides on other orders as long as it is not urgent, so that a step boundary stays free
+for the prefill of new sequences. When no block is left for a sequence without room, one is preempted: released, and
+requeued with its generated tokens as part of its prompt.
+
+A slot and its blocks are reused only after a report showed that the release was applied.
+
+A self-scheduling engine gets placements and releases only. Chunks and blocks are planned here all the same, as a model of
+the engine, so that it is not given more than it can hold.
+"""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+from text_generation_router.request import RequestId
+from text_generation_router.scheduling.chunking import ChunkSizer, PendingPrompts
+from text_generation_router.scheduling.kv_cache import LOW_ROOM, URGENT_ROOM, KVCache
+from text_generation_router.scheduling.messages import (
+    Deliveries,
+    Failed,
+    Placement,
+    ReplicaSpec,
+    SchedulerOutput,
+    StepOutput,
+)
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.preemption import choose_victim
+from text_generation_router.scheduling.sequence import ScheduledSequence, State
+
+STEPS_AHEAD = 2
+"""Steps' worth of prompt tokens given ahead to a self-scheduling engine."""
+
+
+class ReplicaScheduler:
+    """The sequences of one replica."""
+
+    def __init__(self, replica: int, spec: ReplicaSpec, policy: Policy) -> None:
+        self.replica = replica
+        self.spec = spec
+        self.cache = KVCache(spec.num_blocks, spec.block_size, prefix_caching=policy.prefix_caching)
+        self.prompts = PendingPrompts(spec.block_size)
+        self.is_lost = False
+        self.work = 0
+        """Expected tokens still to compute here."""
+        self.promised_tokens = 0
+        """Prompt and maximum new tokens of all sequences with a slot."""
+        self.preemptions = 0
+        self._policy = policy
+        self._chunk_sizer = ChunkSizer(policy, spec.block_size)
+        self._slots: list[ScheduledSequence | None] = [None] * spec.num_slots
+        self._free_slots = list(range(spec.num_slots - 1, -1, -1))
+        self._placed: dict[RequestId, ScheduledSequence] = {}
+        self._running: dict[RequestId, ScheduledSequence] = {}
+        self._to_release: list[ScheduledSequence] = []
+        self._releasing: list[ScheduledSequence] = []
+        """Released by orders that are not known to be applied."""
+        self.orders_sent = 0
+        self._orders_applied = 0
+        """Numbers of the last orders."""
+        self._steps_since_placement = 0
+
+    # -------------------------------------------------------------------------------------------------------- placing
+
+    def may_place(self, waiting: int) -> bool:
+        """Return True if one of `waiting` queued sequences may be placed, apart from its prompt and blocks."""
+        running, placed = len(self._running), len(self._placed)
+        if not self._free_slots or running + placed >= self._policy.max_batch_size:
+            return False
+        steps = self._steps_since_placement
+        return self._policy.may_place(waiting=waiting + placed, running=running, steps_since_placement=steps)
+
+    @property
+    def has_prefill_room(self) -> bool:
+        """True if one more prompt could be started in the next steps."""
+        budget = self._policy.max_batch_prefill_tokens
+        if self.spec.self_scheduling:
+            return self.prompts.uncomputed < STEPS_AHEAD * budget
+        return self.prompts.unscheduled < budget
+
+    def has_blocks(self, sequence: ScheduledSequence) -> bool:
+        """Return True if there are blocks for all known tokens of `sequence`, even if none is cached."""
+        return self.cache.blocks_for(sequence.length) + self._growth_margin <= self.cache.available
+
+    def can_hold(self, sequence: ScheduledSequence) -> bool:
+        """Return True if `sequence` could run here alone, to its last token."""
+        return sequence.max_length <= self.spec.num_blocks * self.spec.block_size
+
+    @property
+    def _growth_margin(self) -> int:
+        """Blocks left for the growth of the others: without them a placement would soon be preempted."""
+        return len(self._running) + len(self._placed)
+
+    def place(self, sequence: ScheduledSequence) -> bool:
+        """Give `sequence` a slot and the blocks of its known tokens. Return False if there are not enough blocks."""
+        if not self.can_hold(sequence):
+            return False
+        cache = self.cache
+        cache.lock_prefix(sequence)
+        cached, margin = len(sequence.blocks), self._growth_margin
+        needed = cache.blocks_for(sequence.length) - cached
+        if self.spec.reserves_max_length:
+            needed, margin = cache.blocks_for(sequence.max_length) - cached, 0
+        if needed + margin > cache.available:
+            cache.free(sequence)
+            sequence.leave_replica(State.WAITING)
+            return False
+        wanted = cache.blocks_for(min(sequence.length + self._policy.growth_tokens, sequence.max_length)) - cached
+        cache.allocate(sequence, max(needed, wanted if wanted + margin <= cache.available else 0))
+        sequence.state = State.PLACED
+        sequence.generated_when_placed = len(sequence.generated)
+        sequence.replica = self.replica
+        sequence.slot = self._free_slots.pop()
+        sequence.prefill_length = sequence.length
+        sequence.num_scheduled_tokens = sequence.num_computed_tokens = sequence.cached_tokens
+        self._slots[sequence.slot] = sequence
+        self._placed[sequence.id] = sequence
+        self.prompts.add(sequence)
+        self.work += sequence.remaining_work
+        self.promised_tokens += sequence.max_length + 1
+        return True
+
+    # ----------------------------------------------------------------------------------------------------- scheduling
+
+    @property
+    def may_have_orders(self) -> bool:
+        """False if `schedule` would return None. Cheap to read."""
+        return bool(self.prompts.unscheduled or self._to_release or self.cache.urgent)
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Return the changes for the next step boundary; None if there are none, or earlier orders are under way."""
+        if self.orders_sent > self._orders_applied:
+            return None
+        running, steps = len(self._running), self._steps_since_placement
+        allocations, stalled = self.cache.grow(self._policy.growth_tokens, running)
+        if stalled and not self._placed and not self._blocks_are_coming():
+            self._preempt()
+        placements, prefill = self._schedule_prompts()
+        if self.spec.self_scheduling:
+            allocations, prefill = [], []
+        if not (self._to_release or placements or allocations or prefill):
+            return None
+        self.orders_sent += 1
+        released, self._to_release = self._to_release, []
+        for sequence in released:
+            sequence.released_by = self.orders_sent
+        self._releasing += released
+        join_reason = None
+        if placements:
+            self._steps_since_placement = 0
+            if running:
+                join_reason = self._policy.join_reason(running=running, steps_since_placement=steps)
+        return SchedulerOutput(
+            number=self.orders_sent,
+            release=tuple(sequence.slot for sequence in released),
+            placements=tuple(placements),
+            allocations=tuple(allocations),
+            prefill=tuple(prefill),
+            join_reason=join_reason,
+        )
+
+    def _blocks_are_coming(self) -> bool:
+        """Return True if releases under way will free blocks."""
+        return any(sequence.blocks for sequence in (*self._to_release, *self._releasing))
+
+    def _preempt(self) -> None:
+        if victim := choose_victim(self._running.values(), self_scheduling=self.spec.self_scheduling):
+            self.preemptions += 1
+            self._release(victim, State.PREEMPTED)
+
+    def _schedule_prompts(self) -> tuple[list[Placement], list[tuple[int, int]]]:
+        placements: list[Placement] = []
+        chunks: list[tuple[int, int]] = []
+        if self.spec.self_scheduling:
+            budget = self.prompts.unscheduled
+        else:
+            budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running)
+        for sequence, chunk in self.prompts.schedule(budget):
+            if sequence.state is State.PLACED:
+                placements.append(self._start(sequence))
+            chunks.append((sequence.slot, chunk))
+        return placements, chunks
+
+    def _start(self, sequence: ScheduledSequence) -> Placement:
+        del self._placed[sequence.id]
+        sequence.state = State.RUNNING
+        self._running[sequence.id] = sequence
+        self.cache.check_room(sequence)
+        own_blocks = self.spec.self_scheduling
+        return Placement(
+            slot=sequence.slot,
+            request=sequence.request,
+            generated=tuple(sequence.generated),
+            blocks=() if own_blocks else tuple(sequence.blocks),
+            cached_tokens=0 if own_blocks else sequence.cached_tokens,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- releasing
+
+    def drop(self, sequence: ScheduledSequence) -> None:
+        """Cancel `sequence`, which is here. One that was never sent leaves at once; idempotent."""
+        if sequence.state is State.PLACED:
+            self._leave(sequence)
+            self._vacate(sequence, State.CANCELLED)
+        elif sequence.state is State.RUNNING:
+            self._release(sequence, State.CANCELLED)
+        else:
+            sequence.state = State.CANCELLED
+
+    def clear(self) -> tuple[list[ScheduledSequence], list[ScheduledSequence], list[ScheduledSequence]]:
+        """Empty the scheduler of a lost replica. Return the sequences that ran, those not started or being preempted
+        (both oldest first, waiting again), and the cancelled ones."""
+        self.is_lost = True
+        held = sorted((each for each in self._slots if each is not None), key=lambda sequence: sequence.arrival)
+        cancelled = [sequence for sequence in held if sequence.state is State.CANCELLED]
+        ran = [sequence for sequence in held if sequence.state is State.RUNNING]
+        others = [sequence for sequence in held if sequence.state in (State.PLACED, State.PREEMPTED)]
+        for sequence in (*ran, *others):
+            sequence.leave_replica(State.WAITING)
+        return ran, others, cancelled
+
+    def _release(self, sequence: ScheduledSequence, state: State) -> None:
+        self._leave(sequence)
+        sequence.state = state
+        self._to_release.append(sequence)
+
+    def _leave(self, sequence: ScheduledSequence) -> None:
+        """Schedule nothing more for `sequence`. It keeps slot and blocks."""
+        self._placed.pop(sequence.id, None)
+        self._running.pop(sequence.id, None)
+        self.cache.stop_growth(sequence)
+        self.prompts.remove(sequence)
+        self.work -= sequence.remaining_work
+
+    def _end(self, sequence: ScheduledSequence, state: State) -> None:
+        """Free slot and blocks of `sequence`, which ended or whose release was applied."""
+        if sequence.state is State.RUNNING:
+            self._leave(sequence)
+        elif sequence.released_by == 0 and sequence in self._to_release:
+            self._to_release.remove(sequence)
+        if state is not State.FAILED:  # what a failed step computed is not reused
+            self.cache.commit(sequence, sequence.num_kv_tokens)
+        self._vacate(sequence, state)
+
+    def _vacate(self, sequence: ScheduledSequence, state: State) -> None:
+        self.cache.free(sequence)
+        self._slots[sequence.slot] = None
+        self._free_slots.append(sequence.slot)
+        self.promised_tokens -= sequence.max_length + 1
+        sequence.leave_replica(state)
+
+    # --------------------------------------------------------------------------------------------------------- results
+
+    def update(self, output: StepOutput, deliveries: Deliveries) -> tuple[int, list[ScheduledSequence]]:
+        """Record the results of a step, and add tokens and errors to `deliveries`.
+
+        Return the tokens computed for sequences that continue or finished, and the sequences that left, whose state is
+        FINISHED, FAILED, CANCELLED, or WAITING after a preemption.
+        """
+        left: list[ScheduledSequence] = []
+        served = 0
+        if output.step_s and self._policy.target_itl_s is not None:
+            prefill_tokens = sum(chunk for _, chunk in output.prefilled)
+            self._chunk_sizer.update(prefill_tokens, len(output.slots), output.step_s / output.steps, output.steps)
+        if output.prefilled or (self.prompts and self.spec.self_scheduling):
+            served = self._update_prefills(output)
+        served += self._update_tokens(output, deliveries, left)
+        for slot, (kind, message) in output.failed.items():
+            if sequence := self._slots[slot]:
+                if sequence.state is not State.CANCELLED:
+                    deliveries.failed.append(Failed(sequence.id, kind, message))
+                self._end(sequence, State.FAILED)
+                left.append(sequence)
+        assert all(self._slots[slot] is None for slot in output.finished), "a sequence finishes with a token"
+        self._update_releases(output.orders_applied, left)
+        if output.slots:
+            self._steps_since_placement += output.steps
+        return served, left
+
+    def _update_prefills(self, output: StepOutput) -> int:
+        """Return the prompt tokens computed for sequences that did not fail."""
+        served = 0
+        for slot, chunk in output.prefilled:
+            sequence = self._slots[slot]
+            if sequence is not None and slot not in output.failed:
+                served += self._prefilled(sequence, chunk)
+        if self.spec.self_scheduling:
+            # Such an engine has its own prefix cache, and need not report prefill before the first token.
+            for slot in output.slots:
+                sequence = self._slots[slot]
+                if sequence is not None and sequence in self.prompts:
+                    served += self._prefilled(sequence, sequence.prefill_length - sequence.num_computed_tokens)
+        return served
+
+    def _prefilled(self, sequence: ScheduledSequence, chunk: int) -> int:
+        chunk = min(chunk, sequence.prefill_length - sequence.num_computed_tokens)
+        if sequence in self.prompts:
+            self.work -= chunk
+            self.prompts.computed(sequence, chunk)
+        else:  # its release is under way
+            sequence.num_computed_tokens += chunk
+        self.cache.commit(sequence, sequence.num_computed_tokens)
+        return chunk
+
+    def _update_tokens(self, output: StepOutput, deliveries: Deliveries, left: list[ScheduledSequence]) -> int:
+        """Return the number of new tokens of running sequences."""
+        # Runs once per token: local names, no properties, the rare cases below.
+        slots, finished, token_ids = self._slots, output.finished, output.token_ids
+        deliver = deliveries.tokens.append
+        running, cancelled = State.RUNNING, State.CANCELLED
+        start = served = unexpected = 0
+        for slot, count in zip(output.slots, output.token_counts or repeat(1), strict=False):
+            end = start + count
+            sequence = slots[slot]
+            if sequence is not None:
+                state = sequence.state
+                reason = finished.get(slot) if finished else None
+                if state is not cancelled:
+                    if count == 1:
+                        sequence.generated.append(token_ids[start])
+                    else:
+                        sequence.generated += token_ids[start:end]
+                    sequence.length = length = sequence.length + count
+                    deliver((sequence.id, start, end, reason))
+                    if state is running:
+                        served += count
+                        # Tokens beyond the expected length were never counted as work.
+                        if (beyond := length - sequence.expected_length) > 0:
+                            unexpected += min(count, beyond)
+                        # Once when it gets low, then with every token when it is urgent.
+                        if (room := sequence.capacity - length) < LOW_ROOM and (
+                            room < URGENT_ROOM or room + count >= LOW_ROOM
+                        ):
+                            self.cache.check_room(sequence)
+                if reason is not None:
+                    self._end(sequence, state if state is cancelled else State.FINISHED)
+                    left.append(sequence)
+            start = end
+        self.work -= served - unexpected
+        return served
+
+    def _update_releases(self, orders_applied: int, left: list[ScheduledSequence]) -> None:
+        """Free what was released by orders up to number `orders_applied`."""
+        assert orders_applied <= self.orders_sent, "applied orders were sent before"
+        self._orders_applied = orders_applied
+        if not self._releasing:
+            return
+        under_way = []
+        for sequence in self._releasing:
+            if sequence.slot < 0:
+                continue  # it ended before its release arrived
+            if sequence.released_by > orders_applied:
+                under_way.append(sequence)
+                continue
+            self._end(sequence, State.WAITING if sequence.state is State.PREEMPTED else State.CANCELLED)
+            left.append(sequence)
+        self._releasing = under_way
+
+    # --------------------------------------------------------------------------------------------------------- queries
+
+    def request_in(self, slot: int) -> RequestId | None:
+        """Return the request in `slot`; None if it is free or its request was cancelled."""
+        sequence = self._slots[slot]
+        return sequence.id if sequence is not None and sequence.state is not State.CANCELLED else None
+
+    @property
+    def occupied_slots(self) -> int:
+        """Slots in use, including those to be released."""
+        return len(self._slots) - len(self._free_slots)
+
+    @property
+    def placed(self) -> tuple[RequestId, ...]:
+        """Requests with a slot that were not sent yet."""
+        return tuple(self._placed)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless slots, blocks, prompts and counters agree with the sequences."""
+        held = [sequence for sequence in self._slots if sequence is not None]
+        here = [sequence for sequence in held if sequence.state in (State.PLACED, State.RUNNING)]
+        slots = [sequence.slot for sequence in held]
+        assert sorted(slots + self._free_slots) == list(range(self.spec.num_slots)), (
+            "each slot is free or has one owner"
+        )
+        assert all(self._slots[sequence.slot] is sequence and sequence.replica == self.replica for sequence in held)
+        assert set(self._placed.values()) == {each for each in here if each.state is State.PLACED}
+        assert set(self._running.values()) == {each for each in here if each.state is State.RUNNING}
+        releasing = [sequence for sequence in (*self._to_release, *self._releasing) if sequence.slot >= 0]
+        assert sorted(map(id, releasing)) == sorted(id(each) for each in held if each not in here), "released once"
+        assert len(here) <= self._policy.max_batch_size
+        assert self.work == sum(sequence.remaining_work for sequence in here)
+        assert self.promised_tokens == sum(sequence.max_length + 1 for sequence in held)
+        self.prompts.check_invariants(here)
+        self.cache.check_invariants(held)

@@ -1,0 +1,161 @@
+"""ScheduledSequence: the scheduler's state of one request. Outside the scheduler there is only a RequestId."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from math import inf
+
+from text_generation_router.request import Request, RequestId, TokenId
+from text_generation_router.scheduling.lazy_heap import Key
+from text_generation_router.scheduling.prefix_tree import Node
+
+TOKEN_BYTES = array("I").itemsize
+
+
+class State(Enum):
+    """The state of a sequence.
+
+    WAITING ──► PLACED ──► RUNNING ──► FINISHED, FAILED
+       ▲          │           │
+       └──────────┴ PREEMPTED ┴► CANCELLED
+
+    WAITING     in the queue
+    PLACED      has a slot and blocks of a replica; not sent to it yet
+    PREEMPTED   its release is under way; late tokens still count, then it waits again
+    CANCELLED   its release is under way; late tokens are ignored, then it is forgotten
+
+    All sequences of a lost replica return to WAITING, except cancelled ones.
+    """
+
+    WAITING = auto()
+    PLACED = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    CANCELLED = auto()
+    FINISHED = auto()
+    FAILED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledSequence:
+    """A request, its generated tokens, its position in the queue, and its slot and KV blocks on a replica."""
+
+    request: Request
+    arrival: int
+    """Order of arrival, unique."""
+    arrived_at: float
+    """Seconds of the caller's clock."""
+    expected_new_tokens: int
+    state: State = State.WAITING
+    generated: list[TokenId] = field(default_factory=list)
+
+    # In the queue.
+    work: int = 0
+    """Expected cost in tokens: prompt tokens that are not cached, and new tokens. Constant while queued."""
+    queue_key: Key = (0.0, 0)
+    """Orders the sequences of one tenant: (due time, arrival); for a requeued one (arrival, arrival)."""
+    expiry: Key = (inf, 0)
+    """(time at which it expires in the queue, arrival)."""
+    requeued: bool = False
+    """It was preempted or lost its replica: it goes before all others."""
+    skipped: bool = False
+    charged_tokens: int = 0
+    """Tokens charged to its tenant."""
+
+    # Lost replicas.
+    moves: int = 0
+    """Replicas lost while it ran there."""
+    fruitless_moves: int = 0
+    """Consecutive losses without a new token in between."""
+    generated_when_placed: int = 0
+
+    # On a replica.
+    replica: int = -1
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    """KV blocks, in order. The prefix tree owns the first `committed_blocks`, except `duplicate_blocks`."""
+    committed_blocks: int = 0
+    duplicate_blocks: list[int] = field(default_factory=list)
+    """Own blocks whose content the tree already had from another sequence."""
+    prefix_lock: Node | None = None
+    """Locked node of the prefix tree at which the committed blocks end."""
+    cached_tokens: int = 0
+    """Leading tokens whose KV was cached at placement."""
+    prefill_length: int = 0
+    """Tokens to prefill in this placement: the prompt, and tokens generated before a preemption or move."""
+    num_scheduled_tokens: int = 0
+    """Prefill tokens that are cached or were sent as chunks."""
+    num_computed_tokens: int = 0
+    """Prefill tokens that are cached or were reported as computed."""
+    released_by: int = 0
+    """Number of the orders that release the slot; 0 if there are none yet."""
+    capacity: int = 0
+    """Positions in its blocks."""
+
+    id: RequestId = field(init=False)
+    length: int = field(init=False)
+    """Known tokens: prompt and generated."""
+    expected_length: int = field(init=False)
+    """Length at its expected end."""
+    max_length: int = field(init=False)
+    """Positions whose KV may be needed. The KV of the last new token is not."""
+    prompt_key: bytes = field(init=False)
+    """The prompt as a key of the prefix tree."""
+    reusable_key: bytes = b""
+    """Cache of `KVCache`: the whole blocks of its key, without the last token."""
+    prefix_digests: Sequence[bytes] | None = None
+    """Cache of `fleet.PrefixHints`."""
+
+    def __post_init__(self) -> None:
+        self.id = self.request.id
+        self.length = len(self.request.prompt)
+        self.expected_length = self.length + self.expected_new_tokens
+        self.max_length = self.length + self.request.max_new_tokens - 1
+        self.prompt_key = array("I", self.request.prompt).tobytes()
+
+    @property
+    def key(self) -> bytes:
+        """All known tokens as a key of the prefix tree."""
+        return self.prompt_key + array("I", self.generated).tobytes() if self.generated else self.prompt_key
+
+    @property
+    def salt(self) -> str:
+        return self.request.qos.salt
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Leading positions whose KV is known to be computed. That of the newest token is not."""
+        if self.num_computed_tokens < self.prefill_length:
+            return self.num_computed_tokens
+        return self.length - 1
+
+    @property
+    def is_grammar_bound(self) -> bool:
+        """True once it generated tokens under a grammar.
+
+        A self-scheduling engine can start a grammar only at the end of the prompt, so such a sequence cannot move.
+        """
+        return self.request.grammar is not None and bool(self.generated)
+
+    @property
+    def unscheduled_tokens(self) -> int:
+        """Prompt tokens not yet sent as chunks."""
+        return self.prefill_length - self.num_scheduled_tokens
+
+    @property
+    def remaining_work(self) -> int:
+        """Expected tokens still to compute on its replica."""
+        return self.prefill_length - self.num_computed_tokens + max(0, self.expected_length - self.length)
+
+    def leave_replica(self, state: State) -> None:
+        """Forget slot, blocks and prefill progress; keep the generated tokens."""
+        self.replica = self.slot = -1
+        self.blocks = []
+        self.duplicate_blocks = []
+        self.prefix_lock = None
+        self.committed_blocks = self.cached_tokens = self.capacity = self.released_by = 0
+        self.prefill_length = self.num_scheduled_tokens = self.num_computed_tokens = 0
+        self.state = state
