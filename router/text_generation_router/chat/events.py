@@ -1,4 +1,4 @@
-"""What a model's answer is made of, whoever asked: text, reasoning, tool calls. Dialects write these down, parsers find them."""
+"""The events of a model's answer: text, reasoning, tool calls. Parsers produce them, dialects write them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of the answer's text; never empty."""
+    """Text of the answer; never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers; never empty."""
+    """Text of the reasoning before the answer; never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call begins. Calls are numbered 0, 1, …; one ends where the next begins or the answer ends."""
+    """The start of a tool call. Calls are numbered 0, 1, …; a call ends where the next one starts or the answer ends."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """More of a call's arguments. The fragments of a call, joined, are one JSON object; never empty."""
+    """A part of a call's arguments; never empty. The fragments of a call, joined, are one JSON object."""
 
     index: int
     fragment: str
@@ -41,17 +41,17 @@ Event = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
 class OutputParser(Protocol):
-    """Turns one answer's text, piece by piece, into events. However the text is cut, the joined events are the same."""
+    """Turns the text of one answer, piece by piece, into events. The joined events do not depend on how the text is cut."""
 
     def feed(self, text: str) -> Sequence[Event]:
-        """What `text` makes certain; what may still become a marker is held back."""
+        """Return the events that `text` completes; text that may be the start of a marker is held back."""
         ...
 
     def finish(self) -> Sequence[Event]:
-        """The rest. A call that is not whole is told as far as it came: its end says `length`, never `tool_calls`."""
+        """End the answer and return the rest. An incomplete call is passed on as it is; its finish reason is `length`."""
         ...
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts of special tokens that must be fed although special tokens are no text (`[TOOL_CALLS]`)."""
+        """Texts of special tokens that must be fed, although special tokens are no text (`[TOOL_CALLS]`)."""
         ...

@@ -1,4 +1,4 @@
-"""Parsers of what models write, by name, and which of them a model's chat template asks for."""
+"""Parsers of model answers by format name, and the format that a chat template implies."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from text_generation_router.chat.events import OutputParser
-from text_generation_router.chat.parsers.hermes import START, HermesParser
-from text_generation_router.chat.parsers.json_answer import JsonAnswerParser
-from text_generation_router.chat.parsers.json_calls import JsonCallsParser
-from text_generation_router.chat.parsers.llama3_json import TAG, Llama3JsonParser
-from text_generation_router.chat.parsers.mistral import CALLS, MistralParser
-from text_generation_router.chat.parsers.plain import PlainParser
+from text_generation_router.chat.parsers.formats import (
+    HERMES_START,
+    LLAMA_TAG,
+    MISTRAL_CALLS,
+    HermesParser,
+    JsonAnswerParser,
+    JsonCallsParser,
+    Llama3JsonParser,
+    MistralParser,
+    PlainParser,
+)
 from text_generation_router.chat.parsers.reasoning import THINK, ReasoningParser
 
 __all__ = [
@@ -38,7 +43,10 @@ PARSERS: Final[dict[str, Callable[[Collection[str]], OutputParser]]] = {
 
 
 def create_parser(name: str, *, tool_names: Collection[str]) -> OutputParser:
-    """A new parser for one answer. Calls of other tools than `tool_names` are text. ValueError: no such format."""
+    """Return a new parser for one answer. Calls of tools that are not in `tool_names` are text.
+
+    Raises ValueError for an unknown format.
+    """
     try:
         make = PARSERS[name]
     except KeyError:
@@ -47,19 +55,18 @@ def create_parser(name: str, *, tool_names: Collection[str]) -> OutputParser:
 
 
 def detect_format(template: str, special_tokens: Collection[str]) -> str:
-    """The format in which a model with this chat template writes calls; `json` where the template does not say.
+    """Return the format in which a model with this chat template writes calls; `json` if the template implies none.
 
-    A special token counts only where the template knows of tools: a model that was not told of them through its template
-    is told in words to answer with JSON.
+    A special token counts only if the template reads `tools`: otherwise the prompt asks the model to answer with JSON.
     """
-    if START in template:
+    if HERMES_START in template:
         return "hermes"
-    for marker, name in ((CALLS, "mistral"), (TAG, "llama3_json")):
+    for marker, name in ((MISTRAL_CALLS, "mistral"), (LLAMA_TAG, "llama3_json")):
         if marker in template or (marker in special_tokens and "tools" in template):
             return name
     return "json"
 
 
 def starts_in_reasoning(prompt: str, start: str = THINK) -> bool:
-    """Whether a rendered prompt ends with the start marker, so that the answer begins in the reasoning."""
+    """True if a rendered prompt ends with the start marker: the answer starts in the reasoning."""
     return prompt.rstrip().endswith(start)

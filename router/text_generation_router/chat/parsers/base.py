@@ -1,39 +1,63 @@
-"""What the formats have in common: text, calls in it, and what becomes of a call that breaks off."""
+"""The base of the parsers of tool calls: text, markers and calls, and calls that break off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar
 
 from text_generation_router.chat.events import Event
-from text_generation_router.chat.parsers.calls import CallReader, Reader
-from text_generation_router.chat.parsers.markers import Markers
-from text_generation_router.chat.parsers.scan import SPACE
-from text_generation_router.chat.parsers.sink import Sink
+from text_generation_router.chat.parsers.event_buffer import EventBuffer
+from text_generation_router.chat.parsers.json_scanner import SPACE
+from text_generation_router.chat.parsers.readers import CallReader, JsonCallReader
+
+
+class Markers:
+    """Finds the first of several fixed texts in a stream, however it is cut."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        texts = tuple(texts)
+        # An alternation of plain texts does not backtrack. Without texts it never matches.
+        self._pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self._prefixes = frozenset(text[:end] for text in texts for end in range(1, len(text)))
+        self._longest = max(map(len, self._prefixes), default=0)
+
+    def find(self, text: str, at: int) -> tuple[int, int]:
+        """Return start and end of the first marker from `at` on.
+
+        Without one, both are the position where a marker may have started, or the end of the text.
+        """
+        found = self._pattern.search(text, at)
+        if found is not None:
+            return found.span()
+        for start in range(max(at, len(text) - self._longest), len(text)):
+            if text[start:] in self._prefixes:
+                return start, start
+        return len(text), len(text)
 
 
 class CallParser:
-    """Goes through an answer in phases. A phase takes characters from `at` on, and says up to where.
+    """Reads an answer in phases. A phase reads characters from `at` on and returns the position up to which it read.
 
-    A call that breaks before its name is known was none: it is text, as written, and what follows is looked at as text.
-    One that breaks in its arguments keeps the rest, as written, up to the next marker. One that breaks after them is over.
+    A call that breaks before its name is known is text, as written. One that breaks in its arguments keeps the rest, as
+    written, up to the next marker. One that breaks after its arguments has ended.
     """
 
     TEXT_MARKERS: ClassVar[Markers] = Markers(())
-    """What is found in text: where calls begin."""
+    """Markers in the text in front of calls."""
     RAW_MARKERS: ClassVar[Markers] = Markers(())
-    """What ends broken arguments."""
+    """Markers that end broken arguments."""
     SPECIAL: ClassVar[frozenset[str]] = frozenset()
-    READER: ClassVar[type[CallReader]] = CallReader
+    READER: ClassVar[type[JsonCallReader]] = JsonCallReader
 
     def __init__(self, tool_names: Collection[str]) -> None:
         self._names = frozenset(tool_names)
-        self._sink = Sink()
+        self._events = EventBuffer()
         self._rest = ""
-        """The end of the last piece, where a marker may have begun."""
+        """The end of the last piece, which may be the start of a marker."""
         self._opening: list[str] = []
-        """What was read on the way to a call: no text if the call comes."""
-        self._reader: Reader | None = None
+        """Characters between the marker and the call: text only if no call follows."""
+        self._reader: CallReader | None = None
         self._phase: Callable[[str, int], int] = self._text
 
     @property
@@ -47,44 +71,44 @@ class CallParser:
         at, end = 0, len(text)
         while at < end:
             at = self._phase(text, at)
-        return self._sink.drain()
+        return self._events.drain()
 
     def finish(self) -> Sequence[Event]:
         if self._phase == self._raw:
-            self._sink.arguments(self._rest)
+            self._events.arguments(self._rest)
         elif self._phase == self._call:
             assert self._reader is not None, "a call is being read"
             if not self._reader.started:
-                self._sink.text(self._reader.raw)
+                self._events.text(self._reader.raw)
         elif self._phase != self._after:
-            self._sink.text("".join(self._opening) + self._rest)
-        self._sink.finish()
-        return self._sink.drain()
+            self._events.text("".join(self._opening) + self._rest)
+        self._events.finish()
+        return self._events.drain()
 
     def _text(self, text: str, at: int) -> int:
         start, end = self.TEXT_MARKERS.find(text, at)
-        self._sink.text(text[at:start])
+        self._events.text(text[at:start])
         if start == end:
             self._rest = text[start:]
             return len(text)
-        self._meet(text[start:end])
+        self._on_marker(text[start:end])
         return end
 
-    def _meet(self, marker: str) -> None:
-        """A marker was found in the text."""
+    def _on_marker(self, marker: str) -> None:
+        """Handle a marker in the text."""
         self._opening = [marker]
         self._phase = self._head
 
     def _head(self, text: str, at: int) -> int:
-        """Where a call is expected."""
+        """Expect a call."""
         char = text[at]
         if char == "{":
             self._begin()
             return at
-        return self._skip(char, at) if char in SPACE else self._give_up(at)
+        return self._skip(char, at) if char in SPACE else self._not_a_call(at)
 
     def _after(self, text: str, at: int) -> int:
-        """After a call; what is skipped here is forgotten if the answer ends."""
+        """Read on after a call; characters skipped here are dropped if the answer ends."""
         self._phase = self._text
         return at
 
@@ -92,17 +116,17 @@ class CallParser:
         self._opening.append(char)
         return at + 1
 
-    def _give_up(self, at: int) -> int:
-        """No call comes: what was skipped is text."""
-        self._sink.text("".join(self._opening))
+    def _not_a_call(self, at: int) -> int:
+        """Treat the skipped characters as text: no call follows."""
+        self._events.text("".join(self._opening))
         self._opening.clear()
         self._phase = self._text
         return at
 
     def _begin(self) -> None:
-        self._read(self.READER(self._sink, self._names, "".join(self._opening)))
+        self._read(self.READER(self._events, self._names, "".join(self._opening)))
 
-    def _read(self, reader: Reader) -> None:
+    def _read(self, reader: CallReader) -> None:
         self._opening.clear()
         self._reader = reader
         self._phase = self._call
@@ -113,37 +137,37 @@ class CallParser:
         push = reader.push
         for here in range(at, len(text)):
             if not push(text[here]):
-                self._broken(reader)
+                self._break_off(reader)
                 return here
             if reader.closed:
                 self._phase = self._after
                 return here + 1
         return len(text)
 
-    def _broken(self, reader: Reader) -> None:
+    def _break_off(self, reader: CallReader) -> None:
         if not reader.started:
-            self._sink.text(reader.raw)
+            self._events.text(reader.raw)
             self._phase = self._text
-        elif reader.whole:
+        elif reader.complete:
             self._phase = self._after
         else:
-            self._sink.arguments(reader.unsaid)
+            self._events.arguments(reader.pending)
             self._phase = self._raw
 
     def _raw(self, text: str, at: int) -> int:
         start, end = self.RAW_MARKERS.find(text, at)
-        self._sink.arguments(text[at:start])
+        self._events.arguments(text[at:start])
         if start == end:
             self._rest = text[start:]
             return len(text)
-        if not self._sink.has_arguments:
-            self._sink.arguments("{}")
+        if not self._events.has_arguments:
+            self._events.arguments("{}")
         self._phase = self._after
         return start
 
 
 class ArrayParser(CallParser):
-    """Calls in a JSON array, or one alone. Brackets and commas are no text once there is a call in them."""
+    """Reads calls in a JSON array, or a single call. Brackets and commas around a call are no text."""
 
     def __init__(self, tool_names: Collection[str]) -> None:
         super().__init__(tool_names)
@@ -158,7 +182,7 @@ class ArrayParser(CallParser):
     def _after(self, text: str, at: int) -> int:
         char = text[at]
         if not self._in_array:
-            return self._give_up(at)
+            return self._not_a_call(at)
         if char == "{":
             self._begin()
             return at
@@ -166,8 +190,8 @@ class ArrayParser(CallParser):
             self._in_array = False
             self._opening.clear()
             return at + 1
-        return self._skip(char, at) if char == "," or char in SPACE else self._give_up(at)
+        return self._skip(char, at) if char == "," or char in SPACE else self._not_a_call(at)
 
-    def _give_up(self, at: int) -> int:
+    def _not_a_call(self, at: int) -> int:
         self._in_array = False
-        return super()._give_up(at)
+        return super()._not_a_call(at)

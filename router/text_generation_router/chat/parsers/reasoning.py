@@ -1,4 +1,4 @@
-"""What a model thinks, told apart from what it answers: `<think>…</think>` before the answer."""
+"""The parser of reasoning: `<think>…</think>` in front of the answer."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from text_generation_router.chat.events import Event, OutputParser, ReasoningDelta
-from text_generation_router.chat.parsers.markers import Markers
+from text_generation_router.chat.parsers.base import Markers
 
 THINK: Final = "<think>"
 END_THINK: Final = "</think>"
 
 
 class ReasoningParser:
-    """Text between the markers is reasoning, whatever is in it; what follows is for the inner parser.
+    """Passes on the text between the markers as reasoning, and the text after them to the inner parser.
 
-    Without the start marker at the beginning of the answer, all of it is for the inner parser, unless the prompt already
-    ends with the marker (`starts_inside`): then the answer begins in the reasoning, and may repeat the marker.
-    Dropped are whitespace before the start marker, the newlines (no other whitespace) right after it, or at the beginning
-    where it is in the prompt, and those right before and right after the end marker. Without an end marker nothing is
-    dropped from the end.
+    If the answer does not start with the start marker, all of it goes to the inner parser, unless the prompt already ends
+    with the marker (`starts_inside`): then the answer starts in the reasoning and may repeat the marker.
+    Dropped are whitespace before the start marker; newlines, no other whitespace, right after it (or at the start of the
+    answer if the prompt has it); and newlines right before and after the end marker. Without an end marker nothing is
+    dropped at the end.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class ReasoningParser:
         self._markers = inner.markers | {start, end}
         self._starts_inside = starts_inside
         self._rest = ""
-        """The end of the last piece, where a marker may have begun."""
+        """The end of the last piece, which may be the start of a marker."""
         self._blanks: list[str] = []
-        """Whitespace before anything else."""
+        """Whitespace at the start of the answer."""
         self._newlines = 0
-        """At the end of the reasoning so far; not told yet."""
+        """Newlines at the end of the reasoning so far, held back."""
         self._has_reasoning = False
         self._answering = False
         self._phase: Callable[[str], list[Event]] = self._before

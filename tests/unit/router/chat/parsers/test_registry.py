@@ -1,4 +1,4 @@
-"""Parsers by name, what a template asks for, and the limits on what is held back."""
+"""Parsers by name, the format that a template implies, and limits of the held-back text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from text_generation_router.chat.parsers import (
     detect_format,
     starts_in_reasoning,
 )
-from text_generation_router.chat.parsers.calls import MAX_HELD, MAX_NAME
+from text_generation_router.chat.parsers.readers import MAX_HELD, MAX_NAME
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
@@ -32,24 +32,24 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
         ("", (), "json"),
     ],
 )
-def test_the_template_says_the_format(template: str, special: tuple[str, ...], expected: str) -> None:
+def test_the_template_implies_the_format(template: str, special: tuple[str, ...], expected: str) -> None:
     assert detect_format(template, special) == expected
     assert expected in PARSERS
 
 
-def test_a_prompt_may_begin_the_reasoning() -> None:
+def test_a_prompt_may_start_the_reasoning() -> None:
     assert starts_in_reasoning("<|assistant|><think>\n")
     assert not starts_in_reasoning("<think>\n\n</think>\n\n")
 
 
-def test_special_tokens_that_must_be_fed_are_told() -> None:
+def test_special_tokens_that_must_be_fed() -> None:
     assert create_parser("mistral", tool_names=()).markers == {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
     assert create_parser("llama3_json", tool_names=()).markers == {"<|python_tag|>"}
     assert create_parser("plain", tool_names=()).markers == frozenset()
     assert ReasoningParser(create_parser("plain", tool_names=())).markers == {"<think>", "</think>"}
 
 
-def test_a_name_has_a_longest_length() -> None:
+def test_names_have_a_maximum_length() -> None:
     longest = "x" * MAX_NAME
     parser = create_parser("json", tool_names=[longest, longest + "x"])
     assert parser.feed(f'{{"name": "{longest}"') == [ToolCallStart(0, longest)]
@@ -57,13 +57,13 @@ def test_a_name_has_a_longest_length() -> None:
     assert parser.feed(f'{{"name": "{longest}x') == [TextDelta(f'{{"name": "{longest}x')]
 
 
-def test_arguments_before_the_name_are_not_held_for_ever() -> None:
+def test_held_back_arguments_have_a_maximum_length() -> None:
     parser = create_parser("json", tool_names=["f"])
-    begun = '{"arguments": {"a": "' + "x" * MAX_HELD
-    assert parser.feed(begun) == [TextDelta(begun)]
+    started = '{"arguments": {"a": "' + "x" * MAX_HELD
+    assert parser.feed(started) == [TextDelta(started)]
 
 
-def test_whitespace_before_a_call_does_not_come_back_after_it() -> None:
+def test_whitespace_before_a_call_is_dropped() -> None:
     parser = create_parser("hermes", tool_names=["f"])
     parser.feed(' \n<tool_call>{"name": "f"}')
     assert parser.feed("ok") == [TextDelta("ok")]

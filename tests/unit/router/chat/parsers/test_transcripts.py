@@ -1,4 +1,4 @@
-"""What models of each format write, and what it means: fed whole, and a character at a time."""
+"""Answers of models in each format and their events: fed whole, and a character at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TOOLS = ("get_weather", "search", "stop")
 BROOKLYN = '{"location": "Brooklyn, NY", "unit": "celsius"}'
 
 
-def told(parser_name: str, pieces: list[str], reasoning: str) -> list[Event]:
-    """The events, neighbours of a kind joined."""
+def parsed(parser_name: str, pieces: list[str], reasoning: str) -> list[Event]:
+    """Return the events, adjacent ones of a kind joined."""
     parser = create_parser(parser_name, tool_names=TOOLS)
     if reasoning:
         parser = ReasoningParser(parser, starts_inside=reasoning == "inside")
@@ -256,9 +256,9 @@ TRANSCRIPTS = [
 
 @pytest.mark.parametrize(("name", "reasoning", "answer", "events"), TRANSCRIPTS)
 def test_whole(name: str, reasoning: str, answer: str, events: list[Event]) -> None:
-    assert told(name, [answer], reasoning) == events
+    assert parsed(name, [answer], reasoning) == events
 
 
 @pytest.mark.parametrize(("name", "reasoning", "answer", "events"), TRANSCRIPTS)
 def test_a_character_at_a_time(name: str, reasoning: str, answer: str, events: list[Event]) -> None:
-    assert told(name, list(answer), reasoning) == events
+    assert parsed(name, list(answer), reasoning) == events

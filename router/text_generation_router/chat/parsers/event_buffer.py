@@ -1,26 +1,26 @@
-"""Where a parser writes what it found: neighbours of a kind become one event, calls are numbered, blanks wait."""
+"""The events that a parser has found: adjacent ones of a kind are joined, calls are numbered, blanks are held back."""
 
 from __future__ import annotations
 
 from text_generation_router.chat.events import Event, TextDelta, ToolCallArguments, ToolCallStart
 
 
-class Sink:
-    """The events of one answer. Text that is only whitespace before, between or after calls is none."""
+class EventBuffer:
+    """The events of one answer. Whitespace alone before, between or after calls is no text."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.has_arguments = False
-        """The last call has some."""
+        """The last call has arguments."""
         self._events: list[Event] = []
         self._parts: list[str] = []
         self._parts_are_text = True
         self._blanks: list[str] = []
-        """Whitespace since the last call or the beginning: text if more text follows, or if there are no calls."""
+        """Whitespace since the last call or the start: text if more text follows, or if there are no calls."""
         self._in_text = False
 
     def text(self, text: str) -> None:
-        """More of the answer's text; may be empty."""
+        """Add text of the answer; may be empty."""
         if self._in_text or not text:
             self._add(text)
         elif text.isspace():
@@ -31,7 +31,7 @@ class Sink:
             self._blanks.clear()
 
     def start(self, name: str) -> None:
-        """The next call begins."""
+        """Start the next call."""
         self._blanks.clear()
         self._in_text = False
         self._flush()
@@ -41,24 +41,24 @@ class Sink:
         self.has_arguments = False
 
     def arguments(self, fragment: str) -> None:
-        """More of the last call's arguments; may be empty. There must have been a call, and no text since."""
+        """Add to the arguments of the last call; may be empty. Needs a call with no text after it."""
         if fragment:
             self.has_arguments = True
             self._parts.append(fragment)
 
     def drop_blanks(self) -> None:
-        """Whitespace since the last call belongs to the call's frame."""
+        """Drop the whitespace since the last call: it belongs to the markers of the call."""
         if not self._in_text:
             self._blanks.clear()
 
     def finish(self) -> None:
-        """The answer is over."""
+        """End the answer."""
         if not self.calls:
             self._add("".join(self._blanks))
         self._blanks.clear()
 
     def drain(self) -> list[Event]:
-        """The events since the last time."""
+        """Return the events since the last `drain`."""
         if self._parts:
             self._flush()
         events = self._events

@@ -1,7 +1,8 @@
-"""One JSON object, checked character by character: RFC 8259's grammar as a state machine, a constant amount of work each."""
+"""JSON objects, checked and decoded one character at a time: RFC 8259 as a state machine, constant work per character."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Final
 
@@ -14,7 +15,7 @@ _CLOSERS: Final = {"{": "}", "[": "]"}
 _LITERALS: Final = {"t": "rue", "f": "alse", "n": "ull"}
 _CONTROLS: Final = {chr(code): f"\\u{code:04x}" for code in range(32)} | {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
-# What a number may go on with: part → {character: next part}. Parts named in _NUMBER_ENDS may also be the last.
+# Parts of a number: part → {next character: next part}. A number may end after the parts in _NUMBER_ENDS.
 _NUMBER: Final[dict[str, dict[str, str]]] = {
     "minus": {"0": "zero"} | dict.fromkeys("123456789", "whole"),
     "zero": {".": "point", "e": "e", "E": "e"},
@@ -29,14 +30,14 @@ _NUMBER_ENDS: Final = frozenset({"zero", "whole", "fraction", "exponent"})
 
 
 def escaped(char: str) -> str:
-    """A character of a JSON string as it must be written: models leave newlines in code bare, which JSON forbids."""
+    """Return a character of a JSON string as JSON requires it: models write newlines in code without an escape."""
     return _CONTROLS.get(char, char)
 
 
 class ObjectScanner:
-    """Says of each character whether one JSON object can go on with it.
+    """Checks, character by character, that a text is one JSON object.
 
-    Bare control characters in strings pass (see `escaped`); nesting deeper than `MAX_DEPTH` does not.
+    Control characters in strings pass (see `escaped`); nesting deeper than `MAX_DEPTH` does not.
     """
 
     __slots__ = ("_awaited", "_left", "_part", "_rest", "_state", "closed", "depth", "in_string", "is_key")
@@ -44,7 +45,7 @@ class ObjectScanner:
     def __init__(self) -> None:
         self.depth = 0
         self.closed = False
-        """The object is whole; only whitespace may follow."""
+        """The object is complete; only whitespace may follow."""
         self.in_string = False
         """The last character opened or continued a string."""
         self.is_key = False
@@ -56,7 +57,7 @@ class ObjectScanner:
         self._state: Callable[[str], bool] = self._root
 
     def push(self, char: str) -> bool:
-        """Take one more character. False: it does not fit, and the scanner is of no more use."""
+        """Read the next character. False if it does not fit; then the scanner must not be used again."""
         return self._state(char)
 
     def _root(self, char: str) -> bool:
@@ -154,7 +155,7 @@ class ObjectScanner:
         if part is not None:
             self._part = part
             return True
-        # A number is over only when something else begins.
+        # A number ends only where something else begins.
         self._state = self._after
         return self._part in _NUMBER_ENDS and self._after(char)
 
@@ -166,3 +167,54 @@ class ObjectScanner:
         if char == awaited:
             return self._close()
         return char in SPACE
+
+
+class StringUnwrapper:
+    """Decodes a JSON string that holds the text of one JSON object: `"{\\"a\\": 1}"` stands for `{"a": 1}`."""
+
+    def __init__(self) -> None:
+        self._inner = ObjectScanner()
+        self._escape = ""
+        self._blank = True
+
+    @property
+    def pending(self) -> str:
+        """The part of the string, as written, that `push` has not returned: its quote, an incomplete escape."""
+        return ('"' if self._inner.depth == 0 and not self._inner.closed else "") + self._escape
+
+    @property
+    def complete(self) -> bool:
+        """The object is complete."""
+        return self._inner.closed
+
+    @property
+    def may_end(self) -> bool:
+        """The string may end here: after an object, or while it is blank."""
+        return self._blank or self._inner.closed
+
+    def push(self, char: str) -> str | None:
+        """Return the text that the next character of the string adds to the object; None if the text is no object."""
+        if not self._escape and char != "\\":
+            return self._through(char)
+        written = self._escape + char
+        if len(written) == 1 or (written[1] == "u" and len(written) < 6):
+            self._escape = written
+            return ""
+        decoded = str(json.loads(f'"{written}"'))
+        # Half of a surrogate pair is no text; as an escape in the strings of the object it has the same meaning.
+        added = self._through(written if "\ud800" <= decoded <= "\udfff" else decoded)
+        if added is not None:
+            self._escape = ""
+        return added
+
+    def _through(self, text: str) -> str | None:
+        added = []
+        for char in text:
+            if not self._inner.push(char):
+                return None
+            self._blank = self._blank and char in SPACE
+            if self._inner.in_string:
+                added.append(escaped(char))
+            elif self._inner.depth or char not in SPACE:
+                added.append(char)
+        return "".join(added)

@@ -1,0 +1,170 @@
+"""The formats in which models write tool calls: one parser for each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from text_generation_router.chat.events import Event, TextDelta
+from text_generation_router.chat.parsers.base import ArrayParser, CallParser, Markers
+from text_generation_router.chat.parsers.json_scanner import SPACE
+from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader, TgiCallReader
+
+HERMES_START: Final = "<tool_call>"
+HERMES_END: Final = "</tool_call>"
+LLAMA_TAG: Final = "<|python_tag|>"
+MISTRAL_CALLS: Final = "[TOOL_CALLS]"
+MISTRAL_CALL_ID: Final = "[CALL_ID]"
+MISTRAL_ARGS: Final = "[ARGS]"
+FENCE: Final = "```"
+_OPENINGS: Final = ("", FENCE, f"{FENCE}json")
+
+
+class HermesParser(CallParser):
+    """Hermes and Qwen: `<tool_call>\\n{"name": …, "arguments": {…}}\\n</tool_call>`, anywhere in the text, any number of times.
+
+    The end tag may be missing; without a call before it, it is text. Characters between a call and its end tag are text.
+    """
+
+    TEXT_MARKERS = RAW_MARKERS = Markers((HERMES_START, HERMES_END))
+    SPECIAL = frozenset({HERMES_START, HERMES_END})
+
+    def __init__(self, tool_names: Collection[str]) -> None:
+        super().__init__(tool_names)
+        self._awaits_end = False
+
+    def _on_marker(self, marker: str) -> None:
+        if marker == HERMES_START:
+            self._awaits_end = False
+            super()._on_marker(marker)
+        elif self._awaits_end:
+            self._awaits_end = False
+            self._events.drop_blanks()
+        else:
+            self._events.text(marker)
+
+    def _after(self, text: str, at: int) -> int:
+        self._awaits_end = True
+        return super()._after(text, at)
+
+
+class Llama3JsonParser(CallParser):
+    """Llama 3: `{"name": …, "parameters": {…}}` at the start of the answer or after `<|python_tag|>`.
+
+    Several calls are separated by `;` or by whitespace alone.
+    """
+
+    TEXT_MARKERS = RAW_MARKERS = Markers((LLAMA_TAG,))
+    SPECIAL = frozenset({LLAMA_TAG})
+
+    def __init__(self, tool_names: Collection[str]) -> None:
+        super().__init__(tool_names)
+        self._phase = self._head
+
+    def _after(self, text: str, at: int) -> int:
+        char = text[at]
+        if char == ";" and char not in self._opening:
+            return self._skip(char, at)
+        return self._head(text, at)
+
+
+class MistralParser(ArrayParser):
+    """Mistral: `[TOOL_CALLS]` and an array of calls, or, newer, `[TOOL_CALLS]name[ARGS]{…}` for each call.
+
+    The newer form may have `[CALL_ID]` and an id after the name, which are skipped, and may lack `[ARGS]`.
+    """
+
+    TEXT_MARKERS = RAW_MARKERS = Markers((MISTRAL_CALLS,))
+    SPECIAL = frozenset({MISTRAL_CALLS, MISTRAL_CALL_ID, MISTRAL_ARGS})
+
+    def _head(self, text: str, at: int) -> int:
+        if self._in_array or text[at] in SPACE or text[at] in "[{":
+            return super()._head(text, at)
+        self._phase = self._named
+        return at
+
+    def _named(self, text: str, at: int) -> int:
+        """Read from the name to the arguments."""
+        char = text[at]
+        is_object = char == "{"
+        if not is_object:
+            self._skip(char, at)
+            if len(self._opening) > MAX_NAME + len(MISTRAL_CALL_ID + MISTRAL_ARGS):
+                return self._not_a_call(at + 1)
+            if char != "]":
+                return at + 1
+        head = "".join(self._opening).removeprefix(MISTRAL_CALLS)
+        if not is_object and not head.endswith(MISTRAL_ARGS):
+            return at + 1
+        name = head.removesuffix(MISTRAL_ARGS).partition(MISTRAL_CALL_ID)[0].strip()
+        if name not in self._names:
+            return self._not_a_call(at + (not is_object))
+        self._events.start(name)
+        self._read(ArgumentsReader(self._events))
+        return at + (not is_object)
+
+
+class JsonAnswerParser(CallParser):
+    """A model whose prompt describes the tools: an answer that starts with one JSON object, maybe in a fence, is a call.
+
+    Everything else is text, also after the call.
+    """
+
+    READER = TgiCallReader
+
+    def __init__(self, tool_names: Collection[str]) -> None:
+        super().__init__(tool_names)
+        self._fence = ""
+        """The part of the opening fence that was read."""
+        self._to_close = ""
+        """The part of the closing fence that is missing."""
+        self._phase = self._head
+
+    def _head(self, text: str, at: int) -> int:
+        char = text[at]
+        if char not in SPACE and char != "{":
+            self._fence += char
+            return self._skip(char, at) if _OPENINGS[-1].startswith(self._fence) else self._not_a_call(at)
+        if self._fence not in _OPENINGS:
+            return self._not_a_call(at)
+        self._to_close = FENCE if self._fence else ""
+        return super()._head(text, at)
+
+    def _after(self, text: str, at: int) -> int:
+        char = text[at]
+        if char in SPACE:
+            return self._skip(char, at)
+        if not self._to_close.startswith(char):
+            return self._not_a_call(at)
+        self._to_close = self._to_close[1:]
+        self._skip(char, at)
+        if not self._to_close:
+            self._opening.clear()
+        return at + 1
+
+
+class JsonCallsParser(ArrayParser):
+    """Calls alone, as a grammar forces them: an object or an array of objects, `{"name": …, "arguments": {…}}` or TGI's
+    `{"function": {"_name": …, …}}`. From anything else on, the answer is text."""
+
+    READER = TgiCallReader
+
+    def __init__(self, tool_names: Collection[str]) -> None:
+        super().__init__(tool_names)
+        self._phase = self._head
+
+
+class PlainParser:
+    """No calls: all of the answer is text. Used for whole answers and inside `ReasoningParser`; plain streams need no parser."""
+
+    __slots__ = ()
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return frozenset()
+
+    def feed(self, text: str) -> Sequence[Event]:
+        return (TextDelta(text),) if text else ()
+
+    def finish(self) -> Sequence[Event]:
+        return ()
