@@ -19,6 +19,21 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+FULL = os.environ.get("TEST_FULL") == "1" or Path("/dev/nvidiactl").exists()
+
+
+def pytest_report_header() -> str:
+    return f"tests marked full: {'selected' if FULL else 'deselected, TEST_FULL=1 selects them'}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked `full`, unless TEST_FULL=1 is set or the machine has a GPU."""
+    deselected = [] if FULL else [item for item in items if item.get_closest_marker("full")]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 def pytest_configure() -> None:
     """Signals mean what they mean: a suite started by nohup, or in a script's background, inherits that they are ignored,
     and so would the servers it starts, which honour that."""

@@ -1,4 +1,5 @@
 """Speed of the torch engine alone, without router and gRPC.
+
 python -m text_generation_bench.engine MODEL_FOLDER
 python -m text_generation_bench.engine MODEL_FOLDER --load-format dummy --prompt 512 --new 128 --sequences 1 32 128 256
 """

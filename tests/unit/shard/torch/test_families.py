@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from engine_driver import Driver
+from full_grid import full
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from text_generation_shard.config import ShardConfig
@@ -70,6 +71,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3, tied": Qwen3Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=16, attention_bias=True),
 }
+ALSO_COVERED = {"llama", "llama, linear rope", "llama, llama3 rope", "mistral", "qwen2", "qwen3"}
+"""Configs whose features other configs, or the tests of rope frequencies, cover."""
 
 
 @dataclass
@@ -86,7 +89,7 @@ class Pair:
         return Driver(self.engine, self.engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=[full(name) if name in ALSO_COVERED else name for name in CONFIGS])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     torch.manual_seed(5)
     config = CONFIGS[request.param]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from engine_driver import Driver, Stream
+from full_grid import full
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
@@ -44,11 +45,18 @@ TAILS = tuple(tuple((53 * i + 7 * user) % 331 for i in range(length)) for user, 
 SEEDED = Sampling(greedy=False, temperature=1.3, top_k=80, seed=23)
 PENALIZED = Sampling(repetition_penalty=1.8, frequency_penalty=0.7)
 """Greedy, so that what the penalties count decides alone."""
-SAMPLINGS = [Sampling(), SEEDED, PENALIZED, replace(SEEDED, output_presence_penalty=1.5, output_frequency_penalty=0.5)]
+SAMPLINGS = [
+    full(Sampling()),
+    full(SEEDED),
+    PENALIZED,
+    replace(SEEDED, output_presence_penalty=1.5, output_frequency_penalty=0.5),
+]
 IDS = ["greedy", "seeded", "prompt penalized", "output penalized"]
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(
+    scope="module", params=[full("full attention"), full("sliding window"), "sliding window in some layers"]
+)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     torch.manual_seed(5)
     config = CONFIGS[request.param]

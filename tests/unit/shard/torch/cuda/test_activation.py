@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full_grid import full
 from reference_ops import activate, rounded_once
 
 from text_generation_shard.engines.torch.cuda.kernels import activation
@@ -12,7 +13,7 @@ from text_generation_shard.engines.torch.model import ACTIVATIONS
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: 1 / (1 + ∞) is meant
 @pytest.mark.parametrize("exact", [False, True], ids=["rounded product", "float32 product"])
-@pytest.mark.parametrize(("tokens", "inner"), [(1, 1536), (5, 1536), (2, 4864), (3, 1531), (4, 48)])
+@pytest.mark.parametrize(("tokens", "inner"), [full(1, 1536), full(5, 1536), full(2, 4864), (3, 1531), (4, 48)])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_the_activation_is_that_of_float64_rounded_once(
     kind: str, tokens: int, inner: int, exact: bool, dtype: torch.dtype, device: torch.device

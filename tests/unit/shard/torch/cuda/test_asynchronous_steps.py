@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import Driver, Stream
+from full_grid import full
 from poisoned_checkpoint import POISON, write_poisoned_checkpoint
 
 from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping
@@ -82,7 +83,7 @@ def traffic(driver: Driver, seed: int) -> list[Stream]:
     return streams
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [1, 4, *(full(seed) for seed in (0, 2, 3, 5))])
 def test_it_says_the_same(engines: Engines, seed: int) -> None:
     expected, got = traffic(warm(engines.at_once), seed), traffic(warm(engines.ahead), seed)
     assert any(stream.finish is FinishReason.EOS_TOKEN for stream in expected) or seed != 1

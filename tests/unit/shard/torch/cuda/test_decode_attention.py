@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from full_grid import full
 from reference_attention import BLOCK_SIZE, attend, keys_and_values
 from torch import Tensor
 from triton_interpreter import allow_computed_bounds
@@ -107,7 +108,7 @@ def error(result: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(
     "shape",
-    [SMOL, LLAMA, Shape(14, 2, 64), Shape(2, 2, 32), Shape(24, 1, 96), Shape(2, 1, 256)],
+    [SMOL, full(LLAMA), full(Shape(14, 2, 64)), full(Shape(2, 2, 32)), Shape(24, 1, 96), full(Shape(2, 1, 256))],
     ids=lambda shape: f"{shape.heads}-{shape.kv_heads}x{shape.head_dim}",
 )
 def test_rows_of_any_length_match_the_formula(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full_grid import full
 
 from text_generation_shard.engines.torch.cuda.kernels.embedding import embed
 
 VOCABULARY = 101
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 576), (9, 4096), (5, 1025), (3, 13)])
+@pytest.mark.parametrize("dtype", [torch.float16, full(torch.bfloat16), full(torch.float32)])
+@pytest.mark.parametrize(("tokens", "hidden"), [full(1, 576), full(9, 4096), (5, 1025), (3, 13)])
 def test_each_token_gets_its_row_as_it_is(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
     table = torch.randn(VOCABULARY, hidden, device=device).to(dtype)
     ids = torch.randint(VOCABULARY, (tokens,), device=device, dtype=torch.int32)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_grid import full
 from tiny_checkpoint import (
     COMPRESSED_DYNAMIC,
     MODELOPT_STATIC,
@@ -63,9 +64,9 @@ def error(ours: Tensor, reference: Tensor) -> float:
     return float((ours.double() - reference).norm() / reference.norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [full(torch.bfloat16), torch.float16, full(torch.float32)], ids=str)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 576), (7, 1536), (3, 131)])
+@pytest.mark.parametrize(("rows", "columns"), [full(1, 576), full(7, 1536), (3, 131)])
 def test_rows_are_rounded_to_the_nearest(
     device: torch.device, dtype: torch.dtype, static: bool, rows: int, columns: int
 ) -> None:

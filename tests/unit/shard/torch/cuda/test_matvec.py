@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 import torch
+from full_grid import full
 from reference_ops import activate, rms_norm, rounded_once
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from text_generation_shard.engines.torch.cuda.kernels.matvec import (
 
 EPS = 1e-5
 # (outputs, inputs): less than a warp's width, and odd; an odd width; a power of two, as is nothing else here; more than one warp.
-SHAPES = [(5, 24), (3, 577), (8, 512), (7, 1536)]
+SHAPES = [full(5, 24), (3, 577), (8, 512), full(7, 1536)]
 
 
 @pytest.fixture(params=[264, 1], autouse=True, ids=["programs of one row", "programs of more"])
@@ -51,7 +52,7 @@ def make(device: torch.device, dtype: torch.dtype) -> Make:
     return Make(device, dtype)
 
 
-@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+@pytest.mark.parametrize("rows", [1, full(2), full(3), MAX_ROWS])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_the_product_is_that_of_float64(make: Make, rows: int, outputs: int, inputs: int) -> None:
     x, weight = make.normal(rows, inputs), make.normal(outputs, inputs)
@@ -86,7 +87,7 @@ def test_eps_keeps_a_row_of_zeros_finite(make: Make) -> None:
     assert out.tolist() == [[0.0] * 5]
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("kind", ["silu", full("gelu"), full("gelu_pytorch_tanh")])
 @pytest.mark.parametrize(("rows", "inner", "inputs", "biased"), [(1, 6, 576, False), (MAX_ROWS, 5, 24, True)])
 def test_gate_and_up_meet_in_one_program(
     make: Make, kind: str, rows: int, inner: int, inputs: int, biased: bool

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from full_grid import full
 from reference_ops import rms_norm, rounded_once
 
 from text_generation_shard.engines.torch.cuda.kernels import norm
 
-SHAPES = [(1, 576), (7, 576), (3, 4096), (2, 16384), (4, 577), (2, 1)]
+SHAPES = [full(1, 576), full(7, 576), full(3, 4096), full(2, 16384), (4, 577), (2, 1)]
 """Tokens and hidden size: of real models, the longest, a prime one, the shortest."""
 EPS = 1e-2
 """Far larger than models have it, so that it shows."""

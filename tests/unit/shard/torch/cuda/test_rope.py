@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from full_grid import full
 from reference_ops import rms_norm, rotate, rounded_once
 from torch import Tensor
 
@@ -34,12 +35,12 @@ class Heads:
 
 
 SMOLLM2, LLAMA_8B, QWEN2 = Heads(9, 3, 64), Heads(32, 8, 128), Heads(14, 2, 64)
-HEADS = [SMOLLM2, LLAMA_8B, QWEN2, Heads(4, 4, 96), Heads(5, 1, 256), Heads(2, 1, 32)]
+HEADS = [SMOLLM2, full(LLAMA_8B), full(QWEN2), Heads(4, 4, 96), full(Heads(5, 1, 256)), full(Heads(2, 1, 32))]
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed heads"])
 @pytest.mark.parametrize("exact", [False, True], ids=["in place", "from float32"])
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [full(1), 4])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_queries_are_rotated_and_keys_and_values_stored(
     heads: Heads, tokens: int, exact: bool, normed: bool, dtype: torch.dtype, device: torch.device

@@ -8,6 +8,7 @@ import sys
 import tempfile
 
 import pytest
+from full_grid import full
 
 MEMBER = """
 import sys, torch, torch.distributed as dist
@@ -36,7 +37,7 @@ print("opened" if symmetric.create_low_latency_collectives(torch.device("cpu")) 
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome"), [("none", "opened"), ("memory", "done without"), ("values", "done without")]
+    ("fault", "outcome"), [("none", "opened"), full("memory", "done without"), ("values", "done without")]
 )
 def test_all_ranks_have_it_or_none(fault: str, outcome: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
