@@ -1,4 +1,4 @@
-"""The whole stack as processes: text-generation-launcher, and what it starts."""
+"""The whole server as processes: text-generation-launcher and its children."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 
 START_TIMEOUT = 60.0
 
 
 class Stack:
-    """A launcher that was started; its log, its processes, its sockets."""
+    """A started launcher: its log, processes and sockets."""
 
     def __init__(self, model: Path, *args: str, engine: str = "echo", environ: Mapping[str, str] | None = None) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.folder = Path(tempfile.mkdtemp(prefix="t-"))  # short: it holds sockets
+        self.folder = Path(tempfile.mkdtemp(prefix="t-"))  # a short path, because it contains sockets
         self.records: list[dict[str, Any]] = []
         self._arrivals: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.launcher = subprocess.Popen(
@@ -49,11 +50,11 @@ class Stack:
     def _read(self) -> None:
         assert self.launcher.stderr is not None
         for line in self.launcher.stderr:
-            self._arrivals.put(json.loads(line))  # every line is a record, whoever wrote it
+            self._arrivals.put(json.loads(line))  # every line is a JSON record, also those of children
         self._arrivals.put(None)
 
     def wait_for(self, event: str) -> dict[str, Any]:
-        """Read the log until the launcher says this."""
+        """Read the log until the launcher logs this event; return the record."""
         while record := self._arrivals.get(timeout=START_TIMEOUT):
             self.records.append(record)
             if record["process"] == "launcher" and record["event"] == event:
@@ -61,17 +62,17 @@ class Stack:
         raise AssertionError(self.records)
 
     def wait(self, timeout: float = 30.0) -> int:
-        """The launcher's exit code, once its log is read to the end."""
+        """Read the log to its end and return the launcher's exit code."""
         while record := self._arrivals.get(timeout=timeout):
             self.records.append(record)
         return self.launcher.wait(timeout)
 
     def children(self) -> list[psutil.Process]:
-        """All that the launcher and its children have started."""
+        """Return all descendants of the launcher."""
         return psutil.Process(self.launcher.pid).children(recursive=True)
 
     def kill(self, name: str, replica: int = 0) -> None:
-        """kill -9 the launcher, the router or the shard of a replica."""
+        """Send SIGKILL to the launcher, the router or the shard of a replica."""
         if name == "launcher":
             self.launcher.kill()
         elif name == "shard":
@@ -81,7 +82,7 @@ class Stack:
             process.kill()
 
     def shard(self, replica: int) -> psutil.Process:
-        """The shard that listens on this replica's private socket."""
+        """Return the shard that listens on this replica's private socket."""
         (process,) = (
             child
             for child in self.children()
@@ -90,15 +91,15 @@ class Stack:
         return process
 
     def events(self, process: str) -> list[str]:
-        """What one process logged."""
+        """Return the events that a process logged."""
         return [record["event"] for record in self.records if record["process"] == process]
 
     def left_behind(self) -> list[str]:
-        """Files in the folder for temporary files."""
+        """Return the files in the folder for temporary files."""
         return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
 
     def close(self) -> None:
-        """End what still runs."""
+        """Stop all processes that still run."""
         if self.launcher.poll() is None:
             children = self.children()
             self.launcher.send_signal(signal.SIGTERM)
@@ -115,10 +116,18 @@ class Stack:
 
 @contextmanager
 def running(model: Path, *args: str, engine: str = "echo", environ: Mapping[str, str] | None = None) -> Iterator[Stack]:
-    """A stack that is ready."""
+    """Run a stack and yield it once it is ready."""
     stack = Stack(model, *args, engine=engine, environ=environ)
     try:
         stack.wait_for("ready")
         yield stack
     finally:
         stack.close()
+
+
+async def generate(session: aiohttp.ClientSession, url: str) -> str:
+    """Return the answer to a short request."""
+    body = {"inputs": "one two three", "parameters": {"max_new_tokens": 3}}
+    async with session.post(f"{url}/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        return str((await response.json())["generated_text"])

@@ -1,4 +1,4 @@
-"""Clients of /generate_stream that note how their stream ends."""
+"""Clients of /generate_stream that record the end of their stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ End = Literal["finished", "error", "closed", "refused"]
 
 @dataclass
 class Stream:
-    """One request and what came of it."""
+    """One request and its result."""
 
     tokens: int = 0
     end: End | None = None
@@ -22,7 +22,7 @@ class Stream:
 
 
 class Streams:
-    """Streams opened at once; each must bring a token before `open` returns."""
+    """Streams that run at the same time."""
 
     def __init__(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup) -> None:
         self._session = session
@@ -40,7 +40,7 @@ class Streams:
             await started.acquire()
 
     async def all_ended(self) -> None:
-        """Wait until each has ended, however."""
+        """Wait until each stream has ended."""
         await asyncio.wait(self._running)
 
     async def _read(self, stream: Stream, url: str, max_new_tokens: int, started: asyncio.Semaphore) -> None:
@@ -51,7 +51,7 @@ class Streams:
                     stream.end = "refused"
                     return
                 async for line in response.content:
-                    self._note(stream, line, started)
+                    self._record(stream, line, started)
             stream.end = stream.end or "closed"
         except aiohttp.ClientError:
             stream.end = stream.end or "closed"
@@ -61,7 +61,7 @@ class Streams:
                 started.release()
 
     @staticmethod
-    def _note(stream: Stream, line: bytes, started: asyncio.Semaphore) -> None:
+    def _record(stream: Stream, line: bytes, started: asyncio.Semaphore) -> None:
         if not line.startswith(b"data:"):
             return
         event = json.loads(line.removeprefix(b"data:"))

@@ -1,4 +1,4 @@
-"""From --model-id to a folder: huggingface_hub's own code, on a cache made by hand."""
+"""Find or download a model: huggingface_hub's own code, with a cache made by hand."""
 
 from __future__ import annotations
 
@@ -18,42 +18,52 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """A hub cache with some/model at main: configuration and weights."""
+def snapshot(tmp_path: Path) -> Path:
+    """The folder of some/model at main in a hub cache, without weights."""
     repo = tmp_path / "hub" / "models--some--model"
     snapshot = repo / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(COMMIT)
     (snapshot / "config.json").write_text("{}")
-    (snapshot / "model.safetensors").write_bytes(b"")
-    return tmp_path / "hub"
+    return snapshot
 
 
-async def resolve(model_id: str, cache: Path, **settings: object) -> Path:
-    config = LauncherConfig.of(model_id=model_id, huggingface_hub_cache=str(cache), **settings)
+async def resolve(model_id: str, snapshot: Path, **settings: object) -> Path:
+    config = LauncherConfig.of(model_id=model_id, huggingface_hub_cache=str(snapshot.parents[2]), **settings)
     environ = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"}
     with open_lifeline() as lifeline_fd:
         return await resolve_model(config, environ, GracefulShutdown(), lifeline_fd)
 
 
-async def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await resolve(str(tmp_path), tmp_path) == tmp_path
+async def test_local_folder_is_used_as_it_is(snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await resolve(str(tmp_path), snapshot) == tmp_path
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert await resolve("mine", tmp_path) == tmp_path / "mine"
+    assert await resolve("mine", snapshot) == tmp_path / "mine"
 
 
 @pytest.mark.parametrize("model_id", ["./nothing", "/nothing/here", "~/nothing"])
-async def test_a_path_that_is_no_folder_is_not_looked_for_on_the_hub(model_id: str, tmp_path: Path) -> None:
+async def test_path_that_is_not_a_folder_is_not_looked_up_on_the_hub(model_id: str, snapshot: Path) -> None:
     with pytest.raises(ModelError, match=f"^{model_id} is not a folder$"):
-        await resolve(model_id, tmp_path)
+        await resolve(model_id, snapshot)
 
 
-async def test_an_id_is_found_in_the_cache(cache: Path) -> None:
-    expected = cache / "models--some--model" / "snapshots" / COMMIT
-    assert await resolve("some/model", cache) == expected
-    assert await resolve("some/model", cache, revision=COMMIT) == expected
+@pytest.mark.parametrize(
+    ("weights", "settings"),
+    [
+        ("model.safetensors", {}),
+        ("model.safetensors", {"revision": COMMIT}),
+        ("model.safetensors", {"engine": "tensorrt-llm"}),
+        ("rank0.engine", {"engine": "tensorrt-llm"}),
+        (None, {"engine": "echo"}),
+        (None, {"load_format": "dummy"}),
+    ],
+)
+async def test_model_is_found_in_the_cache(weights: str | None, settings: dict[str, object], snapshot: Path) -> None:
+    if weights is not None:
+        (snapshot / weights).write_bytes(b"")
+    assert await resolve("some/model", snapshot, **settings) == snapshot
 
 
 @pytest.mark.parametrize(
@@ -64,26 +74,28 @@ async def test_an_id_is_found_in_the_cache(cache: Path) -> None:
         ("not/an/id", None, "not/an/id is neither a local folder nor an id on the hub"),
     ],
 )
-async def test_a_model_that_is_not_to_be_had_is_one_clear_line(
-    model_id: str, revision: str | None, reason: str, cache: Path, capfd: pytest.CaptureFixture[str]
+async def test_missing_model_is_one_line(
+    model_id: str, revision: str | None, reason: str, snapshot: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ModelError, match="failed with exit code 1"):
-        await resolve(model_id, cache, revision=revision)
+        await resolve(model_id, snapshot, revision=revision)
     lines = capfd.readouterr().err.splitlines()
     assert len([line for line in lines if "process=download" in line]) == 1
     assert reason in lines[-1]
 
 
-async def test_weights_that_are_pickles_are_not_enough(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    snapshot = cache / "models--some--model" / "snapshots" / COMMIT
-    (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
+@pytest.mark.parametrize(
+    ("engine", "weights", "wanted"),
+    [
+        ("torch", "pytorch_model.bin", "*.safetensors"),
+        ("torch", "rank0.engine", "*.safetensors"),
+        ("tensorrt-llm", "pytorch_model.bin", "*.safetensors or *.engine"),
+    ],
+)
+async def test_model_without_supported_weights_is_rejected(
+    engine: str, weights: str, wanted: str, snapshot: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (snapshot / weights).write_bytes(b"")
     with pytest.raises(ModelError):
-        await resolve("some/model", cache)
-    assert "some/model has no *.safetensors weights" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("settings", [{"engine": "echo"}, {"load_format": "dummy"}])
-async def test_without_need_for_weights_none_are_wanted(settings: dict[str, object], cache: Path) -> None:
-    snapshot = cache / "models--some--model" / "snapshots" / COMMIT
-    (snapshot / "model.safetensors").unlink()
-    assert await resolve("some/model", cache, **settings) == snapshot
+        await resolve("some/model", snapshot, engine=engine)
+    assert f"some/model has no {wanted} weights; no other format is supported" in capfd.readouterr().err

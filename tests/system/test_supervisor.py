@@ -1,99 +1,67 @@
-"""The order of starting and stopping, with small processes in the place of shard and router."""
+"""Order of start and stop, with fake shards and router."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import standins
+from fake_children import FakeServer, fake_server
 
 from text_generation_launcher.child import ChildFailed
-from text_generation_launcher.plan import ChildSpec, LaunchPlan, ShardSpec
 from text_generation_launcher.shard_restarts import RestartPolicy
-from text_generation_launcher.shutdown import GracefulShutdown
-from text_generation_launcher.supervisor import Supervisor
 
 pytestmark = pytest.mark.system
 
-
-class Stage:
-    """Where stand-ins play: a folder, a journal of what happened, a free port."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket = folder / "s"
-        self._journal = standins.Journal(folder)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-
-    def shard(self, change: str = "") -> ShardSpec:
-        return standins.shard(self._journal, self.socket, change=change)
-
-    def router(self, change: str = "") -> ChildSpec:
-        return standins.router(self._journal, self.port, change=change)
-
-    def supervisor(self, shard: ShardSpec, router: ChildSpec) -> Supervisor:
-        plan = LaunchPlan((shard,), router, "127.0.0.1", self.port)
-        return Supervisor(plan, GracefulShutdown(), RestartPolicy(), json_output=False)
-
-    async def next_word(self) -> str:
-        return await self._journal.next()
-
-    def close(self) -> None:
-        self._journal.close()
+POLICY = RestartPolicy()
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory(prefix="t-") as folder:
-        stage = Stage(Path(folder))
-        yield stage
-        stage.close()
+def server() -> Iterator[FakeServer]:
+    with fake_server() as server:
+        yield server
 
 
-async def test_the_router_starts_when_the_shard_serves_and_not_when_it_listens(stage: Stage) -> None:
-    loads = """
-async def serve(health, stop):
-    say("shard-loads")
-    await health.set("", health_pb2.HealthCheckResponse.SERVING)
-    await stop.wait()
-"""
-    supervisor = stage.supervisor(stage.shard(change=loads), stage.router())
+async def test_router_starts_when_the_shard_serves_and_stops_before_it(server: FakeServer) -> None:
+    server.router_change = "def drain():\n    import time; time.sleep(0.5); say('router-drained')"
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(supervisor.run())
-        words = [await stage.next_word() for _ in range(3)]
+        task = tasks.create_task(server.supervisor(POLICY, server.shard(0)).run())
+        await server.wait_for("router-listens")
         task.cancel()
-    assert words == ["shard-listens", "shard-loads", "router-listens"]
+        await server.wait_for("shard-0 stops")
+    pid = server.pids["shard-0"]
+    started = ["shard-listens", f"shard-0 serves {pid}", "router-listens"]
+    assert server.messages == [*started, "router-stops", "router-drained", "shard-0 stops"]
+    assert not (server.folder / "s0").exists()
 
 
-async def test_the_router_is_stopped_before_its_shards(stage: Stage) -> None:
-    drains = "def drain():\n    import time; time.sleep(0.5); say('router-drained')"
-    supervisor = stage.supervisor(stage.shard(), stage.router(change=drains))
+async def test_router_waits_for_a_shard_that_only_listens(server: FakeServer) -> None:
+    server.fail(0, "hangs")
     async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(supervisor.run())
-        assert [await stage.next_word() for _ in range(2)] == ["shard-listens", "router-listens"]
+        task = tasks.create_task(server.supervisor(POLICY, server.shard(0)).run())
+        await server.wait_for("shard-0 hangs")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server.log.next("shards serve"), 0.3)
         task.cancel()
-        assert [await stage.next_word() for _ in range(3)] == ["router-stops", "router-drained", "shard-stops"]
-    assert not stage.socket.exists()
+        await server.wait_for("shard-0 stops")
+    assert "router-listens" not in server.messages
 
 
-async def test_a_shard_that_dies_while_loading_fails_the_start(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_shard_that_dies_while_loading_fails_the_start(
+    server: FakeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
     dies = "async def serve(health, stop): print('no such weights', flush=True); sys.exit(4)"
     with pytest.raises(ExceptionGroup) as error:
-        await stage.supervisor(stage.shard(change=dies), stage.router()).run()
+        await server.supervisor(POLICY, server.shard(0, change=dies)).run()
     assert error.group_contains(ChildFailed)
-    output = "".join(capfd.readouterr())
-    assert "shard failed to start" in output
-    assert "exit_code=4" in output
-    assert "shard-0: no such weights" in output
+    assert (await server.log.next("shard failed to start"))["exit_code"] == 4
+    assert "shard-0: no such weights" in capfd.readouterr().err
 
 
-async def test_a_router_that_dies_while_starting_stops_the_shard(stage: Stage) -> None:
+async def test_router_that_dies_while_starting_stops_the_shard(server: FakeServer) -> None:
+    server.router_change = "def main(): sys.exit(4)"
     with pytest.raises(ExceptionGroup) as error:
-        await stage.supervisor(stage.shard(), stage.router(change="def main(): sys.exit(4)")).run()
+        await server.supervisor(POLICY, server.shard(0)).run()
     assert error.group_contains(ChildFailed, depth=2)
-    assert [await stage.next_word() for _ in range(2)] == ["shard-listens", "shard-stops"]
+    assert (await server.log.next("router failed to start"))["exit_code"] == 4
+    await server.wait_for("shard-0 stops")
