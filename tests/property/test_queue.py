@@ -167,7 +167,7 @@ class QueueMachine(RuleBasedStateMachine):
             tenant = expected.qos.tenant
             self.model.take_out(expected)
             self.model.running[tenant] += 1
-            self.queue.started(tenant)
+            self.queue.tenants.started(tenant)
             self.charge(tenant, expected.work)
             self.running.append(expected)
 
@@ -183,7 +183,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.put(waiter)
             self.queue.requeue(waiter.sequence)
         self.model.running[tenant] -= 1
-        self.queue.ended(tenant)
+        self.queue.tenants.ended(tenant)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tokens=st.sampled_from([-100, 1, 70_000]))
@@ -237,13 +237,13 @@ class QueueMachine(RuleBasedStateMachine):
         queued = self.model.queued
         assert len(self.queue) == len(queued)
         assert list(self.queue) == [waiter.sequence for waiter in queued]
-        assert self.queue.work() == sum(waiter.work for waiter in queued)
+        assert self.queue.work == sum(waiter.work for waiter in queued)
         assert self.queue.next_expiry == min((w.expires for w in queued if w.expires < float("inf")), default=None)
         weight = self.model.active_weight
         for tenant in TENANTS:
-            assert self.queue.work(tenant) == sum(w.work for w in queued if w.qos.tenant == tenant)
+            assert self.queue.tenants.work(tenant) == sum(w.work for w in queued if w.qos.tenant == tenant)
             own = self.model.weights.get(tenant, 1.0)
-            assert self.queue.share(tenant) == own / (weight if tenant in self.model.active else weight + own)
+            assert self.queue.tenants.share(tenant) == own / (weight if tenant in self.model.active else weight + own)
 
     def teardown(self) -> None:
         if not hasattr(self, "queue"):

@@ -58,8 +58,8 @@ class QueueDriver:
         sequence = self.pop()
         tenant = sequence.request.qos.tenant
         self.queue.charge(tenant, sequence.work)
-        self.queue.started(tenant)
-        self.queue.ended(tenant)
+        self.queue.tenants.started(tenant)
+        self.queue.tenants.ended(tenant)
         self.served[tenant] = self.served.get(tenant, 0) + sequence.work
         self.queue.check_invariants()
         return sequence

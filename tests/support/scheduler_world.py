@@ -145,7 +145,7 @@ class SchedulerWorld:
         self.scheduler.submit(request, self.now)
         if self.policy.max_queued_tokens is not None and self.scheduler.waiting > 1:
             requeued = sum(sequence.work for sequence in self.scheduler.queue if sequence.charged_tokens)
-            assert self.scheduler.queue.work() <= 2 * self.policy.max_queued_tokens + requeued
+            assert self.scheduler.queue.work <= 2 * self.policy.max_queued_tokens + requeued
         self.counts["requests"] += 1
         return request.id
 

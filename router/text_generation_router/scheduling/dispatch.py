@@ -6,8 +6,8 @@ Both are work: a hit saves it, a busy replica costs it. So a sequence follows it
 the hit; the next one goes elsewhere and leaves its prefix there, too. A sequence without a hit goes to the least loaded
 replica. Ties go to the replica chosen longest ago.
 
-If the best replica lacks room only because of prompts it has yet to compute, the sequence waits for it: the score counts
-that work already.
+A sequence is skipped, and those behind it go first, if the best replica lacks room only because of prompts it has yet to
+compute (the score counts that work already), or if another sequence is computing its prefix there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,23 @@ from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.fleet import SMALL_FLEET, PrefixHints, least_loaded, pseudo_random
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
-from text_generation_router.scheduling.sequence import ScheduledSequence
+from text_generation_router.scheduling.sequence import ScheduledSequence, State
+
+Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
+"""Why a sequence is skipped: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
+leader, until `replica` has prefill room."""
+
+
+def still_holds(reason: Reason) -> bool:
+    """Return True if a sequence skipped for this reason has to wait on."""
+    replica, leader, tokens = reason
+    if leader is None:
+        return not replica.is_lost and not replica.has_prefill_room
+    return (
+        leader.state in (State.PLACED, State.RUNNING)
+        and leader.replica == replica.replica
+        and leader.num_computed_tokens < tokens
+    )
 
 
 class Dispatcher:
@@ -61,11 +77,22 @@ class Dispatcher:
             for number, replica in enumerate(self._replicas)
         )
 
-    def rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
-        """Return the replicas with room, the best for `sequence` first; and one to wait for, if it is much better.
+    def rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], Reason | None]:
+        """Return the replicas with room, the best for `sequence` first, and the reason to skip it, if there is one.
 
         Of many replicas only a few are ranked: see `fleet`.
         """
+        ranked, better = self._rank(sequence)
+        if better is not None:
+            return ranked, (better, None, 0)
+        if self._policy.prefix_caching and not sequence.request.prompt_logprobs:
+            tokens, leader = ranked[0].prompts.longest_shared(sequence)
+            if leader and tokens - ranked[0].cache.cached_tokens(sequence) >= MIN_SHARED_TOKENS:
+                return ranked, (ranked[0], leader, tokens)
+        return ranked, None
+
+    def _rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
+        """Return the replicas with room, the best first, and a crowded one that is much better than these."""
         how = self._policy.dispatch
         if how is Dispatch.PREFIX:
             return self._rank_by_prefix(sequence)

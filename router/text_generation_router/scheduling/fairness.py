@@ -93,12 +93,17 @@ class Tenants:
         self._virtual_time = 0.0
 
     def __len__(self) -> int:
-        """Return the number of accounts in memory."""
+        """Return the number of tenants in memory: active ones, and idle ones in debt."""
         return len(self._known)
 
     def find(self, name: TenantId) -> Tenant | None:
         """Return the account of `name`, or None."""
         return self._known.get(name)
+
+    def work(self, name: TenantId) -> int:
+        """Return the expected tokens of the queued sequences of `name`."""
+        tenant = self._known.get(name)
+        return 0 if tenant is None else tenant.work
 
     @property
     def min_counter(self) -> float:
@@ -113,8 +118,6 @@ class Tenants:
             return tenant.weight / self._active_weight
         weight = self._weights.get(name, 1.0)
         return weight / (self._active_weight + weight)
-
-    # ----------------------------------------------------------------------------------------------- queued and running
 
     def enqueue(self, name: TenantId, work: int, *, waits: bool) -> Tenant:
         """Count a sequence of `work` tokens into the queue; it `waits` for its first turn, or was requeued."""
@@ -186,8 +189,6 @@ class Tenants:
         active = [tenant for tenant in self._known.values() if tenant.active]
         assert self._active_weight == sum(tenant.weight for tenant in active)
         assert len(self._waiting) == sum(tenant.waiting > 0 for tenant in active)
-
-    # ---------------------------------------------------------------------------------------------------------- private
 
     def _entry_counter(self) -> float:
         """Return the smallest counter with which a tenant that had nothing waiting may enter."""

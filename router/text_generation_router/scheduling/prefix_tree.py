@@ -178,7 +178,10 @@ class PrefixTree:
         while at is not None:
             path.append(at.blocks)
             at = at.parent
-        return [block for part in reversed(path) for block in part]
+        blocks: list[int] = []
+        for part in reversed(path):
+            blocks += part
+        return blocks
 
     def _tick(self) -> int:
         self._now += 1

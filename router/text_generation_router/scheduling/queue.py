@@ -64,7 +64,7 @@ class FairQueue:
 
     def __init__(self, weights: Mapping[TenantId, float] = NO_WEIGHTS) -> None:
         """`weights`: shares of tenants, 0.001 to 1000, by default 1. Raise ValueError for others."""
-        self._tenants = Tenants(weights)
+        self.tenants = Tenants(weights)
         self._sequences: dict[int, ScheduledSequence] = {}
         """By arrival."""
         self._ready: LazyHeap[Tenant] = LazyHeap(_tenant_key)
@@ -72,8 +72,6 @@ class FairQueue:
         self._requeued: LazyHeap[ScheduledSequence] = LazyHeap(_queue_key)
         self._expiring: LazyHeap[ScheduledSequence] = LazyHeap(_expiry)
         self._work = 0
-
-    # ------------------------------------------------------------------------------------------------------- in and out
 
     def put(self, sequence: ScheduledSequence) -> None:
         """Queue a new sequence."""
@@ -105,7 +103,7 @@ class FairQueue:
         self._expiring.discard(sequence)
         del self._sequences[sequence.arrival]
         self._work -= sequence.work
-        self._tenants.dequeue(tenant, sequence.work, waited=not sequence.requeued)
+        self.tenants.dequeue(tenant, sequence.work, waited=not sequence.requeued)
 
     def skip(self, sequence: ScheduledSequence) -> None:
         """Skip a queued sequence until `unskip`, so that those behind it get their turn. It may be removed and expire."""
@@ -134,32 +132,11 @@ class FairQueue:
         sequence = self._expiring.first()
         return None if sequence is None else sequence.expiry[0]
 
-    # --------------------------------------------------------------------------------------------------------- fairness
-
     def charge(self, tenant: TenantId, tokens: int) -> None:
         """Charge `tenant` for tokens; negative ones correct an earlier charge."""
-        account = self._tenants.charge(tenant, tokens)
+        account = self.tenants.charge(tenant, tokens)
         if tokens < 0 and account is not None and account.head is not None:
             self._ready.put(account)
-
-    def started(self, tenant: TenantId) -> None:
-        """Count a sequence of `tenant` that was placed."""
-        self._tenants.started(tenant)
-
-    def ended(self, tenant: TenantId) -> None:
-        """Count a sequence of `tenant` that left its replica."""
-        self._tenants.ended(tenant)
-
-    def share(self, tenant: TenantId) -> float:
-        """Return the part of the qos, in (0, 1], that `tenant` gets while all active ones have enough to do."""
-        return self._tenants.share(tenant)
-
-    def counter(self, tenant: TenantId) -> float:
-        """Return the tokens served to `tenant` over its weight, with raises; 0 if there is no account."""
-        account = self._tenants.find(tenant)
-        return 0.0 if account is None else account.counter
-
-    # ---------------------------------------------------------------------------------------------------------- queries
 
     def __len__(self) -> int:
         """Return the number of queued sequences, including skipped ones."""
@@ -169,17 +146,20 @@ class FairQueue:
         """Iterate over all queued sequences, in the order in which they were queued."""
         return iter(self._sequences.values())
 
-    def work(self, tenant: TenantId | None = None) -> int:
-        """Return the expected tokens of the queue, or of one tenant's part."""
-        if tenant is None:
-            return self._work
-        account = self._tenants.find(tenant)
-        return 0 if account is None else account.work
-
     @property
-    def num_tenants(self) -> int:
-        """Tenants in memory: active ones, and a bounded number of idle ones in debt."""
-        return len(self._tenants)
+    def work(self) -> int:
+        """Expected tokens of the queue."""
+        return self._work
+
+    def exceeds(self, limit: int, work: int, tenant: TenantId) -> bool:
+        """Return True if `work` more tokens of `tenant` would exceed `limit`.
+
+        A tenant below its share of the queue may exceed it, up to twice the limit.
+        """
+        total = self._work + work
+        if not self._sequences or total <= limit:
+            return False
+        return total > 2 * limit or self.tenants.work(tenant) + work > limit * self.tenants.share(tenant)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless counters, order and accounts agree with the queued sequences."""
@@ -190,15 +170,13 @@ class FairQueue:
         assert len(self._requeued) == sum(sequence.requeued and not sequence.skipped for sequence in sequences)
         shown = {each.request.qos.tenant for each in sequences if not (each.requeued or each.skipped)}
         assert len(self._ready) == len(shown), "a tenant with a head is ready"
-        self._tenants.check_invariants(sequences)
-
-    # ---------------------------------------------------------------------------------------------------------- private
+        self.tenants.check_invariants(sequences)
 
     def _enqueue(self, sequence: ScheduledSequence, rank: float, expires: float) -> None:
         arrival = sequence.arrival
         assert arrival not in self._sequences, "a sequence is queued once"
         sequence.queue_key, sequence.expiry, sequence.skipped = (rank, arrival), (expires, arrival), False
-        tenant = self._tenants.enqueue(sequence.request.qos.tenant, sequence.work, waits=not sequence.requeued)
+        tenant = self.tenants.enqueue(sequence.request.qos.tenant, sequence.work, waits=not sequence.requeued)
         self._sequences[arrival] = sequence
         self._work += sequence.work
         if expires < inf:
@@ -206,7 +184,7 @@ class FairQueue:
         self._show(sequence, tenant)
 
     def _tenant_of(self, sequence: ScheduledSequence) -> Tenant:
-        tenant = self._tenants.find(sequence.request.qos.tenant)
+        tenant = self.tenants.find(sequence.request.qos.tenant)
         assert tenant is not None, "the tenant of a queued sequence is known"
         return tenant
 

@@ -96,7 +96,7 @@ class ReplicaScheduler:
 
     @property
     def _growth_margin(self) -> int:
-        """Blocks left for the growth of the others: without them a placement would soon be preempted."""
+        """Blocks to leave for the others: a placement that takes the last ones would soon be preempted."""
         return len(self._running) + len(self._placed)
 
     def place(self, sequence: ScheduledSequence) -> bool:
@@ -137,7 +137,7 @@ class ReplicaScheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the changes for the next step boundary; None if there are none, or earlier orders are under way."""
-        if self.orders_sent > self._orders_applied:
+        if self.orders_sent > self._orders_applied or not self.may_have_orders:
             return None
         running, steps = len(self._running), self._steps_since_placement
         allocations, stalled = self.cache.grow(self._policy.growth_tokens, running)
@@ -202,8 +202,6 @@ class ReplicaScheduler:
             blocks=() if own_blocks else tuple(sequence.blocks),
             cached_tokens=0 if own_blocks else sequence.cached_tokens,
         )
-
-    # ------------------------------------------------------------------------------------------------------- releasing
 
     def drop(self, sequence: ScheduledSequence) -> None:
         """Cancel `sequence`, which is here. One that was never sent leaves at once; idempotent."""
@@ -363,8 +361,6 @@ class ReplicaScheduler:
             self._end(sequence, State.WAITING if sequence.state is State.PREEMPTED else State.CANCELLED)
             left.append(sequence)
         self._releasing = under_way
-
-    # --------------------------------------------------------------------------------------------------------- queries
 
     def request_in(self, slot: int) -> RequestId | None:
         """Return the request in `slot`; None if it is free or its request was cancelled."""

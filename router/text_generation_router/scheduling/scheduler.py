@@ -38,8 +38,7 @@ from collections.abc import Sequence
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, TenantId
-from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
-from text_generation_router.scheduling.dispatch import Dispatcher
+from text_generation_router.scheduling.dispatch import Dispatcher, Reason, still_holds
 from text_generation_router.scheduling.estimates import OutputLengths, Throughput, estimate_wait
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 from text_generation_router.scheduling.messages import (
@@ -59,10 +58,6 @@ MAX_SKIPPED = 16
 """Sequences that one `dispatch` skips: it has to take microseconds, and there will be another one."""
 MAX_MOVES = 100
 """Replicas that a request may lose in all."""
-
-Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
-"""Why a sequence is skipped: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
-leader, until `replica` has prefill room."""
 
 
 def _end_by(sequence: ScheduledSequence) -> Key:
@@ -141,7 +136,7 @@ class Scheduler:
             if not sequence.generated:  # nothing was computed
                 self.queue.charge(tenant, -sequence.charged_tokens)
                 sequence.charged_tokens = 0
-            self.queue.ended(tenant)
+            self.queue.tenants.ended(tenant)
             self._forget(sequence)
 
     # --------------------------------------------------------------------------------------------------------- the loop
@@ -169,15 +164,15 @@ class Scheduler:
 
     def dispatch(self) -> list[int]:
         """Place queued sequences on replicas with room. Return the replicas that got some."""
-        for over in [reason for reason in self._skipped if not _still_holds(reason)]:
+        for over in [reason for reason in self._skipped if not still_holds(reason)]:
             self.queue.unskip(self._skipped.pop(over))
         placed: dict[int, None] = {}
         skipped = 0
         while skipped < MAX_SKIPPED and (sequence := self.queue.peek()) is not None:
             if not self._dispatcher.has_room(len(self.queue)):
                 break
-            ranked, better = self._dispatcher.rank(sequence)
-            if (reason := self._reason_to_skip(sequence, ranked[0], better)) is not None:
+            ranked, reason = self._dispatcher.rank(sequence)
+            if reason is not None:
                 self.queue.skip(sequence)
                 self._skipped.setdefault(reason, []).append(sequence)
                 skipped += 1
@@ -192,24 +187,11 @@ class Scheduler:
                 self._unplaceable[sequence.id] = sequence
         return list(placed)
 
-    def _reason_to_skip(
-        self, sequence: ScheduledSequence, replica: ReplicaScheduler, better: ReplicaScheduler | None
-    ) -> Reason | None:
-        """Return the reason to skip `sequence` for now; None if it should go to `replica`."""
-        if better is not None:
-            return better, None, 0
-        if not self.policy.prefix_caching or sequence.request.prompt_logprobs:
-            return None
-        tokens, leader = replica.prompts.longest_shared(sequence)
-        if leader is None or tokens - replica.cache.cached_tokens(sequence) < MIN_SHARED_TOKENS:
-            return None
-        return replica, leader, tokens
-
     def _charge(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
         """Count a sequence that was placed; charge its tenant the first time."""
         self._dispatcher.placed(sequence, replica.replica)
         tenant = sequence.request.qos.tenant
-        self.queue.started(tenant)
+        self.queue.tenants.started(tenant)
         if not sequence.charged_tokens:
             # The cache of a self-scheduling engine is only modelled here: its hits are not counted.
             cached = 0 if replica.spec.self_scheduling else sequence.cached_tokens
@@ -244,7 +226,7 @@ class Scheduler:
                 continue
             if sequence.state is State.FINISHED:
                 self._lengths.record(sequence.request.max_new_tokens, len(sequence.generated))
-            self.queue.ended(sequence.request.qos.tenant)
+            self.queue.tenants.ended(sequence.request.qos.tenant)
             self._forget(sequence)
         self._dispatcher.changed(replica)
         return deliveries
@@ -253,7 +235,7 @@ class Scheduler:
         """Queue a sequence that left its replica, before all others."""
         sequence.work = self._work(sequence)
         self.queue.requeue(sequence)
-        self.queue.ended(sequence.request.qos.tenant)
+        self.queue.tenants.ended(sequence.request.qos.tenant)
 
     def _forget(self, sequence: ScheduledSequence) -> None:
         """Forget a sequence that ended. Its tenant pays for the generated tokens, not for the expected ones."""
@@ -294,7 +276,7 @@ class Scheduler:
         self._lost_preemptions += lost.preemptions
         ran, others, cancelled = lost.clear()
         for sequence in cancelled:
-            self.queue.ended(sequence.request.qos.tenant)
+            self.queue.tenants.ended(sequence.request.qos.tenant)
             self._forget(sequence)
         self._moves += len(ran)
         for sequence in ran:
@@ -304,7 +286,7 @@ class Scheduler:
             sequence.fruitless_moves = 1 if advanced else sequence.fruitless_moves + 1
         for sequence in sorted((*ran, *others), key=lambda sequence: sequence.arrival):
             if (problem := self._cannot_move(sequence, lost.spec)) is not None:
-                self.queue.ended(sequence.request.qos.tenant)
+                self.queue.tenants.ended(sequence.request.qos.tenant)
                 self._fail(sequence, FailureCode.LOST, problem, deliveries)
             else:
                 self._requeue(sequence)
@@ -325,8 +307,6 @@ class Scheduler:
         self.queue.unskip(self._unplaceable.values())
         self._unplaceable.clear()
 
-    # -------------------------------------------------------------------------------------------------------- estimates
-
     def _work(self, sequence: ScheduledSequence) -> int:
         """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""
         cached = self._dispatcher.cached_tokens(sequence)
@@ -340,8 +320,8 @@ class Scheduler:
         """
         serving = self._serving
         rates = [self._throughputs[replica.replica].rate() for replica in serving]
-        if work := self.queue.work():
-            return estimate_wait(min(work, self.queue.work(tenant) / self.queue.share(tenant)), rates)
+        if work := self.queue.work:
+            return estimate_wait(min(work, self.queue.tenants.work(tenant) / self.queue.tenants.share(tenant)), rates)
         if self._dispatcher.has_room(1):
             return 0.0
         # The queue is empty and no replica has room: the wait for one sequence to end.
@@ -349,20 +329,10 @@ class Scheduler:
         return estimate_wait(sum(max(0, replica.work) for replica in serving) / max(1, running), rates)
 
     def exceeds_queue_limit(self, request: Request) -> bool:
-        """Return True if more than `max_queued_tokens` tokens of work would wait.
-
-        A tenant below its share of the queue may exceed the limit, up to twice the limit.
-        """
+        """Return True if more than `max_queued_tokens` tokens of work would wait."""
         limit = self.policy.max_queued_tokens
-        if limit is None or not len(self.queue):
-            return False
         work = len(request.prompt) + self._lengths.expected(request.max_new_tokens)
-        if self.queue.work() + work <= limit:
-            return False
-        tenant = request.qos.tenant
-        return self.queue.work() + work > 2 * limit or self.queue.work(tenant) + work > limit * self.queue.share(tenant)
-
-    # ---------------------------------------------------------------------------------------------------------- queries
+        return limit is not None and self.queue.exceeds(limit, work, request.qos.tenant)
 
     def request_in(self, replica: int, slot: int) -> RequestId | None:
         """Return the request in a slot; None if it is free or its request was cancelled."""
@@ -393,7 +363,7 @@ class Scheduler:
         serving = self._serving
         return SchedulerStats(
             waiting=len(self.queue),
-            queued_tokens=self.queue.work(),
+            queued_tokens=self.queue.work,
             running=sum(replica.occupied_slots for replica in serving),
             promised_tokens=sum(replica.promised_tokens for replica in serving),
             used_blocks=sum(replica.cache.used for replica in serving),
@@ -423,14 +393,3 @@ class Scheduler:
         skipped = {each.id for group in self._skipped.values() for each in group if each.skipped}
         assert {each.id for each in self.queue if each.skipped} == skipped | self._unplaceable.keys()
         self.queue.check_invariants()
-
-
-def _still_holds(reason: Reason) -> bool:
-    replica, leader, tokens = reason
-    if leader is None:
-        return not replica.is_lost and not replica.has_prefill_room
-    return (
-        leader.state in (State.PLACED, State.RUNNING)
-        and leader.replica == replica.replica
-        and leader.num_computed_tokens < tokens
-    )

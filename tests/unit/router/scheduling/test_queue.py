@@ -158,7 +158,7 @@ def test_entries_set_aside_get_their_places_again(driver: QueueDriver) -> None:
     skipped = [driver.skip() for _ in range(3)]
     assert [sequence.arrival for sequence in skipped] == [5, 1, 2]
     assert len(driver.queue) == 5
-    assert driver.queue.work() == 5 * WORK
+    assert driver.queue.work == 5 * WORK
     assert driver.serve().arrival == 3
     driver.queue.unskip(skipped)
     assert driver.order() == [5, 1, 2, 4]
@@ -188,21 +188,26 @@ def test_who_is_set_aside_has_not_left(driver: QueueDriver) -> None:
 def test_work_is_counted_in_total_and_by_tenant(driver: QueueDriver) -> None:
     driver.put(A, work=5)
     gone = driver.put(B, work=7)
-    assert (driver.queue.work(), driver.queue.work(A), driver.queue.work(B), driver.queue.work(C)) == (12, 5, 7, 0)
+    assert (
+        driver.queue.work,
+        driver.queue.tenants.work(A),
+        driver.queue.tenants.work(B),
+        driver.queue.tenants.work(C),
+    ) == (12, 5, 7, 0)
     driver.queue.remove(gone)
-    assert (driver.queue.work(), driver.queue.work(B)) == (5, 0)
+    assert (driver.queue.work, driver.queue.tenants.work(B)) == (5, 0)
 
 
 def test_shares_are_of_the_active_tenants() -> None:
     driver = QueueDriver({A: 3.0})
-    assert driver.queue.share(A) == driver.queue.share(B) == 1.0
+    assert driver.queue.tenants.share(A) == driver.queue.tenants.share(B) == 1.0
     sequence = driver.put(A)
-    assert (driver.queue.share(A), driver.queue.share(B)) == (1.0, 0.25)
-    driver.queue.started(A)
+    assert (driver.queue.tenants.share(A), driver.queue.tenants.share(B)) == (1.0, 0.25)
+    driver.queue.tenants.started(A)
     driver.queue.remove(sequence)
-    assert (driver.queue.share(A), driver.queue.share(B)) == (1.0, 0.25)
-    driver.queue.ended(A)
-    assert driver.queue.share(B) == 1.0
+    assert (driver.queue.tenants.share(A), driver.queue.tenants.share(B)) == (1.0, 0.25)
+    driver.queue.tenants.ended(A)
+    assert driver.queue.tenants.share(B) == 1.0
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
@@ -218,19 +223,19 @@ def test_idle_tenants_without_debt_are_forgotten(driver: QueueDriver) -> None:
     driver.order()
     driver.put(A)
     driver.order()
-    assert driver.queue.num_tenants <= 2
+    assert len(driver.queue.tenants) <= 2
 
 
 def test_the_debts_of_idle_tenants_are_bounded(driver: QueueDriver) -> None:
     driver.put(A)
     for number in range(MAX_IDLE + 100):
         driver.queue.charge(TenantId(str(number)), 10 * WORK)
-    assert driver.queue.num_tenants == MAX_IDLE + 1
+    assert len(driver.queue.tenants) == MAX_IDLE + 1
 
 
 def test_late_corrections_of_the_forgotten_make_no_tenants(driver: QueueDriver) -> None:
     driver.queue.charge(B, -5)
-    assert driver.queue.num_tenants == 0
+    assert len(driver.queue.tenants) == 0
 
 
 def sequences_in_memory() -> int:
@@ -256,7 +261,7 @@ def test_an_empty_queue_holds_nothing(driver: QueueDriver, finish: Callable[[Que
     for number in range(200):
         driver.put(TenantId(str(number % 7)), Priority(number % 4), end_by=float(number))
     finish(driver)
-    assert len(driver.queue) == driver.queue.work() == 0
+    assert len(driver.queue) == driver.queue.work == 0
     assert sequences_in_memory() == before
 
 

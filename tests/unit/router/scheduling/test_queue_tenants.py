@@ -54,7 +54,7 @@ def test_two_backlogged_tenants_get_equal_tokens_whatever_they_send(driver: Queu
         for _ in range(10):
             driver.put(A, arrived_at=float(second), work=8 * 250)
         driver.put(B, arrived_at=float(second), work=250)
-    while driver.queue.work(A) and driver.queue.work(B):
+    while driver.queue.tenants.work(A) and driver.queue.tenants.work(B):
         driver.serve()
         if sum(driver.served.values()) > 20_000:
             assert jain([driver.served[A], driver.served[B]]) >= 0.99
@@ -83,7 +83,7 @@ def test_who_has_nothing_waiting_saves_nothing_up(driver: QueueDriver, runs: boo
     driver.put(B, work=10)
     driver.serve()
     if runs:
-        driver.queue.started(B)
+        driver.queue.tenants.started(B)
     for _ in range(1000):
         driver.put(A)
     for _ in range(500):
@@ -99,7 +99,7 @@ def test_who_has_nothing_waiting_saves_nothing_up(driver: QueueDriver, runs: boo
 def test_one_tenant_that_only_runs_does_not_hold_the_entrance_down(driver: QueueDriver) -> None:
     driver.put(C, work=10)
     driver.serve()
-    driver.queue.started(C)
+    driver.queue.tenants.started(C)
     for _ in range(1000):
         driver.put(A)
     for _ in range(500):
