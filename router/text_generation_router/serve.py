@@ -23,7 +23,7 @@ from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.caller import ApiKeys
 from text_generation_router.api.tgi.service import ModelInfo
-from text_generation_router.chat.template import ChatTemplateError, ChatTemplates
+from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics

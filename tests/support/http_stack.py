@@ -23,7 +23,7 @@ from text_generation_router.api.assemble import Model, assemble
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.tgi.service import ModelInfo
-from text_generation_router.chat.template import ChatTemplates
+from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy

@@ -13,7 +13,8 @@ from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.turns import ChatPreparer
 from text_generation_router.chat.parsers import detect_format
-from text_generation_router.chat.template import ChatTemplates, TemplateRenderer
+from text_generation_router.chat.template import TemplateRenderer
+from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.generation import Generations
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import Metrics

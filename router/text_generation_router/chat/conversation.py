@@ -1,4 +1,4 @@
-"""What a chat request asks for, whatever its dialect: values, no HTTP."""
+"""The values of a chat request, in any dialect."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the model may call. `parameters` is a JSON schema of an object; empty: no parameters were given."""
+    """A function that the model may call. `parameters` is a JSON schema of an object; empty if none were given."""
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
-    """Calls must follow the schema also where the model is free to make them."""
+    """Calls must follow the schema also if the model may choose to make them."""
 
 
 class ToolMode(Enum):
-    """How free the model is to call tools."""
+    """The freedom of the model to call tools."""
 
     AUTO = "auto"
     NONE = "none"
@@ -34,7 +34,7 @@ class ToolMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The mode, and with NAMED the one tool that must be called."""
+    """The mode; with NAMED also the name of the tool that must be called."""
 
     mode: ToolMode = ToolMode.AUTO
     name: str | None = None
@@ -42,20 +42,20 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Everything that shapes the prompt and the form of the answer."""
+    """The part of a request that determines the prompt and the form of the answer."""
 
     messages: Sequence[Json]
-    """As chat templates expect them: role, content (text, or None beside tool_calls), tool_calls with `arguments` as an
-    object, tool_call_id, name."""
+    """Messages in the form of chat templates: role, content (text, or None with tool_calls), tool_calls with `arguments` as
+    an object, tool_call_id, name."""
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     tool_prompt: str | None = None
-    """TGI's: what is said of the tools after the last message where the template cannot."""
+    """TGI's parameter: the text about the tools after the last message, for templates that do not know tools."""
     parallel_tool_calls: bool = True
     grammar: Grammar | None = None
-    """What `response_format` asks for."""
+    """The grammar of `response_format`."""
     continue_final_message: bool | None = None
-    """Go on with the last message instead of starting a new one. None: where the last one is the assistant's, as in TGI."""
+    """Continue the last message instead of starting a new one. None: if the last one is the assistant's, as in TGI."""
     add_generation_prompt: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the template (`enable_thinking`)."""
+    """More variables of the template (`enable_thinking`)."""

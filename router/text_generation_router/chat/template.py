@@ -1,14 +1,21 @@
-"""Conversations become prompts: a model's chat template, rendered as transformers renders it, where it can be killed."""
+"""Conversations become prompts: a model's chat template, rendered as transformers renders it.
+
+Templates are rendered in killable workers. The template is the operator's, but the messages, tools and template arguments
+are the client's, and Jinja's sandbox bounds neither time nor memory (`7 ** (messages | length * 10 ** 8)`): in this process
+such a template would stop the event loop. A render takes 0.03 ms in this process and 0.06 ms in a worker.
+"""
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
-from text_generation_router.chat.conversation import Conversation
+import orjson
+
+from text_generation_router.chat.conversation import Conversation, Json, Tool
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
-from text_generation_router.chat.template_input import template_input
-from text_generation_router.errors import TemplateError, Unhealthy
+from text_generation_router.errors import InvalidRequest, TemplateError, Unhealthy
 from text_generation_router.sandbox.pool import (
     Sandbox,
     SandboxBroken,
@@ -17,18 +24,28 @@ from text_generation_router.sandbox.pool import (
     SandboxTimeout,
 )
 
-__all__ = ["ChatTemplateError", "ChatTemplates", "TemplateRenderer"]
-
 MEMORY_BYTES = 256 << 20
-"""A worker's heap. It needs some 15 MB, and a few times the size of what it renders."""
+"""Heap of a worker. It needs about 15 MB, and a few times the size of the rendered text."""
 MAX_CHARACTERS = 2_000_000
-"""Of a rendered text; more is no prompt."""
-BYTES_A_CHARACTER = 4
-"""Of UTF-8, at most."""
+"""Characters of a rendered text."""
+MAX_BYTES_PER_CHARACTER = 4
+"""UTF-8 bytes of a character."""
+
+DEFAULT_TOOL_PROMPT = (
+    "\nGiven the functions available, please respond with a JSON for a function call with its proper arguments that best"
+    " answers the given prompt. Respond in the format {name: function name, parameters: dictionary of argument name and"
+    " its value}.Do not use variables.\n"
+)
+"""TGI's text."""
+
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""Variables that a request sets by other fields."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first one, that of gpt-oss the second."""
 
 
 class TemplateRenderer:
-    """Renders a model's chat templates in workers of its own."""
+    """Renders a model's chat templates in its own workers."""
 
     def __init__(
         self,
@@ -39,7 +56,7 @@ class TemplateRenderer:
         max_waiting: int = 128,
         max_characters: int = MAX_CHARACTERS,
     ) -> None:
-        """With two workers a conversation that takes all of its time does not hold up the others."""
+        """With two workers, a conversation that takes all of its time does not delay the others."""
         self._templates = templates
         sources = {name: templates.sources[name] for name in (DEFAULT, TOOL_USE) if name in templates.sources}
         self._sandbox = Sandbox(
@@ -49,7 +66,7 @@ class TemplateRenderer:
             timeout_s=timeout_s,
             memory_bytes=MEMORY_BYTES,
             max_waiting=max_waiting,
-            max_output=BYTES_A_CHARACTER * max_characters,
+            max_output=MAX_BYTES_PER_CHARACTER * max_characters,
         )
         self._without_templates = not sources
 
@@ -63,20 +80,18 @@ class TemplateRenderer:
             raise ChatTemplateError(f"the chat templates cannot be compiled: {error}") from error
 
     async def close(self) -> None:
-        """Stop the workers; renderings under way fail."""
+        """Stop the workers; unfinished renderings fail."""
         await self._sandbox.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def render(self, conversation: Conversation) -> str:
-        """The prompt. Raises TemplateError, Overloaded, and InvalidRequest as `template_input` does."""
+        """Return the prompt. Raises TemplateError, Overloaded, Unhealthy; InvalidRequest as `template_input` does."""
         request = template_input(conversation, self._templates)
         try:
             text = (await self._sandbox.call(request.to_json())).decode()
@@ -89,3 +104,119 @@ class TemplateRenderer:
         except SandboxError as error:
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateInput:
+    """The input of one rendering."""
+
+    template: str
+    """The name of the template."""
+    variables: Mapping[str, Any]
+    continue_final: bool
+    """Cut the text after the content of the final message."""
+    trim: bool
+    """Remove whitespace at the end of the cut text, as TGI does if the request did not ask to continue."""
+
+    def to_json(self) -> bytes:
+        """Return the input of the worker's job. Raises TemplateError."""
+        request = {"template": self.template, "variables": self.variables, "continue_final": self.continue_final}
+        try:
+            return orjson.dumps(request)
+        except orjson.JSONEncodeError as error:
+            raise TemplateError(f"the messages cannot be passed to the template: {error}") from error
+
+
+def template_input(conversation: Conversation, templates: ChatTemplates) -> TemplateInput:
+    """Choose the template and its variables, with all tools of `conversation`, also if the tool choice excludes them.
+
+    Raises TemplateError; InvalidRequest for no messages and for reserved template arguments.
+    """
+    if not conversation.messages:
+        raise InvalidRequest("`messages` cannot be empty")
+    if taken := sorted(RESERVED & conversation.template_kwargs.keys()):
+        raise InvalidRequest(f"`chat_template_kwargs` must not set `{taken[0]}`")
+    tools = conversation.tools
+    name = templates.choose(tools_given=bool(tools))
+    if name is None:
+        raise TemplateError("template not found")
+    messages = [plain_message(message) for message in conversation.messages]
+    continue_final = _continues(conversation, messages[-1])
+    knows_tools = name in templates.using_tools
+    if tools:
+        appendix = tool_appendix(tools, conversation.tool_prompt, knows_tools=knows_tools)
+        _append(messages[:-1] if continue_final else messages, appendix)
+    variables: Json = {
+        "documents": None,
+        **templates.special_tokens,
+        **conversation.template_kwargs,
+        "messages": messages,
+        "tools": [template_tool(tool) for tool in tools] if tools and knows_tools else None,
+        "add_generation_prompt": conversation.add_generation_prompt and not continue_final,
+    }
+    return TemplateInput(
+        name, variables, continue_final, trim=continue_final and conversation.continue_final_message is None
+    )
+
+
+def tool_appendix(tools: Sequence[Tool], tool_prompt: str | None, *, knows_tools: bool) -> str:
+    """Return the text about the tools after the last message, as in TGI; may be empty.
+
+    A template that knows tools describes itself how to call them. TGI appends its prompt even then; here it is appended
+    only if the request has one.
+    """
+    if knows_tools:
+        return f"\n---\n{tool_prompt}" if tool_prompt else ""
+    listed = orjson.dumps([_tgi_tool(tool) for tool in tools]).decode()
+    return f"\n---\n{listed}\n{tool_prompt or DEFAULT_TOOL_PROMPT}"
+
+
+def template_tool(tool: Tool) -> Json:
+    """Return a tool in the form of templates. Without parameters it gets an empty object schema: templates read it."""
+    function: Json = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def plain_message(message: Json) -> Json:
+    """Return a message as transformers passes it: without keys that are None, the parts of a content joined."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    if isinstance(plain.get("content"), list):
+        plain["content"] = "".join(_text(part) for part in plain["content"])
+    reasoning = next((plain[key] for key in REASONING_FIELDS if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _text(part: object) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise TemplateError("a message has a part that is no text")
+    return text
+
+
+def _tgi_tool(tool: Tool) -> Json:
+    arguments = orjson.dumps(tool.parameters).decode()
+    return {
+        "type": "function",
+        "function": {"description": tool.description, "name": tool.name, "arguments": arguments},
+    }
+
+
+def _continues(conversation: Conversation, final: Json) -> bool:
+    if conversation.continue_final_message is None:
+        return final.get("role") == "assistant" and not final.get("tool_calls") and "content" in final
+    if conversation.continue_final_message and "content" not in final:
+        raise TemplateError("the final message has no content that could be continued")
+    return conversation.continue_final_message
+
+
+def _append(messages: Sequence[Json], appendix: str) -> None:
+    """Append to the last message that has a text."""
+    for message in reversed(messages):
+        if "content" in message:
+            message["content"] += appendix
+            return

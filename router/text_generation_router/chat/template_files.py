@@ -1,6 +1,6 @@
-"""Which chat templates a model has: a pure function of its folder and two settings.
+"""The chat templates of a model: a pure function of its folder and two settings.
 
-The first of these that there is, is used, alone:
+The first of these sources that exists is used, alone:
 
     --chat-template                a file, or the template itself
     --tokenizer-config-path        that file's chat_template
@@ -23,33 +23,33 @@ import jinja2
 import orjson
 from jinja2.nodes import Name
 
-from text_generation_router.chat.template_environment import template_environment
+from text_generation_router.chat.template_job import template_environment
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Variables of a template that are texts of tokens."""
+"""Variables of a template that hold the text of a token."""
 MAX_FILE_BYTES = 16 << 20
-"""A larger file is not read: it is no configuration."""
+"""A larger file is not read."""
 
 
 class ChatTemplateError(Exception):
-    """The model's chat template cannot be used: one clear line for the operator."""
+    """The model's chat template cannot be used; one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplates:
-    """A model's templates, proven to be Jinja, and the texts of its special tokens."""
+    """A model's templates, valid Jinja, and the texts of its special tokens."""
 
     sources: Mapping[str, str]
-    """Template texts by name. Empty: the model has none, and cannot chat."""
+    """Template texts by name. Empty: the model has none and cannot chat."""
     special_tokens: Mapping[str, str]
-    """`bos_token` and its like; those that the model has."""
+    """`bos_token` and other special tokens of the model."""
     using_tools: frozenset[str]
     """Names of the templates that read the variable `tools`."""
 
     @classmethod
     def load(cls, folder: Path, *, tokenizer_config: Path | None = None, override: str | None = None) -> ChatTemplates:
-        """Find the templates of the model in `folder`. Raises ChatTemplateError for what cannot be read or parsed."""
+        """Find the templates of the model in `folder`. Raises ChatTemplateError for files that cannot be read or parsed."""
         sources = _find(folder, tokenizer_config, override)
         configs = [folder / "special_tokens_map.json", folder / "tokenizer_config.json"]
         if tokenizer_config is not None:
@@ -63,11 +63,11 @@ class ChatTemplates:
 
     @property
     def default_text(self) -> str:
-        """The template for requests without tools; empty if there is none. Tells which tool call format is in use."""
+        """The template for requests without tools; empty if there is none."""
         return self.sources.get(DEFAULT, "")
 
     def choose(self, *, tools_given: bool) -> str | None:
-        """The name of the template for a request; None if there is none."""
+        """Return the name of the template for a request; None if there is none."""
         name = TOOL_USE if tools_given and TOOL_USE in self.sources else DEFAULT
         return name if name in self.sources else None
 
@@ -104,7 +104,7 @@ def _override(value: str) -> dict[str, str]:
 
 
 def _from_json(path: Path) -> dict[str, str]:
-    """The `chat_template` of a JSON file by name; empty without such a file or such a key."""
+    """Return the `chat_template` of a JSON file by name; empty without the file or the key."""
     value = _read_object(path).get("chat_template")
     if value is None:
         return {}
@@ -118,7 +118,7 @@ def _from_json(path: Path) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of special tokens: a text, or an object with `content`."""
+    """Return the texts of special tokens, each given as a text or an object with `content`."""
     found = {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)
@@ -129,7 +129,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object; empty if there is no such file."""
+    """Return the object in a JSON file; empty without the file."""
     if not path.is_file():
         return {}
     try:

@@ -1,30 +1,36 @@
-"""What the template worker does: compile a model's templates once, then render conversations.
+"""The Jinja dialect of chat templates, as transformers defines it (utils/chat_template_utils.py), and the job that renders.
 
-Imports nothing but Jinja: it runs in a process that must be small and start fast.
+The router imports this module to parse templates, and the template worker to compile and render them. Parsing runs
+nothing of a template; compiling does, because constants are folded (`'a' * 10**10`), so only a worker compiles. The module
+imports nothing but Jinja: a worker must be small and start fast.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from datetime import datetime
+from typing import Any, NoReturn
 
 import jinja2
-
-from text_generation_router.chat.template_environment import template_environment
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, EvalContext
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_eval_context
 
 TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Set behind the final message, to find its end in what was rendered. Its blank shows whether the template trims."""
+"""Marks the end of the final message in the rendered text. Its trailing space shows if the template trims."""
 
 
 class RenderError(Exception):
-    """Why there is no text."""
+    """The conversation could not be rendered."""
 
 
 def renderer(config: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """A function from {template, variables, continue_final} as JSON to the text as UTF-8.
+    """Return the job: a function from {template, variables, continue_final} as JSON to the text as UTF-8.
 
-    `config`: `sources`, template texts by name; `max_characters` of a text.
+    `config`: `sources`, template texts by name; `max_characters` of a text. Raises RenderError.
     """
     environment = template_environment()
     templates = {name: _compile(environment, name, text) for name, text in config["sources"].items()}
@@ -34,7 +40,7 @@ def renderer(config: dict[str, Any]) -> Callable[[bytes], bytes]:
         request = json.loads(payload)
         template, variables = templates[request["template"]], request["variables"]
         if request["continue_final"]:
-            text = _render_to_be_continued(template, variables, max_characters)
+            text = _render_for_continuation(template, variables, max_characters)
         else:
             text = _render(template, variables, max_characters)
         try:
@@ -71,10 +77,10 @@ def _render(template: jinja2.Template, variables: dict[str, Any], max_characters
     return "".join(pieces)
 
 
-def _render_to_be_continued(template: jinja2.Template, variables: dict[str, Any], max_characters: int) -> str:
-    """The text up to the end of the final message's content, found as transformers finds it: by a tag behind it.
+def _render_for_continuation(template: jinja2.Template, variables: dict[str, Any], max_characters: int) -> str:
+    """Return the text up to the end of the final message's content, which is marked by a tag, as in transformers.
 
-    A template that trims the message takes the tag's blank, too; then the text before the tag is trimmed as well.
+    A template that trims the message also trims the space of the tag; then the text before the tag is trimmed too.
     """
     final = variables["messages"][-1]
     content = final["content"]
@@ -84,3 +90,86 @@ def _render_to_be_continued(template: jinja2.Template, variables: dict[str, Any]
     if end < 0 or content.strip() not in text:
         raise RenderError("the template does not show the final message, so it cannot be continued")
     return text[:end] if text.startswith(TAG, end) else text[:end].rstrip()
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """Return an environment that parses and compiles chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}…{% endgeneration %}`, which marks the assistant's text for training. Here it renders its body.
+
+    It is a call block, as in transformers: variables set inside are not visible outside.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's declaration
+
+    def parse(self, parser: Parser) -> CallBlock:
+        """Return the block as a call of `_show` with the body as caller."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        block = CallBlock(self.call_method("_show"), [], [], body)
+        block.set_lineno(line)
+        return block
+
+    @pass_eval_context
+    def _show(self, context: EvalContext, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict` has it
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict` has it
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """`namespace` without attributes that start with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as `dict` has it
+        this, rest = args[0], args[1:]  # allows `namespace(self=...)`
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _Namespace._check(name)
+        Namespace.__init__(this, values)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: object) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot have an attribute {name!r}")
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002 - templates pass it by position
+) -> str:
+    """Return JSON without HTML escapes, which Jinja's own filter adds."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)

@@ -30,7 +30,7 @@ class _Atom:
     size: int
     nullable: bool
     bare_loop: bool = False
-    """It may consist of an unbounded repetition alone: a second unbounded repetition makes it ambiguous."""
+    """True if it may consist of an unbounded repetition alone: a second unbounded repetition makes it ambiguous."""
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
-"""Token ids to text, one token at a time: no half characters, and the pieces joined are the text decoded whole.
+"""Token ids to text, one token at a time: no incomplete characters; the joined pieces are the text decoded whole.
 
 Byte-level vocabularies (GPT-2's alphabet: Llama 3, Qwen, SmolLM, …) are decoded here: a token is bytes, and an
-incremental UTF-8 decoder holds back what is not yet a character, in constant time whatever the model writes. Everything
-else goes through `tokenizers.DecodeStream`, primed with the prompt's end, because a SentencePiece token's leading space
-depends on what stands before it.
+incremental UTF-8 decoder holds back incomplete characters, in constant time per token. All other vocabularies use
+`tokenizers.DecodeStream`, primed with the end of the prompt, because the leading space of a SentencePiece token depends
+on the tokens before it.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from tokenizers.decoders import ByteLevel, DecodeStream
 from text_generation_router.request import TokenId
 
 CONTEXT_TOKENS = 5
-"""Prompt tokens before the first new one that a SentencePiece decoder looks at; TGI's number."""
+"""Prompt tokens before the first new token that a SentencePiece decoder reads; TGI's number."""
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """One request's text. Special tokens are not to be fed: they carry no text."""
+    """The text of one request. Special tokens must not be fed: they are no text."""
 
     def step(self, token_id: TokenId) -> str:
-        """The text this token completes; empty while a character is incomplete."""
+        """Return the text that this token completes; empty while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What was held back, with U+FFFD for a character that never became whole. Ends the stream."""
+        """End the stream; return the text that was held back, with U+FFFD for an incomplete character."""
         ...
 
 
 class DetokenizerFactory:
-    """Makes the right detokenizer for a tokenizer."""
+    """Creates the detokenizers of a tokenizer."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._token_bytes = byte_level_vocabulary(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None
 
     def create(self, prompt: Sequence[TokenId]) -> Detokenizer:
-        """A detokenizer for the tokens that follow `prompt`."""
+        """Return a detokenizer for the tokens after `prompt`."""
         if self._token_bytes is not None:
             return ByteLevelDetokenizer(self._token_bytes)
         return StreamDetokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:])
 
     def token_bytes(self, token_id: TokenId) -> bytes:
-        """The bytes one token stands for; of other vocabularies than byte-level ones its text's."""
+        """Return the bytes of one token; if the vocabulary is not byte-level, the bytes of its text."""
         if self._token_bytes is None:
             return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
         return self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
 
 
 class ByteLevelDetokenizer:
-    """For vocabularies whose tokens are byte strings. Ids outside the vocabulary have no text."""
+    """The detokenizer for vocabularies of byte strings. Ids outside the vocabulary have no text."""
 
     __slots__ = ("_decode", "_token_bytes")
 
@@ -76,7 +76,7 @@ class ByteLevelDetokenizer:
 
 
 class StreamDetokenizer:
-    """For every other decoder, over the library's own incremental one."""
+    """The detokenizer for all other vocabularies, over the library's incremental decoder."""
 
     __slots__ = ("_context", "_given", "_ids", "_stream", "_tokenizer")
 
@@ -85,7 +85,7 @@ class StreamDetokenizer:
         self._context = list(context)
         self._ids: list[TokenId] = []
         self._given = 0
-        """Characters handed out."""
+        """Characters returned so far."""
         self._stream: DecodeStream | None = DecodeStream(ids=self._context, skip_special_tokens=True)
 
     def step(self, token_id: TokenId) -> str:
@@ -104,7 +104,7 @@ class StreamDetokenizer:
         return self._advance(hold_incomplete=False)
 
     def _advance(self, *, hold_incomplete: bool) -> str:
-        """Decode everything again: exact for any decoder, if slower."""
+        """Decode everything again: exact for any decoder, but slower."""
         before = self._tokenizer.decode(self._context, skip_special_tokens=True)
         text = self._tokenizer.decode(self._context + self._ids, skip_special_tokens=True)[len(before) + self._given :]
         if hold_incomplete and text.endswith("\ufffd"):
@@ -114,10 +114,9 @@ class StreamDetokenizer:
 
 
 def byte_level_vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """The bytes of every token id, as the ByteLevel decoder has it.
+    """Return the bytes of every token id, as the ByteLevel decoder maps them.
 
-    A token written wholly in the byte alphabet means those bytes; any other (an added token with a space in it) means
-    its own UTF-8.
+    A token in the byte alphabet stands for those bytes; any other (an added token with a space in it) for its UTF-8.
     """
     alphabet = byte_alphabet()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -131,7 +130,7 @@ def byte_level_vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte, inverted (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    """Return the byte of each character of GPT-2's alphabet (openai/gpt-2, encoder.py, bytes_to_unicode)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))

@@ -1,11 +1,10 @@
-"""Stop strings, found anywhere in the text: across tokens, inside one, however long.
+"""Stop strings, found anywhere in the text: across tokens or inside one, of any length.
 
-The match that *completes first* wins, so the outcome does not depend on how the text was cut into pieces. Two manners,
-and this is the one place that knows the difference:
+The match that *completes first* wins, so the result does not depend on how the text is cut into pieces. Two modes:
 
-    keep   TGI: the stop string is the end of the text, and every piece leaves at once
-    cut    OpenAI, Anthropic: the text ends before it, so what may still become one is held back – exactly the longest
-           end of the text that is a beginning of some stop string
+    keep   TGI: the text ends with the stop string, and every piece is released at once
+    cut    OpenAI, Anthropic: the text ends before the stop string. Text that may become one is held back: exactly the
+           longest end of the text that is a prefix of a stop string
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches one request's text for its stop strings."""
+    """Finds the stop strings in the text of one request."""
 
     __slots__ = ("_held", "_keep", "_longest", "_prefixes", "_stops", "_tail", "matched")
 
@@ -23,14 +22,14 @@ class StopMatcher:
         self._keep = keep
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._tail = ""
-        """The end of the text so far, one character short of the longest stop: a match may begin in it."""
+        """The end of the text so far, one character shorter than the longest stop: a match may start in it."""
         self._prefixes = [] if keep else [_Prefix(stop) for stop in self._stops if stop]
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""
 
     def feed(self, piece: str) -> str:
-        """The text that `piece` lets go. Once `matched` is set, the text is over.
+        """Return the text that `piece` releases. Once `matched` is set, the text has ended.
 
         An empty stop string ends the text after the first piece, as in TGI.
         """
@@ -53,15 +52,15 @@ class StopMatcher:
         return released
 
     def flush(self) -> str:
-        """What was held back: the text ended, and it was no stop string after all."""
+        """Return the text that was held back: the text ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 class _Prefix:
-    """How much of one stop string the text ends in (Knuth, Morris, Pratt 1977).
+    """The longest prefix of one stop string that the text ends with (Knuth, Morris, Pratt 1977).
 
-    The table grows no faster than the text, so that a stop string of a megabyte costs nothing before it is met.
+    The table grows with the matched text, so a stop string of a megabyte costs nothing until it occurs.
     """
 
     __slots__ = ("_failure", "_matched", "_stop")
@@ -69,11 +68,11 @@ class _Prefix:
     def __init__(self, stop: str) -> None:
         self._stop = stop
         self._failure = [0, 0]
-        """_failure[n]: length of the longest proper prefix of stop[:n] that also ends it."""
+        """_failure[n]: length of the longest proper prefix of stop[:n] that is also a suffix of it."""
         self._matched = 0
 
     def advance(self, piece: str) -> int:
-        """Take `piece`, which completes no match; the length of the longest prefix that the text now ends in."""
+        """Read `piece`, which completes no match; return the length of the longest prefix that the text now ends with."""
         stop, failure, matched = self._stop, self._failure, self._matched
         for character in piece:
             while matched and stop[matched] != character:

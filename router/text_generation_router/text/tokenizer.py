@@ -1,6 +1,6 @@
-"""The model's tokenizer, on threads of its own, so that the event loop goes on serving.
+"""The model's tokenizer, on its own threads, so that it does not block the event loop.
 
-Of the library's calls `encode_batch` releases the GIL and `encode` does not: a long text goes through the former.
+The library's `encode_batch` releases the GIL, its `encode` does not: long texts use the former.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from text_generation_router.request import TokenId
 from text_generation_router.text.detokenizer import Detokenizer, DetokenizerFactory
 
 INLINE_CHARACTERS = 1024
-"""Texts up to this long are encoded where they are: that takes less than half a millisecond."""
+"""Texts up to this length are encoded on the event loop, in less than half a millisecond."""
 INLINE_TOKENS = 512
-"""As many are decoded where they are."""
+"""Up to so many tokens are decoded on the event loop."""
 CHARACTERS_PER_TOKEN = 4
-"""As how long a text so many tokens count, when it is about what takes long."""
+"""Length of text that one token counts as, to estimate the time of a decode."""
 LONG_CHARACTERS = 1 << 17
-"""Texts longer than this, tenths of a second of work each, queue in a lane of their own, one at a time."""
-LONG_WAITING = 16
-"""As many of them may be in that lane; the next one is refused."""
+"""Longer texts, tenths of a second of work each, run one at a time on a thread of their own."""
+MAX_LONG = 16
+"""Limit of long texts that run or wait; the next one is refused."""
 
 
 T = TypeVar("T")
 
 
 class TokenizerError(Exception):
-    """There is no tokenizer to load, or it is broken: one clear line for the operator."""
+    """The tokenizer is missing or broken; one line for the operator."""
 
 
 @contextmanager
 def tokenizer_errors() -> Iterator[None]:
-    """What a tokenizer says of a text is the client's to know. Raises InvalidRequest in place of its own."""
+    """Raise the tokenizer's errors about a text as InvalidRequest."""
     try:
         yield
     except ServingError:
@@ -59,22 +59,22 @@ class Encoding:
 
 
 class Tokenizer:
-    """Encodes off the loop, makes detokenizers. Safe to share: the library's tokenizer is immutable once loaded."""
+    """Encodes and decodes, and creates detokenizers. Safe to share: the library's tokenizer is immutable once loaded."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, workers: int) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # Special tokens written in a text are recognised as such, as in TGI: prompts come through chat templates.
+        # Special tokens in a text are recognised, as in TGI: chat templates write them into prompts.
         tokenizer.encode_special_tokens = False
         self._tokenizer = tokenizer
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
-        self._long_lane = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
-        self._long_waiting = 0
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
+        self._num_long = 0
         self._detokenizers = DetokenizerFactory(tokenizer)
         self.special_texts: dict[TokenId, str] = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
-        """Text of each special token; none of it is ever part of a generated text."""
+        """Text of each special token; generated text never contains it."""
         self._token_texts: dict[TokenId, str] = {}
 
     @classmethod
@@ -89,7 +89,7 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read: {error}") from error
 
     async def encode_ids(self, text: str, *, add_special_tokens: bool) -> list[TokenId]:
-        """Token ids of `text`. Raises Overloaded."""
+        """Return the token ids of `text`. Raises Overloaded."""
 
         def encode() -> list[TokenId]:
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -97,25 +97,25 @@ class Tokenizer:
 
         if len(text) <= INLINE_CHARACTERS:
             return encode()
-        return await self._off_the_loop(len(text), encode)
+        return await self._on_thread(len(text), encode)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        """Token ids of `text`, and which characters each stands for. Raises Overloaded."""
+        """Return the token ids of `text` and the characters of each. Raises Overloaded."""
 
         def encode() -> Encoding:
             [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
             return Encoding(encoding.ids, encoding.offsets)
 
-        return await self._off_the_loop(len(text), encode)
+        return await self._on_thread(len(text), encode)
 
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
-        """For the new tokens that follow `prompt`."""
+        """Return a detokenizer for the tokens after `prompt`."""
         return self._detokenizers.create(prompt)
 
     def token_text(self, token_id: TokenId) -> str:
-        """One token on its own, special or not; for lists of alternatives and prompt tokens."""
+        """Return the text of one token alone, special or not; for lists of alternatives and prompt tokens."""
         text = self._token_texts.get(token_id)
-        if text is None:  # at most once a token of the vocabulary: answers with alternatives name thousands
+        if text is None:  # cached: answers with alternatives list thousands of tokens
             text = self.special_texts.get(token_id)
             if text is None:
                 text = self._tokenizer.decode([token_id], skip_special_tokens=False)
@@ -123,13 +123,13 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: TokenId) -> bytes:
-        """The bytes one token stands for, be they whole characters or not."""
+        """Return the bytes of one token, which may be part of a character."""
         if token_id in self.special_texts:
             return self.special_texts[token_id].encode()
         return self._detokenizers.token_bytes(token_id)
 
     async def decode(self, ids: Sequence[TokenId]) -> str:
-        """The text of `ids`, special tokens and all. Raises Overloaded."""
+        """Return the text of `ids`, special tokens included. Raises Overloaded."""
 
         def decode() -> str:
             [text] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
@@ -137,22 +137,22 @@ class Tokenizer:
 
         if len(ids) <= INLINE_TOKENS:
             return decode()
-        return await self._off_the_loop(len(ids) * CHARACTERS_PER_TOKEN, decode)
+        return await self._on_thread(len(ids) * CHARACTERS_PER_TOKEN, decode)
 
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._long_lane.shutdown(wait=False, cancel_futures=True)
+        self._long_pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_the_loop(self, characters: int, work: Callable[[], T]) -> T:
-        """Run `work` on a thread: the lane for long texts, so that nobody's short one waits behind them."""
+    async def _on_thread(self, characters: int, work: Callable[[], T]) -> T:
+        """Run `work` on a thread; long texts have their own, so that short ones do not wait for them."""
         loop = asyncio.get_running_loop()
         if characters <= LONG_CHARACTERS:
             return await loop.run_in_executor(self._pool, work)
-        if self._long_waiting >= LONG_WAITING:
+        if self._num_long >= MAX_LONG:
             raise Overloaded
-        self._long_waiting += 1
+        self._num_long += 1
         try:
-            return await loop.run_in_executor(self._long_lane, work)
+            return await loop.run_in_executor(self._long_pool, work)
         finally:
-            self._long_waiting -= 1
+            self._num_long -= 1

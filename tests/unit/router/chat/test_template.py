@@ -1,4 +1,4 @@
-"""Templates in their workers: prompts come out, and hostile templates hurt nobody."""
+"""Templates in their workers: prompts, and hostile templates that affect no other request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from text_generation_router.chat.conversation import Conversation, Json
-from text_generation_router.chat.template import ChatTemplateError, ChatTemplates, TemplateRenderer
+from text_generation_router.chat.template import TemplateRenderer
+from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.errors import Overloaded, TemplateError
 
 PATIENT_S = 60.0
@@ -52,7 +53,7 @@ async def test_the_demo_model(demo_model: Path) -> None:
         (None, "", "user:Hello;assistant:"),
     ],
 )
-async def test_going_on_with_the_final_message(asked: bool | None, content: str, prompt: str) -> None:
+async def test_the_final_message_is_continued(asked: bool | None, content: str, prompt: str) -> None:
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     messages: list[Json] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": content}]
     async with a_renderer(template) as renderer:
@@ -92,10 +93,10 @@ async def test_a_folder_without_a_template_starts_and_refuses(tmp_path: Path) ->
         ("{{ messages | nofilter }}", "No filter named 'nofilter'."),
     ],
 )
-async def test_a_template_that_misbehaves_is_a_clear_error(template: str, message: str) -> None:
+async def test_a_bad_template_is_a_clear_error(template: str, message: str) -> None:
     try:
         assert await refusal(template) == f"Template error: {message}"
-    except ChatTemplateError as error:  # found before anybody asked
+    except ChatTemplateError as error:  # found at the start
         assert message in str(error)
 
 
@@ -106,7 +107,7 @@ async def test_a_template_that_misbehaves_is_a_clear_error(template: str, messag
         "{% set x = 7 ** (messages | length * 10 ** 8) %}",
     ],
 )
-async def test_a_template_that_takes_for_ever(template: str) -> None:
+async def test_a_template_that_never_ends_is_killed(template: str) -> None:
     assert await refusal(template, timeout_s=HASTY_S) == "Template error: the template took too long"
 
 
@@ -117,27 +118,27 @@ async def test_a_template_that_is_refused_only_when_it_is_compiled_stops_the_sta
         await a_renderer("{{ messages | nofilter }}").start()
 
 
-SPINS_ON_DEMAND = (
+LOOPS_ON_DEMAND = (
     "{% if messages[0].content == 'spin' %}"
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     "{% endif %}{{ messages[0].content }}"
 )
 
 
-async def test_others_are_served_while_a_template_spins_and_workers_that_spun_are_replaced() -> None:
-    async with a_renderer(SPINS_ON_DEMAND, workers=2, timeout_s=3 * HASTY_S) as renderer:
+async def test_other_requests_are_served_while_a_template_loops_and_its_worker_is_replaced() -> None:
+    async with a_renderer(LOOPS_ON_DEMAND, workers=2, timeout_s=3 * HASTY_S) as renderer:
         async with asyncio.TaskGroup() as tasks:
-            spinning = tasks.create_task(refused(renderer))
+            looping = tasks.create_task(refused(renderer))
             for _ in range(10):
                 assert await renderer.render(says("Hello")) == "Hello"
-            assert not spinning.done()
+            assert not looping.done()
         await refused(renderer)  # by the second worker, or by the successor of the first
         async with asyncio.timeout(PATIENT_S):
             assert await patiently(renderer) == "again"
 
 
 async def patiently(renderer: TemplateRenderer) -> str:
-    """What comes out once a worker is ready."""
+    """Return the prompt as soon as a worker is ready."""
     while True:
         with suppress(Overloaded):
             return await renderer.render(says("again"))

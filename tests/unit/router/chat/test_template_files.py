@@ -1,4 +1,4 @@
-"""Where templates come from, and what is said of files that are broken."""
+"""Sources of templates, and errors about broken files."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ChatTemplates.load(tmp_path)
 
 
-def test_settings_that_lead_nowhere(tmp_path: Path) -> None:
+def test_settings_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(ChatTemplateError, match="'nowhere' is neither a file nor a template"):
         ChatTemplates.load(tmp_path, override="nowhere")
     with pytest.raises(ChatTemplateError, match=r"there is no file .*nothing\.json"):

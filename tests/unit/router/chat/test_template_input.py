@@ -1,4 +1,4 @@
-"""A conversation as a template is given it, and what is said of tools where the template cannot."""
+"""The variables of a template, and the text about tools for templates that do not know them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from text_generation_router.chat.conversation import Conversation, Json, Tool
+from text_generation_router.chat.template import DEFAULT_TOOL_PROMPT, plain_message, template_input
 from text_generation_router.chat.template_files import ChatTemplates
-from text_generation_router.chat.template_input import DEFAULT_TOOL_PROMPT, plain_message, template_input
 from text_generation_router.errors import InvalidRequest, TemplateError
 
 PLAIN = ChatTemplates({"default": "plain"}, {"bos_token": "<s>"}, frozenset())
@@ -31,7 +31,7 @@ def variables(conversation: Conversation, templates: ChatTemplates = PLAIN) -> A
     return json.loads(template_input(conversation, templates).to_json())["variables"]
 
 
-def test_everything_a_template_knows() -> None:
+def test_all_variables_of_a_template() -> None:
     assert variables(Conversation([HELLO], template_kwargs={"enable_thinking": False})) == {
         "documents": None,
         "bos_token": "<s>",
@@ -49,13 +49,13 @@ def test_tools_as_templates_know_them() -> None:
     ]
 
 
-def test_a_template_that_knows_tools_says_how_to_call_them() -> None:
+def test_a_template_that_knows_tools_gets_no_text_about_them() -> None:
     assert variables(Conversation([HELLO], [ADD]), WITH_TOOLS)["messages"] == [HELLO]
     asked = variables(Conversation([HELLO], [ADD], tool_prompt="Use them."), WITH_TOOLS)
     assert asked["messages"][0]["content"] == "Hello\n---\nUse them."
 
 
-def test_tools_behind_the_last_message_where_the_template_knows_none() -> None:
+def test_tools_are_appended_to_the_last_message_if_the_template_knows_none() -> None:
     given = variables(Conversation([HI, HELLO], [ADD, NOW]))
     assert given["tools"] is None
     assert given["messages"][0] == HI
@@ -64,12 +64,12 @@ def test_tools_behind_the_last_message_where_the_template_knows_none() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "said"), [("Use them.", "Use them."), ("", DEFAULT_TOOL_PROMPT)])
-def test_a_tool_prompt_of_ones_own(prompt: str, said: str) -> None:
+def test_the_tool_prompt_of_a_request(prompt: str, said: str) -> None:
     given = variables(Conversation([HELLO], [NOW], tool_prompt=prompt))
     assert given["messages"][0]["content"] == f"Hello\n---\n[{NOW_FOR_TGI}]\n{said}"
 
 
-def test_a_message_without_text_and_one_to_be_continued_are_left_alone() -> None:
+def test_a_message_without_text_and_one_to_be_continued_are_not_edited() -> None:
     after_call = variables(Conversation([HELLO, CALL], [NOW]))["messages"]
     assert after_call[0]["content"].startswith("Hello\n---\n")
     assert "content" not in after_call[1]

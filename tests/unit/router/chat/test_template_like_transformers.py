@@ -1,4 +1,4 @@
-"""What is rendered is what transformers renders, byte for byte."""
+"""The rendered text equals that of transformers, byte for byte."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from text_generation_router.chat.conversation import Conversation, Json, Tool
+from text_generation_router.chat.template import template_input, template_tool
 from text_generation_router.chat.template_files import ChatTemplates
-from text_generation_router.chat.template_input import template_input, template_tool
 from text_generation_router.chat.template_job import RenderError, renderer
 
 HERE = Path(__file__).parent
@@ -92,8 +92,8 @@ def of(text: str) -> ChatTemplates:
     return replace(templates, special_tokens=SPECIAL_TOKENS)
 
 
-def outcome(render: Callable[[], str]) -> str:
-    """The text, or why there is none."""
+def text_or_refusal(render: Callable[[], str]) -> str:
+    """Return the text, or the reason why there is none."""
     try:
         return render()
     except (RenderError, jinja2.TemplateError) as error:
@@ -114,12 +114,12 @@ def test_a_new_turn(name: str, messages: list[Json], tools: tuple[Tool, ...]) ->
         conversation = Conversation(
             messages, tools, continue_final_message=False, add_generation_prompt=prompt, template_kwargs=kwargs
         )
-        expected = outcome(
+        expected = text_or_refusal(
             lambda prompt=prompt, kwargs=kwargs: theirs(  # type: ignore[misc]
                 text, messages, tools=[template_tool(t) for t in tools] or None, add_generation_prompt=prompt, **kwargs
             )
         )
-        assert outcome(lambda conversation=conversation: ours(templates, conversation)) == expected  # type: ignore[misc]
+        assert text_or_refusal(lambda conversation=conversation: ours(templates, conversation)) == expected  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("final", ["The answer", "The answer is ", " \n The\nanswer\n\n", "", "Hello"])
@@ -140,8 +140,8 @@ def test_the_demo_model(demo_model: Path) -> None:
     assert templates.special_tokens["eos_token"] == reference.eos_token
 
 
-def test_the_templates_are_not_refused_wholesale() -> None:
-    """The comparison would mean nothing if both sides only ever refused."""
+def test_every_template_renders_an_ordinary_conversation() -> None:
+    """Without this, the comparison would also pass if both sides refused everything."""
     for name in TEMPLATES:
         templates = of((HERE / "templates" / f"{name}.jinja").read_text())
         assert "Hello" in ours(templates, Conversation(CONVERSATIONS["user"]))

@@ -277,6 +277,6 @@ def test_the_job_needs_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_grammar_that_fails_at_its_first_token_is_refused(tokenizer: LLTokenizer) -> None:
-    """Its first mask is fine; after the first token it has too many states."""
+    """The first mask is fine; after the first token there are too many states."""
     wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(600)}}
     assert "cannot compile regex from schema" in refusal(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wide)), tokenizer)

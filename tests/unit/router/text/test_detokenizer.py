@@ -1,4 +1,4 @@
-"""Pieces joined are the text decoded whole: 20 scripts, emoji, and any bytes a model may write."""
+"""Joined pieces equal the text decoded whole: 20 scripts, emoji, and any bytes that a model may generate."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, script: str) -> N
 
 @settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.integers(17, 49151), max_size=40))
-def test_whatever_a_model_writes_joins_to_the_text_decoded_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
+def test_pieces_of_any_tokens_join_to_the_text_decoded_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
@@ -77,7 +77,7 @@ def test_broken_bytes_join_to_the_text_decoded_whole(tokenizer: Tokenizer, ids: 
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_a_character_that_never_became_whole_is_flushed_as_a_replacement(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_flushed_as_a_replacement(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🏳").ids[:-1]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "\ufffd"
 
@@ -90,7 +90,7 @@ def test_the_byte_alphabet_names_every_byte_once() -> None:
     assert sorted(byte_alphabet().values()) == list(range(256))
 
 
-def test_byte_level_vocabularies_take_the_short_way(tokenizer: Tokenizer, metaspace: Tokenizer) -> None:
+def test_byte_level_vocabularies_have_their_own_detokenizer(tokenizer: Tokenizer, metaspace: Tokenizer) -> None:
     assert isinstance(DetokenizerFactory(tokenizer).create(()), ByteLevelDetokenizer)
     assert isinstance(DetokenizerFactory(metaspace).create(()), StreamDetokenizer)
 
@@ -109,7 +109,7 @@ def test_bytes_of_a_fallback_tokenizer_wait_for_their_character(metaspace: Token
 @settings(max_examples=200, deadline=None)
 @given(words=st.lists(st.sampled_from([1, 2, 3, 4, 5, 6, 7]) | st.characters(codec="utf-8"), max_size=20))
 def test_words_and_fallback_bytes_join_to_the_text_decoded_whole(metaspace: Tokenizer, words: list[int | str]) -> None:
-    # Ill-formed runs of bytes are left out: that decoder judges a run by its end, which no stream can know.
+    # Ill-formed runs of bytes are left out: that decoder decides about a run at its end, which a stream does not know.
     prompt, ids = [1], []
     for word in words:
         ids += [word] if isinstance(word, int) else [8 + byte for byte in word.encode()]

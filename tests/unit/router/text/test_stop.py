@@ -1,4 +1,4 @@
-"""Stop strings are found wherever they are, and the outcome does not depend on how the text was cut."""
+"""Stop strings are found anywhere, and the result does not depend on how the text is cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from text_generation_router.text.stop import StopMatcher
 
 
 def feed(pieces: list[str], stops: tuple[str, ...], *, keep: bool = True) -> tuple[str, bool]:
-    """The text, and whether a stop string ended it."""
+    """Return the text and True if a stop string ended it."""
     matcher = StopMatcher(stops, keep=keep)
     text = ""
     for piece in pieces:
@@ -59,13 +59,13 @@ def test_every_split_of_a_text_gives_the_same(text: str, stops: tuple[str, ...],
     assert feed(pieces, stops) == ((text, False) if end is None else (text[:end], True))
 
 
-def test_what_may_become_a_stop_is_held_back_and_no_more() -> None:
+def test_only_a_possible_start_of_a_stop_string_is_held_back() -> None:
     matcher = StopMatcher(("STOP", "ende"), keep=False)
     assert [matcher.feed(piece) for piece in ("an S", "T", "ST", "O", "x", "end")] == ["an ", "", "ST", "", "STOx", ""]
     assert matcher.flush() == "end"
 
 
-def test_of_stops_that_complete_together_the_longest_is_cut() -> None:
+def test_the_longest_of_stops_that_complete_together_is_cut() -> None:
     matcher = StopMatcher(("b", "ab"), keep=False)
     assert (matcher.feed("xab"), matcher.matched) == ("x", "ab")
 
@@ -83,7 +83,7 @@ def test_every_split_of_a_cut_text_gives_the_same(text: str, stops: tuple[str, .
 
 
 @given(text=st.text("ab", max_size=40), stops=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1).map(tuple))
-def test_exactly_the_longest_beginning_of_a_stop_is_held(text: str, stops: tuple[str, ...]) -> None:
+def test_exactly_the_longest_prefix_of_a_stop_is_held(text: str, stops: tuple[str, ...]) -> None:
     matcher = StopMatcher(stops, keep=False)
     released = ""
     for end, character in enumerate(text, 1):
