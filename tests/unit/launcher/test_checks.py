@@ -12,7 +12,7 @@ from text_generation_launcher.plan import PlanError
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a tensorrt_llm that must not be imported, and the programs that come with it."""
+    """A folder with a tensorrt_llm that must not be imported, and its programs."""
     package = tmp_path / "site" / "tensorrt_llm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise SystemError('imported')\n")
@@ -30,14 +30,14 @@ def check(folder: Path | None = None, **settings: object) -> None:
     check_engine(LauncherConfig.of(**{"model_id": "m", "engine": "tensorrt-llm", **settings}), environ)
 
 
-def refusal(folder: Path | None = None, **settings: object) -> str:
+def rejection(folder: Path | None = None, **settings: object) -> str:
     with pytest.raises(PlanError) as error:
         check(folder, **settings)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_what_is_as_it_should_be_passes(installed: Path) -> None:
+def test_valid_settings_pass_without_importing_tensorrt_llm(installed: Path) -> None:
     check(installed)
     check(installed, trtllm_options="max_num_tokens: 4096", trtllm_launch="mpirun", num_shard=2)
     check(installed, trtllm_launch="mpirun", sharded=True)
@@ -45,28 +45,28 @@ def test_what_is_as_it_should_be_passes(installed: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch", "echo"])
-def test_its_flags_are_for_this_engine_alone(engine: str) -> None:
+def test_tensorrt_llm_flags_are_rejected_for_other_engines(engine: str) -> None:
     check(engine=engine)
     for flag, settings in (
         ("--trtllm-options", {"trtllm_options": "{max_num_tokens: 4096}"}),
         ("--trtllm-launch mpirun", {"trtllm_launch": "mpirun"}),
     ):
-        said = refusal(engine=engine, **settings)
-        assert said == f"{flag} is for the tensorrt-llm engine, and the engine is {engine}"
+        message = rejection(engine=engine, **settings)
+        assert message == f"{flag} is for the tensorrt-llm engine, and the engine is {engine}"
 
 
-def test_what_is_not_installed_is_said_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorrt_llm_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not (Path(entry) / "tensorrt_llm").exists()])
-    assert refusal() == "the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it"
+    assert rejection() == "the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it"
 
 
-def test_the_processor_is_no_gpu(installed: Path) -> None:
-    assert refusal(installed, device="cpu") == "`device` is cpu, and the tensorrt-llm engine runs on GPUs only"
+def test_device_cpu_is_rejected(installed: Path) -> None:
+    assert rejection(installed, device="cpu") == "`device` is cpu, and the tensorrt-llm engine runs on GPUs only"
 
 
-def test_options_are_read_where_the_launcher_runs(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_file_is_relative_to_the_launchers_folder(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (installed / "engine.yaml").write_text("max_num_tokens: 4096\n")
-    assert "engine.yaml: there is no such file" in refusal(installed, trtllm_options="engine.yaml")
+    assert "engine.yaml: there is no such file" in rejection(installed, trtllm_options="engine.yaml")
     monkeypatch.chdir(installed)
     check(installed, trtllm_options="engine.yaml")
 
@@ -78,28 +78,26 @@ def test_options_are_read_where_the_launcher_runs(installed: Path, monkeypatch: 
         ("tensor_parallel_size: 2", "tensor_parallel_size is not set here: use --num-shard"),
     ],
 )
-def test_options_that_are_wrong_are_refused_before_anything_is_fetched(
-    options: str, text: str, installed: Path
-) -> None:
-    assert text in refusal(installed, trtllm_options=options)
+def test_invalid_options_are_rejected(options: str, text: str, installed: Path) -> None:
+    assert text in rejection(installed, trtllm_options=options)
 
 
 @pytest.mark.parametrize(
     ("program", "origin"),
     [("mpirun", "it comes with Open MPI (openmpi-bin)"), ("trtllm-llmapi-launch", "it comes with TensorRT-LLM")],
 )
-def test_a_program_that_is_not_there_is_named(program: str, origin: str, installed: Path) -> None:
+def test_missing_program_is_named(program: str, origin: str, installed: Path) -> None:
     (installed / "bin" / program).unlink()
-    said = refusal(installed, trtllm_launch="mpirun", num_shard=2)
-    assert said == f"--trtllm-launch mpirun needs {program}, which is not on PATH: {origin}"
+    message = rejection(installed, trtllm_launch="mpirun", num_shard=2)
+    assert message == f"--trtllm-launch mpirun needs {program}, which is not on PATH: {origin}"
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_shard": 1}, {"sharded": False}])
-def test_mpirun_is_for_several_gpus(settings: dict[str, object], installed: Path) -> None:
-    said = refusal(installed, trtllm_launch="mpirun", **settings)
-    assert said == "--trtllm-launch mpirun starts the processes of several GPUs: it needs --num-shard"
+def test_mpirun_needs_several_gpus(settings: dict[str, object], installed: Path) -> None:
+    message = rejection(installed, trtllm_launch="mpirun", **settings)
+    assert message == "--trtllm-launch mpirun starts the processes of several GPUs: it needs --num-shard"
 
 
-def test_a_python_whose_path_a_shell_would_change_is_refused(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_path_with_shell_characters_is_rejected(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/my programs/python")
-    assert "has characters that a shell changes" in refusal(installed, trtllm_launch="mpirun", num_shard=2)
+    assert "has characters that a shell changes" in rejection(installed, trtllm_launch="mpirun", num_shard=2)

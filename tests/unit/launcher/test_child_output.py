@@ -11,16 +11,16 @@ RECORD = b"2026-01-01T00:00:00Z [info     ] serving process=shard-0"
 JSON_RECORD = b'{"event": "serving", "process": "shard-0"}'
 
 
-def test_a_record_of_ours_is_passed_on_as_it_is() -> None:
+def test_log_records_of_the_child_are_unchanged() -> None:
     assert label(RECORD, "shard-0", json_output=False) == RECORD + b"\n"
     assert label(JSON_RECORD, "shard-0", json_output=True) == JSON_RECORD + b"\n"
 
 
-def test_any_other_line_gets_its_senders_name() -> None:
+def test_other_lines_get_the_childs_name() -> None:
     assert label(b"Segmentation fault \xff", "shard-0", json_output=False) == b"shard-0: Segmentation fault \xff\n"
 
 
-def test_json_logs_stay_json_whatever_a_child_prints() -> None:
+def test_other_lines_become_json_records_in_json_logs() -> None:
     line = label(b"Segmentation fault \xff", "shard-0", json_output=True)
     assert json.loads(line) == {
         "process": "shard-0",
@@ -39,24 +39,24 @@ async def forwarded(capfdbinary: pytest.CaptureFixture[bytes], *chunks: bytes) -
     return capfdbinary.readouterr().err.splitlines(keepends=True)
 
 
-async def test_lines_are_whole_however_they_arrive(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+async def test_lines_are_joined_across_chunks(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     huge = b"x" * 3_000_000
-    lines = await forwarded(capfdbinary, b"on", b"e\ntw", b"o\n\n", huge, b"\n", b"last words")
-    assert lines == [b"shard-0: " + line + b"\n" for line in (b"one", b"two", b"", huge, b"last words")]
+    lines = await forwarded(capfdbinary, b"on", b"e\ntw", b"o\n\n", huge, b"\n", b"last line")
+    assert lines == [b"shard-0: " + line + b"\n" for line in (b"one", b"two", b"", huge, b"last line")]
 
 
-async def test_a_line_does_not_wait_for_the_next_one(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+async def test_a_complete_line_is_forwarded_at_once(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     reader = asyncio.StreamReader()
     async with asyncio.TaskGroup() as tasks:
         forwarding = tasks.create_task(forward_output(reader, "shard-0", json_output=False))
         reader.feed_data(b"one\ntwo\nthr")
-        for _ in range(3):  # the forwarder's turn
+        for _ in range(3):  # let the forwarding task run
             await asyncio.sleep(0)
         assert capfdbinary.readouterr().err == b"shard-0: one\nshard-0: two\n"
         forwarding.cancel()
 
 
-async def test_a_line_without_end_does_not_fill_the_memory(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+async def test_overlong_lines_are_split(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     lines = await forwarded(capfdbinary, b"x" * (MAX_LINE_BYTES + 100_000))
     assert len(lines) == 2
     assert sum(line.count(b"x") for line in lines) == MAX_LINE_BYTES + 100_000

@@ -27,7 +27,7 @@ GPU 1: NVIDIA H200 (UUID: GPU-2c3d)
         ({"CUDA_VISIBLE_DEVICES": "0", "NVIDIA_VISIBLE_DEVICES": "0,1"}, 1),
     ],
 )
-def test_the_environment_says_how_many_devices_are_visible(environ: dict[str, str], count: int | None) -> None:
+def test_number_of_visible_devices_from_the_environment(environ: dict[str, str], count: int | None) -> None:
     assert count_visible(environ) == count
 
 
@@ -39,14 +39,14 @@ def test_the_environment_says_how_many_devices_are_visible(environ: dict[str, st
         ({"NVIDIA_VISIBLE_DEVICES": "4,2"}, ["0", "1"]),
     ],
 )
-def test_a_visible_device_alone_goes_by_the_name_it_has_among_all(environ: dict[str, str], names: list[str]) -> None:
+def test_name_of_the_nth_visible_device(environ: dict[str, str], names: list[str]) -> None:
     assert [nth_visible(environ, n) for n in range(2)] == names
 
 
-def test_a_gpu_cut_in_slices_counts_once() -> None:
+def test_gpu_with_mig_slices_counts_once() -> None:
     assert parse_listing(LISTING) == ("NVIDIA H200", "NVIDIA H200")
     assert parse_listing("") == ()
 
 
-async def test_without_visible_devices_nobody_is_asked() -> None:
+async def test_without_visible_devices_nvidia_smi_is_not_needed() -> None:
     assert await find_devices({"CUDA_VISIBLE_DEVICES": ""}) == Devices(0, None)

@@ -18,7 +18,7 @@ STARTED_BY_MPIRUN = {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0", "PRTE_LAUNCH
         *("OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_pmix", "OMPI_MCA_num_procs"),
     ],
 )
-def test_what_is_left_of_who_started_us_goes(name: str) -> None:
+def test_variables_of_the_launchers_own_mpirun_or_slurm_are_removed(name: str) -> None:
     left = {**STARTED_BY_MPIRUN, name: "1"}
     assert mpi.rank_environment({**left, "HOME": "/"}, as_root=False).keys() == {"HOME", *mpi.DEFAULTS}
 
@@ -31,16 +31,16 @@ def test_what_is_left_of_who_started_us_goes(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("around", [{}, STARTED_BY_MPIRUN])
-def test_what_people_set_stays(name: str, around: dict[str, str]) -> None:
+def test_variables_set_by_users_are_kept(name: str, around: dict[str, str]) -> None:
     assert mpi.rank_environment({**around, name: "x"}, as_root=True)[name] == "x"
 
 
 @pytest.mark.parametrize("name", ["OMPI_MCA_ess_base_jobid", "OMPI_MCA_pmix", "OMPI_CC", "PMIX_HOSTNAME", "PRTE_X"])
-def test_where_nobody_started_us_nothing_is_left_of_them(name: str) -> None:
+def test_variables_are_kept_without_proof_of_mpirun(name: str) -> None:
     assert mpi.rank_environment({name: "x"}, as_root=False)[name] == "x"
 
 
-def test_nothing_that_is_set_is_set_anew() -> None:
+def test_existing_variables_are_not_overridden() -> None:
     mine = dict.fromkeys((*mpi.DEFAULTS, *mpi.AS_ROOT), "0") | {"GRPC_ENABLE_FORK_SUPPORT": "1"}
     assert mpi.rank_environment(mine, as_root=True) == mine
 
@@ -52,19 +52,19 @@ def test_nothing_that_is_set_is_set_anew() -> None:
         *(("/my python", False), ("", False), ("*", False), ("[a]", False), ("a\nb", False), ("~", False)),
     ],
 )
-def test_which_words_survive_a_shell(word: str, survives: bool) -> None:
+def test_words_that_survive_splitting(word: str, survives: bool) -> None:
     assert mpi.survives_splitting(("x", word)) == survives
 
 
 @pytest.mark.parametrize("word", ["/usr/bin/python3.12", "-P", "text_generation_launcher.env_relay", "a=b@c%d+e,f:g"])
-def test_words_that_are_said_to_survive_do(word: str) -> None:
+def test_surviving_words_are_unchanged_by_bash(word: str) -> None:
     assert mpi.survives_splitting((word,))
     script = 'task="${@:1}"; printf "%s\\n" $task'
     done = subprocess.run(["bash", "-c", script, "-", "first", word], stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.splitlines() == ["first", word]
 
 
-def test_python_s_own_folder_comes_first() -> None:
+def test_search_path_starts_with_the_folder_of_python() -> None:
     folder = sys.executable.rpartition("/")[0]
     assert mpi.search_path({"PATH": "/a:/b"}) == f"{folder}:/a:/b"
     assert mpi.search_path({}).startswith(f"{folder}:")

@@ -1,9 +1,9 @@
-"""A shard whose ranks mpirun starts, with stand-ins for mpirun and for TensorRT-LLM's script.
+"""A shard whose ranks mpirun starts, with fakes of mpirun and of TensorRT-LLM's script.
 
-They do what the real ones do where it matters here. mpirun (Open MPI 4.1): closes inherited descriptors, puts its ranks in groups of
-their own, ends all where one fails, and answers SIGTERM with SIGTERM to all and SIGKILL a second later. The script
-(tensorrt_llm/llmapi/trtllm-llmapi-launch): rank 0 runs the program without MPI's variables and beside it a server that ends all
-ranks once the program has ended well, and never otherwise.
+The fake mpirun behaves like that of Open MPI 4.1: it closes inherited descriptors, starts its ranks in process groups of
+their own, ends all if one fails, and on SIGTERM sends SIGTERM to all and SIGKILL a second later. The fake script behaves
+like tensorrt_llm/llmapi/trtllm-llmapi-launch: rank 0 runs the program without MPI's variables, beside a server that ends
+all ranks after the program has succeeded, and never otherwise.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="TensorRT-LLM runs on Linux, and so does what is tested here"),
 ]
 
-PATIENCE = 60.0
-"""Seconds until what is awaited counts as never coming."""
+TIMEOUT = 60.0
+"""Seconds to wait for a message or the end of a process."""
 SHEBANG = f"#!{sys.executable}\n"
-SAY = """
+SEND = """
 import json, os
-def say(**words):
+def send(**words):
     with open(os.environ["JOURNAL"], "a") as file: file.write(json.dumps(words) + "\\n")
 """
 MPIRUN = """
@@ -72,7 +72,7 @@ import os, signal, subprocess, sys
 rank, size = (int(os.environ["OMPI_COMM_WORLD_" + name]) for name in ("RANK", "SIZE"))
 folder = os.environ["RANKS"]
 with open(f"{folder}/pid-{rank}", "w") as file: file.write(str(os.getpid()))
-say(rank=rank, pid=os.getpid(), parent=os.getppid())
+send(rank=rank, pid=os.getpid(), parent=os.getppid())
 if rank:
     open(f"{folder}/stop-{rank}").read()
     sys.exit()
@@ -83,12 +83,12 @@ if subprocess.run(program, env=environ).returncode:
     signal.pause()
 for other in range(1, size):
     open(f"{folder}/stop-{other}", "w").close()
-say(ranks="end in order")
+send(ranks="end in order")
 """
 SHARD = """
 import os, signal, stat, sys
 def stop(*_):
-    say(shard="stops", ranks_there=[is_there(rank) for rank in (0, 1)])
+    send(shard="stops", ranks_there=[is_there(rank) for rank in (0, 1)])
     os._exit(0)
 def is_there(rank):
     with open(f"{os.environ['RANKS']}/pid-{rank}") as file: pid = int(file.read())
@@ -100,27 +100,27 @@ def has_lifeline():
     except OSError: return False
 signal.signal(signal.SIGTERM, stop)
 who = {"pid": os.getpid(), "parent": os.getppid()}
-say(shard="runs", **who, environ=dict(os.environ), words=sys.argv[1:], has_lifeline=has_lifeline())
+send(shard="runs", **who, environ=dict(os.environ), words=sys.argv[1:], has_lifeline=has_lifeline())
 """
 WAITING_SHARD = SHARD + "signal.pause()\n"
 
 
-class World:
-    """Where the stand-ins are, and what they said."""
+class FakeMpi:
+    """The fake programs and their messages."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         (folder / "bin").mkdir()
         self._program("mpirun", MPIRUN)
-        self._program("trtllm-llmapi-launch", SAY + SCRIPT)
+        self._program("trtllm-llmapi-launch", SEND + SCRIPT)
         os.mkfifo(folder / "stop-1")
         os.mkfifo(folder / "journal")
         self._journal = asyncio.StreamReader()
         self._transport: asyncio.ReadTransport | None = None
 
     async def open(self) -> None:
-        """Begin to listen."""
-        # For reading and writing: so it never ends, and nobody's write waits.
+        """Start to read messages."""
+        # Opened for reading and writing: reading never ends, and no writer blocks.
         pipe = os.fdopen(os.open(self._folder / "journal", os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0)
         self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(self._journal), pipe
@@ -132,11 +132,11 @@ class World:
         path.chmod(0o755)
 
     def fails_to_start(self) -> None:
-        """From now on there is no room for ranks."""
+        """Make mpirun fail from now on."""
         self._program("mpirun", "import sys; sys.exit('there are not enough slots')\n")
 
     def spec(self, lifeline_fd: int, shard: str, *words: str) -> ChildSpec:
-        """The process between launcher and shard."""
+        """Return the process that runs mpirun and the shard."""
         environ = {
             **os.environ,
             "PATH": f"{self._folder / 'bin'}:{os.environ['PATH']}",
@@ -147,143 +147,143 @@ class World:
         argv = (
             *(sys.executable, "-P", "-m", "text_generation_launcher.mpi", f"--lifeline-fd={lifeline_fd}"),
             *("--", *mpi.mpirun_command(2, as_root=False)),
-            *("--", sys.executable, "-c", SAY + shard, *words),
+            *("--", sys.executable, "-c", SEND + shard, *words),
         )
         return ChildSpec("shard-0", argv, environ, (lifeline_fd,), stop_timeout=60.0)
 
     async def next(self) -> dict[str, Any]:
-        """What is said next; waits for it."""
-        async with asyncio.timeout(PATIENCE):
-            said: dict[str, Any] = json.loads(await self._journal.readline())
-        return said
+        """Wait for the next message."""
+        async with asyncio.timeout(TIMEOUT):
+            message: dict[str, Any] = json.loads(await self._journal.readline())
+        return message
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop reading messages."""
         if self._transport is not None:
             self._transport.close()
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    world = World(tmp_path)
-    await world.open()
-    yield world
-    world.close()
+async def mpi_programs(tmp_path: Path) -> AsyncIterator[FakeMpi]:
+    mpi_programs = FakeMpi(tmp_path)
+    await mpi_programs.open()
+    yield mpi_programs
+    mpi_programs.close()
 
 
 class Started:
-    """What runs, or did, once all have said so."""
+    """A shard and its ranks, after each has sent a message."""
 
-    def __init__(self, task: asyncio.Task[int], said: list[dict[str, Any]]) -> None:
+    def __init__(self, task: asyncio.Task[int], messages: list[dict[str, Any]]) -> None:
         self.task = task
-        (self.shard,) = (one for one in said if "shard" in one)
-        self.ranks = {one["rank"]: one["pid"] for one in said if "rank" in one}
-        self.mpirun = next(one["parent"] for one in said if "rank" in one)
+        (self.shard,) = (message for message in messages if "shard" in message)
+        self.ranks = {message["rank"]: message["pid"] for message in messages if "rank" in message}
+        self.mpirun = next(message["parent"] for message in messages if "rank" in message)
         self.processes = []
         for pid in (self.mpirun, self.shard["parent"], self.shard["pid"], *self.ranks.values()):
             with suppress(psutil.NoSuchProcess):
                 self.processes.append(psutil.Process(pid))
 
     async def all_gone(self) -> None:
-        """Nothing of it is left."""
-        _, alive = await asyncio.to_thread(psutil.wait_procs, self.processes, PATIENCE)
-        assert [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+        """Check that all processes have ended."""
+        _, alive = await asyncio.to_thread(psutil.wait_procs, self.processes, TIMEOUT)
+        assert [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @asynccontextmanager
-async def started(world: World, shard: str, *words: str) -> AsyncIterator[Started]:
-    """A shard that runs with its two ranks."""
+async def started(mpi_programs: FakeMpi, shard: str, *words: str) -> AsyncIterator[Started]:
+    """Run a shard with two ranks."""
     with open_lifeline() as lifeline_fd:
         async with asyncio.TaskGroup() as tasks:
-            spec = world.spec(lifeline_fd, shard, *words)
+            spec = mpi_programs.spec(lifeline_fd, shard, *words)
             task = tasks.create_task(run_to_end(spec, GracefulShutdown().grace_period, json_output=False))
-            yield Started(task, [await world.next() for _ in range(3)])
+            yield Started(task, [await mpi_programs.next() for _ in range(3)])
             task.cancel()
 
 
-async def test_the_shard_runs_in_the_environment_that_rank_0_was_given(world: World) -> None:
-    async with started(world, WAITING_SHARD, "a b", "*") as running:
+async def test_shard_has_the_environment_of_rank_0_and_its_lifeline(mpi_programs: FakeMpi) -> None:
+    async with started(mpi_programs, WAITING_SHARD, "a b", "*") as running:
         environ = running.shard["environ"]
         assert (environ["TLLM_SPAWN_PROXY_PROCESS"], environ["tllm_mpi_size"]) == ("1", "2")
         assert environ["TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR"] == "tcp://here"
         assert not [name for name in environ if name.startswith(("OMPI_", "PMIX_", "TEXT_GENERATION_HANDOVER"))]
-        assert running.shard["words"] == ["a b", "*"], "no shell was at them"
+        assert running.shard["words"] == ["a b", "*"], "unchanged by a shell"
         assert running.shard["has_lifeline"], "mpirun would have closed it"
         assert sorted(running.ranks) == [0, 1]
-    assert (await world.next())["shard"] == "stops"
+    assert (await mpi_programs.next())["shard"] == "stops"
     await running.all_gone()
 
 
-async def test_asked_to_stop_the_shard_stops_while_its_ranks_are_there(world: World) -> None:
-    async with started(world, WAITING_SHARD) as running:
+async def test_shard_stops_before_its_ranks(mpi_programs: FakeMpi) -> None:
+    async with started(mpi_programs, WAITING_SHARD) as running:
         pass
-    assert await world.next() == {"shard": "stops", "ranks_there": [True, True]}
-    assert await world.next() == {"ranks": "end in order"}
+    assert await mpi_programs.next() == {"shard": "stops", "ranks_there": [True, True]}
+    assert await mpi_programs.next() == {"ranks": "end in order"}
     await running.all_gone()
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (2, 2), (70, 70)])
-async def test_the_shard_s_exit_code_is_that_of_both(code: int, expected: int, world: World) -> None:
-    async with started(world, SHARD + f"os._exit({code})\n") as running:
+async def test_exit_code_is_that_of_the_shard(code: int, expected: int, mpi_programs: FakeMpi) -> None:
+    async with started(mpi_programs, SHARD + f"os._exit({code})\n") as running:
         assert await running.task == expected
         await running.all_gone()
 
 
-async def test_a_shard_that_is_killed_takes_the_ranks_along(world: World) -> None:
-    async with started(world, WAITING_SHARD) as running:
+async def test_killed_shard_ends_the_ranks(mpi_programs: FakeMpi) -> None:
+    async with started(mpi_programs, WAITING_SHARD) as running:
         os.kill(running.shard["pid"], signal.SIGKILL)
         assert await running.task == 128 + signal.SIGKILL
-        assert await world.next() == {"ranks": "end in order"}
+        assert await mpi_programs.next() == {"ranks": "end in order"}
         await running.all_gone()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_dies_ends_the_shard(rank: int, world: World) -> None:
-    async with started(world, WAITING_SHARD) as running:
+async def test_dead_rank_ends_the_shard(rank: int, mpi_programs: FakeMpi) -> None:
+    async with started(mpi_programs, WAITING_SHARD) as running:
         os.kill(running.ranks[rank], signal.SIGKILL)
-        assert (await world.next())["shard"] == "stops"
+        assert (await mpi_programs.next())["shard"] == "stops"
         assert await running.task == ExitCode.FAILED
         await running.all_gone()
 
 
-async def test_a_shard_that_does_not_stop_without_its_ranks_is_killed(world: World) -> None:
+async def test_shard_that_does_not_stop_without_its_ranks_is_killed(mpi_programs: FakeMpi) -> None:
     deaf = SHARD + "signal.signal(signal.SIGTERM, lambda *_: None)\nwhile True: signal.pause()\n"
-    async with started(world, deaf) as running:
+    async with started(mpi_programs, deaf) as running:
         os.kill(running.mpirun, signal.SIGKILL)
         assert await running.task == ExitCode.FAILED
         await running.all_gone()
 
 
-async def test_mpirun_that_does_not_start_is_a_shard_that_does_not(
-    world: World, capfdbinary: pytest.CaptureFixture[bytes]
+async def test_failed_mpirun_is_a_failed_shard(
+    mpi_programs: FakeMpi, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    world.fails_to_start()
+    mpi_programs.fails_to_start()
     with open_lifeline() as lifeline_fd:
-        spec = world.spec(lifeline_fd, WAITING_SHARD)
+        spec = mpi_programs.spec(lifeline_fd, WAITING_SHARD)
         assert await run_to_end(spec, GracefulShutdown().grace_period, json_output=False) == ExitCode.FAILED
-    said = capfdbinary.readouterr().err
-    assert b"there are not enough slots" in said
-    assert b"mpirun ended before the ranks were there" in said
+    output = capfdbinary.readouterr().err
+    assert b"there are not enough slots" in output
+    assert b"mpirun ended before the ranks were there" in output
 
 
-async def test_nothing_is_left_where_the_process_in_between_is_killed(world: World) -> None:
-    async with started(world, WAITING_SHARD) as running:
+async def test_killed_mpi_process_leaves_nothing_behind(mpi_programs: FakeMpi) -> None:
+    async with started(mpi_programs, WAITING_SHARD) as running:
         os.kill(running.shard["parent"], signal.SIGKILL)
         assert await running.task == -signal.SIGKILL
         await running.all_gone()
 
 
-async def test_nothing_is_left_where_the_launcher_is_killed(world: World) -> None:
+async def test_killed_launcher_leaves_no_ranks_behind(mpi_programs: FakeMpi) -> None:
     read_fd, write_fd = os.pipe()
     mark = orphans.new_mark()
-    spec = world.spec(read_fd, WAITING_SHARD)
+    spec = mpi_programs.spec(read_fd, WAITING_SHARD)
     process = await asyncio.create_subprocess_exec(
         *spec.argv, env={**spec.env, orphans.VARIABLE: mark}, pass_fds=(read_fd,), process_group=0
     )
-    processes = [psutil.Process((await world.next())["pid"]) for _ in range(3)]
-    os.close(write_fd)  # as the kernel does it for a launcher that is gone
+    processes = [psutil.Process((await mpi_programs.next())["pid"]) for _ in range(3)]
+    os.close(write_fd)  # as the kernel does when the launcher dies
     os.close(read_fd)
     await process.wait()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, PATIENCE)
-    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, TIMEOUT)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert orphans.find(mark) == []

@@ -17,17 +17,17 @@ from text_generation_launcher.shutdown import GracefulShutdown
 
 SLEEPER = (sys.executable, "-S", "-c", "import time; print('runs', flush=True); time.sleep(600)")
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc to find processes in")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 class Sleeper:
-    """A process in a session of its own."""
+    """A process in its own session."""
 
     def __init__(self, mark: str) -> None:
         environ = os.environ | {orphans.VARIABLE: mark}
         self.process = subprocess.Popen(SLEEPER, env=environ, stdout=subprocess.PIPE, start_new_session=True)
         assert self.process.stdout is not None
-        self.process.stdout.readline()  # the environment is its own by now
+        self.process.stdout.readline()  # it has started, so /proc shows its own environment
 
     def close(self) -> None:
         self.process.kill()
@@ -49,27 +49,27 @@ def sleepers(mark: str) -> Iterator[list[Sleeper]]:
         sleeper.close()
 
 
-def test_the_marked_are_found_and_nobody_else(mark: str, sleepers: list[Sleeper]) -> None:
+def test_find_returns_the_processes_with_the_mark(mark: str, sleepers: list[Sleeper]) -> None:
     assert sorted(orphans.find(mark)) == sorted(sleeper.process.pid for sleeper in sleepers[:2])
     assert orphans.find(orphans.new_mark()) == []
 
 
-async def test_they_are_ended_in_whatever_session_they_are(mark: str, sleepers: list[Sleeper]) -> None:
+async def test_reap_kills_processes_in_other_sessions(mark: str, sleepers: list[Sleeper]) -> None:
     await orphans.reap(mark)
     assert [await asyncio.to_thread(sleeper.process.wait, 30) for sleeper in sleepers[:2]] == [-9, -9]
     assert sleepers[2].process.poll() is None
     assert orphans.find(mark) == []
 
 
-def test_who_looks_is_not_found(mark: str) -> None:
+def test_find_excludes_the_calling_process(mark: str) -> None:
     script = f"from text_generation_launcher import orphans; print(orphans.find({mark!r}))"
     environ = os.environ | {orphans.VARIABLE: mark}
     done = subprocess.run([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-async def test_what_left_the_group_of_a_child_ends_with_it(tmp_path: Path) -> None:
-    """As MPI's daemon does, and the ranks it starts."""
+async def test_processes_that_left_the_childs_group_end_with_it(tmp_path: Path) -> None:
+    """MPI's daemon and its ranks leave the process group."""
     script = f"""
 import subprocess, sys
 worker = subprocess.Popen({SLEEPER!r}, start_new_session=True, stdout=subprocess.PIPE)

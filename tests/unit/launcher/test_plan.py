@@ -25,22 +25,22 @@ from text_generation_shard.config import ShardConfig
 
 C = TypeVar("C", bound=ProcessConfig)
 
-AROUND = LaunchContext(
+CONTEXT = LaunchContext(
     Devices(0, None), 8, Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"}
 )
-TWO_GPUS = dataclasses.replace(AROUND, devices=Devices(2, "NVIDIA H200"))
+TWO_GPUS = dataclasses.replace(CONTEXT, devices=Devices(2, "NVIDIA H200"))
 
 
 def config(**settings: object) -> LauncherConfig:
     return LauncherConfig.of(model_id="some/model", **settings)
 
 
-def plan(around: LaunchContext = AROUND, **settings: object) -> LaunchPlan:
-    return make_plan(config(**settings), around)
+def plan(context: LaunchContext = CONTEXT, **settings: object) -> LaunchPlan:
+    return make_plan(config(**settings), context)
 
 
 def parsed(child: type[C], argv: tuple[str, ...], module: str) -> C:
-    """The configuration a child makes of its arguments."""
+    """Return the settings that a child parses from its arguments."""
     assert argv[1:4] == ("-P", "-m", module)
     return CliApp.run(child, cli_args=list(argv[4:]))
 
@@ -80,15 +80,13 @@ def test_one_shard_is_the_default(sharded: bool | None, num_shard: int | None, d
         (True, 1, 8, "`sharded` is true but `num_shard` <= 1"),
     ],
 )
-def test_shards_that_cannot_be_had_are_refused(
-    sharded: bool | None, num_shard: int | None, devices: int, text: str
-) -> None:
+def test_impossible_sharding_is_rejected(sharded: bool | None, num_shard: int | None, devices: int, text: str) -> None:
     with pytest.raises(PlanError) as error:
         count_shards(config(sharded=sharded, num_shard=num_shard), Devices(devices, None))
     assert str(error.value) == text
 
 
-def test_the_children_read_back_what_the_plan_decided() -> None:
+def test_children_parse_the_planned_settings() -> None:
     made = plan(port=8080, revision="main", json_output=True, log_level="debug")
     shard, router = shard_of(made), router_of(made)
     assert (shard.model_path, shard.address, shard.rank, shard.world_size) == (
@@ -109,7 +107,7 @@ def test_the_children_read_back_what_the_plan_decided() -> None:
     assert [child.inherited_fds for child in (*made.shards, made.router)] == [(7,), (7,)]
 
 
-def test_every_setting_reaches_the_child_whose_it_is() -> None:
+def test_settings_reach_their_child() -> None:
     settings: dict[str, object] = {
         "engine": "echo",
         "dtype": "float32",
@@ -139,18 +137,18 @@ def test_every_setting_reaches_the_child_whose_it_is() -> None:
             assert getattr(child, name) == value, name
 
 
-def test_the_shard_says_no_limit_with_zero() -> None:
+def test_no_batch_limit_is_zero_for_the_shard() -> None:
     assert shard_of(plan()).max_batch_size == 0
     assert router_of(plan()).max_batch_size is None
 
 
-def test_the_old_name_of_max_input_tokens_reaches_the_router() -> None:
+def test_max_input_length_reaches_the_router() -> None:
     assert router_of(plan(max_input_length=12)).max_input_tokens == 12
     assert router_of(plan(max_input_tokens=13)).max_input_tokens == 13
 
 
-def test_the_environment_cannot_undo_a_flag() -> None:
-    """A default is left out of the child's arguments: a variable must not take its place there."""
+def test_environment_does_not_override_a_flag_with_the_default_value() -> None:
+    """Defaults are omitted from the child's arguments, so the child must not read the variable."""
     environ = {
         "PATH": "/bin",
         "PORT": "80",
@@ -159,31 +157,31 @@ def test_the_environment_cannot_undo_a_flag() -> None:
         "LOG_LEVEL": "debug",
         "CUDA_VISIBLE_DEVICES": "1",
     }
-    made = plan(dataclasses.replace(AROUND, environ=environ), port=3000)
+    made = plan(dataclasses.replace(CONTEXT, environ=environ), port=3000)
     assert made.router.env == {"PATH": "/bin", "RANK": "3", "CUDA_VISIBLE_DEVICES": "1"}
     assert made.shards[0].env == {"PATH": "/bin", "PORT": "80", "port": "81", "CUDA_VISIBLE_DEVICES": "1"}
 
 
-def test_building_the_children_ignores_the_launchers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_are_planned_without_reading_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = plan()
     monkeypatch.setenv("MAX_BEST_OF", "9")
     monkeypatch.setenv("DEVICE", "cuda:7")
     assert plan() == quiet
 
 
-def test_tgis_old_token_variable_is_understood() -> None:
+def test_hf_api_token_is_passed_as_hf_token() -> None:
     assert child_env({"HF_API_TOKEN": "a"}, ShardConfig)["HF_TOKEN"] == "a"
     assert child_env({"HF_API_TOKEN": "a", "HF_TOKEN": "b"}, ShardConfig)["HF_TOKEN"] == "b"
 
 
-def test_sockets_are_private_unless_a_path_or_a_port_is_given() -> None:
+def test_addresses_of_shards() -> None:
     assert plan().shards[0].address == "unix:///tmp/tgi-1/shard-0"
     assert plan(shard_uds_path="/run/tgi").shards[0].address == "unix:///run/tgi-0"
     assert plan(shard_uds_path="here").shards[0].address == f"unix://{Path.cwd()}/here-0"
     assert plan(shard_tcp_port=5000).shards[0].address == "127.0.0.1:5000"
 
 
-def test_each_replica_is_a_shard_of_its_own_and_the_router_knows_all() -> None:
+def test_router_has_the_addresses_of_all_replicas() -> None:
     made = plan(num_replicas=3)
     shards = shards_of(made)
     assert [shard.name for shard in made.shards] == ["shard-0", "shard-1", "shard-2"]
@@ -194,7 +192,7 @@ def test_each_replica_is_a_shard_of_its_own_and_the_router_knows_all() -> None:
     assert router_of(made).shard_address == tuple(shard.address for shard in shards)
 
 
-def test_replicas_listen_side_by_side() -> None:
+def test_replicas_have_consecutive_addresses() -> None:
     paths = [shard.address for shard in plan(num_replicas=2, shard_uds_path="/run/tgi").shards]
     assert paths == ["unix:///run/tgi-0", "unix:///run/tgi-1"]
     ports = plan(num_replicas=2, shard_tcp_port=5000)
@@ -211,37 +209,37 @@ def test_replicas_listen_side_by_side() -> None:
         ({"NVIDIA_VISIBLE_DEVICES": "2,3"}, ["0", "1"]),
     ],
 )
-def test_each_replica_has_a_device_of_its_own(environ: dict[str, str], devices: list[str]) -> None:
+def test_each_replica_has_its_own_device(environ: dict[str, str], devices: list[str]) -> None:
     made = plan(dataclasses.replace(TWO_GPUS, environ=environ), num_replicas=2)
     assert [shard.env["CUDA_VISIBLE_DEVICES"] for shard in made.shards] == devices
     assert [shard.cpu_memory_fraction for shard in shards_of(made)] == [0.4, 0.4]
     assert [shard.num_threads for shard in shards_of(made)] == [0, 0]
 
 
-def test_one_replica_chooses_among_all_devices() -> None:
+def test_single_replica_sees_all_devices() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in plan(TWO_GPUS).shards[0].env
 
 
-def test_each_replica_traces_its_steps_to_a_file_of_its_own() -> None:
+def test_each_replica_has_its_own_trace_file() -> None:
     assert shard_of(plan(trace_steps="/tmp/steps")).trace_steps == "/tmp/steps"
     made = plan(num_replicas=2, trace_steps="/tmp/steps")
     assert [shard.trace_steps for shard in shards_of(made)] == ["/tmp/steps-0", "/tmp/steps-1"]
 
 
-def test_more_replicas_than_devices_are_refused() -> None:
+def test_more_replicas_than_devices_are_rejected() -> None:
     with pytest.raises(PlanError) as error:
         plan(TWO_GPUS, num_replicas=3)
     assert str(error.value) == "not enough cuda devices: 3 replicas take one each (--num-replicas), and 2 are visible"
 
 
-def test_a_device_by_number_is_not_for_several_replicas() -> None:
+def test_device_number_is_rejected_for_several_replicas() -> None:
     with pytest.raises(PlanError, match=r"^`device` is cuda:1, and 2 replicas take a device each$"):
         plan(TWO_GPUS, num_replicas=2, device="cuda:1")
     assert plan(TWO_GPUS, device="cuda:1").shards
 
 
 @pytest.mark.parametrize("settings", [{"device": "cpu"}, {"engine": "echo"}])
-def test_what_needs_no_device_has_as_many_replicas_as_it_likes(settings: dict[str, object]) -> None:
+def test_replicas_on_cpu_are_not_limited_by_devices(settings: dict[str, object]) -> None:
     made = plan(TWO_GPUS, num_replicas=3, **settings)
     assert len(made.shards) == 3
     assert all("CUDA_VISIBLE_DEVICES" not in shard.env for shard in made.shards)
@@ -258,15 +256,15 @@ def test_what_needs_no_device_has_as_many_replicas_as_it_likes(settings: dict[st
         (8, 2, {"OMP_NUM_THREADS": "1"}, 0, 0),  # as asked for, in torch's own way
     ],
 )
-def test_replicas_on_one_machine_share_its_processors(
+def test_replicas_share_the_cores(
     cpus: int, replicas: int, environ: dict[str, str], num_threads: int, expected: int
 ) -> None:
-    around = dataclasses.replace(AROUND, cpus=cpus, environ=environ)
-    made = plan(around, num_replicas=replicas, num_threads=num_threads)
+    context = dataclasses.replace(CONTEXT, cpus=cpus, environ=environ)
+    made = plan(context, num_replicas=replicas, num_threads=num_threads)
     assert [shard.num_threads for shard in shards_of(made)] == [expected] * replicas
 
 
-def test_replicas_on_one_machine_share_its_memory() -> None:
+def test_replicas_share_the_memory() -> None:
     assert [shard.cpu_memory_fraction for shard in shards_of(plan(num_replicas=2))] == [0.2, 0.2]
     asked = plan(num_replicas=4, cpu_memory_fraction=0.8)
     assert [shard.cpu_memory_fraction for shard in shards_of(asked)] == [0.2] * 4
@@ -284,7 +282,7 @@ def test_replicas_on_one_machine_share_its_memory() -> None:
         ("my-pod-0", "0.0.0.0", "http://127.0.0.1:3000"),
     ],
 )
-def test_a_hostname_that_is_no_address_means_all_addresses(hostname: str, host: str, url: str) -> None:
+def test_host_name_means_all_addresses(hostname: str, host: str, url: str) -> None:
     made = plan(hostname=hostname)
     assert listen_host(hostname) == made.host == router_of(made).hostname == host
     assert made.url == url
@@ -298,28 +296,28 @@ def test_a_hostname_that_is_no_address_means_all_addresses(hostname: str, host: 
         (Devices(2, None), "1-gpu"),
     ],
 )
-def test_the_compute_type_names_the_device(devices: Devices, expected: str) -> None:
+def test_compute_type_has_the_device_name(devices: Devices, expected: str) -> None:
     assert compute_type(1, devices) == expected
-    assert router_of(plan(dataclasses.replace(AROUND, devices=devices))).compute_type == expected
+    assert router_of(plan(dataclasses.replace(CONTEXT, devices=devices))).compute_type == expected
     assert router_of(plan(compute_type="mine")).compute_type == "mine"
 
 
-def test_the_compute_type_counts_the_shards_of_all_replicas() -> None:
+def test_compute_type_counts_the_shards_of_all_replicas() -> None:
     assert router_of(plan(num_replicas=3)).compute_type == "3-cpu"
     assert router_of(plan(TWO_GPUS, num_replicas=2)).compute_type == "2-nvidia-h200"
     assert count_parts(config(num_replicas=2), TWO_GPUS.devices) == 2
 
 
-def test_a_child_may_take_a_little_longer_to_stop_than_it_grants_itself() -> None:
+def test_stop_timeouts_exceed_those_of_the_children() -> None:
     made = plan(graceful_termination_timeout=30.0, shutdown_timeout=4.0)
     assert made.router.stop_timeout > 30.0
     assert made.shards[0].stop_timeout > 4.0
 
 
-def test_a_key_travels_where_no_process_list_shows_it() -> None:
+def test_api_key_is_passed_only_in_the_routers_environment() -> None:
     router = plan(api_key=("hush", "hush2")).router
     assert not any("hush" in word for word in router.argv)
     assert router.env["API_KEY"] == "hush,hush2"
-    with_key = dataclasses.replace(AROUND, environ={"API_KEY": "hush"})
+    with_key = dataclasses.replace(CONTEXT, environ={"API_KEY": "hush"})
     made = plan(with_key)
     assert all("API_KEY" not in child.env for child in (made.router, *made.shards))

@@ -1,4 +1,4 @@
-"""The plan where a model is cut: as many shards a replica as there are parts, one of which the router knows."""
+"""Plans with tensor-parallel groups: one shard per rank; the router connects to rank 0."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def config(**settings: object) -> LauncherConfig:
     return LauncherConfig.of(**{"model_id": "some/model", "engine": "torch", **settings})
 
 
-def plan(around: LaunchContext = GPUS, **settings: object) -> LaunchPlan:
-    return make_plan(config(**settings), around)
+def plan(context: LaunchContext = GPUS, **settings: object) -> LaunchPlan:
+    return make_plan(config(**settings), context)
 
 
 def shards_of(plan: LaunchPlan) -> list[ShardConfig]:
-    """The configurations that the shards make of their arguments."""
+    """Return the settings that the shards parse from their arguments."""
     return [CliApp.run(ShardConfig, cli_args=list(shard.argv[4:])) for shard in plan.shards]
 
 
-def refusal(around: LaunchContext = GPUS, **settings: object) -> str:
+def rejection(context: LaunchContext = GPUS, **settings: object) -> str:
     with pytest.raises(PlanError) as error:
-        plan(around, **settings)
+        plan(context, **settings)
     return str(error.value)
 
 
-def test_each_part_is_a_process_that_knows_its_place() -> None:
+def test_each_rank_is_a_process() -> None:
     made = plan(num_replicas=2, num_shard=2)
     places = [(shard.replica, shard.rank, shard.world_size) for shard in shards_of(made)]
     assert places == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
@@ -51,7 +51,7 @@ def test_each_part_is_a_process_that_knows_its_place() -> None:
     assert [shard.process_name for shard in shards_of(made)] == [shard.name for shard in made.shards]
 
 
-def test_each_part_has_an_address_and_each_replica_a_place_to_meet() -> None:
+def test_addresses_of_ranks_and_groups() -> None:
     made = plan(num_replicas=2, num_shard=2)
     folder = "unix:///tmp/tgi-1"
     assert [shard.address for shard in shards_of(made)] == [
@@ -66,7 +66,7 @@ def test_each_part_has_an_address_and_each_replica_a_place_to_meet() -> None:
     assert [shard.address for shard in made.shards] == [shard.address for shard in shards_of(made)]
 
 
-def test_the_router_knows_those_that_lead() -> None:
+def test_router_has_the_addresses_of_the_leaders() -> None:
     router = CliApp.run(RouterConfig, cli_args=list(plan(num_replicas=2, num_shard=4).router.argv[4:]))
     assert router.shard_address == ("unix:///tmp/tgi-1/shard-0-0", "unix:///tmp/tgi-1/shard-1-0")
     assert router.compute_type == "8-nvidia-h200"
@@ -82,29 +82,27 @@ def test_the_router_knows_those_that_lead() -> None:
         ({}, {"num_shard": 2, "device": "cuda"}, ["0", "1"]),
     ],
 )
-def test_each_part_has_a_device_of_its_own(
-    environ: dict[str, str], settings: dict[str, object], devices: list[str]
-) -> None:
+def test_each_rank_has_its_own_device(environ: dict[str, str], settings: dict[str, object], devices: list[str]) -> None:
     made = plan(dataclasses.replace(GPUS, environ=environ), **settings)
     assert [shard.env["CUDA_VISIBLE_DEVICES"] for shard in made.shards] == devices
 
 
-def test_on_a_cpu_the_parts_share_the_machine() -> None:
-    for around in (GPUS, NO_GPU):
-        made = plan(around, num_replicas=2, num_shard=2, device="cpu")
+def test_ranks_on_cpu_share_cores_and_memory() -> None:
+    for context in (GPUS, NO_GPU):
+        made = plan(context, num_replicas=2, num_shard=2, device="cpu")
         assert [shard.num_threads for shard in shards_of(made)] == [2] * 4
         assert [shard.cpu_memory_fraction for shard in shards_of(made)] == [0.1] * 4
         assert all("CUDA_VISIBLE_DEVICES" not in shard.env for shard in made.shards)
 
 
-def test_sockets_and_ports_of_all_parts_lie_side_by_side() -> None:
+def test_ranks_have_consecutive_sockets_and_ports() -> None:
     paths = [shard.address for shard in plan(num_replicas=2, num_shard=2, shard_uds_path="/run/tgi").shards]
     assert paths == [f"unix:///run/tgi-{place}" for place in ("0-0", "0-1", "1-0", "1-1")]
     ports = [shard.address for shard in plan(num_replicas=2, num_shard=2, shard_tcp_port=5000).shards]
     assert ports == [f"127.0.0.1:{port}" for port in (5000, 5001, 5002, 5003)]
 
 
-def test_torch_is_quiet_about_what_follows_from_a_death_unless_asked() -> None:
+def test_torch_log_level_of_groups() -> None:
     assert {shard.env["TORCH_CPP_LOG_LEVEL"] for shard in plan(num_shard=2).shards} == {"ERROR"}
     asked = dataclasses.replace(GPUS, environ={"TORCH_CPP_LOG_LEVEL": "INFO"})
     assert {shard.env["TORCH_CPP_LOG_LEVEL"] for shard in plan(asked, num_shard=2).shards} == {"INFO"}
@@ -112,7 +110,7 @@ def test_torch_is_quiet_about_what_follows_from_a_death_unless_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("around", "settings", "text"),
+    ("context", "settings", "text"),
     [
         (NO_GPU, {"num_shard": 2}, "not enough cuda devices: 2 shards take one each (--num-shard), and 0 are visible"),
         (GPUS, {"num_shard": 9}, "not enough cuda devices: 9 shards take one each (--num-shard), and 8 are visible"),
@@ -129,8 +127,8 @@ def test_torch_is_quiet_about_what_follows_from_a_death_unless_asked() -> None:
         ),
     ],
 )
-def test_parts_that_cannot_be_had_are_refused(around: LaunchContext, settings: dict[str, object], text: str) -> None:
-    assert refusal(around, **settings) == text
+def test_impossible_groups_are_rejected(context: LaunchContext, settings: dict[str, object], text: str) -> None:
+    assert rejection(context, **settings) == text
 
 
 @pytest.mark.parametrize(
@@ -145,7 +143,7 @@ def test_parts_that_cannot_be_had_are_refused(around: LaunchContext, settings: d
         ),
     ],
 )
-def test_ports_that_cannot_be_had_are_refused(settings: dict[str, object], text: str) -> None:
+def test_unavailable_ports_are_rejected(settings: dict[str, object], text: str) -> None:
     with pytest.raises(PlanError) as error:
         check_ports(config(**settings), GPUS.devices)
     assert str(error.value) == text
@@ -156,9 +154,9 @@ def test_ports_that_cannot_be_had_are_refused(settings: dict[str, object], text:
     [
         {"num_shard": 8},
         {"shard_tcp_port": 65532, "num_shard": 4},
-        {"shard_tcp_port": 2999, "num_shard": 4, "engine": "tensorrt-llm"},  # one process leads all four
+        {"shard_tcp_port": 2999, "num_shard": 4, "engine": "tensorrt-llm"},  # one shard process for all four GPUs
         {"shard_tcp_port": 2996, "num_shard": 4},
     ],
 )
-def test_ports_that_are_free_are_taken(settings: dict[str, object]) -> None:
+def test_available_ports_pass(settings: dict[str, object]) -> None:
     check_ports(config(**settings), GPUS.devices)

@@ -1,4 +1,4 @@
-"""The plan where TensorRT-LLM is the engine: one shard a replica, which leads as many GPUs as it was given."""
+"""Plans with TensorRT-LLM: one shard per replica, which uses several GPUs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def config(**settings: object) -> LauncherConfig:
     return LauncherConfig.of(**{"model_id": "some/model", "engine": "tensorrt-llm", **settings})
 
 
-def plan(around: LaunchContext = EIGHT_GPUS, **settings: object) -> LaunchPlan:
-    return make_plan(config(**settings), around)
+def plan(context: LaunchContext = EIGHT_GPUS, **settings: object) -> LaunchPlan:
+    return make_plan(config(**settings), context)
 
 
 def shard_of(spec: ShardSpec) -> ShardConfig:
-    """The configuration a shard makes of its arguments."""
+    """Return the settings that a shard parses from its arguments."""
     assert spec.argv[:4] == (sys.executable, "-P", "-m", "text_generation_shard")
     return CliApp.run(ShardConfig, cli_args=list(spec.argv[4:]))
 
@@ -40,9 +40,9 @@ def router_of(plan: LaunchPlan) -> RouterConfig:
     return CliApp.run(RouterConfig, cli_args=list(plan.router.argv[4:]))
 
 
-def refusal(around: LaunchContext = EIGHT_GPUS, **settings: object) -> str:
+def rejection(context: LaunchContext = EIGHT_GPUS, **settings: object) -> str:
     with pytest.raises(PlanError) as error:
-        plan(around, **settings)
+        plan(context, **settings)
     return str(error.value)
 
 
@@ -61,7 +61,7 @@ def test_one_shard_leads_all_gpus_of_its_replica(settings: dict[str, object], gp
     (spec,) = made.shards
     shard = shard_of(spec)
     assert (shard.engine, shard.tensor_parallel) == ("tensorrt-llm", gpus)
-    assert (shard.rank, shard.world_size) == (0, 1), "the ranks are the engine's own"
+    assert (shard.rank, shard.world_size) == (0, 1), "the engine manages its own ranks"
     assert router_of(made).shard_address == (shard.address,)
 
 
@@ -78,16 +78,16 @@ def test_one_shard_leads_all_gpus_of_its_replica(settings: dict[str, object], gp
         ({"CUDA_VISIBLE_DEVICES": "7,5,3,1"}, {"device": "cuda:2"}, ["3"]),
     ],
 )
-def test_a_replica_sees_its_own_gpus_and_no_other(
+def test_each_replica_sees_only_its_own_gpus(
     environ: dict[str, str], settings: dict[str, object], devices: list[str]
 ) -> None:
     made = plan(dataclasses.replace(EIGHT_GPUS, environ=environ), **settings)
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in made.shards] == devices
-    # TensorRT-LLM counts from the first visible one: a number would name another device there.
+    # TensorRT-LLM numbers only its visible devices, so a device number would be wrong.
     assert [shard_of(spec).device for spec in made.shards] == ["auto"] * len(devices)
 
 
-def test_without_a_gpu_the_shard_has_the_last_word() -> None:
+def test_without_gpus_cuda_visible_devices_is_not_set() -> None:
     made = plan(dataclasses.replace(EIGHT_GPUS, devices=Devices(0, None)))
     assert "CUDA_VISIBLE_DEVICES" not in made.shards[0].env
 
@@ -119,11 +119,11 @@ def test_without_a_gpu_the_shard_has_the_last_word() -> None:
         (2, {"device": "cuda:2"}, "`device` is cuda:2, and 2 devices are visible"),
     ],
 )
-def test_gpus_that_cannot_be_had_are_refused(gpus: int, settings: dict[str, object], text: str) -> None:
-    assert refusal(dataclasses.replace(EIGHT_GPUS, devices=Devices(gpus, None)), **settings) == text
+def test_unavailable_gpus_are_rejected(gpus: int, settings: dict[str, object], text: str) -> None:
+    assert rejection(dataclasses.replace(EIGHT_GPUS, devices=Devices(gpus, None)), **settings) == text
 
 
-def test_the_compute_type_counts_gpus() -> None:
+def test_compute_type_counts_gpus() -> None:
     assert router_of(plan(num_shard=4, num_replicas=2)).compute_type == "8-nvidia-h200"
     assert router_of(plan(num_shard=2)).compute_type == "2-nvidia-h200"
     assert count_parts(config(num_shard=4, num_replicas=2), EIGHT_GPUS.devices) == 8
@@ -132,11 +132,11 @@ def test_the_compute_type_counts_gpus() -> None:
 @pytest.mark.parametrize(
     "options", ["engine.yaml", "{kv_cache_config: {dtype: fp8}}", "max_num_tokens: 4096\n# more\n"]
 )
-def test_options_reach_the_shard_as_they_are(options: str) -> None:
+def test_options_reach_the_shard_unchanged(options: str) -> None:
     assert shard_of(plan(trtllm_options=options).shards[0]).trtllm_options == options
 
 
-def test_the_engines_settings_reach_the_shard() -> None:
+def test_engine_settings_reach_the_shard() -> None:
     settings: dict[str, object] = {
         "hang_timeout": 30.0,
         "load_format": "dummy",
@@ -147,14 +147,14 @@ def test_the_engines_settings_reach_the_shard() -> None:
     assert {name: getattr(shard, name) for name in settings} == settings
 
 
-def test_what_slurm_and_mpirun_left_does_not_reach_the_shard() -> None:
+def test_variables_of_slurm_and_mpirun_do_not_reach_the_shard() -> None:
     environ = {"PATH": "/bin", "SLURM_JOB_ID": "1", "PMI_RANK": "0", "PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
     made = plan(dataclasses.replace(EIGHT_GPUS, environ=environ))
     assert made.shards[0].env == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", **mpi.DEFAULTS}
-    assert made.router.env == environ, "it starts no ranks"
+    assert made.router.env == environ, "the router starts no ranks"
 
 
-def test_another_engine_starts_no_ranks() -> None:
+def test_other_engines_keep_the_environment() -> None:
     environ = {"SLURM_JOB_ID": "1"}
     made = make_plan(
         LauncherConfig.of(model_id="m", engine="torch", trtllm_launch="mpirun"),
@@ -167,17 +167,17 @@ def test_another_engine_starts_no_ranks() -> None:
 # ------------------------------------------------------------------------------------------------------------- mpirun
 
 
-def under_mpirun(spec: ShardSpec) -> tuple[MpirunConfig, list[str], ShardSpec]:
-    """What the process between launcher and shard is told, mpirun's command, and the shard."""
+def mpirun_parts(spec: ShardSpec) -> tuple[MpirunConfig, list[str], ShardSpec]:
+    """Return the settings of the MPI process, the command line of mpirun, and the shard."""
     assert spec.argv[:4] == (sys.executable, "-P", "-m", "text_generation_launcher.mpi")
     own, mpirun, shard = split(spec.argv[4:])
     return CliApp.run(MpirunConfig, cli_args=own), mpirun, dataclasses.replace(spec, argv=tuple(shard))
 
 
-def test_mpirun_starts_as_many_ranks_as_there_are_gpus() -> None:
+def test_mpirun_starts_one_rank_per_gpu() -> None:
     made = plan(num_replicas=2, num_shard=4, trtllm_launch="mpirun", json_output=True)
     for replica, spec in enumerate(made.shards):
-        own, mpirun, shard = under_mpirun(spec)
+        own, mpirun, shard = mpirun_parts(spec)
         assert (own.replica, own.lifeline_fd, own.json_output) == (replica, 7, True)
         assert mpirun == [
             *("mpirun", "-n", "4", "--oversubscribe", "--bind-to", "none", "trtllm-llmapi-launch"),
@@ -188,20 +188,20 @@ def test_mpirun_starts_as_many_ranks_as_there_are_gpus() -> None:
         assert spec.inherited_fds == (7,)
 
 
-def test_the_shard_is_the_same_whoever_starts_its_ranks() -> None:
+def test_shard_command_is_the_same_with_mpirun() -> None:
     spawned, by_mpirun = (plan(num_shard=2, trtllm_launch=how).shards[0] for how in ("spawn", "mpirun"))
-    _, _, shard = under_mpirun(by_mpirun)
+    _, _, shard = mpirun_parts(by_mpirun)
     assert shard.argv == spawned.argv
     assert (by_mpirun.name, by_mpirun.address, by_mpirun.replica) == (spawned.name, spawned.address, spawned.replica)
     assert by_mpirun.env == spawned.env | {"PATH": f"{Path(sys.executable).parent}:/bin"}
     assert by_mpirun.stop_timeout > spawned.stop_timeout, "the ranks end after the shard"
 
 
-def test_root_must_say_so_to_open_mpi() -> None:
+def test_open_mpi_is_allowed_to_run_as_root() -> None:
     root = dataclasses.replace(EIGHT_GPUS, is_root=True)
-    for around, allowed in ((EIGHT_GPUS, False), (root, True)):
-        spec = plan(around, num_shard=2, trtllm_launch="mpirun").shards[0]
-        assert ("--allow-run-as-root" in under_mpirun(spec)[1]) == allowed
-        for env in (spec.env, plan(around).shards[0].env):
+    for context, allowed in ((EIGHT_GPUS, False), (root, True)):
+        spec = plan(context, num_shard=2, trtllm_launch="mpirun").shards[0]
+        assert ("--allow-run-as-root" in mpirun_parts(spec)[1]) == allowed
+        for env in (spec.env, plan(context).shards[0].env):
             for name in ("OMPI_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT"):
                 assert (env.get(name) == env.get(f"{name}_CONFIRM") == "1") == allowed

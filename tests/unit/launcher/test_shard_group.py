@@ -1,4 +1,4 @@
-"""Which of several ends broke a group."""
+"""The root cause of the end of a group."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from text_generation_launcher.shard_group import RankExit, root_cause
 from text_generation_proto.exit_codes import ExitCode
 
 LOST = int(ExitCode.BUG)
-"""How a shard ends that loses a peer."""
+"""Exit code of a shard that lost a peer."""
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ LOST = int(ExitCode.BUG)
         ([RankExit(1, LOST), RankExit(0, LOST)], RankExit(1, LOST)),
     ],
 )
-def test_the_first_end_that_follows_from_no_other_is_the_cause(ends: list[RankExit], expected: RankExit) -> None:
+def test_root_cause_is_the_first_exit_that_is_not_a_consequence(ends: list[RankExit], expected: RankExit) -> None:
     assert root_cause(ends) == expected

@@ -8,49 +8,49 @@ import pytest
 from text_generation_launcher.shutdown import FORCED_GRACE, NO_SHARD_SECOND_SIGNAL, GracefulShutdown
 
 
-async def test_the_first_signal_asks_and_leaves_all_patience() -> None:
-    stop, reminded = GracefulShutdown(), []
-    async with stop.grace_period(60.0, lambda: reminded.append(1)):
+async def test_first_signal_keeps_the_grace_period() -> None:
+    stop, terminated = GracefulShutdown(), []
+    async with stop.grace_period(60.0, lambda: terminated.append(1)):
         stop.receive(signal.SIGTERM)
         assert stop.requested.is_set()
-    assert reminded == []
+    assert terminated == []
 
 
-async def impatient(stop: GracefulShutdown, seconds: float, reminded: list[int]) -> None:
-    """Two signals, and one more, come while somebody waits for ever."""
-    async with stop.grace_period(seconds, lambda: reminded.append(1)):
+async def three_signals(stop: GracefulShutdown, seconds: float, terminated: list[int]) -> None:
+    """Receive three signals while waiting for ever."""
+    async with stop.grace_period(seconds, lambda: terminated.append(1)):
         for _ in range(3):
             stop.receive(signal.SIGTERM)
         await asyncio.Event().wait()
 
 
-async def test_the_second_signal_cuts_patience_short_and_reminds_once() -> None:
-    reminded: list[int] = []
+async def test_second_signal_shortens_the_grace_period_and_terminates_once() -> None:
+    terminated: list[int] = []
     begin = asyncio.get_running_loop().time()
     with pytest.raises(TimeoutError):
-        await impatient(GracefulShutdown(), 60.0, reminded)
+        await three_signals(GracefulShutdown(), 60.0, terminated)
     assert FORCED_GRACE - 0.1 <= asyncio.get_running_loop().time() - begin < FORCED_GRACE + 10
-    assert reminded == [1]
+    assert terminated == [1]
 
 
-async def test_a_hurry_never_lengthens_patience() -> None:
+async def test_second_signal_does_not_lengthen_the_grace_period() -> None:
     begin = asyncio.get_running_loop().time()
     with pytest.raises(TimeoutError):
-        await impatient(GracefulShutdown(), 0.05, [])
+        await three_signals(GracefulShutdown(), 0.05, [])
     assert asyncio.get_running_loop().time() - begin < FORCED_GRACE
 
 
-async def test_where_nothing_is_left_to_wait_for_patience_is_short_and_reminds() -> None:
-    stop, reminded = GracefulShutdown(), asyncio.Event()
+async def test_without_shards_sigterm_is_sent_twice() -> None:
+    stop, terminated = GracefulShutdown(), asyncio.Event()
     stop.shards_lost()
     begin = asyncio.get_running_loop().time()
-    async with stop.grace_period(60.0, reminded.set):
-        await reminded.wait()
+    async with stop.grace_period(60.0, terminated.set):
+        await terminated.wait()
     assert asyncio.get_running_loop().time() - begin >= NO_SHARD_SECOND_SIGNAL - 0.1
-    assert not stop.requested.is_set(), "nobody asked: the exit code says what happened"
+    assert not stop.requested.is_set(), "no stop was requested"
 
 
-async def test_where_nothing_is_left_to_wait_for_patience_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_shards_the_grace_period_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("text_generation_launcher.shutdown.NO_SHARD_GRACE", 0.05)
     stop = GracefulShutdown()
     stop.shards_lost()
@@ -59,12 +59,12 @@ async def test_where_nothing_is_left_to_wait_for_patience_has_an_end(monkeypatch
             await asyncio.Event().wait()
 
 
-async def test_who_ends_in_time_is_not_reminded() -> None:
-    stop, reminded = GracefulShutdown(), []
+async def test_child_that_ends_in_time_gets_no_second_signal() -> None:
+    stop, terminated = GracefulShutdown(), []
     stop.shards_lost()
-    async with stop.grace_period(60.0, lambda: reminded.append(1)):
+    async with stop.grace_period(60.0, lambda: terminated.append(1)):
         pass
     ran_on = asyncio.Event()
     asyncio.get_running_loop().call_later(NO_SHARD_SECOND_SIGNAL + 0.1, ran_on.set)
     await ran_on.wait()
-    assert reminded == []
+    assert terminated == []

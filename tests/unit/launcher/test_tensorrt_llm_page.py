@@ -1,4 +1,4 @@
-"""What docs/tensorrt-llm.md says is so: its flags, its options, the messages it explains."""
+"""docs/tensorrt-llm.md matches the code: flags, options, explained messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def section(title: str) -> str:
 
 
 def known_options(version: str) -> dict[str, Collection[str] | None]:
-    """The keywords of LLM, as recorded from its sources; those of the nested models that the shard compares with theirs."""
+    """Return the keywords of LLM recorded from its sources, with those of the nested models that the shard checks."""
     recorded = json.loads((ROOT / "tests" / "fakes" / "tensorrt_llm" / f"signatures-{version}.json").read_text())
     fields = {
         name: [field["name"] for field in entry["fields"]]
@@ -40,7 +40,7 @@ def known_options(version: str) -> dict[str, Collection[str] | None]:
 
 
 @pytest.mark.parametrize("version", ["1.2", "1.3"])
-def test_the_options_of_the_example_are_those_of_both_versions(version: str) -> None:
+def test_example_options_exist_in_both_versions(version: str) -> None:
     example = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     assert example is not None
     options = read_options(example[1])
@@ -48,24 +48,24 @@ def test_the_options_of_the_example_are_those_of_both_versions(version: str) -> 
     check_options(options, known_options(version))
 
 
-def test_options_on_command_lines_are_read_as_they_are_meant() -> None:
+def test_options_in_example_command_lines() -> None:
     options = [read_options(text) for text in re.findall(r"--trtllm-options '([^']+)'", PAGE)]
     assert options == [{"kv_cache_config": {"dtype": "fp8"}}, {"sampler_type": "TRTLLMSampler"}]
 
 
-def test_what_is_said_not_to_be_the_operators_is_not() -> None:
+def test_options_documented_as_not_settable() -> None:
     names = re.search(r"Not set here, .*?\n\n", PAGE, re.DOTALL)
     assert names is not None
     assert set(re.findall(r"`([a-z_]+)`", names[0])) <= RESERVED.keys()
 
 
-def test_every_flag_of_the_table_is_one_of_the_launcher() -> None:
+def test_flags_of_the_table_exist() -> None:
     flags = re.findall(r"^\| `--([a-z-]+)", section("One GPU"), re.MULTILINE)
     assert len(flags) > 10
     assert {flag.replace("-", "_") for flag in flags} <= LauncherConfig.model_fields.keys()
 
 
-def test_flags_said_to_be_refused_are() -> None:
+def test_flags_documented_as_rejected() -> None:
     refused = re.search(r"^TGI's (.*) are refused", PAGE, re.MULTILINE)
     assert refused is not None
     assert {flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+)", refused[1])} <= UNSUPPORTED
@@ -84,6 +84,6 @@ def test_flags_said_to_be_refused_are() -> None:
         "the engine's KV cache holds",
     ],
 )
-def test_messages_it_explains_are_ours(message: str) -> None:
+def test_explained_messages_exist_in_the_code(message: str) -> None:
     assert message in section("Troubleshooting")
     assert message in SOURCES

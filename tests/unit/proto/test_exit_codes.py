@@ -3,7 +3,7 @@ from __future__ import annotations
 from text_generation_proto.exit_codes import exit_fields
 
 
-def test_the_end_of_a_process_is_its_exit_code_or_the_signal_that_killed_it() -> None:
+def test_exit_fields_have_the_code_and_the_signal() -> None:
     assert exit_fields(3) == {"exit_code": 3}
     assert exit_fields(-9) == {"exit_code": -9, "signal": "SIGKILL"}
-    assert exit_fields(-40) == {"exit_code": -40, "signal": "40"}  # a real-time signal without a name
+    assert exit_fields(-40) == {"exit_code": -40, "signal": "40"}  # real-time signals have no name
