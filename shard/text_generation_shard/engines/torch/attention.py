@@ -98,12 +98,12 @@ class AttentionPlan:
             [(tile.start, tile.length, tile.slot) for tile in group.tiles], device=device
         ).T.unsqueeze(2)
         # A padded position repeats the last token of its tile: the result is finite and is dropped.
-        place = torch.minimum(torch.arange(group.queries, device=device), lengths - 1)
+        offsets = torch.minimum(torch.arange(group.queries, device=device), lengths - 1)
         query_index = result_index = None
         if group.is_padded:
-            query_index = (lengths.cumsum(0) - lengths + place).flatten()
+            query_index = (lengths.cumsum(0) - lengths + offsets).flatten()
             result_index = (torch.arange(group.queries, device=device) < lengths).flatten().nonzero().squeeze(1)
-        views = {window: self._view(group, starts + place, slots, tables, window) for window in windows}
+        views = {window: self._view(group, starts + offsets, slots, tables, window) for window in windows}
         return _PlannedGroup(group, views, query_index, result_index)
 
     def _view(

@@ -86,8 +86,8 @@ def build_batch(
         for tile in group.tiles:
             offsets[tile.row].append((len(token_ids), tile))
             token_ids.extend(rows[tile.row].sequence.tokens[tile.start : tile.end])
-    for places in offsets:
-        places.sort(key=lambda place: place[1].start)
+    for row_tiles in offsets:
+        row_tiles.sort(key=lambda pair: pair[1].start)
     tables.update(rows)
     tiles = [tile for group in groups for tile in group.tiles]
     starts, lengths, slots = torch.tensor([(tile.start, tile.length, tile.slot) for tile in tiles], device=device).T

@@ -112,6 +112,6 @@ def _device(name: str) -> torch.device:
         raise EngineError(f"device {name!r} is not one of auto, cpu, cuda, cuda:N")
     if device.type == "cuda":
         if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise EngineError(f"device {name!r} is not there")
+            raise EngineError(f"device {name!r} is not available")
         device = torch.device("cuda", device.index or 0)
     return device

@@ -55,8 +55,8 @@ class CpuExecutor:
         return Launched(
             hidden=hidden,
             prefills=[
-                (row, [(offset, tile.start, tile.length) for offset, tile in places])
-                for row, places in zip(rows.others, batch.offsets, strict=True)
+                (row, [(offset, tile.start, tile.length) for offset, tile in tiles])
+                for row, tiles in zip(rows.others, batch.offsets, strict=True)
                 if row.prefills
             ],
             logits=logits,
@@ -88,7 +88,7 @@ class CpuExecutor:
     def is_broken_by(self, error: Exception) -> bool:
         return False
 
-    def on_broken(self, tell: Callable[[str], None]) -> None:
+    def on_broken(self, callback: Callable[[str], None]) -> None:
         """Nothing to register: failures are raised by calls."""
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class TorchEngine(InProcess):
             self._table.apply(worst.orders)
             rows = self._table.rows()
             with torch.inference_mode():
-                self._record(self._choose(self._launch(rows)))
+                self._record(self._sample(self._launch(rows)))
             self.reset()
             # The peak includes the KV cache of the warm-up step, which the final one replaces.
             available = executor.spare_bytes() + worst.num_blocks * executor.block_bytes
@@ -134,7 +134,7 @@ class TorchEngine(InProcess):
         launched = self._launch_or_fail(rows) if rows else StepResult()
         result = StepResult() if before is None else self._record(before)
         if isinstance(launched, _Step):
-            launched = self._choose_or_fail(launched)
+            launched = self._sample_or_fail(launched)
         if isinstance(launched, StepResult):
             result.failed += launched.failed
         elif self._executor.runs_ahead:
@@ -151,8 +151,8 @@ class TorchEngine(InProcess):
     def used_blocks(self) -> int:
         return self._table.used_blocks
 
-    def on_broken(self, tell: Callable[[str], None]) -> None:
-        self._executor.on_broken(tell)
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        self._executor.on_broken(callback)
 
     def reset(self) -> None:
         if self._in_flight is not None and self._in_flight.done is not None:
@@ -181,9 +181,9 @@ class TorchEngine(InProcess):
         except Exception as error:  # noqa: BLE001 – see `_fail`
             return self._fail(rows, error)
 
-    def _choose_or_fail(self, step: _Step) -> _Step | StepResult:
+    def _sample_or_fail(self, step: _Step) -> _Step | StepResult:
         try:
-            return self._choose(step)
+            return self._sample(step)
         except Exception as error:  # noqa: BLE001 – see `_fail`
             return self._fail(step.rows, error)
 
@@ -202,28 +202,28 @@ class TorchEngine(InProcess):
         self._table.begin(rows)
         return _Step(rows, launched.started, launched.computed, launched, masking)
 
-    def _choose(self, step: _Step) -> _Step:
+    def _sample(self, step: _Step) -> _Step:
         """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
         step.scores = start_scores(launched, self._executor.logits)
-        chosen = launched.sampled
-        if launched.logits is not None and chosen is None:
+        packed = launched.sampled
+        if launched.logits is not None and packed is None:
             rows, first = step.rows.sampling, step.rows.num_steady
             masking = step.masking or self._start_masks(rows)
             step.masks = {} if masking is None else masking.result()
             self._histories.update(row.sequence for row in rows if needs_history(row.sequence.sampling))
-            asked = [self._sampling_row(row, step.masks) for row in rows]
-            sampled = sample(launched.logits, [STEADY_ROW] * first + asked, self._executor.threshold_search)
+            settings = [self._sampling_row(row, step.masks) for row in rows]
+            sampled = sample(launched.logits, [STEADY_ROW] * first + settings, self._executor.threshold_search)
             self._executor.store_sampled_tokens(step.rows, sampled.token_ids)
-            step.top_token_rows = [(place, row) for place, row in enumerate(rows, first) if row.sequence.top_n]
+            step.top_token_rows = [(index, row) for index, row in enumerate(rows, first) if row.sequence.top_n]
             if step.top_token_rows:
                 most = max(row.sequence.top_n for _, row in step.top_token_rows)
-                step.tops = top_candidates(sampled, [place for place, _ in step.top_token_rows], most)
-            chosen = torch.cat((sampled.token_ids.int(), sampled.logprobs.view(torch.int32)))
-        if chosen is not None:
-            step.sampled = self._downloads.take(len(chosen))
-            step.sampled.copy_(chosen, non_blocking=True)
+                step.tops = top_candidates(sampled, [index for index, _ in step.top_token_rows], most)
+            packed = torch.cat((sampled.token_ids.int(), sampled.logprobs.view(torch.int32)))
+        if packed is not None:
+            step.sampled = self._downloads.take(len(packed))
+            step.sampled.copy_(packed, non_blocking=True)
         step.done = self._events.record()
         return step
 
@@ -247,9 +247,9 @@ class TorchEngine(InProcess):
         if step.tops is None:
             return []
         return [
-            TopTokens(row.sequence.slot, 0, *step.tops.top(index, row.sequence.top_n))
-            for index, (place, row) in enumerate(step.top_token_rows)
-            if place not in chosen.failures and row.sequence.is_held
+            TopTokens(row.sequence.slot, 0, *step.tops.top(number, row.sequence.top_n))
+            for number, (index, row) in enumerate(step.top_token_rows)
+            if index not in chosen.failures and row.sequence.is_held
         ]
 
     def _start_masks(self, rows: list[Row]) -> Future[Masks] | None:
@@ -280,12 +280,13 @@ def _is_greedy(row: Row) -> bool:
     return row.start + row.length >= row.sequence.plain_from
 
 
-def _read(chosen: Tensor, rows: int) -> Chosen:
-    numbers, half = chosen.numpy(), len(chosen) // 2
+def _read(packed: Tensor, rows: int) -> Chosen:
+    """Unpack token ids and logprobs; rows with an invalid logprob are failures."""
+    numbers, half = packed.numpy(), len(packed) // 2
     read = Chosen(numbers[:rows].tolist(), numbers[half : half + rows].view(np.float32).tolist())
     # A NaN or infinity among the logits propagates to their sum, to the logprob, and to the sum of all logprobs.
     if not isfinite(sum(read.logprobs)):
-        invalid = [place for place, logprob in enumerate(read.logprobs) if not isfinite(logprob)]
+        invalid = [index for index, logprob in enumerate(read.logprobs) if not isfinite(logprob)]
         read.failures = dict.fromkeys(invalid, NO_TOKEN)
     return read
 
@@ -294,12 +295,12 @@ def _add_mask_results(step: _Step, chosen: Chosen) -> None:
     """Add the completions and failures reported by the grammar masks."""
     if not step.masks:
         return
-    for place, row in enumerate(step.rows.sampling, step.rows.num_steady):
+    for index, row in enumerate(step.rows.sampling, step.rows.num_steady):
         if mask := step.masks.get(row.sequence.slot):
             if mask.is_complete:
-                chosen.ends.add(place)
+                chosen.ends.add(index)
             if mask.failure is not None:
-                chosen.failures[place] = (FailureCode.INVALID, mask.failure)
+                chosen.failures[index] = (FailureCode.INVALID, mask.failure)
 
 
 def _one_line(error: Exception) -> str:

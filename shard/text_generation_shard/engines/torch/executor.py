@@ -82,7 +82,7 @@ class Executor(Protocol):
         """Return True if no step can be computed after this error of a step."""
         ...
 
-    def on_broken(self, tell: Callable[[str], None]) -> None:
+    def on_broken(self, callback: Callable[[str], None]) -> None:
         """Register a callback for fatal failure. May be called from any thread, with the reason."""
         ...
 

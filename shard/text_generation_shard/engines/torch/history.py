@@ -27,18 +27,18 @@ class TokenHistories:
         if not behind:
             return
         self._grow(behind)
-        places: list[int] = []
+        indices: list[int] = []
         tokens: list[int] = []
         capacity = self._tokens.shape[1]
         for sequence in behind:
             owner, count = self._stored.get(sequence.slot, (None, 0))
             new = sequence.tokens[count if owner is sequence else 0 :]
             end = sequence.slot * capacity + len(sequence.tokens)
-            places.extend(range(end - len(new), end))
+            indices.extend(range(end - len(new), end))
             tokens.extend(new)
             self._stored[sequence.slot] = (sequence, len(sequence.tokens))
-        sent = upload(places + tokens, torch.int64, self._device)
-        self._tokens.view(-1).index_copy_(0, sent[: len(places)], sent[len(places) :].int())
+        sent = upload(indices + tokens, torch.int64, self._device)
+        self._tokens.view(-1).index_copy_(0, sent[: len(indices)], sent[len(indices) :].int())
 
     def tokens(self, sequence: Sequence) -> Tensor:
         """Return the ids of the sequence so far, int32 [tokens]; valid until the next update."""

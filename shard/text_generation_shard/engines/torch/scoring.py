@@ -31,11 +31,11 @@ class PendingScores:
 
     def finish(self) -> None:
         """Write the scores to `scores`; the device must have finished the copies."""
-        places = slice(self.first, self.first + len(self.logprobs))
-        self.scores.logprobs[places] = self.logprobs.tolist()
+        span = slice(self.first, self.first + len(self.logprobs))
+        self.scores.logprobs[span] = self.logprobs.tolist()
         if self.scores.tops is not None:
             pairs = zip(self.top_ids.tolist(), self.top_logprobs.tolist(), strict=True)
-            self.scores.tops[places] = [(tuple(ids), tuple(logprobs)) for ids, logprobs in pairs]
+            self.scores.tops[span] = [(tuple(ids), tuple(logprobs)) for ids, logprobs in pairs]
 
 
 def start_scores(launched: Launched, logits: Callable[[Tensor, int, int], Tensor]) -> list[PendingScores]:
@@ -45,11 +45,11 @@ def start_scores(launched: Launched, logits: Callable[[Tensor, int, int], Tensor
     transformation. Position i predicts token i + 1.
     """
     pending: list[PendingScores] = []
-    for row, places in launched.prefills:
+    for row, ranges in launched.prefills:
         scores = row.sequence.prompt_scores
         if scores is None:
             continue
-        for offset, first, length in places:
+        for offset, first, length in ranges:
             last = min(first + length, len(scores.logprobs) - 1)
             for start in range(first, last, POSITIONS_AT_ONCE):
                 end = min(start + POSITIONS_AT_ONCE, last)

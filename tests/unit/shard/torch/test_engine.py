@@ -50,7 +50,7 @@ def test_info_tells_what_config_says(engine: TorchEngine, checkpoint: Path) -> N
         ({"model_path": "/nowhere"}, "does not exist"),
         ({"device": "toaster"}, "'toaster' is not one of"),
         ({"device": "meta"}, "'meta' is not one of"),
-        ({"device": "cuda:77"}, "'cuda:77' is not there"),
+        ({"device": "cuda:77"}, "'cuda:77' is not available"),
     ],
 )
 def test_what_cannot_be_built_is_refused(checkpoint: Path, changes: dict[str, Any], words: str) -> None:

@@ -107,9 +107,9 @@ class CudaExecutor:
             return True
         return False
 
-    def on_broken(self, tell: Callable[[str], None]) -> None:
+    def on_broken(self, callback: Callable[[str], None]) -> None:
         if self._group.tp.world_size > 1:
-            self._group.leader.watch(tell)
+            self._group.leader.watch(callback)
 
     def close(self) -> None:
         self._runner.allocate(0)

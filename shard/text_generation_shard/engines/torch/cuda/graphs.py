@@ -22,7 +22,7 @@ from text_generation_shard.engines.torch.cuda.step_plan import Padding, StepPlan
 UPDATES_PER_TOKEN = 4
 MIN_UPDATES = 32
 
-Left = TypeVar("Left")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,22 @@ class GraphPool:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, works: Sequence[Callable[[], Left]]) -> list[tuple[torch.cuda.CUDAGraph, Left]]:
-        """Capture each of `works`, in order; returns the graphs and the results of the calls."""
+    def record(self, functions: Sequence[Callable[[], T]]) -> list[tuple[torch.cuda.CUDAGraph, T]]:
+        """Capture each of `functions`, in order; returns the graphs and the results of the calls."""
         # Run once before the capture: this compiles kernels, creates handles and allocates memory outside the pool.
-        for work in works:
-            work()
+        for function in functions:
+            function()
         torch.cuda.synchronize()
-        return [self._capture(work) for work in works]
+        return [self._capture(function) for function in functions]
 
-    def _capture(self, work: Callable[[], Left]) -> tuple[torch.cuda.CUDAGraph, Left]:
+    def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
         # NCCL's threads may make calls that a global capture forbids.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
         ):
-            left = work()
-        return graph, left
+            result = function()
+        return graph, result
 
 
 def capture_sizes(max_rows: int) -> list[int]:

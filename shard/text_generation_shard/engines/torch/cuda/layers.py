@@ -100,8 +100,8 @@ class ModelWeights:
         table = torch.zeros(rows * tp.world_size, config.hidden_size, device=device, dtype=dtype)
         self.embedding = table[: config.vocab_size]
         self.tied = config.tie_word_embeddings
-        mine = slice(tp.rank * rows, (tp.rank + 1) * rows)
-        self.head = LMHead(table[mine] if self.tied else torch.zeros_like(table[mine]))
+        own_rows = slice(tp.rank * rows, (tp.rank + 1) * rows)
+        self.head = LMHead(table[own_rows] if self.tied else torch.zeros_like(table[own_rows]))
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill, by checkpoint name."""
@@ -109,10 +109,10 @@ class ModelWeights:
             "model.embed_tokens.weight": self.embedding,
             "model.norm.weight": self.norm,
         }
-        mine = self._vocabulary
-        if not self.tied and mine.length:
-            shape = (mine.total, self.embedding.shape[1])
-            parameters["lm_head.weight"] = ParameterShard(self.head.weight[: mine.length], shape, (mine.start, 0))
+        own = self._vocabulary
+        if not self.tied and own.length:
+            shape = (own.total, self.embedding.shape[1])
+            parameters["lm_head.weight"] = ParameterShard(self.head.weight[: own.length], shape, (own.start, 0))
         for layer in self.layers:
             parameters |= layer.named_parameters()
         return parameters

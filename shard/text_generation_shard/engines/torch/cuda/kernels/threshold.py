@@ -165,14 +165,14 @@ def _copy_to_buffer(  # noqa: PLR0913 – a kernel's arguments are flat
         indices = start + columns
         inside = indices < count
         values = tl.load(keys + indices, mask=inside, other=0.0)
-        ours = inside & ((_image(values) - low) >> bits == 0)
-        targets = found + tl.cumsum(ours.to(tl.int32), 0) - 1
-        ours_buffered = ours & (targets < CAPACITY)
-        tl.store(buffer + targets, values, mask=ours_buffered)
+        matching = inside & ((_image(values) - low) >> bits == 0)
+        targets = found + tl.cumsum(matching.to(tl.int32), 0) - 1
+        fits = matching & (targets < CAPACITY)
+        tl.store(buffer + targets, values, mask=fits)
         if weights is not None:
-            amounts = tl.load(weights + indices, mask=ours_buffered, other=0.0)
-            tl.store(buffer + CAPACITY + targets, amounts, mask=ours_buffered)
-        found += tl.sum(ours.to(tl.int32))
+            amounts = tl.load(weights + indices, mask=fits, other=0.0)
+            tl.store(buffer + CAPACITY + targets, amounts, mask=fits)
+        found += tl.sum(matching.to(tl.int32))
         start += BLOCK
     return found
 

@@ -40,7 +40,7 @@ class FollowerEngine(InProcess):
         self._rank = rank
         self._channel = channel
         self._worker = worker
-        self._on_broken: Callable[[str], None] | None = None
+        self._callback: Callable[[str], None] | None = None
         self._broken: str | None = None
         self._closing = False
         self._lock = threading.Lock()
@@ -76,12 +76,12 @@ class FollowerEngine(InProcess):
     def reset(self) -> None:
         """Nothing to drop: rank 0 holds the sequences."""
 
-    def on_broken(self, tell: Callable[[str], None]) -> None:
+    def on_broken(self, callback: Callable[[str], None]) -> None:
         with self._lock:
-            self._tell = tell
+            self._callback = callback
             broken = self._broken
         if broken is not None:
-            tell(broken)
+            callback(broken)
 
     def close(self) -> None:
         with self._lock:
@@ -120,7 +120,7 @@ class FollowerEngine(InProcess):
             if self._closing or self._broken is not None:
                 return False
             self._broken = reason
-            tell = self._tell
-        if tell is not None:
-            tell(reason)
+            callback = self._callback
+        if callback is not None:
+            callback(reason)
         return True
