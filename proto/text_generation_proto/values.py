@@ -8,6 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from text_generation_proto.parameters import Range, parameter, parameters_of
+
+POSITIVE = Range(0.0, exclusive=True)
+SHARE = Range(0.0, 1.0, exclusive=True)
+PENALTY = Range(-2.0, 2.0)
+LOGIT_BIAS = Range(-100, 100)
+"""Values of logit_bias."""
 MAX_LOGIT_BIAS = 1024
 """Tokens that one sequence may bias."""
 
@@ -57,26 +64,29 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters that choose the next token. The default of each field is neutral: it switches its stage off."""
+    """Parameters that choose the next token. The default of each field is neutral: it switches its stage off.
+
+    Ranges are checked in the order of the fields; that of the first ones is TGI's.
+    """
 
     greedy: bool = True
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
+    temperature: float = parameter(1.0, POSITIVE, tgi="temperature", openai="temperature", anthropic="temperature")
+    repetition_penalty: float = parameter(1.0, POSITIVE, tgi="repetition_penalty", openai="repetition_penalty")
+    frequency_penalty: float = parameter(0.0, PENALTY, tgi="frequency_penalty")
     """TGI's: minus f · count / length, over prompt and output."""
-    seed: int | None = 0
+    top_p: float = parameter(1.0, SHARE, tgi="top_p", openai="top_p", anthropic="top_p")
+    typical_p: float = parameter(1.0, SHARE, tgi="typical_p")
+    top_k: int = parameter(0, Range(1), tgi="top_k", openai="top_k", anthropic="top_k")
+    watermark: bool = parameter(False, tgi="watermark")  # noqa: FBT003 - its neutral value
+    seed: int | None = parameter(0, tgi="seed", openai="seed")
     """None: the engine takes no seed and the client asked for none. The wire has 0 for it."""
-    watermark: bool = False
-    min_p: float = 0.0
-    """Drop tokens less probable than this share of the most probable one's probability."""
-    output_frequency_penalty: float = 0.0
+    output_frequency_penalty: float = parameter(0.0, PENALTY, openai="frequency_penalty")
     """OpenAI's frequency_penalty: minus f · count, over the output alone."""
-    output_presence_penalty: float = 0.0
+    output_presence_penalty: float = parameter(0.0, PENALTY, openai="presence_penalty")
     """OpenAI's presence_penalty: minus p for each token that the output holds."""
-    logit_bias_ids: tuple[int, ...] = ()
+    min_p: float = parameter(0.0, Range(0.0, 1.0), openai="min_p")
+    """Drop tokens less probable than this share of the most probable one's probability."""
+    logit_bias_ids: tuple[int, ...] = parameter((), openai="logit_bias")
     logit_bias_values: tuple[float, ...] = ()
     """logit_bias_values[i] is added to the logit of logit_bias_ids[i]."""
 
@@ -91,8 +101,8 @@ class Stopping:
 
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
-    stop_token_ids: frozenset[int] = frozenset()
-    min_new_tokens: int = 0
+    stop_token_ids: frozenset[int] = parameter(frozenset(), openai="stop_token_ids")
+    min_new_tokens: int = parameter(0, openai="min_tokens")
     """No EOS or stop token is chosen before so many new ones."""
 
 
@@ -100,9 +110,14 @@ class Stopping:
 class LogprobOptions:
     """Log-probabilities to report beside those of the chosen tokens."""
 
-    top_n: int = 0
+    top_n: int = parameter(0, tgi="top_n_tokens", chat="top_logprobs", completions="logprobs")
     """The most probable tokens of each position to report."""
-    prompt: bool = False
+    prompt: bool = parameter(False, tgi="decoder_input_details", completions="`echo` with `logprobs`")  # noqa: FBT003
     """Report the log-probabilities of the prompt's tokens."""
-    prompt_top_n: int = 0
+    prompt_top_n: int = parameter(0, completions="`echo` with `logprobs` above 0")
     """With `prompt`: the most probable tokens of each prompt position to report."""
+
+
+SAMPLING_PARAMETERS = parameters_of(Sampling)
+STOPPING_PARAMETERS = parameters_of(Stopping)
+LOGPROB_PARAMETERS = parameters_of(LogprobOptions)

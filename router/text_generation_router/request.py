@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NewType, Protocol
 
-from text_generation_proto.values import FinishReason, Grammar, Sampling
+from text_generation_proto.values import FinishReason, Grammar, LogprobOptions, Sampling
 from text_generation_router.errors import ServingError
 
 RequestId = NewType("RequestId", int)
@@ -60,14 +60,11 @@ class Request:
     """Whether the stop sequence that ended a text is part of it: TGI's way; OpenAI cuts it."""
     visible_special: frozenset[TokenId] = frozenset()
     """Special tokens whose text is part of the answer (`[TOOL_CALLS]`)."""
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: frozenset[TokenId] = frozenset()
     ignore_eos: bool = False
     min_new_tokens: int = 0
     """No end-of-sequence or stop token is chosen before so many new ones."""
-    top_n_tokens: int = 0
-    prompt_logprobs: bool = False
-    prompt_top_n: int = 0
-    """With prompt_logprobs: also so many most probable tokens of each prompt position."""
+    logprobs: LogprobOptions = LogprobOptions()
     grammar: Grammar | None = None
     qos: QualityOfService = QualityOfService()
 

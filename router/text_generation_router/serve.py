@@ -66,11 +66,11 @@ async def serve(config: RouterConfig) -> ExitCode:
             Permits(config.max_concurrent_requests, cluster.foreseen_wait),
             metrics,
             _settings(config, limits),
-        ) as (serving, turns):
+        ) as (serving, chats):
             try:
                 app = create_app(
                     serving,
-                    turns,
+                    chats,
                     healthy=lambda: cluster.connected and not generations.draining,
                     info=_model_info(config, model, templates),
                 )

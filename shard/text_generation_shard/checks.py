@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from text_generation_proto.values import MAX_LOGIT_BIAS, Sampling, Stopping
+from text_generation_proto.values import LOGIT_BIAS, MAX_LOGIT_BIAS, SAMPLING_PARAMETERS, Sampling, Stopping
 from text_generation_shard.engine import EngineInfo, NewSequence, Orders
 
 NO_BLOCKS = "the engine schedules for itself: it takes no KV blocks"
@@ -64,19 +64,9 @@ def _asked_problem(admission: NewSequence, info: EngineInfo) -> str | None:
 
 
 def _sampling_problem(sampling: Sampling) -> str | None:
-    # Comparisons are written so that NaN fails them.
-    if not 0 < sampling.temperature < float("inf"):
-        return "temperature must be positive and finite"
-    if not 0 < sampling.top_p <= 1 or not 0 < sampling.typical_p <= 1:
-        return "top_p and typical_p must be in (0, 1]"
-    if not 0 <= sampling.min_p <= 1:
-        return "min_p must be in [0, 1]"
-    if not 0 < sampling.repetition_penalty < float("inf"):
-        return "repetition_penalty must be positive and finite"
-    if not -2 <= sampling.frequency_penalty <= 2:
-        return "frequency_penalty must be in [-2, 2]"
-    if not -2 <= sampling.output_frequency_penalty <= 2 or not -2 <= sampling.output_presence_penalty <= 2:
-        return "output_frequency_penalty and output_presence_penalty must be in [-2, 2]"
+    for parameter in SAMPLING_PARAMETERS:
+        if parameter.range is not None and not parameter.allows(getattr(sampling, parameter.field)):
+            return f"{parameter.field} {parameter.range.rule}"
     return None
 
 
@@ -88,6 +78,6 @@ def _logit_bias_problem(sampling: Sampling, info: EngineInfo) -> str | None:
         return f"logit_bias names at most {MAX_LOGIT_BIAS} tokens"
     if ids and max(ids) >= info.vocab_size:
         return f"a logit_bias token is outside the vocabulary of {info.vocab_size}"
-    if not all(-100 <= value <= 100 for value in values):
-        return "logit_bias values must be in [-100, 100]"
+    if not all(value in LOGIT_BIAS for value in values):
+        return f"logit_bias values {LOGIT_BIAS.rule}"
     return None

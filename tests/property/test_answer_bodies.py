@@ -12,7 +12,6 @@ from text_generation_router.api.anthropic import input as messages_input
 from text_generation_router.api.anthropic.schemas import MessagesBody
 from text_generation_router.api.http.bodies import validate
 from text_generation_router.api.openai import responses_input
-from text_generation_router.api.openai.parameters import chat_parameters, extras
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.errors import ServingError
 
@@ -107,9 +106,9 @@ MESSAGES = st.fixed_dictionaries(
 @given(RESPONSES)
 def test_responses(value: object) -> None:
     try:
-        asked = responses_input.to_asked(validate(value, ResponsesBody))
-        conversation = asked.conversation
-        chat_parameters(asked.chat), extras(asked.chat)
+        body = validate(value, ResponsesBody)
+        responses_input.to_options(body)
+        conversation = responses_input.to_conversation(body)
     except ServingError:
         return
     assert conversation.messages
@@ -118,9 +117,9 @@ def test_responses(value: object) -> None:
 @given(MESSAGES)
 def test_messages(value: object) -> None:
     try:
-        asked = messages_input.to_asked(validate(value, MessagesBody))
-        conversation = asked.conversation
-        chat_parameters(asked.chat), extras(asked.chat)
+        body = validate(value, MessagesBody)
+        messages_input.to_options(body)
+        conversation = messages_input.to_conversation(body)
     except ServingError:
         return
     assert conversation.messages
@@ -129,8 +128,8 @@ def test_messages(value: object) -> None:
 @pytest.mark.parametrize(
     ("strategy", "schema", "convert"),
     [
-        (RESPONSES, ResponsesBody, responses_input.to_asked),
-        (MESSAGES, MessagesBody, messages_input.to_asked),
+        (RESPONSES, ResponsesBody, responses_input.to_conversation),
+        (MESSAGES, MessagesBody, messages_input.to_conversation),
     ],
 )
 def test_some_bodies_get_through(strategy: Any, schema: Any, convert: Any) -> None:  # noqa: ANN401
@@ -138,7 +137,7 @@ def test_some_bodies_get_through(strategy: Any, schema: Any, convert: Any) -> No
 
     def works(value: object) -> bool:
         try:
-            return len(convert(validate(value, schema)).conversation.messages) > 1
+            return len(convert(validate(value, schema)).messages) > 1
         except ServingError:
             return False
 

@@ -140,11 +140,11 @@ async def serve(
                     permits,
                     metrics,
                     replace(Settings(limits, model_id="echo"), **(settings or {})),
-                ) as (serving, turns),
+                ) as (serving, chats),
                 _listening(
                     create_app(
                         serving,
-                        turns,
+                        chats,
                         healthy=healthy,
                         info=ModelInfo(
                             "echo",

@@ -121,5 +121,5 @@ def _new_sequence(placement: Placement) -> shard.NewSequence:
             max_new_tokens=request.max_new_tokens - len(generated),
             eos_token_ids=frozenset() if request.ignore_eos else frozenset((EOS,)),
         ),
-        logprobs=LogprobOptions(prompt=request.prompt_logprobs and not generated),
+        logprobs=LogprobOptions(prompt=request.logprobs.prompt and not generated),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions
 from text_generation_router.request import QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import (
     Deliveries,
@@ -90,7 +90,7 @@ class Rig:
             RequestId(number),
             prompt,
             new,
-            prompt_logprobs=prompt_logprobs,
+            logprobs=LogprobOptions(prompt=prompt_logprobs),
             qos=QualityOfService(**service),  # type: ignore[arg-type]
         )
         self.scheduler.submit(request, self.now)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup, ReplicaWorld
 from scheduler_checks import assert_idle
 
-from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.messages import Deliveries, Failed, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
@@ -129,7 +129,7 @@ class SchedulerWorld:
             spec.prompt,
             spec.new,
             qos=qos,
-            prompt_logprobs=spec.prompt_logprobs,
+            logprobs=LogprobOptions(prompt=spec.prompt_logprobs),
             ignore_eos=spec.ignore_eos,
         )
         if not self.scheduler.fits(len(spec.prompt), spec.new):
@@ -205,7 +205,7 @@ class SchedulerWorld:
             view = self.views[placement.request.id]
             assert view.is_live
             assert list(placement.generated) == view.tokens
-            assert not (placement.cached_tokens and view.request.prompt_logprobs and not view.tokens)
+            assert not (placement.cached_tokens and view.request.logprobs.prompt and not view.tokens)
             self.counts["placements"] += 1
             self.counts["hit tokens"] += placement.cached_tokens
         world.sent.append(orders)

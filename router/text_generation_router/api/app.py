@@ -10,8 +10,8 @@ from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
+from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.turns import ChatPreparer
 from text_generation_router.api.document.page import DocsRoutes
 from text_generation_router.api.http.middleware import Cors, add_request_id, answering
 from text_generation_router.api.http.routes import add_routes
@@ -24,19 +24,19 @@ from text_generation_router.api.tgi.service import ModelInfo, ServiceRoutes
 
 
 def create_app(
-    serving: Serving, turns: ChatPreparer, *, healthy: Callable[[], bool], info: ModelInfo
+    serving: Serving, chats: ChatPreparer, *, healthy: Callable[[], bool], info: ModelInfo
 ) -> web.Application:
     """The application. Run it with `handler_cancellation=True`: a client that leaves must end its request."""
     settings, metrics = serving.settings, serving.metrics
     generate = GenerateRoutes(serving)
-    chat = ChatRoutes(serving, turns)
+    chat = ChatRoutes(serving, chats)
     completions = CompletionRoutes(serving)
     service = ServiceRoutes(serving.tokenizer, serving.permits, metrics, healthy, settings, info)
     table = [
         *service_routes(service),
         *tgi_routes(generate, chat, service),
-        *openai_routes(chat, completions, ResponsesRoutes(serving, turns), service),
-        *anthropic_routes(MessagesRoutes(serving, turns)),
+        *openai_routes(chat, completions, ResponsesRoutes(serving, chats), service),
+        *anthropic_routes(MessagesRoutes(serving, chats)),
         *cloud_routes(
             SageMakerRoutes(generate, chat, completions),
             VertexRoutes(serving, generate, chat),

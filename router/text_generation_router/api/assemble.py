@@ -9,9 +9,9 @@ from pathlib import Path
 
 from text_generation_proto.values import GrammarKind
 from text_generation_router.api.core.admission import Permits, RequestPreparer
+from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.core.turns import ChatPreparer
 from text_generation_router.chat.parsers import detect_format
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
@@ -49,8 +49,8 @@ async def assemble(
         if model.grammar_vocabulary is not None:
             grammars = GrammarCompiler(await running.enter_async_context(grammar_sandbox(model.grammar_vocabulary)))
         renderer = await running.enter_async_context(TemplateRenderer(model.templates))
-        admission = RequestPreparer(model.tokenizer, settings.limits, metrics, grammars, model.grammar_kinds)
-        serving = Serving(generations, model.tokenizer, admission, permits, metrics, settings)
+        preparer = RequestPreparer(model.tokenizer, settings.limits, metrics, grammars, model.grammar_kinds)
+        serving = Serving(generations, model.tokenizer, preparer, permits, metrics, settings)
         yield serving, ChatPreparer(serving, renderer, call_format=_call_format(model), reasoning=model.reasoning)
 
 

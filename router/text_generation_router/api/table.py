@@ -11,7 +11,6 @@ from text_generation_router.api.anthropic.schemas import CountTokensBody, Messag
 from text_generation_router.api.cloud.kserve import InferBody, KServeRoutes
 from text_generation_router.api.cloud.sagemaker import InvocationBody, SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexBody, VertexRoutes
-from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.document import answers
 from text_generation_router.api.http.dialects import Dialect
@@ -23,6 +22,7 @@ from text_generation_router.api.openai.responses import ResponsesRoutes
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, CompletionBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody
 from text_generation_router.api.tgi.service import ServiceRoutes
 from text_generation_router.api.tgi.service_schemas import DetokenizeBody, TokenizeBody
 from text_generation_router.errors import Operation

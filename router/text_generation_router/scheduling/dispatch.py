@@ -85,7 +85,7 @@ class Dispatcher:
         ranked, better = self._rank(sequence)
         if better is not None:
             return ranked, (better, None, 0)
-        if self._policy.prefix_caching and not sequence.request.prompt_logprobs:
+        if self._policy.prefix_caching and not sequence.request.logprobs.prompt:
             tokens, leader = ranked[0].prompts.longest_shared(sequence)
             if leader and tokens - ranked[0].cache.cached_tokens(sequence) >= MIN_SHARED_TOKENS:
                 return ranked, (ranked[0], leader, tokens)

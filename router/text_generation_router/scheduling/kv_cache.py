@@ -105,7 +105,7 @@ class KVCache:
 
     def _may_reuse(self, sequence: ScheduledSequence) -> bool:
         # Prompt log-probabilities need the whole prompt computed. They arrive with the first new token.
-        return self._caching and (not sequence.request.prompt_logprobs or bool(sequence.generated))
+        return self._caching and (not sequence.request.logprobs.prompt or bool(sequence.generated))
 
     def _reusable_key(self, sequence: ScheduledSequence) -> bytes:
         bytes_of_all_but_one = (sequence.length - 1) * TOKEN_BYTES

@@ -46,9 +46,9 @@ def _admission_to_pb(admission: Placement, eos_token_ids: Sequence[int], *, own_
             eos_token_ids=() if request.ignore_eos else eos_token_ids,
         ),
         logprobs=pb.LogprobOptions(
-            top_n=request.top_n_tokens,
+            top_n=request.logprobs.top_n,
             # What a preempted entry has delivered already is not asked for again.
-            prompt=request.prompt_logprobs and not admission.generated,
+            prompt=request.logprobs.prompt and not admission.generated,
         ),
     )
     # What few requests ask for is written only for those: the others' admissions stay as small and quick.
@@ -56,8 +56,8 @@ def _admission_to_pb(admission: Placement, eos_token_ids: Sequence[int], *, own_
         message.stopping.stop_token_ids.extend(request.stop_token_ids)
     if request.min_new_tokens > len(admission.generated):
         message.stopping.min_new_tokens = request.min_new_tokens - len(admission.generated)
-    if request.prompt_top_n and message.logprobs.prompt:
-        message.logprobs.prompt_top_n = request.prompt_top_n
+    if request.logprobs.prompt_top_n and message.logprobs.prompt:
+        message.logprobs.prompt_top_n = request.logprobs.prompt_top_n
     if request.grammar is not None:
         message.grammar.CopyFrom(convert.grammar_to_pb(request.grammar))
     if own_cache and request.qos.salt:

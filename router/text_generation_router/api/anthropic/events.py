@@ -14,10 +14,10 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.api.core.turns import AnswerEnd, Finish
+from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
+from text_generation_router.api.core.chat import AnswerEnd, Finish
+from text_generation_router.api.core.ids import Named
 from text_generation_router.api.http.dialects import anthropic_error_event
-from text_generation_router.api.openai.blocks import CachedTokens, Kind, Script
-from text_generation_router.api.openai.ids import Named
 from text_generation_router.errors import ServingError
 
 Json = dict[str, Any]

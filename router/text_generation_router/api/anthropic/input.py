@@ -1,9 +1,10 @@
-"""A Messages body in the words of OpenAI's chats, where a tool's result is a message and not a part of one."""
+"""Messages bodies as conversations and options. A tool's result is a part of a message here, and a message of its own there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from text_generation_proto.parameters import Api
 from text_generation_router.api.anthropic.schemas import (
     ClientTool,
     ContentBlock,
@@ -11,82 +12,74 @@ from text_generation_router.api.anthropic.schemas import (
     InputMessage,
     MessagesBody,
     TextBlock,
-    ToolChoice,
+    ToolUseChoice,
 )
-from text_generation_router.api.openai.one_answer import Asked
-from text_generation_router.api.openai.schemas import (
-    ChatBody,
-    FunctionCall,
-    FunctionDefinition,
-    FunctionName,
-    Message,
-    NamedToolChoice,
-    ToolCall,
-    ToolDefinition,
-)
+from text_generation_router.api.core.chat import read_tool, tool_call
+from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
+from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
 from text_generation_router.errors import InvalidRequest, ThreadNotSupported
 from text_generation_router.grammar.forms import response_format
 
 ROLES = ("user", "assistant", "system")
 BETWEEN_TEXTS = "\n"
-"""Between two texts of one message, which are blocks because they are paragraphs."""
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+"""Joins the text blocks of one message: blocks are paragraphs."""
+_MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "none": ToolMode.NONE}
 
 
-def to_asked(body: CountTokensBody) -> Asked:
-    """What a body asks for. Raises InvalidRequest for what cannot be done, by name."""
+def to_options(body: MessagesBody) -> GenerationOptions:
+    """Return the options of a body."""
+    return GenerationOptions(
+        api=Api.MESSAGES,
+        sampling=open_sampling(body, Api.MESSAGES),
+        max_new_tokens=body.max_tokens,
+        stop_sequences=tuple(text for text in body.stop_sequences or () if text),
+    )
+
+
+def to_conversation(body: CountTokensBody) -> Conversation:
+    """Return the conversation of a body. Raises InvalidRequest, naming what is not supported."""
     if body.thread is not None:
         raise ThreadNotSupported
     if not body.messages:
         raise InvalidRequest("`messages` cannot be empty")
-    messages = [Message(role="system", content=_text(body.system))] if body.system else []
+    messages: list[Json] = [{"role": "system", "content": _text(body.system)}] if body.system else []
     names: dict[str, str] = {}
     for message in body.messages:
         messages.extend(_messages(message, names))
     if not messages:
         raise InvalidRequest("`messages` have no content")
-    final = messages[-1]
-    config = body.output_config
-    # Built from values that were validated already.
-    chat = ChatBody.model_construct(
+    final, choice, config = messages[-1], body.tool_choice, body.output_config
+    kwargs: Json = {}
+    if body.thinking is not None:
+        kwargs["enable_thinking"] = body.thinking.type != "disabled"
+    if config is not None and config.effort is not None:
+        kwargs["reasoning_effort"] = config.effort
+    return Conversation(
         messages=messages,
         tools=[_tool(tool) for tool in body.tools or ()],
-        tool_choice=None if body.tool_choice is None else _tool_choice(body.tool_choice),
-        parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
-        # To the letter: nothing is trimmed, nothing added.
-        continue_final_message=final.role == "assistant" and not final.tool_calls,
-        chat_template_kwargs=None if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"},
-        reasoning_effort=None if config is None else config.effort,
+        tool_choice=ToolChoice() if choice is None else _tool_choice(choice),
+        parallel_tool_calls=not (choice and choice.disable_parallel_tool_use),
+        grammar=None if config is None or config.format is None else response_format(config.format),
+        # Exactly as given: nothing is trimmed, nothing added.
+        continue_final_message=final["role"] == "assistant" and "tool_calls" not in final,
+        template_kwargs=kwargs,
     )
-    if isinstance(body, MessagesBody):
-        chat = chat.model_copy(
-            update={
-                "max_tokens": body.max_tokens,
-                "stop": body.stop_sequences,
-                "temperature": body.temperature,
-                "top_p": body.top_p,
-                "top_k": body.top_k,
-            }
-        )
-    form = None if config is None else config.format
-    return Asked(chat, None if form is None else response_format(form))
 
 
-def _messages(message: InputMessage, names: dict[str, str]) -> Iterator[Message]:
-    """The messages that one is; `names` are the tools by the ids of their uses so far, for the results."""
+def _messages(message: InputMessage, names: dict[str, str]) -> Iterator[Json]:
+    """Yield the template messages of one message; `names` maps the ids of tool uses so far to tools."""
     if message.role not in ROLES:
         known = ", ".join(f"`{role}`" for role in ROLES)
         raise InvalidRequest(f"the role of a message must be one of {known}. Given: {message.role[:32]!r}")
     if isinstance(message.content, str):
-        yield Message(role=message.role, content=message.content)
+        yield {"role": message.role, "content": message.content}
     elif message.role == "assistant":
-        yield _said(message.content, names)
+        yield _assistant_message(message.content, names)
     else:
-        yield from _asked(message.role, message.content, names)
+        yield from _texts_and_results(message.role, message.content, names)
 
 
-def _asked(role: str, blocks: Sequence[ContentBlock], names: dict[str, str]) -> Iterator[Message]:
-    """Texts and tools' results, in their order."""
+def _texts_and_results(role: str, blocks: Sequence[ContentBlock], names: dict[str, str]) -> Iterator[Json]:
     texts: list[str] = []
     for block in blocks:
         match block.type:
@@ -94,20 +87,19 @@ def _asked(role: str, blocks: Sequence[ContentBlock], names: dict[str, str]) -> 
                 texts.append(block.text or "")
             case "tool_result":
                 if texts:
-                    yield Message(role=role, content=BETWEEN_TEXTS.join(texts))
+                    yield {"role": role, "content": BETWEEN_TEXTS.join(texts)}
                     texts = []
                 yield _result(block, names)
             case _:
                 raise _not_supported(role, block.type)
     if texts:
-        yield Message(role=role, content=BETWEEN_TEXTS.join(texts))
+        yield {"role": role, "content": BETWEEN_TEXTS.join(texts)}
 
 
-def _said(blocks: Sequence[ContentBlock], names: dict[str, str]) -> Message:
-    """What the assistant thought, said and called."""
+def _assistant_message(blocks: Sequence[ContentBlock], names: dict[str, str]) -> Json:
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[ToolCall] = []
+    calls: list[Json] = []
     for block in blocks:
         match block.type:
             case "text":
@@ -120,30 +112,27 @@ def _said(blocks: Sequence[ContentBlock], names: dict[str, str]) -> Message:
                 if block.id is None or block.name is None:
                     raise InvalidRequest("a block of type `tool_use` needs `id` and `name`")
                 names[block.id] = block.name
-                calls.append(
-                    ToolCall(
-                        id=block.id,
-                        type="function",
-                        function=FunctionCall(name=block.name, arguments=block.input or {}),
-                    )
-                )
+                calls.append(tool_call(block.id, block.name, block.input or {}))
             case _:
                 raise _not_supported("assistant", block.type)
-    return Message(
-        role="assistant",
-        content=BETWEEN_TEXTS.join(texts),
-        tool_calls=calls or None,
-        reasoning_content=BETWEEN_TEXTS.join(thoughts) or None,
-    )
+    message: Json = {"role": "assistant", "content": BETWEEN_TEXTS.join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    if reasoning := BETWEEN_TEXTS.join(thoughts):
+        message["reasoning_content"] = reasoning
+    return message
 
 
-def _result(block: ContentBlock, names: dict[str, str]) -> Message:
+def _result(block: ContentBlock, names: dict[str, str]) -> Json:
     if block.tool_use_id is None:
         raise InvalidRequest("a block of type `tool_result` has no `tool_use_id`")
     text = _text(block.content)
     if block.is_error:
         text = f"Error: {text}"  # templates have no other place for it
-    return Message(role="tool", content=text, tool_call_id=block.tool_use_id, name=names.get(block.tool_use_id))
+    message: Json = {"role": "tool", "content": text}
+    if block.tool_use_id in names:
+        message["name"] = names[block.tool_use_id]
+    return message | {"tool_call_id": block.tool_use_id}
 
 
 def _text(content: str | Sequence[TextBlock] | None) -> str:
@@ -159,18 +148,17 @@ def _not_supported(role: str, kind: str) -> InvalidRequest:
     return InvalidRequest(f"blocks of type {kind[:32]!r} are not supported in messages of role `{role}`")
 
 
-def _tool(tool: ClientTool) -> ToolDefinition:
+def _tool(tool: ClientTool) -> Tool:
     if tool.type not in (None, "custom"):
         raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported")
-    function = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.input_schema)
-    return ToolDefinition(type="function", function=function)
+    return read_tool(tool.name, tool.description, tool.input_schema)
 
 
-def _tool_choice(choice: ToolChoice) -> str | NamedToolChoice:
+def _tool_choice(choice: ToolUseChoice) -> ToolChoice:
     if choice.type == "tool":
         if choice.name is None:
             raise InvalidRequest("a tool choice of type `tool` has no `name`")
-        return NamedToolChoice(type="function", function=FunctionName(name=choice.name))
-    if choice.type not in _CHOICES:
+        return ToolChoice(ToolMode.NAMED, choice.name)
+    if choice.type not in _MODES:
         raise InvalidRequest(f"a tool choice of type {choice.type[:32]!r} is not supported")
-    return _CHOICES[choice.type]
+    return ToolChoice(_MODES[choice.type])

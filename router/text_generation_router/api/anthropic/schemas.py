@@ -79,7 +79,7 @@ class ClientTool(Body):
 ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast()])
 
 
-class ToolChoice(Body):
+class ToolUseChoice(Body):
     """Whether a tool must be used, and which."""
 
     type: str
@@ -117,7 +117,7 @@ class CountTokensBody(Body):
     """A system message before it."""
     tools: ClientTools | None = None
     """What the model may use."""
-    tool_choice: ToolChoice | None = None
+    tool_choice: ToolUseChoice | None = None
     """Whether it must, and which."""
     thinking: Thinking | None = None
     """Whether the model thinks before it answers."""

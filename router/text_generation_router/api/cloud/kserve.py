@@ -15,12 +15,12 @@ from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
 from text_generation_router.api.cloud.parallel import all_of
-from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
 from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import Body, UInt64, parse_body
 from text_generation_router.api.http.record import RECORD
 from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import InvalidRequest, LengthMismatch, NotUtf8, Unhealthy
 
 MAX_INPUTS = 1024
@@ -130,11 +130,11 @@ class KServeRoutes:
     async def _generate_all(self, request: web.Request, prompts: Sequence[str], body: InferBody) -> list[str]:
         records = self._serving.start(request, len(prompts))
         ones = [GenerateBody(inputs=prompt, parameters=body.parameters) for prompt in prompts]
-        places = len(prompts) * self._generate.places(body.parameters)
-        # All or nothing: the places of all are taken at once, and kept until the last of them has its text.
-        with self._serving.seats(records, places):
+        permits = len(prompts) * self._generate.permits_needed(body.parameters)
+        # All or nothing: the permits of all are taken at once and held until the last has its text.
+        with self._serving.take_permits(records, permits):
             replies = await all_of(
-                [self._generate.seated_reply(one, record, body) for one, record in zip(ones, records, strict=True)]
+                [self._generate.permitted_reply(one, record, body) for one, record in zip(ones, records, strict=True)]
             )
         return [reply["generated_text"] for reply in replies]
 

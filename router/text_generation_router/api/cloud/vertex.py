@@ -13,7 +13,6 @@ from aiohttp import web
 from pydantic import Discriminator, FailFast, Field, Tag
 
 from text_generation_router.api.cloud.parallel import all_of
-from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
 from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.document.answers import VertexAnswer
@@ -22,6 +21,7 @@ from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import NoInstances
 
 MAX_INSTANCES = 1024
@@ -80,23 +80,23 @@ class VertexRoutes:
         if not instances:
             raise NoInstances
         records = self._serving.start(request, len(instances))
-        # All or nothing: the places of all are taken at once, and kept until the last of them has its text.
-        with self._serving.seats(records, sum(self._places(instance) for instance in instances)):
+        # All or nothing: the permits of all are taken at once and held until the last has its text.
+        with self._serving.take_permits(records, sum(self._permits_needed(instance) for instance in instances)):
             texts = await all_of(
                 [self._text(instance, record, body) for instance, record in zip(instances, records, strict=True)]
             )
         return web.json_response(VertexAnswer(predictions=texts).model_dump(), dumps=_dumps)
 
-    def _places(self, instance: TextInstance | ChatBody) -> int:
+    def _permits_needed(self, instance: TextInstance | ChatBody) -> int:
         if isinstance(instance, TextInstance):
-            return self._generate.places(instance.parameters or VertexParameters())
+            return self._generate.permits_needed(instance.parameters or VertexParameters())
         return 1
 
     async def _text(self, instance: TextInstance | ChatBody, record: GenerationRecord, around: VertexBody) -> str:
         if isinstance(instance, TextInstance):
             parameters = instance.parameters or VertexParameters()
             body = GenerateBody(inputs=instance.inputs, parameters=parameters, **instance.qos_fields)
-            text: str = (await self._generate.seated_reply(body, record, around))["generated_text"]
+            text: str = (await self._generate.permitted_reply(body, record, around))["generated_text"]
             return text
         return await self._chat.text(instance, record, around)
 

@@ -1,4 +1,4 @@
-"""Who gets in, and as what: the places in the building, and the way from a text to a Request."""
+"""Admission: the limit of concurrent generations, and the way from a prompt and its options to a Request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from text_generation_proto.values import Grammar, GrammarKind
-from text_generation_router.api.core.extras import TGI, Extras, check_extras, check_token_ids
-from text_generation_router.api.core.parameters import GenerateParameters
-from text_generation_router.api.core.sampling import to_sampling
+from text_generation_proto.values import Grammar, GrammarKind, Sampling
+from text_generation_router.api.core.parameters import (
+    GenerationOptions,
+    check_options,
+    check_supported,
+    check_token_ids,
+    check_total,
+    new_tokens,
+)
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.core.supported import check_supported
-from text_generation_router.api.core.validation import check_parameters, check_total, new_tokens
 from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
@@ -23,16 +26,16 @@ from text_generation_router.request import QualityOfService, Request, RequestId,
 from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
 
 COUNTED_EXACTLY = 1 << 16
-"""A text of up to so many characters is always tokenized whole before it may be refused for its length."""
+"""Texts of up to so many characters are tokenized whole before they are refused for their length."""
 PROBE_CHARACTERS_PER_TOKEN = 2
-"""First probe of a longer text, a token of the limit. Ideographs have less than one character a token and are slow to
-tokenize; English prose has about four and is proven too long by the third probe."""
+"""Characters of the first probe of a longer text, per token of the limit. Ideographs have less than one character a token
+and are slow to tokenize; English prose has about four, and its third probe proves it too long."""
 BOUNDARY_TOKENS = 64
-"""A cut text may end in tokens that the whole text has not: so many at its end prove nothing."""
+"""Tokens at the end of a cut text that prove nothing: the whole text may not have them."""
 
 
 RetryAfter = Callable[[TenantId], float | None]
-"""The wait foreseen for a tenant's next request, in seconds; None: nothing is known of it."""
+"""Returns the expected wait of a tenant's next request in seconds, or None if it is unknown."""
 
 
 def _unknown(tenant: TenantId) -> float | None:
@@ -40,28 +43,26 @@ def _unknown(tenant: TenantId) -> float | None:
 
 
 class Permits:
-    """The places in the building: `limit` generations at once, and nobody waits at the door.
+    """The limit of concurrent generations. Requests above it are refused at once.
 
-    A tenant within its share, which is as many places as each would have if the `limit` were dealt evenly among those
-    who hold some, is let in although others fill the building. So whoever comes late finds a place, and there are never
-    more than twice `limit` generations.
+    A tenant below its fair share (`limit` divided by the tenants that hold permits) may exceed the limit, up to twice
+    its value. So a tenant that comes late finds a permit although others hold all of them.
     """
 
     def __init__(self, limit: int, retry_after: RetryAfter = _unknown) -> None:
-        """`retry_after` is asked for what a refusal says."""
+        """`retry_after` gives the hint that a refusal carries."""
         self.limit = limit
         self.in_use = 0
         self._held: dict[TenantId, int] = {}
-        """By tenants that hold at least one."""
+        """Permits by tenant; none is 0."""
         self._retry_after = retry_after
 
     @contextmanager
-    def take(self, count: int, tenant: TenantId = TenantId("")) -> Iterator[None]:  # noqa: B008 - a text
-        """Hold `count` places for as long as the block lasts. Raises Overloaded, InvalidRequest where there never are
-        so many."""
+    def take(self, count: int, tenant: TenantId = TenantId("")) -> Iterator[None]:  # noqa: B008 - a str
+        """Hold `count` permits inside the block. Raises Overloaded, or InvalidRequest if `count` exceeds the limit."""
         if count > self.limit:
             raise InvalidRequest(f"at most {self.limit} generations may be asked for at once. Given: {count}")
-        if self.in_use + count > self.limit and not self._owed(count, tenant):
+        if self.in_use + count > self.limit and not self._has_share_left(count, tenant):
             raise Overloaded(retry_after_s=self._retry_after(tenant))
         self.in_use += count
         self._held[tenant] = self._held.get(tenant, 0) + count
@@ -73,15 +74,14 @@ class Permits:
             if not self._held[tenant]:
                 del self._held[tenant]
 
-    def _owed(self, count: int, tenant: TenantId) -> bool:
-        """Whether `count` places more are within the tenant's share, and the building can be stretched to hold them."""
+    def _has_share_left(self, count: int, tenant: TenantId) -> bool:
         tenants = len(self._held.keys() | {tenant})
         share = self.limit // tenants
         return self._held.get(tenant, 0) + count <= share and self.in_use + count <= 2 * self.limit
 
 
 class RequestPreparer:
-    """Validates, tokenizes, numbers."""
+    """Makes requests: validates options, tokenizes prompts, gives out ids and seeds."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class RequestPreparer:
         grammars: GrammarCompiler | None = None,
         grammar_kinds: Collection[GrammarKind] = tuple(GrammarKind),
     ) -> None:
-        """Without `grammars` none is supported; with them, those of `grammar_kinds`."""
+        """Without `grammars` no grammar is supported; with it, those of `grammar_kinds`."""
         self._grammars = grammars
         self._grammar_kinds = () if grammars is None else grammar_kinds
         self._tokenizer = tokenizer
@@ -101,110 +101,100 @@ class RequestPreparer:
         self._random = random.SystemRandom()
 
     def serves_grammar(self, kind: GrammarKind) -> bool:
-        """Whether a request may have one of this kind."""
+        """Return True if requests may have a grammar of this kind."""
         return kind in self._grammar_kinds
 
-    async def admit(
+    async def prepare(
         self,
         inputs: str | Sequence[TokenId],
-        parameters: GenerateParameters,
-        extras: Extras = TGI,
-        count: int = 1,
+        options: GenerationOptions,
         qos: QualityOfService = QualityOfService(),
-    ) -> Request:
-        """The request a body asks for; `inputs` may be tokens already. `count` generations are to be made of it.
+        count: int = 1,
+    ) -> list[Request]:
+        """Return `count` equal requests, each with its own id and seed. `inputs` may be token ids.
 
+        The seeds follow from the first one, so that a client that sets it gets the same answers again.
         Raises InvalidRequest, Overloaded.
         """
-        check_parameters(inputs, parameters, self._limits)
-        check_extras(extras, self._limits)
-        prompt = await self._prompt(inputs, parameters, extras)
-        max_new_tokens = new_tokens(len(prompt), parameters, self._limits)
-        if extras.min_new_tokens > max_new_tokens:
-            raise InvalidRequest(
-                f"`min_tokens` must be <= `max_tokens`. Given: {extras.min_new_tokens} and {max_new_tokens}"
-            )
+        check_options(inputs, options, self._limits)
+        prompt = await self._prompt(inputs, options)
+        max_new_tokens = new_tokens(len(prompt), options, self._limits)
         for _ in range(count):
             self._metrics.requests.input_length.observe(len(prompt))
-        grammar = await self._grammar(parameters, extras)
+        grammar = await self._grammar(options)
         request = Request(
             id=self._next_id(),
             prompt=tuple(prompt),
             max_new_tokens=max_new_tokens,
-            sampling=to_sampling(parameters, extras, self._random_seed()),
-            stop_sequences=tuple(parameters.stop),
-            keep_stop_text=extras.keep_stop_text,
-            visible_special=extras.visible_special,
-            stop_token_ids=extras.stop_token_ids,
-            ignore_eos=extras.ignore_eos,
-            min_new_tokens=extras.min_new_tokens,
-            top_n_tokens=parameters.top_n_tokens or 0,
-            prompt_logprobs=parameters.decoder_input_details,
-            prompt_top_n=extras.prompt_top_n,
+            sampling=options.sampling,
+            stop_sequences=options.stop_sequences,
+            keep_stop_text=options.keep_stop_text,
+            visible_special=options.visible_special,
+            stop_token_ids=frozenset(options.stop_token_ids),
+            ignore_eos=options.ignore_eos,
+            min_new_tokens=options.min_new_tokens,
+            logprobs=options.logprobs,
             grammar=grammar,
             qos=qos,
         )
-        check_supported(request, self._limits.unsupported, extras.names)
+        check_supported(request, options.api, self._limits.unsupported)
         for _ in range(count):
             self._metrics.requests.max_new_tokens.observe(max_new_tokens)
-        return request
+        sampling = self._with_seed(options)
+        first = replace(request, sampling=sampling)
+        return [
+            first,
+            *(replace(request, id=self._next_id(), sampling=sampling.for_answer(index)) for index in range(1, count)),
+        ]
 
-    def another(self, request: Request, number: int) -> Request:
-        """The same request once more, as a further sequence beside it: with a name and a seed of its own.
-
-        The seed follows from the first one's, so that a client that gave one gets the same answers again.
-        """
-        return replace(request, id=self._next_id(), sampling=request.sampling.for_answer(number))
-
-    def _random_seed(self) -> int | None:
-        return None if "seed" in self._limits.unsupported else self._random.getrandbits(64)
+    def _with_seed(self, options: GenerationOptions) -> Sampling:
+        sampling = options.sampling
+        if sampling.seed is not None or "seed" in self._limits.unsupported:
+            return sampling
+        return replace(sampling, seed=self._random.getrandbits(64))
 
     def _next_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
-    async def _grammar(self, parameters: GenerateParameters, extras: Extras) -> Grammar | None:
-        """Rules 17 to 19. Raises InvalidRequest."""
-        if parameters.grammar is None and extras.grammar is None:
+    async def _grammar(self, options: GenerationOptions) -> Grammar | None:
+        """Check rules 17 to 19 and return the grammar. Raises InvalidRequest."""
+        if options.grammar is None:
             return None
         if self._grammars is None:
             raise InvalidRequest("grammar is not supported")
-        grammar = extras.grammar if parameters.grammar is None else tgi_grammar(parameters.grammar)
-        if grammar is None:
-            return None
+        grammar = options.grammar if isinstance(options.grammar, Grammar) else tgi_grammar(options.grammar)
         if not self.serves_grammar(grammar.kind):
             raise InvalidRequest(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")
         await self._grammars.prove(grammar)
         return grammar
 
-    async def _prompt(
-        self, inputs: str | Sequence[TokenId], parameters: GenerateParameters, extras: Extras
-    ) -> Sequence[TokenId]:
+    async def _prompt(self, inputs: str | Sequence[TokenId], options: GenerationOptions) -> Sequence[TokenId]:
         if isinstance(inputs, str):
-            if parameters.truncate is None:
-                await self._refuse_if_plainly_too_long(inputs, parameters, extras)
-            ids: Sequence[TokenId] = await self._encode(inputs, extras)
+            if options.truncate is None:
+                await self._refuse_far_too_long(inputs, options)
+            ids: Sequence[TokenId] = await self._encode(inputs, options)
         else:
             check_token_ids("prompt", inputs, self._limits)
             ids = inputs
-        if parameters.truncate is not None:
-            ids = ids[-parameters.truncate :]
-        if not ids:  # a tokenizer that drops the whole text and adds nothing
+        if options.truncate is not None:
+            ids = ids[-options.truncate :]
+        if not ids:  # the tokenizer dropped the whole text and added nothing
             raise InvalidRequest("`inputs` cannot be empty")
         return ids
 
-    async def _refuse_if_plainly_too_long(self, inputs: str, parameters: GenerateParameters, extras: Extras) -> None:
-        """Break rule 15 on a beginning of the text where that is enough to prove it. Raises InvalidRequest.
+    async def _refuse_far_too_long(self, inputs: str, options: GenerationOptions) -> None:
+        """Check rule 15 on a beginning of the text where that suffices. Raises InvalidRequest.
 
         Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: a beginning shows it
         in milliseconds. The message is TGI's, with a lower bound in place of the count. Each probe is twice as long as
-        the last, so that a text that passes costs at most twice its tokenizing.
+        the one before, so a text that passes costs at most twice its tokenizing.
         """
         size = PROBE_CHARACTERS_PER_TOKEN * self._limits.max_total_tokens
         while COUNTED_EXACTLY < len(inputs) > size:
-            at_least = max(len(await self._encode(inputs[:size], extras)) - BOUNDARY_TOKENS, 0)
-            check_total(at_least, parameters, self._limits, given=f"at least {at_least}")
+            at_least = max(len(await self._encode(inputs[:size], options)) - BOUNDARY_TOKENS, 0)
+            check_total(at_least, options, self._limits, given=f"at least {at_least}")
             size *= 2
 
-    async def _encode(self, text: str, extras: Extras) -> list[TokenId]:
+    async def _encode(self, text: str, options: GenerationOptions) -> list[TokenId]:
         with tokenizer_errors():
-            return await self._tokenizer.encode_ids(text, add_special_tokens=extras.add_special_tokens)
+            return await self._tokenizer.encode_ids(text, add_special_tokens=options.add_special_tokens)

@@ -1,71 +1,217 @@
-"""Request bodies of the TGI dialect, as strict as TGI's own (serde): no coercion, sized numbers, unknown fields ignored.
+"""The options of one generation, in the same terms for every dialect, and the rules that they must keep.
 
-`null` stands for absence where a field has no default of its own; elsewhere it is a wrong type.
+    check_options    rules 1 to 13, before the prompt is tokenized
+    new_tokens       rules 15 and 16, once its length is known
+                     rules 17 to 19, of grammars: RequestPreparer
+    check_supported  rule 20: parameters that the engine does not support
+
+The numbers give the order of TGI's rules, which clients can see: the first broken rule is reported. Rules 0 and 1, and
+values that only TGI refuses, are in tgi/parameters.py.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import FailFast, Field
+from text_generation_proto.parameters import Api, Parameter
+from text_generation_proto.values import (
+    LOGIT_BIAS,
+    LOGPROB_PARAMETERS,
+    MAX_LOGIT_BIAS,
+    SAMPLING_PARAMETERS,
+    STOPPING_PARAMETERS,
+    Grammar,
+    LogprobOptions,
+    Sampling,
+)
+from text_generation_router.api.core.settings import Limits
+from text_generation_router.errors import InvalidRequest
+from text_generation_router.request import Request, TokenId
 
-from text_generation_router.api.core.quality_of_service import QosFields
-from text_generation_router.api.http.bodies import Float32, Int32, UInt32, UInt64
-
-
-class GenerateParameters(QosFields):
-    """How to generate. Ranges are validation.py's; here are types and defaults only."""
-
-    best_of: UInt64 | None = None
-    """Generate this many sequences, return the one with the highest mean log-probability."""
-    temperature: Float32 | None = None
-    """Divides the logits; setting it implies sampling."""
-    repetition_penalty: Float32 | None = None
-    """1.0 means no penalty."""
-    frequency_penalty: Float32 | None = None
-    """Penalises tokens by how often they occurred."""
-    top_k: Int32 | None = None
-    """Keep the k most probable tokens."""
-    top_p: Float32 | None = None
-    """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
-    typical_p: Float32 | None = None
-    """Typical decoding mass."""
-    do_sample: bool = False
-    """Sample instead of taking the most probable token. True when a body has no `parameters` at all."""
-    max_new_tokens: UInt32 | None = None
-    """Tokens to generate; default: all that fit after the prompt."""
-    return_full_text: bool | None = None
-    """Prepend the prompt to the generated text."""
-    stop: Annotated[list[str], FailFast()] = Field(default=[])
-    """Stop at the first of these strings; it stays in the text."""
-    truncate: UInt64 | None = None
-    """Keep the last so many tokens of the prompt."""
-    watermark: bool = False
-    """Watermark the text (A Watermark for Large Language Models)."""
-    details: bool = False
-    """Report finish reason, seed and tokens."""
-    decoder_input_details: bool = False
-    """Report the prompt's tokens; implies `details`."""
-    seed: UInt64 | None = None
-    """Seed of the sampling; random if absent."""
-    top_n_tokens: UInt32 | None = None
-    """Report so many most probable tokens of every step."""
-    grammar: dict[str, Any] | None = None
-    """Constrain the text to a grammar."""
-    adapter_id: str | None = None
-    """Adapter to use; one that is not loaded means the base model, as in TGI."""
+MAX_STOP_TOKENS = 64
+MAX_JUDGED_TOKENS = 1024
+"""New tokens that rule 15 judges; see `new_tokens`."""
 
 
-class GenerateBody(QosFields):
-    """Body of /generate, /generate_stream and /tokenize."""
+@dataclass(frozen=True, slots=True)
+class GenerationOptions:
+    """The options of one generation.
 
-    inputs: str
-    """The prompt."""
-    parameters: GenerateParameters = GenerateParameters(do_sample=True)
+    The dialects differ in what their words mean:
+
+                            TGI                                     OpenAI, Anthropic
+        stop text           stays in the text                       is cut
+        frequency_penalty   minus f · count / length,               minus f · count, output alone
+                            prompt and output
+        presence_penalty    –                                       minus p once, output alone
+        top_p 1.0           refused                                 off
+        temperature 0       refused                                 greedy
+        sampling            only if asked for                       unless temperature is 0
+    """
+
+    api: Api
+    """The API whose names messages use."""
+    sampling: Sampling = Sampling(seed=None)
+    """Its seed is None if the client gave none."""
+    max_new_tokens: int | None = None
+    """None: as many as fit after the prompt."""
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[TokenId, ...] = ()
+    ignore_eos: bool = False
+    stop_sequences: tuple[str, ...] = ()
+    keep_stop_text: bool = False
+    logprobs: LogprobOptions = LogprobOptions()
+    grammar: Grammar | Mapping[str, Any] | None = None
+    """A mapping is TGI's form: it is read after the prompt was tokenized, as the order of TGI's rules wants."""
+    best_of: int = 1
+    truncate: int | None = None
+    """Keep so many tokens at the end of the prompt."""
+    add_special_tokens: bool = True
+    """False for chats: the template writes special tokens itself."""
+    visible_special: frozenset[TokenId] = frozenset()
+    """Special tokens that are part of the text."""
 
 
-class CompatGenerateBody(GenerateBody):
-    """Body of POST /."""
+def given_sampling(body: object, api: Api) -> dict[str, Any]:
+    """Return the sampling parameters that `body` sets, by field of Sampling, without logit_bias."""
+    return {
+        parameter.field: value
+        for parameter in SAMPLING_PARAMETERS
+        if parameter.field != "logit_bias_ids"
+        and (name := parameter.names.get(api)) is not None
+        and (value := getattr(body, name, None)) is not None
+    }
 
-    stream: bool = False
-    """Answer as /generate_stream does."""
+
+def open_sampling(body: object, api: Api, logit_bias: Mapping[TokenId, float] | None = None) -> Sampling:
+    """Return the sampling of OpenAI and Anthropic: greedy at temperature 0; a filter that keeps all tokens is off."""
+    given = {"seed": None, **given_sampling(body, api)}
+    greedy = given.get("temperature") == 0.0
+    if greedy:
+        given.pop("temperature")
+    if greedy or given.get("top_p", 0.0) >= 1.0:
+        given.pop("top_p", None)
+    if greedy or given.get("top_k") == -1:
+        given.pop("top_k", None)
+    if given["seed"] is not None:
+        given["seed"] %= 2**64
+    biases = logit_bias or {}
+    return Sampling(greedy=greedy, logit_bias_ids=tuple(biases), logit_bias_values=tuple(biases.values()), **given)
+
+
+def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, limits: Limits) -> None:
+    """Check rules 2 to 13, then the ranges of parameters that TGI lacks. Raises InvalidRequest for the first broken."""
+    for broken, message in _rules(inputs, options, limits):
+        if broken:
+            raise InvalidRequest(message)
+    check_token_ids("logit_bias", options.sampling.logit_bias_ids, limits)
+    if len(options.stop_token_ids) > MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            f"`stop_token_ids` supports up to {MAX_STOP_TOKENS} tokens. Given: {len(options.stop_token_ids)}"
+        )
+    check_token_ids("stop_token_ids", options.stop_token_ids, limits)
+
+
+def _rules(inputs: str | Sequence[TokenId], options: GenerationOptions, limits: Limits) -> Iterator[tuple[bool, str]]:
+    sampling, top_n = options.sampling, options.logprobs.top_n
+    yield from _ranges(options, [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI in parameter.names])
+    yield options.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"
+    yield (
+        len(options.stop_sequences) > limits.max_stop_sequences,
+        f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(options.stop_sequences)}",
+    )
+    yield options.best_of > 1 and sampling.seed is not None, "`seed` must not be set when `best_of` > 1"
+    yield (
+        top_n > limits.max_top_n_tokens,
+        f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}",
+    )
+    yield not inputs, "`inputs` cannot be empty"
+    yield (
+        options.truncate is not None and not 0 < options.truncate <= limits.max_input_tokens,
+        f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. Given: {options.truncate}",
+    )
+    yield from _ranges(options, [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI not in parameter.names])
+    yield (
+        len(sampling.logit_bias_ids) > MAX_LOGIT_BIAS,
+        f"`logit_bias` supports up to {MAX_LOGIT_BIAS} tokens. Given: {len(sampling.logit_bias_ids)}",
+    )
+    yield (
+        not all(bias in LOGIT_BIAS for bias in sampling.logit_bias_values),
+        f"`logit_bias` values {LOGIT_BIAS.rule}",
+    )
+
+
+def _ranges(options: GenerationOptions, parameters: Sequence[Parameter]) -> Iterator[tuple[bool, str]]:
+    for parameter in parameters:
+        if parameter.range is not None:
+            value = getattr(options.sampling, parameter.field)
+            yield not parameter.allows(value), f"{parameter.label(options.api)} {parameter.range.rule}"
+
+
+def check_token_ids(name: str, ids: Sequence[TokenId], limits: Limits) -> None:
+    """Raise InvalidRequest if one of `ids` is outside the vocabulary."""
+    if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+        raise InvalidRequest(f"`{name}` has a token id that is not one of {limits.vocab_size}")
+
+
+def new_tokens(input_tokens: int, options: GenerationOptions, limits: Limits) -> int:
+    """Check rules 15 and 16 and return the number of tokens to generate. Raises InvalidRequest.
+
+    TGI generates in legs of 1024 tokens and judges only the first: it accepts `max_new_tokens` of 100000 where 1024 fit,
+    and the text may be as long as fits. So here, but in one generation.
+    """
+    check_total(input_tokens, options, limits, given=str(input_tokens))
+    if input_tokens > limits.max_input_tokens:
+        raise InvalidRequest(f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {input_tokens}")
+    granted = min(_wanted(input_tokens, options, limits), limits.max_total_tokens - input_tokens)
+    if options.min_new_tokens > granted:
+        raise InvalidRequest(f"`min_tokens` must be <= `max_tokens`. Given: {options.min_new_tokens} and {granted}")
+    return granted
+
+
+def check_total(input_tokens: int, options: GenerationOptions, limits: Limits, *, given: str) -> None:
+    """Check rule 15; `given` is the prompt's length as the message has it. Raises InvalidRequest."""
+    wanted = min(_wanted(input_tokens, options, limits), MAX_JUDGED_TOKENS)
+    if input_tokens + wanted > limits.max_total_tokens:
+        raise InvalidRequest(
+            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
+            f"Given: {given} `inputs` tokens and {wanted} `max_new_tokens`"
+        )
+
+
+def _wanted(input_tokens: int, options: GenerationOptions, limits: Limits) -> int:
+    if options.max_new_tokens is None:
+        return max(limits.max_total_tokens - input_tokens, 0)
+    return options.max_new_tokens
+
+
+def check_supported(request: Request, api: Api, unsupported: Mapping[str, str]) -> None:
+    """Check rule 20: raise InvalidRequest if `request` asks for a parameter that the engine does not support.
+
+    `unsupported` maps names on the wire to reasons. A parameter at its neutral value is not asked for.
+    """
+    for values, parameters in (
+        (request.sampling, SAMPLING_PARAMETERS),
+        (request, STOPPING_PARAMETERS),
+        (request.logprobs, LOGPROB_PARAMETERS),
+    ):
+        for parameter in parameters:
+            if parameter.field in unsupported and _asks_for(values, parameter):
+                raise _not_supported(parameter.label(api), unsupported[parameter.field])
+    if "cache_salt" in unsupported and request.qos.salt:
+        raise _not_supported("`cache_salt`", unsupported["cache_salt"])
+
+
+def _asks_for(values: object, parameter: Parameter) -> bool:
+    if isinstance(values, Sampling) and parameter.field == "seed":
+        # Without sampling every seed is honoured: evaluation tools send one in any case.
+        return values.seed is not None and not values.greedy
+    if isinstance(values, Sampling) and parameter.field == "logit_bias_ids":
+        return any(values.logit_bias_values)
+    return bool(getattr(values, parameter.field) != parameter.neutral)
+
+
+def _not_supported(name: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is not supported by this engine: {reason}")

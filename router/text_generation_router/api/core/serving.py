@@ -10,18 +10,50 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from text_generation_router.api.core.admission import Permits, RequestPreparer
-from text_generation_router.api.core.collector import Collector
 from text_generation_router.api.core.quality_of_service import QosFields, quality_of_service
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.http.caller import read_caller
 from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.errors import Draining
-from text_generation_router.generation import Generations, Sink
+from text_generation_router.errors import Draining, ServingError
+from text_generation_router.generation import Ending, Generations, Piece, Sink, Times
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import QualityOfService, Request
+from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
+
+
+class Collector:
+    """A sink that keeps everything, for replies sent whole."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.pieces: list[Piece] = []
+        self.prompt_logprobs: Sequence[LogprobJson] = ()
+        self.prompt_tops: Sequence[Sequence[TopToken]] = ()
+        self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        """The request's end; its failure is raised."""
+        self.times = Times()
+
+    def on_piece(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        if piece.ending is not None and not self.ended.done():
+            self.ended.set_result(piece.ending)
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
+        self.prompt_logprobs = logprobs
+        self.prompt_tops = tops
+
+    def on_failure(self, error: ServingError) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # of several sequences that fail only the first is asked; the rest need no warning
+
+    @property
+    def mean_logprob(self) -> float:
+        """What `best_of` ranks by, over the tokens whose log-probability is known; a sequence without one ranks last."""
+        known = [float(piece.logprob) for piece in self.pieces if piece.logprob != b"null"]
+        return sum(known) / len(known) if known else float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +62,7 @@ class Serving:
 
     generations: Generations
     tokenizer: Tokenizer
-    admission: RequestPreparer
+    preparer: RequestPreparer
     permits: Permits
     metrics: Metrics
     settings: Settings
@@ -47,17 +79,13 @@ class Serving:
             generation.caller = caller
         return records
 
-    def seats(self, records: Sequence[GenerationRecord], count: int) -> AbstractContextManager[None]:
-        """Hold `count` places for the caller of these generations. Raises Overloaded, InvalidRequest."""
+    def take_permits(self, records: Sequence[GenerationRecord], count: int) -> AbstractContextManager[None]:
+        """Hold `count` permits for the caller of these generations. Raises Overloaded, InvalidRequest."""
         return self.permits.take(count, records[0].caller.tenant)
 
     def qos(self, record: GenerationRecord, *asked: QosFields | None) -> QualityOfService:
         """What a generation is due, by its caller's headers and by what its body asked for. Raises InvalidRequest."""
         return quality_of_service(record.caller, self.settings, *asked)
-
-    def several(self, request: Request, count: int) -> list[Request]:
-        """`request`, and as many more with seeds of their own as make `count`."""
-        return [request, *(self.admission.another(request, number) for number in range(1, count))]
 
     @contextmanager
     def run(

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from text_generation_router.api.http.caller import ApiKeys
 
+MODEL_ALIAS = "tgi"
+"""The name that TGI's clients give to any model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

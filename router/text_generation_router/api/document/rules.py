@@ -1,10 +1,12 @@
-"""What validation judges beyond types, written into the schemas of the OpenAPI document: clients can see it coming."""
+"""The ranges that validation checks, written into the schemas of the OpenAPI document."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from text_generation_proto.parameters import Api
+from text_generation_proto.values import SAMPLING_PARAMETERS
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.caller import MAX_TIMEOUT_S
 
@@ -12,45 +14,37 @@ Json = dict[str, Any]
 
 
 def document_rules(components: Mapping[str, Json], limits: Limits) -> None:
-    """Add to each schema that has them the rules of its properties."""
-    parameters = _parameters(limits)
-    openai = _openai()
+    """Add the ranges of its properties to each schema."""
+    tgi = _tgi(limits)
     for name, rules in {
-        "GenerateParameters": parameters,
-        "VertexParameters": parameters,
+        "GenerateParameters": tgi,
+        "VertexParameters": tgi,
         "GenerateBody": _INPUTS,
         "CompatGenerateBody": _INPUTS,
         "TextInstance": _INPUTS,
-        "ChatBody": {**openai, "messages": {"minItems": 1}},
-        "CompletionBody": openai,
+        "ChatBody": {**_openai(Api.CHAT), "messages": {"minItems": 1}},
+        "CompletionBody": _openai(Api.COMPLETIONS),
     }.items():
         properties = components.get(name, {}).get("properties", {})
         for key, rule in rules.items():
             if key in properties:
                 properties[key] |= rule
-    for name in components.keys() - _UNJUDGED:
+    for name in components.keys() - _UNCHECKED:
         properties = components[name].get("properties", {})
         for key in _TIMEOUTS & properties.keys():
             properties[key] |= {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S}
 
 
 _TIMEOUTS = {"queue_timeout", "timeout"}
-_UNJUDGED = {"InputsBody", "UnjudgedParameters", "ChatTokenizeBody"}
-"""Of what only counts tokens: types are all that is looked at."""
+_UNCHECKED = {"InputsBody", "UnjudgedParameters", "ChatTokenizeBody"}
+"""Bodies of routes that only count tokens: just their types are checked."""
 _INPUTS: Json = {"inputs": {"minLength": 1}}
 
 
-def _parameters(limits: Limits) -> Json:
-    """Rules 0 to 15 of validation.py, as far as they concern one parameter alone."""
-    share = {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
-    return {
+def _tgi(limits: Limits) -> Json:
+    """Return rules 0 to 13, as far as they concern one parameter alone."""
+    return _ranges(Api.TGI) | {
         "best_of": {"maximum": limits.max_best_of},
-        "temperature": {"exclusiveMinimum": 0},
-        "repetition_penalty": {"exclusiveMinimum": 0},
-        "frequency_penalty": {"minimum": -2, "maximum": 2},
-        "top_p": share,
-        "typical_p": share,
-        "top_k": {"minimum": 1},
         "max_new_tokens": {"minimum": 1},
         "stop": {"maxItems": limits.max_stop_sequences},
         "top_n_tokens": {"maximum": limits.max_top_n_tokens},
@@ -58,10 +52,14 @@ def _parameters(limits: Limits) -> Json:
     }
 
 
-def _openai() -> Json:
-    """What is refused whatever else a body has: a `top_p` past 1 is idle, and so is one where nothing is sampled."""
+def _openai(api: Api) -> Json:
+    """Return the ranges that hold in every body. A filter that keeps all tokens, or has no tokens to filter, is off."""
+    return _ranges(api) | {"temperature": {"minimum": 0}, "top_p": {}, "top_k": {}}
+
+
+def _ranges(api: Api) -> Json:
     return {
-        "temperature": {"minimum": 0},
-        "frequency_penalty": {"minimum": -2, "maximum": 2},
-        "presence_penalty": {"minimum": -2, "maximum": 2},
+        parameter.names[api]: parameter.range.json_schema
+        for parameter in SAMPLING_PARAMETERS
+        if api in parameter.names and parameter.range is not None
     }

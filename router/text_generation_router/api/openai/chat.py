@@ -8,23 +8,22 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from text_generation_router.api.core.collector import Collector
+from text_generation_router.api.core.chat import Answer, ChatPreparer, ChatRequest
+from text_generation_router.api.core.headers import compute_time_header, cost_headers, timing_headers
+from text_generation_router.api.core.ids import named, new_call_id
 from text_generation_router.api.core.quality_of_service import QosFields
-from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.turns import Answer, ChatPreparer, ChatRequest
+from text_generation_router.api.core.serving import Collector, Serving
+from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.openai.chat_chunks import ChatStream, Shown
 from text_generation_router.api.openai.chat_logprobs import content_logprobs
 from text_generation_router.api.openai.chat_messages import to_conversation
-from text_generation_router.api.openai.ids import named, new_call_id
-from text_generation_router.api.openai.parameters import asked_grammar, chat_parameters, extras
+from text_generation_router.api.openai.parameters import asked_grammar, chat_options
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, StreamOptions
 from text_generation_router.api.openai.usage import usage
 from text_generation_router.api.openai.whole import whole_answer
-from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
-from text_generation_router.api.tgi.tokens import answer_tokens
 from text_generation_router.request import QualityOfService
 from text_generation_router.text.tokenizer import tokenizer_errors
 
@@ -34,9 +33,9 @@ Json = dict[str, Any]
 class ChatRoutes:
     """Handlers of chats in OpenAI's dialect."""
 
-    def __init__(self, serving: Serving, turns: ChatPreparer) -> None:
+    def __init__(self, serving: Serving, chats: ChatPreparer) -> None:
         self._serving = serving
-        self._turns = turns
+        self._chats = chats
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions: an answer to a conversation, whole or in chunks."""
@@ -46,27 +45,27 @@ class ChatRoutes:
         """The same for a body that came another way."""
         count = body.n or 1
         records = self._serving.start(request, count)
-        with self._serving.seats(records, count):
-            turn = await self._prepare(body, self._serving.qos(records[0], body), count)
+        with self._serving.take_permits(records, count):
+            chat = await self._prepare(body, self._serving.qos(records[0], body), count)
             if body.stream:
-                return await self._streamed(request, body, turn, records)
-            collectors = await self._serving.collect(turn.requests, records)
+                return await self._streamed(request, body, chat, records)
+            collectors = await self._serving.collect(chat.requests, records)
             settings = self._serving.settings
             headers = (
-                cost_headers(settings, len(turn.prompt)) | timing_headers(records) | compute_time_header(records[0])
+                cost_headers(settings, len(chat.prompt)) | timing_headers(records) | compute_time_header(records[0])
             )
-            reply = await self._whole(body, turn, collectors, cached_tokens(records))
+            reply = await self._whole(body, chat, collectors, cached_tokens(records))
             return web.Response(body=reply, content_type="application/json", headers=headers)
 
     async def text(self, body: ChatBody, record: GenerationRecord, around: QosFields) -> str:
         """The text of one answer, for routes that want nothing else; `around` is the body of several."""
-        turn = await self._prepare(body, self._serving.qos(record, body, around), 1)
-        [collector] = await self._serving.collect(turn.requests, [record])
+        chat = await self._prepare(body, self._serving.qos(record, body, around), 1)
+        [collector] = await self._serving.collect(chat.requests, [record])
         return collector.ended.result().text
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /chat_tokenize: the templated text of a conversation, and its tokens."""
-        text = await self._turns.prompt(to_conversation(await parse_body(request, ChatTokenizeBody), None))
+        text = await self._chats.prompt(to_conversation(await parse_body(request, ChatTokenizeBody), None))
         with tokenizer_errors():
             encoding = await self._serving.tokenizer.encode(text, add_special_tokens=False)
         after = b',"templated_text":%b}' % orjson.dumps(text)
@@ -74,13 +73,13 @@ class ChatRoutes:
 
     async def _prepare(self, body: ChatBody, qos: QualityOfService, count: int) -> ChatRequest:
         conversation = to_conversation(body, asked_grammar(body))
-        return await self._turns.prepare(conversation, chat_parameters(body), extras(body), qos, count)
+        return await self._chats.prepare(conversation, chat_options(body), qos, count)
 
     async def _streamed(
-        self, request: web.Request, body: ChatBody, turn: ChatRequest, records: Sequence[GenerationRecord]
+        self, request: web.Request, body: ChatBody, chat: ChatRequest, records: Sequence[GenerationRecord]
     ) -> web.StreamResponse:
         serving = self._serving
-        stream = serving.stream(request, cost_headers(serving.settings, len(turn.prompt)), openai_error_event)
+        stream = serving.stream(request, cost_headers(serving.settings, len(chat.prompt)), openai_error_event)
         options = body.stream_options or StreamOptions()
         shown = Shown(
             logprobs=bool(body.logprobs),
@@ -88,18 +87,18 @@ class ChatRoutes:
             running_usage=bool(options.continuous_usage_stats),
         )
         head = named("chatcmpl-", body.model, serving.settings)
-        chat = ChatStream(stream, head, turn, records, serving.tokenizer, shown)
-        with serving.run(turn.requests, records, chat.sinks()):
+        chunks = ChatStream(stream, head, chat, records, serving.tokenizer, shown)
+        with serving.run(chat.requests, records, chunks.sinks()):
             return await stream.run()
 
-    async def _whole(self, body: ChatBody, turn: ChatRequest, collectors: Sequence[Collector], cached: int) -> bytes:
+    async def _whole(self, body: ChatBody, chat: ChatRequest, collectors: Sequence[Collector], cached: int) -> bytes:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
         choices = (
-            self._choice(index, body, turn.answer(collector.ended.result()), collector)
+            self._choice(index, body, chat.answer(collector.ended.result()), collector)
             for index, collector in enumerate(collectors)
         )
         head = named("chatcmpl-", body.model, self._serving.settings)
-        return await whole_answer(head, "chat.completion", choices, usage(turn.prompt_tokens, generated, cached))
+        return await whole_answer(head, "chat.completion", choices, usage(chat.prompt_tokens, generated, cached))
 
     def _choice(self, index: int, body: ChatBody, answer: Answer, collector: Collector) -> Json:
         message: Json = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}

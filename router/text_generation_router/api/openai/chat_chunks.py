@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.api.core.turns import AnswerEnd, ChatRequest, Finish, Reader, finish_of
+from text_generation_router.api.core.chat import AnswerEnd, ChatRequest, Finish, Reader, finish_of
+from text_generation_router.api.core.ids import Named, new_call_id
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.chat_logprobs import content_logprobs
-from text_generation_router.api.openai.ids import Named, new_call_id
 from text_generation_router.api.openai.usage import usage_json
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from text_generation_router.errors import ServingError
@@ -43,7 +43,7 @@ class ChatStream:
         self,
         stream: EventStream,
         named: Named,
-        turn: ChatRequest,
+        chat: ChatRequest,
         records: Sequence[GenerationRecord],
         tokenizer: Tokenizer,
         shown: Shown,
@@ -51,18 +51,18 @@ class ChatStream:
         self.stream = stream
         self.shown = shown
         self.tokenizer = tokenizer
-        self._turn = turn
+        self._chat = chat
         self._records = records
         self._head = named.head("chat.completion.chunk")
-        self._open = len(turn.requests)
+        self._open = len(chat.requests)
         self._generated = 0
 
     def sinks(self) -> list[Sink]:
         """One for each choice."""
         choices = [ChoiceChunks(self, index, record) for index, record in enumerate(self._records)]
-        if self._turn.form.is_plain:
+        if self._chat.form.is_plain:
             return list(choices)
-        return [Reader(self._turn.form.parser(), choice) for choice in choices]
+        return [Reader(self._chat.form.parser(), choice) for choice in choices]
 
     def head(self, index: int) -> bytes:
         """The beginning of a chunk, up to its delta."""
@@ -70,7 +70,7 @@ class ChatStream:
 
     def usage(self, generated: int) -> bytes:
         """The counts as JSON."""
-        return usage_json(self._turn.prompt_tokens, generated, cached_tokens(self._records))
+        return usage_json(self._chat.prompt_tokens, generated, cached_tokens(self._records))
 
     def ended(self, generated: int) -> bytes:
         """A choice ended; what is left to say once all have."""

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from text_generation_proto.values import Grammar
+from text_generation_router.api.core.chat import read_tool, tool_call
 from text_generation_router.api.openai.schemas import ChatBody, ContentPart, Message, NamedToolChoice, ToolDefinition
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
 from text_generation_router.errors import InvalidRequest
@@ -38,11 +39,9 @@ def _message(message: Message) -> Json:
     flat: Json = {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
     if message.tool_calls:
         flat["tool_calls"] = [
-            {
-                "id": str(call.id) if call.id is not None else "",
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
+            tool_call(
+                str(call.id) if call.id is not None else "", call.function.name, _arguments(call.function.arguments)
+            )
             for call in message.tool_calls
         ]
     for key, value in (
@@ -86,11 +85,7 @@ def _tool(tool: ToolDefinition) -> Tool:
             raise InvalidRequest(f"the parameters of tool {function.name!r} are not JSON: {error.msg}") from None
         if not isinstance(parameters, dict):
             raise InvalidRequest(f"the parameters of tool {function.name!r} are not an object")
-    try:
-        orjson.dumps(parameters)
-    except orjson.JSONEncodeError as error:  # templates and grammars write it down again
-        raise InvalidRequest(f"the parameters of tool {function.name!r} are nested too deep") from error
-    return Tool(function.name, function.description, parameters or {}, strict=bool(function.strict))
+    return read_tool(function.name, function.description, parameters, strict=bool(function.strict))
 
 
 def _tool_choice(choice: str | NamedToolChoice | None) -> ToolChoice:

@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 
 from text_generation_proto.values import FinishReason
+from text_generation_router.api.core.ids import Named
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.completion_logprobs import LogprobColumns
-from text_generation_router.api.openai.ids import Named
 from text_generation_router.api.openai.schemas import CompletionBody, StreamOptions
 from text_generation_router.api.openai.usage import usage_json
 from text_generation_router.errors import ServingError

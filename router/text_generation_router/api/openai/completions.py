@@ -9,20 +9,19 @@ from typing import Any
 
 from aiohttp import web
 
-from text_generation_proto.values import FinishReason
-from text_generation_router.api.core.collector import Collector
-from text_generation_router.api.core.serving import Serving
+from text_generation_proto.values import FinishReason, LogprobOptions
+from text_generation_router.api.core.headers import cost_headers, timing_headers
+from text_generation_router.api.core.ids import named
+from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import cached_tokens
 from text_generation_router.api.openai.completion_chunks import CompletionStream, by_prompt
 from text_generation_router.api.openai.completion_logprobs import LogprobColumns
-from text_generation_router.api.openai.ids import named
-from text_generation_router.api.openai.parameters import asked_grammar, completion_parameters, extras
+from text_generation_router.api.openai.parameters import completion_options
 from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBody
 from text_generation_router.api.openai.usage import usage
 from text_generation_router.api.openai.whole import whole_answer
-from text_generation_router.api.tgi.headers import cost_headers, timing_headers
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
 from text_generation_router.request import QualityOfService, Request, TokenId
 
@@ -54,7 +53,7 @@ class CompletionRoutes:
         prompts = _prompts(body)
         records = self._serving.start(request, min(len(prompts), self._limit) * (body.n or 1))
         self._check(body, prompts)
-        with self._serving.seats(records, len(records)):
+        with self._serving.take_permits(records, len(records)):
             qos = self._serving.qos(records[0], body)
             admitted = [await self._admit(body, prompt, qos) for prompt in prompts]
             requests = [one for prompt in admitted for one in prompt.requests]
@@ -90,17 +89,12 @@ class CompletionRoutes:
 
     async def _admit(self, body: CompletionBody, prompt: str | list[TokenId], qos: QualityOfService) -> Prompt:
         serving = self._serving
-        wanted = replace(
-            extras(body),
-            add_special_tokens=body.add_special_tokens is not False,
-            prompt_top_n=(body.logprobs or 0) if body.echo else 0,
-            grammar=asked_grammar(body),
-        )
-        first = await serving.admission.admit(prompt, completion_parameters(body), wanted, body.n or 1, qos)
+        requests = await serving.preparer.prepare(prompt, completion_options(body), qos, body.n or 1)
         text = prompt if isinstance(prompt, str) else await serving.tokenizer.decode(prompt)
-        requests = serving.several(first, body.n or 1)
         if not body.stream:
-            requests[1:] = [replace(one, prompt_logprobs=False, prompt_top_n=0) for one in requests[1:]]
+            requests[1:] = [
+                replace(request, logprobs=LogprobOptions(request.logprobs.top_n)) for request in requests[1:]
+            ]
         return Prompt(text, requests)
 
     async def _whole(

@@ -1,55 +1,44 @@
-"""OpenAI's words into TGI's parameters and `Extras`; what they leave to TGI's rules, those judge."""
+"""Parameters of OpenAI's bodies as GenerationOptions."""
 
 from __future__ import annotations
 
-from text_generation_proto.values import Grammar
-from text_generation_router.api.core.extras import Extras
-from text_generation_router.api.core.parameters import GenerateParameters
-from text_generation_router.api.core.supported import Names
+from text_generation_proto.parameters import Api
+from text_generation_proto.values import Grammar, LogprobOptions
+from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody, OpenAIBody
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import guided, response_format
 from text_generation_router.request import TokenId
 
-CHAT_NAMES: Names = {"top_n": "`top_logprobs`"}
-COMPLETION_NAMES: Names = {"top_n": "`logprobs`", "prompt": "`echo` with `logprobs`"}
-"""What parameters are called that TGI knows by another name."""
+
+def chat_options(body: ChatBody) -> GenerationOptions:
+    """Return the options of a chat; as in TGI, `top_logprobs` counts without `logprobs` too. Raises InvalidRequest."""
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return _options(body, Api.CHAT, max_tokens, LogprobOptions(body.top_logprobs or 0))
 
 
-def chat_parameters(body: ChatBody) -> GenerateParameters:
-    """The parameters of a chat; `top_logprobs` counts without `logprobs` too, as in TGI."""
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _parameters(body, max_new_tokens=wanted, top_n_tokens=body.top_logprobs)
+def completion_options(body: CompletionBody) -> GenerationOptions:
+    """Return the options of a completion. Raises InvalidRequest.
 
-
-def completion_parameters(body: CompletionBody) -> GenerateParameters:
-    """The parameters of a completion. `max_tokens` of 0 generates one token that is then not shown."""
-    wanted = body.max_tokens
-    return _parameters(
-        body,
-        max_new_tokens=1 if wanted == 0 and body.echo else wanted,
-        top_n_tokens=body.logprobs,
-        prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+    `max_tokens` of 0 with `echo` generates one token that the answer leaves out.
+    """
+    top_n = body.logprobs or 0
+    logprobs = LogprobOptions(
+        top_n, prompt=bool(body.echo) and body.logprobs is not None, prompt_top_n=top_n if body.echo else 0
     )
-
-
-def extras(body: OpenAIBody) -> Extras:
-    """What TGI's parameters have no place for. Raises InvalidRequest."""
-    return Extras(
-        keep_stop_text=False,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        min_new_tokens=body.min_tokens or 0,
-        min_p=body.min_p or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        logit_bias=_logit_bias(body),
-        names=COMPLETION_NAMES if isinstance(body, CompletionBody) else CHAT_NAMES,
+    max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
+    return _options(
+        body,
+        Api.COMPLETIONS,
+        max_tokens,
+        logprobs,
+        add_special_tokens=body.add_special_tokens is not False,
+        grammar=asked_grammar(body),
     )
 
 
 def asked_grammar(body: OpenAIBody) -> Grammar | None:
-    """What the answer must look like; `response_format` wins over vLLM's fields. Raises InvalidRequest."""
+    """Return the grammar of the answer; `response_format` wins over vLLM's fields. Raises InvalidRequest."""
     if body.response_format is not None:
         return response_format(body.response_format)
     return guided(
@@ -62,24 +51,27 @@ def asked_grammar(body: OpenAIBody) -> Grammar | None:
     )
 
 
-def _parameters(
-    body: OpenAIBody, *, max_new_tokens: int | None, top_n_tokens: int | None, prompt_logprobs: bool = False
-) -> GenerateParameters:
-    greedy = body.temperature == 0.0
+def _options(
+    body: OpenAIBody,
+    api: Api,
+    max_tokens: int | None,
+    logprobs: LogprobOptions,
+    *,
+    add_special_tokens: bool = True,
+    grammar: Grammar | None = None,
+) -> GenerationOptions:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    # Built from values that were validated already: only the rules' ranges are left to judge.
-    return GenerateParameters.model_construct(
-        temperature=None if greedy else body.temperature,
-        do_sample=not greedy,
-        # With no choice left to sample, what narrows the choice is idle.
-        top_p=None if greedy or body.top_p is None or body.top_p >= 1.0 else body.top_p,
-        top_k=None if greedy or body.top_k in (None, 0, -1) else body.top_k,
-        repetition_penalty=body.repetition_penalty,
-        max_new_tokens=max_new_tokens,
-        stop=[one for one in stop if one],
-        seed=None if body.seed is None else body.seed % 2**64,
-        top_n_tokens=top_n_tokens,
-        decoder_input_details=prompt_logprobs,
+    return GenerationOptions(
+        api=api,
+        sampling=open_sampling(body, api, _logit_bias(body)),
+        max_new_tokens=max_tokens,
+        min_new_tokens=body.min_tokens or 0,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        stop_sequences=tuple(text for text in stop if text),
+        logprobs=logprobs,
+        grammar=grammar,
+        add_special_tokens=add_special_tokens,
     )
 
 

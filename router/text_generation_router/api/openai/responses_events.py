@@ -16,9 +16,9 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.api.core.turns import AnswerEnd, Finish
-from text_generation_router.api.openai.blocks import CachedTokens, Kind, Script
-from text_generation_router.api.openai.ids import Named, new_call_id, now
+from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
+from text_generation_router.api.core.chat import AnswerEnd, Finish
+from text_generation_router.api.core.ids import Named, new_call_id, now
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import InvalidRequest, ServingError

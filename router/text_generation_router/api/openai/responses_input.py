@@ -1,10 +1,12 @@
-"""A Responses body in the words of OpenAI's chats, which have a message for what are several items here."""
+"""Responses bodies as conversations and options. One chat message is several items here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from text_generation_router.api.openai.one_answer import Asked
+from text_generation_proto.parameters import Api
+from text_generation_router.api.core.parameters import GenerationOptions, open_sampling
+from text_generation_router.api.openai import chat_messages
 from text_generation_router.api.openai.responses_schemas import InputItem, ResponsesBody
 from text_generation_router.api.openai.responses_tools import CallableTools, callable_tools
 from text_generation_router.api.openai.schemas import (
@@ -14,6 +16,7 @@ from text_generation_router.api.openai.schemas import (
     Message,
     ToolCall,
 )
+from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.forms import response_format
 
@@ -21,8 +24,15 @@ ROLES = ("user", "assistant", "system", "developer")
 LOGPROBS = "message.output_text.logprobs"
 
 
-def to_asked(body: ResponsesBody) -> Asked:
-    """What a body asks for. Raises InvalidRequest for what cannot be done, by name."""
+def to_options(body: ResponsesBody) -> GenerationOptions:
+    """Return the options of a body."""
+    return GenerationOptions(
+        api=Api.CHAT, sampling=open_sampling(body, Api.CHAT), max_new_tokens=body.max_output_tokens
+    )
+
+
+def to_conversation(body: ResponsesBody) -> Conversation:
+    """Return the conversation of a body. Raises InvalidRequest, naming what is not supported."""
     _refuse_what_needs_a_store(body)
     _refuse_logprobs(body)
     tools = callable_tools(body.tools or ())
@@ -39,9 +49,6 @@ def to_asked(body: ResponsesBody) -> Asked:
     # Built from values that were validated already.
     chat = ChatBody.model_construct(
         messages=messages,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        max_tokens=body.max_output_tokens,
         tools=tools.definitions,
         tool_choice=tools.choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
@@ -49,7 +56,7 @@ def to_asked(body: ResponsesBody) -> Asked:
         continue_final_message=False,  # an answer is always an item of its own
     )
     form = None if body.text is None else body.text.format
-    return Asked(chat, None if form is None else response_format(form))
+    return chat_messages.to_conversation(chat, None if form is None else response_format(form))
 
 
 def _refuse_what_needs_a_store(body: ResponsesBody) -> None:

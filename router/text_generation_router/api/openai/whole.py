@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.api.openai.ids import Named
+from text_generation_router.api.core.ids import Named
 
 Json = dict[str, Any]
 

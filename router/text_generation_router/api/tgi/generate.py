@@ -7,15 +7,15 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody, GenerateParameters
+from text_generation_router.api.core.headers import compute_time_header, cost_headers, timing_headers
 from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.validation import check_streamed, check_whole
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.record import GenerationRecord
-from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
+from text_generation_router.api.tgi.parameters import check_streamed, check_whole, to_options
 from text_generation_router.api.tgi.replies import TokenEvents, whole_reply
+from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
 
 Json = dict[str, Any]
 
@@ -59,25 +59,27 @@ class GenerateRoutes:
 
     async def reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
         """The whole reply to a body, `best_of` sequences and all. Raises ServingError."""
-        with self._serving.seats([record], self.places(body.parameters)):
-            return await self.seated_reply(body, record)
+        with self._serving.take_permits([record], self.permits_needed(body.parameters)):
+            return await self.permitted_reply(body, record)
 
-    def places(self, parameters: GenerateParameters) -> int:
-        """How many generations a whole reply takes at once: one for each sequence tried. Raises InvalidRequest."""
+    def permits_needed(self, parameters: GenerateParameters) -> int:
+        """Return the permits that a whole reply needs: one for each sequence tried. Raises InvalidRequest."""
         check_whole(parameters, self._serving.settings.limits)
         return parameters.best_of or 1
 
-    async def seated_reply(self, body: GenerateBody, record: GenerationRecord, around: QosFields | None = None) -> Json:
-        """The same for a caller that holds the reply's places (`places`) already: this takes none.
+    async def permitted_reply(
+        self, body: GenerateBody, record: GenerationRecord, around: QosFields | None = None
+    ) -> Json:
+        """Return the whole reply for a caller that holds its permits (`permits_needed`).
 
-        `around`: the body of several replies that this is one of.
+        `around` is the body of several replies that this is one of.
         """
         serving = self._serving
-        count = self.places(body.parameters)
+        count = self.permits_needed(body.parameters)
         qos = serving.qos(record, body.parameters, body, around)
-        first = await serving.admission.admit(body.inputs, body.parameters, qos=qos)
-        # One generation was asked for, however many sequences are tried for it.
-        collectors = await serving.collect(serving.several(first, count), [record] * count)
+        requests = await serving.preparer.prepare(body.inputs, to_options(body.parameters), qos, count)
+        # One generation counts, however many sequences are tried for it.
+        collectors = await serving.collect(requests, [record] * count)
         best = max(collectors, key=lambda collector: collector.mean_logprob)
         record.request, record.ending, record.times = best.request, best.ended.result(), best.times
         others = [collector for collector in collectors if collector is not best]
@@ -87,12 +89,12 @@ class GenerateRoutes:
         serving = self._serving
         [record] = serving.start(request)
         check_streamed(body.parameters)
-        with serving.seats([record], 1):
+        with serving.take_permits([record], 1):
             qos = serving.qos(record, body.parameters, body)
-            admitted = await serving.admission.admit(body.inputs, body.parameters, qos=qos)
+            requests = await serving.preparer.prepare(body.inputs, to_options(body.parameters), qos)
             stream = serving.stream(request, cost_headers(serving.settings, len(body.inputs)), tgi_error_event)
             events = TokenEvents(stream, body, serving.tokenizer, record)
-            with serving.run([admitted], [record], [events]):
+            with serving.run(requests, [record], [events]):
                 return await stream.run()
 
     def _headers_of_whole(self, body: GenerateBody, record: GenerationRecord) -> dict[str, str]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from text_generation_router.api.core.collector import Collector
-from text_generation_router.api.core.parameters import GenerateBody
+from text_generation_router.api.core.serving import Collector
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.http.sse import EventStream
+from text_generation_router.api.tgi.schemas import GenerateBody
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Ending, Piece
 from text_generation_router.request import LogprobJson, Request, TopToken
@@ -141,6 +141,6 @@ def _sequence(collected: Collector, tokenizer: Tokenizer) -> Json:
         ],
         "tokens": [token_json(piece) for piece in collected.pieces],
     }
-    if collected.request.top_n_tokens:
+    if collected.request.logprobs.top_n:
         sequence["top_tokens"] = [top_tokens_json(piece.top, tokenizer) for piece in collected.pieces]
     return sequence

@@ -9,17 +9,14 @@ import orjson
 from aiohttp import hdrs, web
 
 from text_generation_router.api.core.admission import Permits
-from text_generation_router.api.core.extras import check_token_ids
-from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.core.parameters import check_token_ids
+from text_generation_router.api.core.settings import MODEL_ALIAS, Settings
+from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.bodies import parse_body, parse_json
 from text_generation_router.api.tgi.service_schemas import DetokenizeBody, PromptBody, tokenize_body
-from text_generation_router.api.tgi.tokens import answer_tokens
 from text_generation_router.errors import NotFound, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
 from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
-
-MODEL_ALIAS = "tgi"
-"""What TGI's clients call whatever model is served."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import AliasChoices, FailFast, Field
 
-from text_generation_router.api.core.parameters import GenerateBody, GenerateParameters
 from text_generation_router.api.http.bodies import Body, UInt32, validate
+from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 
 
 class PromptBody(Body):

@@ -40,10 +40,9 @@ def test_all_that_can_be_asked_for_arrives() -> None:
             logit_bias_ids=(3, 4),
             logit_bias_values=(1.5, -100.0),
         ),
-        stop_token_ids=(8, 9),
+        stop_token_ids=frozenset({8, 9}),
         min_new_tokens=6,
-        prompt_logprobs=True,
-        prompt_top_n=4,
+        logprobs=LogprobOptions(prompt=True, prompt_top_n=4),
         grammar=Grammar(GrammarKind.REGEX, "a+"),
     )
     admission = received(sent(request))
@@ -75,7 +74,7 @@ def test_what_was_generated_counts_towards_min_new_tokens(generated: tuple[int, 
 
 
 def test_a_preempted_entry_does_not_ask_for_its_prompt_again() -> None:
-    message = sent(replace(PLAIN, prompt_logprobs=True, prompt_top_n=3), generated=(1,))
+    message = sent(replace(PLAIN, logprobs=LogprobOptions(prompt=True, prompt_top_n=3)), generated=(1,))
     assert (message.logprobs.prompt, message.logprobs.prompt_top_n) == (False, 0)
 
 

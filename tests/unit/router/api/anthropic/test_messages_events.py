@@ -11,8 +11,8 @@ from anthropic.types import Message
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.anthropic.events import MessageScript, whole_input
-from text_generation_router.api.core.turns import AnswerEnd, Finish
-from text_generation_router.api.openai.ids import Named
+from text_generation_router.api.core.chat import AnswerEnd, Finish
+from text_generation_router.api.core.ids import Named
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed
 from text_generation_router.generation import Ending

@@ -1,15 +1,18 @@
-"""Places in the building, and texts too long to be counted."""
+"""Making requests of prompts and options."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from text_generation_router.api.core.admission import COUNTED_EXACTLY, Permits, RequestPreparer
-from text_generation_router.api.core.parameters import GenerateParameters
+from text_generation_proto.parameters import Api
+from text_generation_proto.values import Sampling
+from text_generation_router.api.core.admission import COUNTED_EXACTLY, RequestPreparer
+from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.errors import InvalidRequest, Overloaded
+from text_generation_router.errors import InvalidRequest
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -17,55 +20,55 @@ from text_generation_router.text.tokenizer import Tokenizer
 
 LIMITS = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=100, max_total_tokens=200)
 
+OPTIONS = GenerationOptions(Api.TGI)
 
-def an_admission(demo_model: Path) -> RequestPreparer:
+
+def a_preparer(demo_model: Path, limits: Limits = LIMITS) -> RequestPreparer:
     scheduler = Scheduler(Policy(1, 1))
     metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
-    return RequestPreparer(Tokenizer.load(demo_model, workers=1), LIMITS, metrics)
-
-
-def test_places_are_given_back_after_a_failure() -> None:
-    permits = Permits(2)
-    with pytest.raises(ZeroDivisionError), permits.take(2):
-        raise ZeroDivisionError
-    assert permits.in_use == 0
-
-
-def test_as_many_places_as_asked_for_or_none() -> None:
-    permits = Permits(2)
-    with permits.take(1):
-        with pytest.raises(Overloaded, match="Model is overloaded"), permits.take(2):
-            pass
-        assert permits.in_use == 1
+    return RequestPreparer(Tokenizer.load(demo_model, workers=1), limits, metrics)
 
 
 async def test_truncate_keeps_the_last_tokens(demo_model: Path) -> None:
-    admission = an_admission(demo_model)
-    whole = await admission.admit("one two three four", GenerateParameters())
-    cut = await admission.admit("one two three four", GenerateParameters(truncate=2))
+    preparer = a_preparer(demo_model)
+    [whole] = await preparer.prepare("one two three four", OPTIONS)
+    [cut] = await preparer.prepare("one two three four", replace(OPTIONS, truncate=2))
     assert cut.prompt == whole.prompt[-2:]
     assert cut.max_new_tokens == 198
 
 
-async def test_each_request_has_a_number_and_a_seed_of_its_own(demo_model: Path) -> None:
-    admission = an_admission(demo_model)
-    first = await admission.admit("Hello", GenerateParameters(do_sample=True))
-    second = admission.another(first, 1)
+async def test_each_request_has_its_own_id_and_seed(demo_model: Path) -> None:
+    preparer = a_preparer(demo_model)
+    first, second = await preparer.prepare("Hello", OPTIONS, count=2)
     assert first.id != second.id
     assert first.sampling.seed != second.sampling.seed
     assert first.prompt == second.prompt
 
 
-async def test_a_text_of_ordinary_length_is_counted_exactly(demo_model: Path) -> None:
+async def test_the_tokens_of_an_ordinary_text_are_counted_exactly(demo_model: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"Given: 201 `inputs` tokens and 0 `max_new_tokens`"):
-        await an_admission(demo_model).admit(" the" * 201, GenerateParameters())
+        await a_preparer(demo_model).prepare(" the" * 201, OPTIONS)
 
 
-async def test_a_huge_text_is_refused_by_its_beginning(demo_model: Path) -> None:
+async def test_a_huge_text_is_refused_after_its_beginning(demo_model: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"Given: at least \d+ `inputs` tokens and 7 `max_new_tokens`"):
-        await an_admission(demo_model).admit(" the" * COUNTED_EXACTLY, GenerateParameters(max_new_tokens=7))
+        await a_preparer(demo_model).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, max_new_tokens=7))
 
 
-async def test_a_huge_text_that_is_to_be_truncated_is_welcome(demo_model: Path) -> None:
-    request = await an_admission(demo_model).admit(" the" * COUNTED_EXACTLY, GenerateParameters(truncate=3))
+async def test_a_huge_text_is_accepted_with_truncate(demo_model: Path) -> None:
+    [request] = await a_preparer(demo_model).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, truncate=3))
     assert len(request.prompt) == 3
+
+
+async def test_the_seeds_of_several_answers_follow_from_the_first(demo_model: Path) -> None:
+    options = replace(OPTIONS, sampling=Sampling(greedy=False, seed=2**64 - 1))
+    requests = await a_preparer(demo_model).prepare("Hello", options, count=3)
+    assert [request.sampling.seed for request in requests] == [2**64 - 1, 0, 1]
+
+
+async def test_no_seed_is_drawn_if_the_engine_takes_none(demo_model: Path) -> None:
+    limits = replace(LIMITS, unsupported={"seed": "no"})
+    [request] = await a_preparer(demo_model, limits).prepare("Hello", OPTIONS)
+    assert request.sampling.seed is None
+    with pytest.raises(InvalidRequest, match="`seed` is not supported by this engine: no"):
+        await a_preparer(demo_model, limits).prepare("Hello", replace(OPTIONS, sampling=Sampling(greedy=False, seed=0)))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from text_generation_router.api.core.collector import Collector
+from text_generation_router.api.core.serving import Collector
 from text_generation_router.generation import Piece
 from text_generation_router.request import Request, RequestId
 

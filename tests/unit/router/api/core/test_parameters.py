@@ -1,88 +1,229 @@
-"""Bodies are as strict as TGI's: no coercion, sized numbers."""
+"""Options of OpenAI's and Anthropic's bodies, their ranges, and parameters that an engine does not support."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
-from pydantic import ValidationError
 
-from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody
+from text_generation_proto.parameters import Api
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.values import (
+    LOGPROB_PARAMETERS,
+    SAMPLING_PARAMETERS,
+    STOPPING_PARAMETERS,
+    LogprobOptions,
+    Sampling,
+)
+from text_generation_router.api.anthropic.input import to_options as message_options
+from text_generation_router.api.anthropic.schemas import MessagesBody
+from text_generation_router.api.core.parameters import GenerationOptions, check_options, check_supported, new_tokens
+from text_generation_router.api.core.settings import Limits
+from text_generation_router.api.openai.parameters import chat_options, completion_options
+from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
+from text_generation_router.errors import InvalidRequest
+from text_generation_router.request import QualityOfService, Request, RequestId
 
-OPTIONAL = [
-    "best_of",
-    "temperature",
-    "repetition_penalty",
-    "frequency_penalty",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "max_new_tokens",
-    "return_full_text",
-    "truncate",
-    "seed",
-    "top_n_tokens",
-    "grammar",
-    "adapter_id",
+LIMITS = Limits(1, 4, 5, max_input_tokens=10, max_total_tokens=20, vocab_size=100)
+PLAIN = Request(RequestId(1), (5, 6, 7), max_new_tokens=20)
+WHY = "the engine does not have it"
+
+ASKED: list[tuple[str, dict[str, Any], str]] = [
+    ("temperature", {"sampling": Sampling(temperature=0.5)}, "`temperature`"),
+    ("top_k", {"sampling": Sampling(top_k=1)}, "`top_k`"),
+    ("top_p", {"sampling": Sampling(top_p=0.99)}, "`top_p`"),
+    ("typical_p", {"sampling": Sampling(typical_p=0.5)}, "`typical_p`"),
+    ("min_p", {"sampling": Sampling(min_p=0.01)}, "`min_p`"),
+    ("repetition_penalty", {"sampling": Sampling(repetition_penalty=1.01)}, "`repetition_penalty`"),
+    ("frequency_penalty", {"sampling": Sampling(frequency_penalty=-0.1)}, "`frequency_penalty`"),
+    ("output_frequency_penalty", {"sampling": Sampling(output_frequency_penalty=0.1)}, "`frequency_penalty`"),
+    ("output_presence_penalty", {"sampling": Sampling(output_presence_penalty=0.1)}, "`presence_penalty`"),
+    ("logit_bias_ids", {"sampling": Sampling(logit_bias_ids=(1, 2), logit_bias_values=(0.0, 0.5))}, "`logit_bias`"),
+    ("watermark", {"sampling": Sampling(watermark=True)}, "`watermark`"),
+    ("seed", {"sampling": Sampling(greedy=False, seed=0)}, "`seed`"),
+    ("stop_token_ids", {"stop_token_ids": frozenset((3,))}, "`stop_token_ids`"),
+    ("min_new_tokens", {"min_new_tokens": 1}, "`min_tokens`"),
+    ("top_n", {"logprobs": LogprobOptions(1)}, "`top_n_tokens`"),
+    ("prompt", {"logprobs": LogprobOptions(prompt=True)}, "`decoder_input_details`"),
+    ("prompt_top_n", {"logprobs": LogprobOptions(prompt_top_n=1)}, "`echo` with `logprobs` above 0"),
+    ("cache_salt", {"qos": QualityOfService(salt="pepper")}, "`cache_salt`"),
 ]
 
 
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_null_is_absence_for_an_optional_parameter(name: str) -> None:
-    body = GenerateBody.model_validate({"inputs": "Hello", "parameters": {name: None}})
-    assert getattr(body.parameters, name) is None
+@pytest.mark.parametrize(("name", "changes", "called"), ASKED, ids=[row[0] for row in ASKED])
+def test_an_unsupported_parameter_is_refused_by_name(name: str, changes: dict[str, Any], called: str) -> None:
+    request = replace(PLAIN, **changes)
+    with pytest.raises(InvalidRequest) as refused:
+        check_supported(request, Api.TGI, {name: WHY})
+    assert str(refused.value) == f"Input validation error: {called} is not supported by this engine: {WHY}"
+    others = {other: WHY for other, _, _ in ASKED if other != name}
+    check_supported(request, Api.TGI, others)
 
 
 @pytest.mark.parametrize(
-    "parameters",
+    "changes",
     [
-        {"best_of": -1},
-        {"best_of": 2**64},
-        {"best_of": 1.0},
-        {"temperature": "1"},
-        {"temperature": True},
-        {"temperature": 1e39},
-        {"top_k": 2**31},
-        {"top_k": 1.5},
-        {"max_new_tokens": 2**32},
-        {"max_new_tokens": -1},
-        {"max_new_tokens": True},
-        {"max_new_tokens": "1"},
-        {"seed": 2**64},
-        {"seed": -1},
-        {"do_sample": 1},
-        {"do_sample": None},
-        {"details": "true"},
-        {"stop": None},
-        {"stop": "a"},
-        {"stop": ["a", 1]},
-        {"watermark": 0},
-        {"grammar": "a"},
-        {"adapter_id": 1},
-        [],
-        None,
+        {},
+        {"sampling": Sampling(greedy=False, seed=None)},
+        {"sampling": Sampling(seed=5)},
+        {"sampling": Sampling(logit_bias_ids=(1,), logit_bias_values=(0.0,))},
+        {"stop_sequences": ("a",), "ignore_eos": True},
     ],
 )
-def test_nothing_is_coerced(parameters: object) -> None:
-    with pytest.raises(ValidationError):
-        GenerateBody.model_validate({"inputs": "Hello", "parameters": parameters})
+def test_neutral_values_are_not_refused(changes: dict[str, Any]) -> None:
+    check_supported(replace(PLAIN, **changes), Api.TGI, {name: WHY for name, _, _ in ASKED})
 
 
-@pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
-def test_a_seed_has_64_bits(seed: int) -> None:
-    assert GenerateBody.model_validate({"inputs": "Hello", "parameters": {"seed": seed}}).parameters.seed == seed
+def test_fields_that_no_client_sets_are_not_refused() -> None:
+    check_supported(replace(PLAIN, **ASKED[0][1]), Api.TGI, {"greedy": WHY, "of_tomorrow": WHY})
 
 
-def test_a_float_may_be_written_as_an_integer_and_has_32_bits() -> None:
-    body = GenerateBody.model_validate({"inputs": "Hello", "parameters": {"temperature": 1, "top_p": 0.1}})
-    assert body.parameters.temperature == 1.0
-    assert body.parameters.top_p == pytest.approx(0.1)
-    assert body.parameters.top_p != 0.1
+@pytest.mark.parametrize(
+    ("api", "field", "name"),
+    [
+        (Api.CHAT, "top_n", "`top_logprobs`"),
+        (Api.COMPLETIONS, "top_n", "`logprobs`"),
+        (Api.COMPLETIONS, "prompt", "`echo` with `logprobs`"),
+    ],
+)
+def test_an_unsupported_parameter_has_the_name_of_its_api(api: Api, field: str, name: str) -> None:
+    changes = next(changes for known, changes, _ in ASKED if known == field)
+    with pytest.raises(InvalidRequest, match=f"^Input validation error: {name} is not"):
+        check_supported(replace(PLAIN, **changes), api, {field: WHY})
 
 
-def test_do_sample_is_true_only_without_parameters() -> None:
-    assert GenerateBody.model_validate({"inputs": "Hello"}).parameters.do_sample is True
-    assert GenerateBody.model_validate({"inputs": "Hello", "parameters": {}}).parameters.do_sample is False
+def test_every_field_of_the_wire_is_a_parameter_or_set_in_every_request() -> None:
+    of_every_request = {"greedy", "max_new_tokens", "eos_token_ids", "logit_bias_values"}
+    messages = (pb.Sampling, pb.Stopping, pb.LogprobOptions)
+    fields = {field.name for message in messages for field in message.DESCRIPTOR.fields}
+    parameters = {one.field for one in (*SAMPLING_PARAMETERS, *STOPPING_PARAMETERS, *LOGPROB_PARAMETERS)}
+    assert parameters == fields - of_every_request
+    assert {name for name, _, _ in ASKED} == parameters | {"cache_salt"}
 
 
-def test_unknown_fields_are_ignored() -> None:
-    body = CompatGenerateBody.model_validate({"inputs": "Hello", "stream": True, "model": "x", "parameters": {"x": 1}})
-    assert body.stream is True
+def chat(**fields: Any) -> GenerationOptions:  # noqa: ANN401
+    return chat_options(ChatBody.model_validate({"messages": [], **fields}))
+
+
+def completion(**fields: Any) -> GenerationOptions:  # noqa: ANN401
+    return completion_options(CompletionBody.model_validate({"prompt": "", **fields}))
+
+
+def test_every_parameter_of_openais_bodies_reaches_the_options() -> None:
+    fields = {
+        "temperature": 0.5,
+        "repetition_penalty": 1.25,
+        "frequency_penalty": -0.5,
+        "presence_penalty": 0.25,
+        "top_p": 0.75,
+        "min_p": 0.125,
+        "top_k": 7,
+        "seed": -1,
+        "logit_bias": {"3": 1.5, "4": -100},
+        "stop": ["a", ""],
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "max_tokens": 9,
+    }
+    expected = GenerationOptions(
+        Api.CHAT,
+        Sampling(
+            greedy=False,
+            temperature=0.5,
+            repetition_penalty=1.25,
+            output_frequency_penalty=-0.5,
+            output_presence_penalty=0.25,
+            top_p=0.75,
+            min_p=0.125,
+            top_k=7,
+            seed=2**64 - 1,
+            logit_bias_ids=(3, 4),
+            logit_bias_values=(1.5, -100),
+        ),
+        max_new_tokens=9,
+        min_new_tokens=2,
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        stop_sequences=("a",),
+    )
+    assert chat(**fields) == expected
+    assert completion(**fields) == replace(expected, api=Api.COMPLETIONS)
+    assert chat() == GenerationOptions(Api.CHAT, Sampling(greedy=False, seed=None))
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({"temperature": 0, "top_p": 0.5, "top_k": 5, "seed": 3}, Sampling(seed=3)),
+        ({"temperature": 0, "top_p": -1, "top_k": -5}, Sampling(seed=None)),
+        ({"top_p": 1.5, "top_k": -1}, Sampling(greedy=False, seed=None)),
+        ({"top_p": 1.0, "top_k": 0}, Sampling(greedy=False, seed=None)),
+        ({"logit_bias": [1.0]}, Sampling(greedy=False, seed=None)),
+    ],
+)
+def test_a_filter_that_keeps_all_tokens_is_off_and_temperature_0_is_greedy(
+    fields: dict[str, Any], sampling: Sampling
+) -> None:
+    assert chat(**fields).sampling == sampling
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens", "logprobs"),
+    [
+        ({"logprobs": 0}, None, LogprobOptions()),
+        ({"logprobs": 3}, None, LogprobOptions(3)),
+        ({"logprobs": 0, "echo": True}, None, LogprobOptions(prompt=True)),
+        ({"logprobs": 3, "echo": True, "max_tokens": 0}, 1, LogprobOptions(3, prompt=True, prompt_top_n=3)),
+        ({"echo": True}, None, LogprobOptions()),
+        ({"max_tokens": 0}, 0, LogprobOptions()),
+    ],
+)
+def test_completions_report_prompt_logprobs_with_echo(
+    fields: dict[str, Any], tokens: int | None, logprobs: LogprobOptions
+) -> None:
+    options = completion(**fields)
+    assert (options.max_new_tokens, options.logprobs) == (tokens, logprobs)
+
+
+def test_top_logprobs_and_max_completion_tokens_of_chats() -> None:
+    options = chat(top_logprobs=3, max_tokens=4, max_completion_tokens=5)
+    assert (options.logprobs, options.max_new_tokens) == (LogprobOptions(3), 5)
+
+
+def test_every_parameter_of_anthropics_bodies_reaches_the_options() -> None:
+    fields = {"temperature": 0.5, "top_p": 0.75, "top_k": 7, "max_tokens": 9, "stop_sequences": ["a", ""]}
+    body = MessagesBody.model_validate({"messages": [], **fields})
+    sampling = Sampling(greedy=False, temperature=0.5, top_p=0.75, top_k=7, seed=None)
+    assert message_options(body) == GenerationOptions(Api.MESSAGES, sampling, max_new_tokens=9, stop_sequences=("a",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.5}, "`temperature` must be strictly positive"),
+        ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
+        ({"top_p": 0}, "`top_p` must be > 0.0 and < 1.0"),
+        ({"top_k": -2}, "`top_k` must be strictly positive"),
+        ({"frequency_penalty": 2.5}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0"),
+        ({"min_p": 1.5}, "`min_p` must be >= 0.0 and <= 1.0"),
+        ({"min_p": -0.5}, "`min_p` must be >= 0.0 and <= 1.0"),
+        ({"logit_bias": {"1": 101}}, "`logit_bias` values must be >= -100 and <= 100"),
+        ({"logit_bias": {"100": 1}}, "`logit_bias` has a token id that is not one of 100"),
+        ({"logit_bias": {"a": 1}}, "`logit_bias` keys must be token ids"),
+        ({"stop_token_ids": [100]}, "`stop_token_ids` has a token id that is not one of 100"),
+        ({"stop_token_ids": [1] * 65}, "`stop_token_ids` supports up to 64 tokens. Given: 65"),
+        ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
+        ({"max_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+        ({"top_logprobs": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+        ({"min_tokens": 4, "max_tokens": 3}, "`min_tokens` must be <= `max_tokens`. Given: 4 and 3"),
+    ],
+)
+def test_values_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        options = chat(**fields)
+        check_options("Hello", options, LIMITS)
+        new_tokens(1, options, LIMITS)
+    assert str(refusal.value) == f"Input validation error: {message}"

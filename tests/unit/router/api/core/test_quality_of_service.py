@@ -10,13 +10,13 @@ import pytest
 from text_generation_router.api.anthropic.schemas import MessagesBody
 from text_generation_router.api.cloud.kserve import InferBody
 from text_generation_router.api.cloud.vertex import TextInstance, VertexBody
-from text_generation_router.api.core.parameters import CompatGenerateBody, GenerateBody, GenerateParameters
 from text_generation_router.api.core.quality_of_service import QosFields, TieredFields, quality_of_service
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.bodies import validate
 from text_generation_router.api.http.caller import Caller
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
+from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
 from text_generation_router.errors import InvalidBody, InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
 

@@ -6,12 +6,12 @@ import pytest
 from aiohttp import web
 from pydantic import BaseModel
 
-from text_generation_router.api.core.parameters import GenerateBody
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.document.openapi import document
 from text_generation_router.api.http.bodies import Body
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route, add_routes
+from text_generation_router.api.tgi.schemas import GenerateBody
 from text_generation_router.errors import Operation
 
 

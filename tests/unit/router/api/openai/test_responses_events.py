@@ -9,8 +9,8 @@ from answer_events import RESPONSES, check_types, read_events
 from openai.types.responses import Response
 
 from text_generation_proto.values import FinishReason
-from text_generation_router.api.core.turns import AnswerEnd, Finish
-from text_generation_router.api.openai.ids import Named
+from text_generation_router.api.core.chat import AnswerEnd, Finish
+from text_generation_router.api.core.ids import Named
 from text_generation_router.api.openai.responses_events import ResponseScript
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart

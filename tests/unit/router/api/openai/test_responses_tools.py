@@ -11,12 +11,13 @@ from openai.types.responses import FunctionTool, NamespaceTool, Response, Tool
 from pydantic import ValidationError
 
 from text_generation_proto.values import FinishReason
-from text_generation_router.api.core.turns import AnswerEnd, Finish
-from text_generation_router.api.openai.ids import Named
+from text_generation_router.api.core.chat import AnswerEnd, Finish
+from text_generation_router.api.core.ids import Named
 from text_generation_router.api.openai.responses_events import ResponseScript
-from text_generation_router.api.openai.responses_input import to_asked
+from text_generation_router.api.openai.responses_input import to_conversation
 from text_generation_router.api.openai.responses_schemas import MAX_ITEMS, MAX_PARTS, ResponsesBody
 from text_generation_router.api.openai.responses_tools import HOSTED
+from text_generation_router.chat.conversation import ToolMode
 from text_generation_router.chat.events import TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.generation import Ending
@@ -47,7 +48,7 @@ def body(**fields: object) -> ResponsesBody:
 
 
 def names(*tools: Json) -> list[str]:
-    return [tool.name for tool in to_asked(body(tools=list(tools))).conversation.tools]
+    return [tool.name for tool in to_conversation(body(tools=list(tools))).tools]
 
 
 def test_a_namespaces_functions_are_called_by_their_own_names_where_no_other_has_them() -> None:
@@ -77,7 +78,7 @@ def test_names_may_be_as_long_as_they_are() -> None:
 )
 def test_what_cannot_be_told_apart_or_is_not_known_is_refused(tools: list[Json], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        to_asked(body(tools=tools))
+        to_conversation(body(tools=tools))
 
 
 def test_every_tool_of_openais_that_is_none_of_functions_is_left_out() -> None:
@@ -90,17 +91,20 @@ def test_every_tool_of_openais_that_is_none_of_functions_is_left_out() -> None:
     assert len(kinds) > 10
     assert kinds <= HOSTED
     for choice in ("auto", "none", None):
-        asked = to_asked(body(tools=[{"type": kind} for kind in sorted(kinds)], tool_choice=choice))
-        assert not asked.conversation.tools
+        conversation = to_conversation(body(tools=[{"type": kind} for kind in sorted(kinds)], tool_choice=choice))
+        assert not conversation.tools
 
 
 def test_what_is_left_out_cannot_be_required() -> None:
     search = {"type": "web_search"}
     with pytest.raises(InvalidRequest, match="tools of type 'web_search' are not supported"):
-        to_asked(body(tools=[search], tool_choice="required"))
+        to_conversation(body(tools=[search], tool_choice="required"))
     with pytest.raises(InvalidRequest, match="a tool choice of type 'web_search' is not supported"):
-        to_asked(body(tools=[search, function("f")], tool_choice=search))
-    assert to_asked(body(tools=[search, function("f")], tool_choice="required")).chat.tool_choice == "required"
+        to_conversation(body(tools=[search, function("f")], tool_choice=search))
+    assert (
+        to_conversation(body(tools=[search, function("f")], tool_choice="required")).tool_choice.mode
+        is ToolMode.REQUIRED
+    )
 
 
 def test_a_call_goes_back_under_the_name_it_was_made_by() -> None:
@@ -111,7 +115,7 @@ def test_a_call_goes_back_under_the_name_it_was_made_by() -> None:
         items.append({"type": "function_call", "call_id": f"c{index}", "name": name, "arguments": "{}"})
         items[-1] |= {} if space is None else {"namespace": space}
     items.append({"type": "function_call_output", "call_id": "c1", "output": "done"})
-    said, result = to_asked(body(input=items, tools=tools)).conversation.messages
+    said, result = to_conversation(body(input=items, tools=tools)).messages
     assert [call["function"]["name"] for call in said["tool_calls"]] == ["f", "a__f", "g", "gone__g"]
     assert result["name"] == "a__f"
 
@@ -152,14 +156,14 @@ def test_tools_are_repeated_as_they_were_sent() -> None:
 
 def test_thousands_of_calls_are_one_message() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    [said] = to_asked(body(input=[call] * MAX_ITEMS)).conversation.messages
+    [said] = to_conversation(body(input=[call] * MAX_ITEMS)).messages
     assert len(said["tool_calls"]) == MAX_ITEMS
 
 
 def test_an_input_has_limits() -> None:
     part = {"type": "input_text", "text": "x"}
     message = {"role": "user", "content": [part] * MAX_PARTS}
-    to_asked(body(input=[message]))
+    to_conversation(body(input=[message]))
     for too_many in (
         [{"role": "user"}] * (MAX_ITEMS + 1),
         [{"role": "user", "content": [part] * (MAX_PARTS + 1)}],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from text_generation_router.api.core.turns import AnswerEnd, Finish
+from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import ServingError
 

@@ -1,5 +1,4 @@
-"""TGI's rules up to 16: their texts, and that the first one broken is the one reported. All of them over HTTP:
-tests/integration/test_http_rules.py."""
+"""TGI's rules 0 to 16: their texts and their order. All of them over HTTP: tests/integration/test_http_rules.py."""
 
 from __future__ import annotations
 
@@ -8,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from text_generation_router.api.core.extras import TGI
-from text_generation_router.api.core.parameters import GenerateParameters
-from text_generation_router.api.core.sampling import to_sampling
+from text_generation_proto.parameters import Api
+from text_generation_proto.values import LogprobOptions, Sampling
+from text_generation_router.api.core.parameters import GenerationOptions, check_options, new_tokens
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.core.validation import check_parameters, check_streamed, check_whole, new_tokens
+from text_generation_router.api.tgi.parameters import check_streamed, check_whole, to_options
+from text_generation_router.api.tgi.schemas import GenerateParameters
 from text_generation_router.errors import InvalidRequest
 
 LIMITS = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=10, max_total_tokens=20)
@@ -56,13 +56,18 @@ WHOLE: list[tuple[str, dict[str, Any], str]] = [
 
 
 def judge(case: dict[str, Any], first: Callable[[GenerateParameters], None]) -> None:
-    """All rules, in the order of the server's routes."""
+    """Check all rules in the order of the routes."""
     parameters = GenerateParameters.model_validate(
         {name: value for name, value in case.items() if name not in ("inputs", "input_tokens")}
     )
     first(parameters)
-    check_parameters(case.get("inputs", "Hello"), parameters, LIMITS)
-    new_tokens(case.get("input_tokens", 1), parameters, LIMITS)
+    options = to_options(parameters)
+    check_options(case.get("inputs", "Hello"), options, LIMITS)
+    new_tokens(case.get("input_tokens", 1), options, LIMITS)
+
+
+def granted_tokens(input_tokens: int, asked: int | None, limits: Limits) -> int:
+    return new_tokens(input_tokens, to_options(GenerateParameters(max_new_tokens=asked)), limits)
 
 
 def refusal(case: dict[str, Any], first: Callable[[GenerateParameters], None]) -> str:
@@ -77,11 +82,11 @@ def whole(parameters: GenerateParameters) -> None:
 
 
 @pytest.mark.parametrize(("rule", "case", "message"), WHOLE, ids=[f"{rule}-{case}" for rule, case, _ in WHOLE])
-def test_a_broken_rule_is_told_in_tgis_words(rule: str, case: dict[str, Any], message: str) -> None:
+def test_a_broken_rule_is_reported_in_tgis_words(rule: str, case: dict[str, Any], message: str) -> None:
     assert refusal(case, whole) == message
 
 
-def test_of_two_broken_rules_the_earlier_is_reported() -> None:
+def test_the_first_of_two_broken_rules_is_reported() -> None:
     for i, (rule, case, message) in enumerate(WHOLE):
         for later_rule, later, _ in WHOLE[i + 1 :]:
             # No pair: the later case sets the same field, or asks for the sampling that rule 1 misses.
@@ -94,17 +99,17 @@ def asks_for_sampling(case: dict[str, Any]) -> bool:
     return bool(case.keys() & {"do_sample", "temperature", "top_k", "top_p", "typical_p"})
 
 
-def test_where_best_of_is_switched_off_any_is_refused() -> None:
+def test_best_of_is_refused_if_its_limit_is_1() -> None:
     with pytest.raises(InvalidRequest, match="`best_of` != 1 is not allowed for this endpoint"):
         check_whole(GenerateParameters(best_of=2), Limits(1, 4, 5, 10, 20))
 
 
-def test_best_of_zero_means_one_where_the_reply_is_whole() -> None:
+def test_best_of_0_means_1_in_a_whole_reply() -> None:
     judge({"best_of": 0}, whole)
 
 
 @pytest.mark.parametrize("best_of", [0, 2])
-def test_a_stream_is_of_one_sequence(best_of: int) -> None:
+def test_a_stream_has_one_sequence(best_of: int) -> None:
     assert refusal({"best_of": best_of}, check_streamed) == ("`best_of` != 1 is not supported when streaming tokens")
 
 
@@ -114,10 +119,8 @@ def test_a_stream_has_no_prompt_details() -> None:
 
 
 @pytest.mark.parametrize(("input_tokens", "asked", "granted"), [(1, None, 19), (10, None, 10), (10, 10, 10), (1, 1, 1)])
-def test_without_max_new_tokens_a_request_gets_all_that_fits(
-    input_tokens: int, asked: int | None, granted: int
-) -> None:
-    assert new_tokens(input_tokens, GenerateParameters(max_new_tokens=asked), LIMITS) == granted
+def test_max_new_tokens_defaults_to_all_that_fit(input_tokens: int, asked: int | None, granted: int) -> None:
+    assert granted_tokens(input_tokens, asked, LIMITS) == granted
 
 
 @pytest.mark.parametrize(
@@ -133,13 +136,34 @@ def test_without_max_new_tokens_a_request_gets_all_that_fits(
         ({"typical_p": 0.5}, False),
     ],
 )
-def test_a_request_is_sampled_if_a_parameter_differs_from_neutral(parameters: dict[str, Any], greedy: bool) -> None:
-    assert to_sampling(GenerateParameters.model_validate(parameters), TGI, random_seed=1).greedy is greedy
+def test_sampling_is_greedy_unless_a_parameter_is_not_neutral(parameters: dict[str, Any], greedy: bool) -> None:
+    assert to_options(GenerateParameters.model_validate(parameters)).sampling.greedy is greedy
 
 
-def test_a_given_seed_is_kept_and_a_missing_one_is_drawn() -> None:
-    assert to_sampling(GenerateParameters(seed=0), TGI, random_seed=7).seed == 0
-    assert to_sampling(GenerateParameters(), TGI, random_seed=7).seed == 7
+def test_every_parameter_reaches_the_options() -> None:
+    sampling = {
+        "temperature": 0.5,
+        "repetition_penalty": 1.25,
+        "frequency_penalty": -0.5,
+        "top_p": 0.75,
+        "typical_p": 0.25,
+        "top_k": 7,
+        "watermark": True,
+        "seed": 0,
+    }
+    others = {"max_new_tokens": 3, "stop": ["a"], "truncate": 4, "top_n_tokens": 2, "decoder_input_details": True}
+    options = to_options(GenerateParameters.model_validate(sampling | others | {"grammar": {"type": "regex"}}))
+    assert options == GenerationOptions(
+        Api.TGI,
+        Sampling(greedy=False, **sampling),  # type: ignore[arg-type]
+        max_new_tokens=3,
+        stop_sequences=("a",),
+        keep_stop_text=True,
+        logprobs=LogprobOptions(2, prompt=True),
+        grammar={"type": "regex"},
+        truncate=4,
+    )
+    assert to_options(GenerateParameters()).sampling == Sampling(seed=None)
 
 
 ROOMY = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=2000, max_total_tokens=2048)
@@ -149,12 +173,10 @@ ROOMY = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_inpu
     ("input_tokens", "asked", "granted"),
     [(5, 100_000, 2043), (1024, 100_000, 1024), (5, 1500, 1500), (1000, 1040, 1040)],
 )
-def test_rule_15_judges_1024_new_tokens_and_the_text_may_be_as_long_as_fits(
-    input_tokens: int, asked: int, granted: int
-) -> None:
-    assert new_tokens(input_tokens, GenerateParameters(max_new_tokens=asked), ROOMY) == granted
+def test_rule_15_checks_1024_new_tokens_and_the_rest_is_cut_to_fit(input_tokens: int, asked: int, granted: int) -> None:
+    assert granted_tokens(input_tokens, asked, ROOMY) == granted
 
 
-def test_rule_15_names_what_it_judged() -> None:
+def test_rule_15_reports_the_tokens_it_checked() -> None:
     with pytest.raises(InvalidRequest, match="Given: 1025 `inputs` tokens and 1024 `max_new_tokens`"):
-        new_tokens(1025, GenerateParameters(max_new_tokens=100_000), ROOMY)
+        granted_tokens(1025, 100_000, ROOMY)

@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 
 import orjson
 
-from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.tgi.service import MODEL_ALIAS
+from text_generation_router.api.core.settings import MODEL_ALIAS, Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from text_generation_router.api.tgi.tokens import tokens_json
+from text_generation_router.api.core.tokens import tokens_json
 from text_generation_router.text.tokenizer import Encoding
 
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import orjson
 from aiohttp import web
 
-from text_generation_proto.values import Grammar
+from text_generation_router.api.core.blocks import CachedTokens, Script
+from text_generation_router.api.core.chat import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
+from text_generation_router.api.core.headers import compute_time_header, cost_headers, timing_headers
+from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.core.turns import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.api.openai.blocks import CachedTokens, Script
-from text_generation_router.api.openai.chat_messages import to_conversation
-from text_generation_router.api.openai.parameters import chat_parameters, extras
-from text_generation_router.api.openai.schemas import ChatBody
-from text_generation_router.api.tgi.headers import compute_time_header, cost_headers, timing_headers
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.events import Event
 from text_generation_router.errors import ServingError
@@ -26,58 +22,44 @@ from text_generation_router.generation import Ending, Piece, Sink
 from text_generation_router.request import LogprobJson, TopToken
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a body asks for, in the words of OpenAI's chats: these two dialects have few that chats have not."""
-
-    chat: ChatBody
-    grammar: Grammar | None = None
-
-    @property
-    def conversation(self) -> Conversation:
-        """Raises InvalidRequest."""
-        return to_conversation(self.chat, self.grammar)
-
-
 async def answer(
     request: web.Request,
     serving: Serving,
-    turns: ChatPreparer,
-    ask: Callable[[], Asked],
+    chats: ChatPreparer,
+    read: Callable[[], tuple[Conversation, GenerationOptions]],
     script_of: Callable[[ChatRequest, CachedTokens], Script],
     *,
     fields: QosFields,
     stream: bool,
 ) -> web.StreamResponse:
-    """Answer what `ask` says. Raises ServingError, whichever of the steps it comes from."""
+    """Answer the conversation that `read` returns. Raises ServingError."""
     records = serving.start(request)
-    with serving.seats(records, 1):
-        asked = ask()
-        qos = serving.qos(records[0], fields)
-        turn = await turns.prepare(asked.conversation, chat_parameters(asked.chat), extras(asked.chat), qos)
-        script = script_of(turn, lambda: records[0].cached_tokens)
-        headers = cost_headers(serving.settings, len(turn.prompt))
+    with serving.take_permits(records, 1):
+        conversation, options = read()
+        chat = await chats.prepare(conversation, options, serving.qos(records[0], fields))
+        script = script_of(chat, lambda: records[0].cached_tokens)
+        headers = cost_headers(serving.settings, len(chat.prompt))
         if stream:
             events = serving.stream(request, headers, script.failed)
-            with serving.run(turn.requests, records, [script_sink(events, script, turn, records[0])]):
+            with serving.run(chat.requests, records, [script_sink(events, script, chat, records[0])]):
                 return await events.run()
-        [collector] = await serving.collect(turn.requests, records)
-        read_whole(script, turn, collector.ended.result())
+        [collector] = await serving.collect(chat.requests, records)
+        read_whole(script, chat, collector.ended.result())
         headers |= timing_headers(records) | compute_time_header(records[0])
         return web.Response(body=orjson.dumps(script.whole()), content_type="application/json", headers=headers)
 
 
-def read_whole(script: Script, turn: ChatRequest, ending: Ending) -> None:
+def read_whole(script: Script, chat: ChatRequest, ending: Ending) -> None:
     """Have the script tell a finished text."""
-    events, end = turn.read(ending)
+    events, end = chat.read(ending)
     script.events(events)
     script.end(end)
 
 
-def script_sink(stream: EventStream, script: Script, turn: ChatRequest, record: GenerationRecord) -> Sink:
+def script_sink(stream: EventStream, script: Script, chat: ChatRequest, record: GenerationRecord) -> Sink:
     """The sink of a streamed answer: without a parser where all is text."""
     sink = ScriptSink(stream, script, record)
-    return sink if turn.form.is_plain else Reader(turn.form.parser(), sink)
+    return sink if chat.form.is_plain else Reader(chat.form.parser(), sink)
 
 
 class ScriptSink:

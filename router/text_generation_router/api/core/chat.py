@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
+import orjson
+
 from text_generation_proto.values import FinishReason, Grammar, GrammarKind
-from text_generation_router.api.core.extras import Extras
-from text_generation_router.api.core.parameters import GenerateParameters
+from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.chat.conversation import Conversation, Tool, ToolMode
+from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolMode
 from text_generation_router.chat.events import (
     Event,
     OutputParser,
@@ -29,7 +30,7 @@ from text_generation_router.chat.events import (
 )
 from text_generation_router.chat.parsers import ReasoningParser, create_parser, starts_in_reasoning
 from text_generation_router.chat.template import TemplateRenderer
-from text_generation_router.errors import ServingError, ToolError
+from text_generation_router.errors import InvalidRequest, ServingError, ToolError
 from text_generation_router.generation import Ending, Piece
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TokenId, TopToken
@@ -197,7 +198,7 @@ def _without_further_calls(events: Sequence[Event]) -> Sequence[Event]:
 
 
 class ChatPreparer:
-    """Prepares turns."""
+    """Prepares chats."""
 
     def __init__(self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: bool) -> None:
         self._serving = serving
@@ -214,8 +215,7 @@ class ChatPreparer:
     async def prepare(
         self,
         conversation: Conversation,
-        parameters: GenerateParameters,
-        extras: Extras,
+        options: GenerationOptions,
         qos: QualityOfService,
         count: int = 1,
     ) -> ChatRequest:
@@ -238,15 +238,15 @@ class ChatPreparer:
             starts_inside=starts_in_reasoning(prompt),
             one_call=not conversation.parallel_tool_calls,
         )
-        extras = replace(
-            extras, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
+        options = replace(
+            options, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
-        first = await self._serving.admission.admit(prompt, parameters, extras, count, qos)
-        return ChatRequest(self._serving.several(first, count), prompt, form)
+        requests = await self._serving.preparer.prepare(prompt, options, qos, count)
+        return ChatRequest(requests, prompt, form)
 
     @property
     def _serves_lark(self) -> bool:
-        return self._serving.admission.serves_grammar(GrammarKind.LARK)
+        return self._serving.preparer.serves_grammar(GrammarKind.LARK)
 
     def _visible_special(self, parser: OutputParser) -> frozenset[TokenId]:
         markers = parser.markers
@@ -262,6 +262,20 @@ def finish_of(ending: Ending, *, calls: bool) -> Finish:
     if ending.reason is FinishReason.LENGTH:
         return Finish.LENGTH
     return Finish.TOOL_CALLS if calls else Finish.STOP
+
+
+def read_tool(name: str, description: str | None, parameters: Json | None, *, strict: bool = False) -> Tool:
+    """Return a tool of a request. Raises InvalidRequest if its parameters cannot be written as JSON again."""
+    try:
+        orjson.dumps(parameters)
+    except orjson.JSONEncodeError as error:  # templates and grammars write it
+        raise InvalidRequest(f"the parameters of tool {name!r} are nested too deep") from error
+    return Tool(name, description, parameters or {}, strict=strict)
+
+
+def tool_call(call_id: str, name: str, arguments: object) -> Json:
+    """Return a call as chat templates expect it in a message; `arguments` is an object."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _usable_tools(conversation: Conversation) -> Sequence[Tool]:

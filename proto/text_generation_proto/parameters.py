@@ -1,0 +1,106 @@
+"""Descriptions of request parameters: neutral value, range and the name in each HTTP API.
+
+`values` describes each parameter once, where it is defined. Validation, the shard's checks, the OpenAPI document and the
+conversion of request bodies are derived from these descriptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from math import inf
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Api(Enum):
+    """The HTTP APIs whose names of parameters differ."""
+
+    TGI = "tgi"
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    MESSAGES = "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """An interval of numbers. NaN is outside every range."""
+
+    minimum: float
+    maximum: float = inf
+    exclusive: bool = False
+    """Exclude both ends."""
+
+    def __contains__(self, value: float) -> bool:
+        if self.exclusive:
+            return self.minimum < value < self.maximum
+        return self.minimum <= value <= self.maximum
+
+    @property
+    def rule(self) -> str:
+        """TGI's words for the range."""
+        if self.maximum == inf:
+            return "must be strictly positive"
+        if self.exclusive:
+            return f"must be > {self.minimum} and < {self.maximum}"
+        return f"must be >= {self.minimum} and <= {self.maximum}"
+
+    @property
+    def json_schema(self) -> dict[str, int]:
+        """The range as keywords of JSON schema."""
+        names = ("exclusiveMinimum", "exclusiveMaximum") if self.exclusive else ("minimum", "maximum")
+        ends = zip(names, (self.minimum, self.maximum), strict=True)
+        return {name: int(end) for name, end in ends if end != inf}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a request."""
+
+    field: str
+    """Its name in `values` and on the wire."""
+    neutral: Any
+    """Its value if it is not asked for; always allowed."""
+    range: Range | None
+    """Allowed values other than the neutral one; None: any."""
+    names: Mapping[Api, str]
+    """Its name in the request bodies of each API that has it."""
+
+    def allows(self, value: float) -> bool:
+        """Return True if `value` is neutral or in range."""
+        return value == self.neutral or self.range is None or value in self.range
+
+    def label(self, api: Api) -> str:
+        """Return its name as messages to clients of `api` write it."""
+        name = self.names.get(api) or next(iter(self.names.values()))
+        return name if "`" in name else f"`{name}`"
+
+
+def parameter(
+    neutral: T,
+    values: Range | None = None,
+    *,
+    tgi: str | None = None,
+    openai: str | None = None,
+    chat: str | None = None,
+    completions: str | None = None,
+    anthropic: str | None = None,
+) -> T:
+    """Define a dataclass field that is a request parameter. `openai` names it in both OpenAI APIs."""
+    given = {Api.TGI: tgi, Api.CHAT: chat or openai, Api.COMPLETIONS: completions or openai, Api.MESSAGES: anthropic}
+    names = {api: name for api, name in given.items() if name is not None}
+    defined: T = field(default=neutral, metadata={"range": values, "names": names})
+    return defined
+
+
+def parameters_of(values: type) -> tuple[Parameter, ...]:
+    """Return the parameters that the dataclass `values` defines, in the order of its fields."""
+    return tuple(_described(values))
+
+
+def _described(values: type) -> Iterator[Parameter]:
+    for defined in fields(values):
+        if "names" in defined.metadata:
+            yield Parameter(defined.name, defined.default, defined.metadata["range"], defined.metadata["names"])
