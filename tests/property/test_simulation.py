@@ -1,4 +1,4 @@
-"""Worlds made at random, with every KV block checked at every step: no rule is broken, whatever comes together."""
+"""Random simulations with every KV block checked at every step violate no rule and are reproducible."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def policies(draw: st.DrawFn, machine: CostModel) -> Policy:
 
 
 def arrivals(random: Random, count: int, rate: float) -> list[Arrival]:
-    """Requests that share beginnings, of two tenants and all classes; some have deadlines, some are left."""
-    beginnings = [POOL.text(random, length) for length in (8, 30, 64)]
-    made, at = [], 0.0
+    """Return requests with shared prefixes, two tenants, all priorities, some deadlines and clients that leave."""
+    prefixes = [POOL.text(random, length) for length in (8, 30, 64)]
+    trace, at = [], 0.0
     for _ in range(count):
         at += random.expovariate(rate)
-        prompt = random.choice([(), *beginnings]) + POOL.text(random, random.randint(1, 60))
+        prompt = random.choice([(), *prefixes]) + POOL.text(random, random.randint(1, 60))
         most = random.randint(1, 60)
-        made.append(
+        trace.append(
             Arrival(
                 at,
                 prompt,
@@ -66,12 +66,12 @@ def arrivals(random: Random, count: int, rate: float) -> list[Arrival]:
                 leaves_after_s=random.choice([None, None, None, 0.2]),
             )
         )
-    return made
+    return trace
 
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), machine=machines, replicas=st.integers(1, 3), seed=st.integers(0, 1 << 30))
-def test_no_rule_is_broken_and_it_plays_the_same_twice(
+def test_simulation_violates_no_rule_and_is_reproducible(
     data: st.DataObject, machine: CostModel, replicas: int, seed: int
 ) -> None:
     random = Random(seed)

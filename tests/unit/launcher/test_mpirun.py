@@ -287,3 +287,10 @@ async def test_killed_launcher_leaves_no_ranks_behind(mpi_programs: FakeMpi) -> 
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, TIMEOUT)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert orphans.find(mark) == []
+
+
+async def test_environment_from_another_user_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    relay = mpi.relay_command()
+    assert await mpi.run(relay, [sys.executable, "-c", ""], lifeline_fd=-1) == ExitCode.FAILED

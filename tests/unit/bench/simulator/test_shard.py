@@ -1,4 +1,4 @@
-"""The simulated shard keeps the real shard's rules: both get the same orders, and each step must bring the same."""
+"""The simulated shard against the real shard's bookkeeping, and spans of steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from text_generation_bench.simulator.cost_model import CostModel
-from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard
+from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard, StepSpan
 from text_generation_bench.simulator.traces import Arrival, TokenPool
 from text_generation_proto.values import FinishReason, Stopping
 from text_generation_router.request import Request, RequestId
@@ -41,8 +41,8 @@ def real_table() -> SequenceTable:
     return SequenceTable(info, num_blocks=BLOCKS)
 
 
-class Both:
-    """The simulated shard and the real one's bookkeeping, side by side."""
+class BothShards:
+    """The simulated shard and the bookkeeping of the real one, with the same orders."""
 
     def __init__(self) -> None:
         self.simulated = SimulatedShard(COST_MODEL, SLOTS, POOL.ids)
@@ -54,19 +54,19 @@ class Both:
 
     def apply(self, orders: SchedulerOutput) -> None:
         self.simulated.apply(orders, self.arrivals)
-        for one in orders.placements:
-            self.by_slot[one.slot] = self.arrivals[one.request.id]
-            self.generated[one.slot] = len(one.generated)
+        for new in orders.placements:
+            self.by_slot[new.slot] = self.arrivals[new.request.id]
+            self.generated[new.slot] = len(new.generated)
         admissions = tuple(
             engine.NewSequence(
-                slot=one.slot,
-                prompt=(*one.request.prompt, *one.generated),
-                stopping=Stopping(one.request.max_new_tokens - len(one.generated), frozenset({EOS})),
-                blocks=one.blocks,
-                computed_tokens=one.cached_tokens,
-                generated_tokens=len(one.generated),
+                slot=new.slot,
+                prompt=(*new.request.prompt, *new.generated),
+                stopping=Stopping(new.request.max_new_tokens - len(new.generated), frozenset({EOS})),
+                blocks=new.blocks,
+                computed_tokens=new.cached_tokens,
+                generated_tokens=len(new.generated),
             )
-            for one in orders.placements
+            for new in orders.placements
         )
         failures = self.real.apply(
             engine.Orders(orders.number, orders.release, admissions, orders.allocations, orders.prefill)
@@ -88,7 +88,7 @@ class Both:
         return self.real.advance(rows, Chosen.of(chosen))
 
     def compare(self, steps: int) -> None:
-        """Up to `steps` steps of the simulated shard as one span; as many of the real one."""
+        """Run up to `steps` steps as one span of the simulated shard and singly on the real one; compare the results."""
         span = self.simulated.begin(self.now, steps)
         if span is None:
             result = self.real_step()
@@ -97,7 +97,7 @@ class Both:
             return
         self.now = span.end
         count = span.steps
-        outcome = self.simulated.advance(count)
+        output = self.simulated.advance(count)
         tokens: dict[int, list[int]] = {}
         prefilled: list[tuple[int, int]] = []
         finished: dict[int, str] = {}
@@ -107,30 +107,30 @@ class Both:
                 tokens.setdefault(slot, []).append(token)
             prefilled += result.prefilled
             finished |= {slot: reason.value for slot, reason in result.finished}
-        counts = outcome.token_counts or [1] * len(outcome.slots)
+        counts = output.token_counts or [1] * len(output.slots)
         first = 0
-        for slot, number in zip(outcome.slots, counts, strict=True):
-            brought = list(outcome.token_ids[first : first + number])
+        for slot, number in zip(output.slots, counts, strict=True):
+            expected = list(output.token_ids[first : first + number])
             first += number
             if finished.get(slot) == "eos_token":
-                brought[-1] = EOS
-            assert tokens.pop(slot) == brought
+                expected[-1] = EOS
+            assert tokens.pop(slot) == expected
         assert not tokens
-        assert sorted(outcome.prefilled) == sorted(prefilled)
-        assert {slot: reason.value for slot, reason in outcome.finished.items()} == finished
+        assert sorted(output.prefilled) == sorted(prefilled)
+        assert {slot: reason.value for slot, reason in output.finished.items()} == finished
 
     def random_orders(self, random: Random, number: int) -> SchedulerOutput:
-        held = {one.slot: one for one in self.simulated.held}
+        held = {sequence.slot: sequence for sequence in self.simulated.held}
         release = tuple(slot for slot in held if random.random() < 0.05)
         admit, grants, prefill = [], [], []
         for slot in range(SLOTS):
             if slot in release:
                 continue
-            if (one := held.get(slot)) is not None:
+            if (sequence := held.get(slot)) is not None:
                 if random.random() < 0.5:
                     grants.append((slot, tuple(random.sample(range(BLOCKS), random.randint(1, 3)))))
-                if one.computed < one.prompt_length and random.random() < 0.7:
-                    prefill.append((slot, random.randint(1, one.prompt_length - one.computed)))
+                if sequence.computed < sequence.prompt_length and random.random() < 0.7:
+                    prefill.append((slot, random.randint(1, sequence.prompt_length - sequence.computed)))
             elif random.random() < 0.5:
                 admit.append(self.random_admission(random, slot))
                 if random.random() < 0.7:
@@ -150,10 +150,10 @@ class Both:
         return Placement(slot, request, POOL.ids[17 : 17 + before], blocks, cached)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_it_brings_what_the_real_shard_brings(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_results_equal_those_of_the_real_shard(seed: int) -> None:
     random = Random(seed)
-    both = Both()
+    both = BothShards()
     for number in range(1, 60):
         both.apply(both.random_orders(random, number))
         for _ in range(random.randint(1, 4)):
@@ -169,7 +169,7 @@ def admitted(new: int = 20, most: int = 20, prompt: int = 6, blocks: int = 8) ->
     return shard, request
 
 
-def test_a_span_ends_with_whoever_finishes_first() -> None:
+def test_span_ends_with_the_first_sequence_that_finishes() -> None:
     shard, _ = admitted(new=20)
     first = shard.begin(0.0, 1000)
     assert first is not None
@@ -182,38 +182,40 @@ def test_a_span_ends_with_whoever_finishes_first() -> None:
     assert shard.begin(9.0, 1000) is None
 
 
-def test_an_answer_that_ends_by_itself_says_so() -> None:
+def test_answer_shorter_than_max_new_tokens_ends_with_eos() -> None:
     shard, _ = admitted(new=1, most=20)
     shard.begin(0.0, 1000)
     assert shard.advance(1).finished == {2: FinishReason.EOS_TOKEN}
 
 
-def test_nobody_runs_past_the_grant() -> None:
+def test_no_sequence_runs_past_its_blocks() -> None:
     shard, _ = admitted(new=20, most=20, prompt=6, blocks=2)
     shard.begin(0.0, 1000)
     shard.advance(1)
     tokens = 1
     while (span := shard.begin(1.0, 1000)) is not None:
         tokens += len(shard.advance(span.steps).token_ids)
-    assert tokens == 3  # positions 6 and 7 are the last that two blocks of four hold; each chose one token more
+    assert (
+        tokens == 3
+    )  # two blocks of four hold positions up to 7; computing 6 and 7 gives one token each after the prefill's
 
 
-def test_part_of_a_span_leaves_the_rest_to_go_on() -> None:
+def test_rest_of_a_span_continues() -> None:
     shard, _ = admitted(new=20)
     shard.begin(0.0, 1000)
     shard.advance(1)
     whole = shard.begin(1.0, 1000)
     assert whole is not None
-    outcome = shard.advance(5)
-    assert (outcome.steps, list(outcome.token_counts)) == (5, [5])
-    assert outcome.step_s == pytest.approx(whole.seconds(5))
-    assert tuple(outcome.token_ids) == POOL.ids[101:106]
+    output = shard.advance(5)
+    assert (output.steps, list(output.token_counts)) == (5, [5])
+    assert output.step_s == pytest.approx(whole.seconds(5))
+    assert tuple(output.token_ids) == POOL.ids[101:106]
     assert shard.span is not None
     assert shard.span.steps == 14
     assert tuple(shard.advance(14).token_ids) == POOL.ids[106:120]
 
 
-def test_orders_that_the_real_shard_would_refuse_break_a_rule() -> None:
+def test_orders_that_the_real_shard_rejects_violate_a_rule() -> None:
     shard, request = admitted()
     arrivals = {request.id: Arrival(0.0, request.prompt, 20, 20, 100)}
     with pytest.raises(RuleViolation, match="slot 2 is taken"):
@@ -224,3 +226,24 @@ def test_orders_that_the_real_shard_would_refuse_break_a_rule() -> None:
         shard.apply(SchedulerOutput(2, prefill=((2, 7),)), {})
     with pytest.raises(RuleViolation, match="cannot be cached"):
         shard.apply(SchedulerOutput(2, placements=(Placement(1, request, (), (9, 10), cached_tokens=3),)), arrivals)
+
+
+def test_step_duration_is_linear_in_its_contents() -> None:
+    assert CostModel(1, 0.1, 0.01, 0.001, 0.0001, 8, 1600, 16, 64, 2, 40).step_s(10, 3, 100, 50) == pytest.approx(2.135)
+
+
+@pytest.mark.parametrize("growth", [0.0, 1e-9, 0.01, 3.0])
+def test_times_of_a_span(growth: float) -> None:
+    span = StepSpan(2.0, 0.25, growth, 20, [])
+    ends = [2.0 + sum(0.25 + growth * step for step in range(steps)) for steps in range(21)]
+    assert span.end == pytest.approx(ends[20])
+    assert span.after(7).end == pytest.approx(ends[20])
+    assert span.after(7).start == pytest.approx(ends[7])
+    for steps, end in enumerate(ends):
+        assert span.start + span.seconds(steps) == pytest.approx(end)
+        assert span.steps_until(end + 1e-6) == steps
+        if steps:
+            assert span.steps_until(end - 1e-6) == steps - 1
+            assert span.steps_to_boundary(end - 1e-6) == steps
+    assert (span.steps_until(0.0), span.steps_until(1e9)) == (0, 20)
+    assert (span.steps_to_boundary(2.0), span.steps_to_boundary(1e9)) == (1, 20)
