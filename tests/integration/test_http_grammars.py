@@ -1,6 +1,6 @@
-"""Structured output over HTTP: answers follow their schemas, hostile grammars are refused, and nobody else waits for it.
+"""Structured output over HTTP: answers follow their schemas, and hostile grammars are refused without delay for others.
 
-GRAMMAR_REQUESTS sets how many random schemas are sent (60); the bar is 500.
+GRAMMAR_REQUESTS is the number of random schemas (default 60; the target is 500).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def test_answers_to_random_schemas_satisfy_them_streamed_or_not(stack: Sta
             stream = await chunks(stack.client, "/v1/chat/completions", body)
             assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in stream) == text
             if choice["finish_reason"] == "length":
-                unfinished += 1  # a number or a pattern that the echo engine never leaves: no evidence, and no fault
+                unfinished += 1  # the echo engine never leaves some numbers and patterns
                 continue
             assert choice["finish_reason"] == "stop"
             jsonschema.validate(orjson.loads(text), schema, jsonschema.Draft202012Validator)
@@ -107,23 +107,23 @@ HOSTILE: list[tuple[str, Json]] = [
 
 
 @pytest.mark.parametrize(("name", "form"), HOSTILE, ids=[name for name, _ in HOSTILE])
-async def test_a_hostile_grammar_is_refused_in_words_and_soon(stack: Stack, name: str, form: Json) -> None:
+async def test_a_hostile_grammar_is_refused_with_a_reason_and_soon(stack: Stack, name: str, form: Json) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 50}
     started = time.monotonic()
     headers = {"content-type": "application/json"}
     async with stack.client.post(
         "/v1/chat/completions", data=io.BytesIO(orjson.dumps(body)), headers=headers
     ) as response:
-        told = await response.json()
-        assert response.status == 422, told
+        answer = await response.json()
+        assert response.status == 422, answer
     assert time.monotonic() - started < 6
-    assert told["error"]["message"].startswith("Input validation error: ")
-    assert len(told["error"]["message"]) < 1000
+    assert answer["error"]["message"].startswith("Input validation error: ")
+    assert len(answer["error"]["message"]) < 1000
     assert stack.permits.in_use == 0
 
 
 async def gaps(stack: Stack, tokens: int) -> list[float]:
-    """Seconds between the tokens of a stream."""
+    """Return the seconds between the tokens of a stream, sorted."""
     body = {"inputs": "word word word", "parameters": {"max_new_tokens": tokens}}
     arrivals = []
     async with stack.client.post("/generate_stream", json=body) as response:
@@ -152,14 +152,14 @@ async def test_another_stream_does_not_wait_for_hostile_grammars(demo_model: Pat
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(attack())
             under_attack = tasks.create_task(gaps(stack, 200))
-        # The client shares the machine and the process with the server: what it sees is an upper bound.
+        # The client runs in the process of the server, so its measurements are an upper bound.
         assert under_attack.result()[int(0.99 * 199)] < 2 * quiet[int(0.99 * 99)] + 0.04
 
 
 async def test_many_hostile_grammars_at_once_are_all_refused_soon(stack: Stack) -> None:
-    """Those that find no worker in time are told that the server is overloaded: nobody waits in silence."""
+    """A request that finds no worker in time is refused with 429."""
 
-    async def one(number: int) -> int:
+    async def request(number: int) -> int:
         slow = {f"p{number}_{i}": {"type": "string", "pattern": f"^[a-z]*{i}[^{i % 9}]+$"} for i in range(3800)}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": slow}}}
         body = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 5}
@@ -170,7 +170,7 @@ async def test_many_hostile_grammars_at_once_are_all_refused_soon(stack: Stack) 
         return response.status
 
     async with asyncio.TaskGroup() as tasks:
-        answers = [tasks.create_task(one(number)) for number in range(16)]
+        answers = [tasks.create_task(request(number)) for number in range(16)]
     assert {answer.result() for answer in answers} <= {422, 429}
 
 

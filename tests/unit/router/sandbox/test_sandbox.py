@@ -258,19 +258,17 @@ async def test_the_result_of_a_cancelled_call_reaches_no_other_caller(tmp_path: 
         assert int(await following) in sandbox.pids
 
 
-async def test_an_error_of_the_factory_stops_the_start() -> None:
-    with pytest.raises(SandboxError, match=r"^this config is nonsense$"):
-        await a_sandbox("broken", workers=2).start()
-
-
-async def test_a_factory_that_needs_too_much_memory_stops_the_start() -> None:
-    with pytest.raises(SandboxOutOfMemory):
-        await a_sandbox("hungry").start()
-
-
-async def test_a_missing_factory_stops_the_start() -> None:
-    with pytest.raises(SandboxError, match="has no attribute 'nowhere'"):
-        await a_sandbox("nowhere").start()
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        ("broken", SandboxError, r"^this config is nonsense$"),
+        ("hungry", SandboxOutOfMemory, "needs more memory"),
+        ("nowhere", SandboxError, "has no attribute 'nowhere'"),
+    ],
+)
+async def test_a_factory_that_fails_stops_the_start(factory: str, error: type[SandboxError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        await a_sandbox(factory, workers=2).start()
 
 
 async def test_a_process_that_cannot_be_started_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
