@@ -86,6 +86,12 @@ def test_an_id_outside_the_vocabulary_has_no_text(tokenizer: Tokenizer) -> None:
     assert pieces(tokenizer, [1 << 19]) == ["", ""]
 
 
+def test_an_added_token_outside_the_byte_alphabet_stands_for_its_text(demo_model: Path) -> None:
+    extended = tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+    extended.add_tokens(["two wörds"])
+    assert pieces(extended, extended.encode("two wörds").ids) == ["two wörds", ""]
+
+
 def test_the_byte_alphabet_names_every_byte_once() -> None:
     assert sorted(byte_alphabet().values()) == list(range(256))
 
@@ -104,6 +110,12 @@ def test_bytes_of_a_fallback_tokenizer_wait_for_their_character(metaspace: Token
     first = 8  # <0x00>
     ids = [1, *(first + byte for byte in "日".encode())]
     assert pieces(metaspace, ids, prompt=[2]) == [" Hello", "", "", "日", ""]
+
+
+def test_the_text_goes_on_after_the_decoder_rewrote_its_prefix(metaspace: Tokenizer) -> None:
+    first = 8  # <0x00>
+    ids = [first + 0x41, first + 0x97, 1, 4, first + 0xE6]  # the second byte makes the first one ill-formed, too
+    assert pieces(metaspace, ids, prompt=[1]) == ["A", "", "� Hello", "lo", "", "�"]
 
 
 @settings(max_examples=200, deadline=None)

@@ -83,6 +83,8 @@ def test_every_split_of_a_cut_text_gives_the_same(text: str, stops: tuple[str, .
 
 
 @given(text=st.text("ab", max_size=40), stops=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1).map(tuple))
+@example(text="aaab", stops=("aab",))
+@example(text="abababb", stops=("ababb",))
 def test_exactly_the_longest_prefix_of_a_stop_is_held(text: str, stops: tuple[str, ...]) -> None:
     matcher = StopMatcher(stops, keep=False)
     released = ""
