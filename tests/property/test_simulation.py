@@ -95,7 +95,7 @@ def test_simulation_violates_no_rule_and_is_reproducible(
         simulation = Simulator(config)
         simulation.run(iter(trace))
         statistics = simulation.statistics
-        ended = statistics.total.finished + statistics.refused + statistics.cancelled + sum(statistics.failed.values())
+        ended = statistics.total.finished + statistics.rejected + statistics.cancelled + sum(statistics.failed.values())
         assert ended == len(trace)
         runs.append(
             (

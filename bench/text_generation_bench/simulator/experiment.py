@@ -39,7 +39,7 @@ class ExperimentResult:
     experiment: Experiment
     total: RequestStats
     kinds: Mapping[str, RequestStats]
-    refused: int
+    rejected: int
     failed: int
     left: int
     """Requests whose client left."""
@@ -109,7 +109,7 @@ def _summarize(experiment: Experiment, simulator: Simulator, load: ScenarioLoad)
         experiment=experiment,
         total=statistics.total,
         kinds=dict(sorted(statistics.kinds.items())),
-        refused=statistics.refused,
+        rejected=statistics.rejected,
         failed=sum(statistics.failed.values()),
         left=statistics.cancelled,
         work_per_s=statistics.rate(_work, 0, experiment.seconds),

@@ -34,7 +34,7 @@ def _ratio(value: float | None) -> str:
 COLUMNS: Sequence[tuple[str, Callable[[ExperimentResult], str]]] = (
     ("policy", lambda result: result.experiment.policy),
     ("done", lambda result: str(result.total.finished)),
-    ("rejected", lambda result: str(result.refused)),
+    ("rejected", lambda result: str(result.rejected)),
     ("failed", lambda result: str(result.failed)),
     ("left", lambda result: str(result.left)),
     ("TTFT p50", lambda result: milliseconds(result.total.ttft.quantile(0.5))),

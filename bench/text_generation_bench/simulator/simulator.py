@@ -120,7 +120,7 @@ class Simulator:
         self._requests += 1
         request = Request(request_id, arrival.prompt, arrival.max_new_tokens, qos=self._qos(arrival))
         if not scheduler.fits(len(request.prompt), request.max_new_tokens) or scheduler.exceeds_queue_limit(request):
-            statistics.refuse(arrival, now)
+            statistics.reject(arrival, now)
             return
         estimate = None
         if request_id % self._estimate_every == 0:

@@ -68,7 +68,7 @@ class SecondStats:
     """Prompt tokens computed."""
     good_tokens: int = 0
     """New tokens of the requests that finished in it within the latency targets."""
-    refused: int = 0
+    rejected: int = 0
 
 
 class Statistics:
@@ -83,7 +83,7 @@ class Statistics:
         """New tokens delivered."""
         self.prefilled_tokens = 0
         """Prompt tokens computed, including recomputation after a preemption or move."""
-        self.refused = 0
+        self.rejected = 0
         self.cancelled = 0
         self.failed: dict[FailureCode, int] = {}
         self.queue_time_ratios: list[float] = []
@@ -95,11 +95,11 @@ class Statistics:
 
     # ---------------------------------------------------------------------------------------------------- what happens
 
-    def refuse(self, arrival: Arrival, now: float) -> None:
+    def reject(self, arrival: Arrival, now: float) -> None:
         """Count a rejected request."""
-        self.refused += 1
+        self.rejected += 1
         self._kind(arrival).arrived += 1
-        self._second(now).refused += 1
+        self._second(now).rejected += 1
 
     def arrive(self, request_id: RequestId, arrival: Arrival, now: float, estimated_s: float | None) -> None:
         """Add a submitted request."""

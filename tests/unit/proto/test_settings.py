@@ -9,7 +9,7 @@ class Config(ChildConfig, cli_prog_name="tester"):
     """Settings of a process."""
 
     size: int = 3
-    """How much."""
+    """Size."""
 
 
 def test_settings_come_from_flag_then_environment_then_default(monkeypatch: pytest.MonkeyPatch) -> None:

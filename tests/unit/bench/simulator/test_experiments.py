@@ -45,9 +45,9 @@ def test_report_has_the_parameters_and_a_row_for_each_policy_and_kind() -> None:
 )
 def test_experiments_violate_no_rule(scenario: str, policy: str) -> None:
     result = run_experiment(Experiment(scenario, policy, "cpu-135m", 2, 4.0, 1, audited=True))
-    ended = result.total.finished + result.refused + result.failed + result.left
+    ended = result.total.finished + result.rejected + result.failed + result.left
     assert result.total.arrived == ended > 0
-    assert result.refused + result.failed + result.left == 0 or scenario != "chats"
+    assert result.rejected + result.failed + result.left == 0 or scenario != "chats"
 
 
 def test_plots_are_well_formed_and_contain_every_name() -> None:

@@ -126,9 +126,9 @@ def test_full_queue_and_oversized_prompt_are_rejected() -> None:
     statistics = simulate(
         *(ask(0.0, prompt=60) for _ in range(40)), policy=replace(POLICY, max_queued_tokens=200)
     ).statistics
-    assert 0 < statistics.refused < 40
-    assert statistics.total.finished == 40 - statistics.refused
-    assert simulate(ask(0.0, prompt=1000, most=50)).statistics.refused == 1
+    assert 0 < statistics.rejected < 40
+    assert statistics.total.finished == 40 - statistics.rejected
+    assert simulate(ask(0.0, prompt=1000, most=50)).statistics.rejected == 1
 
 
 def test_lost_replica_costs_no_request() -> None:
