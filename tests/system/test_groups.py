@@ -61,7 +61,8 @@ async def test_shard_that_ignores_sigterm_in_a_broken_group_is_killed(server: Fa
     async with server.running(AT_ONCE, *pair(server, STUBBORN)):
         stuck = server.pids["shard-0-rank-0"]
         server.kill("0-rank-1")
-        assert (await server.log.next("child killed"))["child"] == "shard-0-rank-0"
+        async with asyncio.timeout(10):  # less than the stop timeout
+            assert (await server.log.next("child killed"))["child"] == "shard-0-rank-0"
         await server.wait_for(*SERVE)
         assert not psutil.pid_exists(stuck)
         assert "shard-0-rank-0 stops" not in server.messages

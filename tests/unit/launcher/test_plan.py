@@ -248,12 +248,12 @@ def test_replicas_on_cpu_are_not_limited_by_devices(settings: dict[str, object])
 @pytest.mark.parametrize(
     ("cpus", "replicas", "environ", "num_threads", "expected"),
     [
-        (8, 1, {}, 0, 0),  # torch knows best
+        (8, 1, {}, 0, 0),  # chosen by torch
         (8, 2, {}, 0, 4),
         (8, 3, {}, 0, 2),
         (2, 3, {}, 0, 1),
-        (8, 2, {}, 8, 8),  # as asked for
-        (8, 2, {"OMP_NUM_THREADS": "1"}, 0, 0),  # as asked for, in torch's own way
+        (8, 2, {}, 8, 8),  # explicit
+        (8, 2, {"OMP_NUM_THREADS": "1"}, 0, 0),  # OMP_NUM_THREADS has precedence
     ],
 )
 def test_replicas_share_the_cores(
