@@ -108,7 +108,7 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         suggested_prefill_tokens=info.suggested_prefill_tokens,
         max_top_n_tokens=info.max_top_n_tokens,
         grammar_kinds=[convert.GRAMMAR_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
-        reserves_longest=info.reserves_longest,
+        reserves_max_length=info.reserves_max_length,
         unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in info.unsupported],
         version=version("text-generation-trtllm"),
     )

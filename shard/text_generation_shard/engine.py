@@ -1,11 +1,12 @@
-"""The Engine protocol, and the values that cross it.
+"""The Engine protocol and the values that cross it.
 
-An engine holds sequences in numbered slots and computes steps over them. One thread drives it, one call at a time:
+An engine holds sequences in numbered slots and runs steps over them. One thread calls it, one call at a time:
 
-    apply(orders)  at a step boundary: drop, admit, grant, name the chunks of the next step; quick, never computes
+    apply(orders)  at a step boundary: release, admit, extend, set the prompt chunks of the next step; fast, computes nothing
     step()         one forward pass over everything that can advance, or None if nothing can
 
-Ids in, ids out; no text, no gRPC, no asyncio. `sequences.SequenceTable` does the bookkeeping that all step engines share.
+Token ids in, token ids out: no text, no gRPC, no asyncio. `step.table.SequenceTable` does the bookkeeping that all engines
+scheduled by the router share.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from text_generation_proto.values import (
     FailureCode,
@@ -25,29 +26,29 @@ from text_generation_proto.values import (
     Sampling,
     Stopping,
 )
-
-if TYPE_CHECKING:
-    from text_generation_shard.grammar import Grammars, Matcher
+from text_generation_shard.grammar import Grammars, Matcher
 
 
 class Scheduling(Enum):
-    """Who decides what runs in a step."""
+    """The side that decides what runs in a step."""
 
     STEP = "step"
+    """The router, step by step."""
     SELF = "self"
+    """The engine."""
 
 
 class EngineError(Exception):
-    """The engine cannot be built or warmed up as asked: one clear line for the operator, no traceback."""
+    """The engine cannot be built, warmed up or used any more. The message is one line for the operator."""
 
 
 class InsufficientMemory(EngineError):
-    """The limits asked for do not fit in the memory there is."""
+    """The requested limits do not fit in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is and can do; the fields are those of InfoResponse in shard.proto."""
+    """Description of an engine; the fields are those of InfoResponse in shard.proto."""
 
     engine: str
     model_id: str
@@ -64,14 +65,14 @@ class EngineInfo:
     max_top_n_tokens: int
     grammar_kinds: tuple[GrammarKind, ...] = ()
     unsupported: tuple[tuple[str, str], ...] = ()
-    """(field of Sampling, Stopping or LogprobOptions that this engine cannot honour, why)."""
-    reserves_longest: bool = False
-    """Of an engine that schedules for itself: a sequence begins only once all the KV blocks it may come to need are free."""
+    """(field of Sampling, Stopping or LogprobOptions that this engine does not support, reason)."""
+    reserves_max_length: bool = False
+    """Self-scheduling engines: admits a sequence only if KV blocks for prompt + max_new_tokens are free."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpLimits:
-    """What steps the engine must be ready for. Zero leaves the choice to the engine."""
+    """The largest step to prepare for. Zero leaves a limit to the engine."""
 
     max_batch_prefill_tokens: int = 0
     max_batch_size: int = 0
@@ -80,7 +81,7 @@ class WarmUpLimits:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence to hold from now on. `prompt` includes `generated_tokens` trailing ids generated earlier."""
+    """A sequence to admit. `prompt` ends with `generated_tokens` ids that were generated earlier."""
 
     slot: int
     prompt: tuple[int, ...]
@@ -92,20 +93,20 @@ class NewSequence:
     logprobs: LogprobOptions = LogprobOptions()
     grammar: Grammar | None = None
     matcher: Future[Matcher] | None = None
-    """What comes of `grammar`: begun by `Engine.grammars` before the admission is applied."""
+    """The matcher of `grammar`. `Engine.grammars` starts to build it before the orders are applied."""
     cache_salt: str = ""
-    """For an engine with a prefix cache of its own: sequences share computed blocks only under the same salt."""
+    """For an engine with a prefix cache of its own: sequences share blocks only under the same salt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What is to change at one step boundary: releases first, then admissions, grants, prefill chunks."""
+    """Changes at one step boundary, applied in this order: releases, new sequences, blocks, prefill chunks."""
 
     number: int
     release: tuple[int, ...] = ()
     admit: tuple[NewSequence, ...] = ()
     grants: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(slot, KV blocks to grow into)."""
+    """(slot, additional KV blocks)."""
     prefill: tuple[tuple[int, int], ...] = ()
     """(slot, prompt tokens to compute in the next step)."""
 
@@ -131,12 +132,12 @@ class TopTokens:
 
 @dataclass(slots=True)
 class PromptScores:
-    """Of each prompt position the log-probability of its token, NaN where none was computed."""
+    """The log-probability of the token at each prompt position; NaN where none was computed."""
 
     slot: int
     logprobs: list[float]
     tops: list[tuple[tuple[int, ...], tuple[float, ...]]] | None = None
-    """If asked for: the most probable tokens of each position and their logprobs, best first; empty where NaN."""
+    """If requested: ids and logprobs of the most probable tokens of each position, best first; empty where NaN."""
 
 
 @dataclass(slots=True)
@@ -178,60 +179,59 @@ class StepResult:
 
 
 class Engine(Protocol):
-    """Runs steps. Every method but `wake` is called from one thread; none is called again after `close`."""
+    """Runs steps. All methods except `wake` are called on one thread. After `close` none is called."""
 
     @property
     def info(self) -> EngineInfo:
-        """What this engine is; constant."""
+        """The description of this engine; constant."""
         ...
 
     @property
     def grammars(self) -> Grammars | None:
-        """Builds the matchers of grammars; constant, None where the engine serves no grammars. From any thread."""
+        """The builder of grammar matchers; constant. None if the engine supports no grammars. Used from any thread."""
         ...
 
     def warm_up(self, limits: WarmUpLimits) -> int:
-        """Run the worst-case step, allocate the KV pool; the number of KV blocks. Drops every sequence.
+        """Run the largest step, allocate the KV pool and return its number of blocks. Drops every sequence.
 
         Raises InsufficientMemory if `limits` do not fit.
         """
         ...
 
     def apply(self, orders: Orders) -> list[Failure]:
-        """Make the changes ordered; the sequences that cannot be as ordered, each dropped again."""
+        """Make the changes of `orders`. Return the sequences that broke the contract and were dropped."""
         ...
 
     def step(self) -> StepResult | None:
-        """Advance everything that can advance by one forward pass; None if nothing can.
+        """Advance everything that can advance by one forward pass; return None if nothing can.
 
-        An engine that schedules for itself computes on its own time: its step waits until there is something to tell,
-        or `wake` is called.
+        A self-scheduling engine computes on its own threads: its step blocks until there is a result, or `wake` is called.
         """
         ...
 
     def wake(self) -> None:
-        """Orders wait: a step that waits for the engine's own doings is to return. From any thread."""
+        """Interrupt a blocking `step`: new orders arrived. May be called from any thread."""
         ...
 
     @property
     def running(self) -> int:
-        """Sequences held."""
+        """Number of sequences held, queued ones included."""
         ...
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks those sequences hold; one that several share counts once."""
+        """Number of KV blocks that those sequences hold; a shared block counts once."""
         ...
 
     @property
     def queued(self) -> int:
-        """Those of `running` that wait in a queue of the engine's own."""
+        """Number of sequences in the engine's own queue."""
         ...
 
-    def on_broken(self, tell: Callable[[str], None]) -> None:
-        """Have `tell` called, from any thread, with the reason why the engine will never compute again, if so it is.
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        """Register a callback for a fatal failure of the engine, with its reason. It is called from any thread.
 
-        Whatever `step` raises says the same; this is for when nobody steps.
+        `step` raises the same failure; the callback reports it while no step runs.
         """
         ...
 
@@ -244,16 +244,16 @@ class Engine(Protocol):
         ...
 
 
-class InProcess:
-    """What engines have in common that compute in the calls made to them: nothing of theirs goes on between two."""
+class SynchronousEngine:
+    """Defaults for engines that work only inside the calls made to them."""
 
     @property
     def queued(self) -> int:
-        """None: the client's queue is the only one."""
+        """Always 0: there is no queue besides the client's."""
         return 0
 
     def wake(self) -> None:
-        """Nothing to do: a step waits for nothing but its own computing."""
+        """Do nothing: a step blocks only to compute."""
 
-    def on_broken(self, tell: Callable[[str], None]) -> None:
-        """Nothing to tell: what breaks breaks in a call."""
+    def on_broken(self, callback: Callable[[str], None]) -> None:
+        """Do nothing: every failure is raised by a call."""

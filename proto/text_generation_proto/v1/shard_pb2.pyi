@@ -169,7 +169,7 @@ class InfoResponse(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     GRAMMAR_KINDS_FIELD_NUMBER: builtins.int
     UNSUPPORTED_FIELD_NUMBER: builtins.int
-    RESERVES_LONGEST_FIELD_NUMBER: builtins.int
+    RESERVES_MAX_LENGTH_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -196,7 +196,7 @@ class InfoResponse(google.protobuf.message.Message):
     """largest LogprobOptions.top_n the engine serves"""
     version: builtins.str
     """of this package"""
-    reserves_longest: builtins.bool
+    reserves_max_length: builtins.bool
     """SCHEDULING_SELF: a sequence begins only once the KV blocks of its prompt and all its new tokens are free."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -229,9 +229,9 @@ class InfoResponse(google.protobuf.message.Message):
         version: builtins.str = ...,
         grammar_kinds: collections.abc.Iterable[Global___GrammarKind.ValueType] | None = ...,
         unsupported: collections.abc.Iterable[Global___Unsupported] | None = ...,
-        reserves_longest: builtins.bool = ...,
+        reserves_max_length: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_longest", b"reserves_longest", "scheduling", b"scheduling", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 

@@ -42,7 +42,7 @@ class Joined:
             num_blocks=self.pool.num_blocks,
             block_size=self.pool.block_size,
             self_scheduling=self.info.scheduling == pb.SCHEDULING_SELF,
-            reserves_max_length=self.info.reserves_longest,
+            reserves_max_length=self.info.reserves_max_length,
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The engines, by name. Each is imported only when it is asked for."""
+"""The engines by name. Each is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from text_generation_shard.engine import Engine, EngineError
 
 
 def build_engine(config: ShardConfig) -> Engine:
-    """The engine `config` names. Loads the model; does not warm up. Raises EngineError in one clear line."""
+    """Build the engine of `config` and load the model, without warm-up. Raises EngineError."""
     name = choose_engine(config.engine, has_gpu=_has_gpu(config))
     if name == "echo":
         from text_generation_shard.engines.echo import EchoEngine
@@ -29,5 +29,5 @@ def build_engine(config: ShardConfig) -> Engine:
 
 
 def _has_gpu(config: ShardConfig) -> bool:
-    """Whether there is one to be used, as far as can be told without loading anything."""
+    """Return True if a GPU seems usable; loads nothing to find out."""
     return config.device != "cpu" and Path("/dev/nvidiactl").exists()

@@ -1,10 +1,10 @@
-"""Repeats the prompt at a set pace, with no model: for tests, demos, and load tests of everything above the engine.
+"""Echoes the prompt at a configured pace, without a model: for tests, demos, and load tests of everything above the engine.
 
-New token i of a sequence is prompt token i modulo the prompt's length, counted over everything generated since the
-request began, so that a preempted sequence goes on where it was. It keeps the contract of a real engine to the letter:
-KV blocks, grants, chunks, stopping. It holds its client to it as well: blocks given twice, or said to hold tokens that they
-do not, fail the sequence they were given to (`kv_ledger`). Given a model folder with a tokenizer.json it also keeps to
-grammars: it ends as soon as it may, closes what is open, and repeats its prompt only where that is allowed.
+New token i of a sequence is prompt token i modulo the prompt's length, counted from the request's first new token, so that a
+preempted sequence continues where it was. It keeps the contract of a real engine exactly: KV blocks, chunks, stopping. It checks
+its client too: a block that is assigned twice, or does not hold the tokens it should, fails the sequence (`kv_ledger`). With a
+model folder that has a tokenizer.json it supports grammars: it ends as soon as allowed, closes what is open, and echoes the
+prompt where the grammar allows it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
-    InProcess,
     Orders,
     Scheduling,
     StepResult,
+    SynchronousEngine,
     TopTokens,
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, load_grammars
-from text_generation_shard.step.chosen import Chosen, ChosenToken
 from text_generation_shard.step.kv_ledger import KVLedger
 from text_generation_shard.step.masks import Mask, TokenMasks
-from text_generation_shard.step.sequence import Row, Sequence
+from text_generation_shard.step.rows import SamplerOutput, StepRow
+from text_generation_shard.step.sequence import Sequence
 from text_generation_shard.step.table import SequenceTable
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1 << 20
-"""Larger than any tokenizer's, so that echo serves with whatever tokenizer the router loads."""
+"""Larger than any tokenizer's vocabulary: echo works with every tokenizer of the router."""
 MAX_SLOTS = 1024
 LOGPROB = -0.5
-"""Log-probability of every echoed token; any constant would do, a round float32 reads well."""
+"""Log-probability of every echoed token: an arbitrary constant, exact in float32."""
 
 
 @dataclass
-class EchoEngine(InProcess):
-    """See the module."""
+class EchoEngine(SynchronousEngine):
+    """The echo engine, scheduled step by step."""
 
     info: EngineInfo
     num_blocks: int
@@ -111,16 +111,16 @@ class EchoEngine(InProcess):
         constrained = [sequence for sequence in sampling if sequence.matcher is not None]
         pending = self._masks.start(constrained) if constrained and self._masks is not None else None
         if (pace := self._pace(rows)) > 0:
-            # A pause from the start of the step, not after it: the pace set is the pace kept.
+            # Sleep beside the other work, not after it, so that the step takes the configured time.
             time.sleep(pace)
         masks = {} if pending is None else pending.result()
-        chosen = [self._choose(sequence, masks.get(sequence.slot)) for sequence in sampling]
-        if any(token.token_id == self.fail_step_token for token in chosen):
+        output = self._sample(sampling, masks)
+        if self.fail_step_token in output.token_ids:
             return self._table.fail(step, "the step failed, as the echo engine was told")
         for row in rows:
             self._score_prompt(row)
         self._table.begin(step)
-        result = self._table.advance(step, Chosen.of(chosen))
+        result = self._table.advance(step, output)
         self._add_top_tokens(rows, result)
         result.forward_ns = int((time.perf_counter() - started) * 1e9)
         return result
@@ -143,42 +143,40 @@ class EchoEngine(InProcess):
         if self._masks is not None:
             self._masks.close()
 
-    def _pace(self, rows: list[Row]) -> float:
-        """Seconds that a step over `rows` is to take."""
+    def _pace(self, rows: list[StepRow]) -> float:
+        """Return the configured duration of a step over `rows`, in seconds."""
         prompts = [row.length for row in rows if row.prefills]
         return self.step_s + self.prefill_s * sum(prompts) + self.decode_s * (len(rows) - len(prompts))
 
-    def _choose(self, sequence: Sequence, mask: Mask | None) -> ChosenToken:
-        period = sequence.prompt_length - sequence.generated_before
-        token = sequence.tokens[(len(sequence.tokens) - period) % period]
-        if token == self.fail_token:
-            return ChosenToken(token, LOGPROB, failure="this token fails, as the echo engine was told")
-        return ChosenToken(token, LOGPROB) if mask is None else self._choose_allowed(token, sequence, mask)
+    def _sample(self, sequences: list[Sequence], masks: dict[int, Mask]) -> SamplerOutput:
+        output = SamplerOutput([], [LOGPROB] * len(sequences))
+        for index, sequence in enumerate(sequences):
+            period = sequence.prompt_length - sequence.generated_before
+            token = sequence.tokens[(len(sequence.tokens) - period) % period]
+            mask = masks.get(sequence.slot)
+            if token == self.fail_token:
+                output.failures[index] = (FailureCode.NUMERICS, "this token fails, as the echo engine was told")
+            elif mask is not None and self.grammars is not None:
+                if mask.failure is not None:
+                    output.failures[index] = (FailureCode.INVALID, mask.failure)
+                elif mask.is_complete or (mask.may_end and not sequence.suppressed):
+                    token = min(sequence.stopping.eos_token_ids or self.grammars.end_token_ids)
+                    output.grammar_ended.add(index)
+                else:
+                    token = _choose_allowed(token, mask, self.grammars)
+            output.token_ids.append(token)
+        return output
 
-    def _choose_allowed(self, usual: int, sequence: Sequence, mask: Mask) -> ChosenToken:
-        if mask.failure is not None or self.grammars is None:
-            return ChosenToken(usual, LOGPROB, mask.failure, FailureCode.INVALID)
-        if mask.is_complete or (mask.may_end and not sequence.suppressed):
-            end = min(sequence.stopping.eos_token_ids or self.grammars.end_token_ids)
-            return ChosenToken(end, LOGPROB, ends=True)
-        for token in (*self.grammars.closing_token_ids, usual):
-            if token < mask.allowed.size and mask.allowed[token]:
-                return ChosenToken(token, LOGPROB)
-        allowed = np.flatnonzero(mask.allowed).tolist()
-        return ChosenToken(
-            next((token for token in allowed if not self.grammars.is_special(token)), allowed[0]), LOGPROB
-        )
-
-    def _score_prompt(self, row: Row) -> None:
+    def _score_prompt(self, row: StepRow) -> None:
         if (scores := row.sequence.prompt_scores) is None:
             return
-        # A position tells of the token after it, as a model's does: of the first one computed nothing is told.
+        # A position gives the log-probability of the token after it, as in a model: the first one computed has none.
         for position in range(row.start + 1, min(row.start + row.length + 1, len(scores.logprobs))):
             scores.logprobs[position] = LOGPROB
             if scores.tops is not None:
                 scores.tops[position] = _neighbours(row.sequence.tokens[position], row.sequence.prompt_top_n)
 
-    def _add_top_tokens(self, rows: list[Row], result: StepResult) -> None:
+    def _add_top_tokens(self, rows: list[StepRow], result: StepResult) -> None:
         wanted = {row.sequence.slot: row.sequence.top_n for row in rows if row.sequence.top_n}
         for slot, token in zip(result.slots, result.token_ids, strict=True):
             if n := wanted.get(slot, 0):
@@ -186,5 +184,14 @@ class EchoEngine(InProcess):
 
 
 def _neighbours(token: int, n: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """A token, then its neighbours in the vocabulary, each half as likely as the one before: ids and logprobs."""
+    """Return ids and logprobs of `token` and the ids after it, each half as probable as the one before."""
     return tuple((token + i) % VOCAB_SIZE for i in range(n)), tuple(LOGPROB - 0.7 * i for i in range(n))
+
+
+def _choose_allowed(echoed: int, mask: Mask, grammars: Grammars) -> int:
+    """Return a token that the mask allows: one that closes what is open, else the echoed one, else the first with text."""
+    for token in (*grammars.closing_token_ids, echoed):
+        if token < mask.allowed.size and mask.allowed[token]:
+            return token
+    allowed: list[int] = np.flatnonzero(mask.allowed).tolist()
+    return next((token for token in allowed if not grammars.is_special(token)), allowed[0])

@@ -1,13 +1,14 @@
-"""The echo engine as one that schedules for itself: what TensorRT-LLM's executor is to a router, with no model.
+"""The self-scheduling echo engine: a stand-in for TensorRT-LLM's executor, without a model.
 
-It gets whole prompts and nothing more. It has a queue, batches in flight, computes prompts in order and in chunks, and owns
-its KV blocks: when they run out it preempts the newest sequence and computes it again later. Underneath runs the step engine,
-and this one steers it as a router would; so both say the same tokens, and the step engine checks what this one does.
+It gets whole prompts only. It has a queue, batches in flight, prefills in order and in chunks, and owns its KV blocks: when they
+run out it preempts the newest sequence and computes it again later. It drives the step-scheduled echo engine as a router would,
+so both generate the same tokens, and the step-scheduled engine checks this one.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -17,57 +18,58 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
-    InProcess,
     NewSequence,
     Orders,
+    PromptScores,
     Scheduling,
     StepResult,
+    SynchronousEngine,
+    TopTokens,
     WarmUpLimits,
 )
-from text_generation_shard.engines.coalesce import Coalescer
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.grammar import Grammars, Matcher
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _Sequence:
     """A sequence, queued or running."""
 
-    admission: NewSequence
-    """As it would be admitted now: what it generated before it was preempted is part of its prompt."""
+    new: NewSequence
+    """Its prompt includes the tokens generated before a preemption."""
     blocks: list[int] = field(default_factory=list)
     to_prefill: int = 0
-    """Prompt tokens that no chunk was ordered for."""
+    """Prompt tokens not ordered yet."""
     tokens: list[int] = field(default_factory=list)
-    """Generated since it was last admitted."""
+    """Tokens generated since it was last admitted to the step engine."""
 
     @property
     def length(self) -> int:
-        return len(self.admission.prompt) + len(self.tokens)
+        return len(self.new.prompt) + len(self.tokens)
 
     @property
     def matcher(self) -> Future[Matcher] | None:
-        return self.admission.matcher
+        return self.new.matcher
 
 
-class SelfSchedulingEcho(InProcess):
-    """See the module."""
+class SelfSchedulingEcho(SynchronousEngine):
+    """The echo engine with its own queue and KV blocks."""
 
     def __init__(self, engine: EchoEngine, tokens_per_report: int) -> None:
         self._engine = engine
         self._info = replace(engine.info, scheduling=Scheduling.SELF)
-        self._coalescer = Coalescer(tokens_per_report)
+        self._coalescer = _Coalescer(tokens_per_report)
         self._num_blocks = 0
         self._max_running = 0
         self._prefill_budget = 0
-        self._held: dict[int, _Held] = {}
-        """By slot, queued and running."""
-        self._queue: deque[_Held] = deque()
-        self._running: dict[int, _Held] = {}
-        """By slot, the newest last."""
+        self._held: dict[int, _Sequence] = {}
+        """By slot; queued and running."""
+        self._queue: deque[_Sequence] = deque()
+        self._running: dict[int, _Sequence] = {}
+        """By slot; the newest last."""
         self._free: list[int] = []
         self._release: list[int] = []
-        """Slots that the step engine is to drop."""
+        """Slots to release with the next orders to the step engine."""
 
     @classmethod
     def build(cls, config: ShardConfig) -> SelfSchedulingEcho:
@@ -92,11 +94,11 @@ class SelfSchedulingEcho(InProcess):
         failed: list[Failure] = []
         for slot in orders.release:
             self._drop(slot)
-        for admission in orders.admit:
-            if problem := self._admission_problem(admission):
-                failed.append(self._refuse(admission.slot, problem))
+        for new in orders.admit:
+            if problem := self._admission_problem(new):
+                failed.append(self._refuse(new.slot, problem))
             else:
-                held = self._held[admission.slot] = _Held(admission)
+                held = self._held[new.slot] = _Sequence(new)
                 self._queue.append(held)
         failed += [self._refuse(slot, problem) for slot, problem in meant_for_steps(orders) if slot in self._held]
         return failed
@@ -138,8 +140,6 @@ class SelfSchedulingEcho(InProcess):
         self.reset()
         self._engine.close()
 
-    # ---------------------------------------------------------------------------------------------- one step's orders
-
     def _decide(self) -> Orders:
         grants = self._grow()
         admit = self._take_from_queue()
@@ -148,7 +148,7 @@ class SelfSchedulingEcho(InProcess):
         return Orders(0, release, tuple(admit), tuple(grants.items()), tuple(prefill))
 
     def _grow(self) -> dict[int, tuple[int, ...]]:
-        """A block for each sequence whose next token has none; the newest give theirs up when there is none left."""
+        """Allocate a block to each sequence that needs one for its next token; preempt the newest if none is free."""
         grants: dict[int, tuple[int, ...]] = {}
         for slot, held in list(self._running.items()):
             while slot in self._running and len(held.blocks) < self._blocks_for(held.length):
@@ -157,23 +157,23 @@ class SelfSchedulingEcho(InProcess):
                     grants[slot] = (*grants.get(slot, ()), held.blocks[-1])
                 else:
                     self._preempt(self._newest())
-        # Whoever was preempted after it was granted a block has lost it again.
+        # A sequence may be preempted after it got a block.
         return {slot: blocks for slot, blocks in grants.items() if slot in self._running}
 
     def _take_from_queue(self) -> list[NewSequence]:
-        """Those at the head of the queue, in order, as long as there is room."""
+        """Admit sequences from the head of the queue, in order, while there is room."""
         admit: list[NewSequence] = []
         while self._queue and len(self._running) < self._max_running:
             held = self._queue[0]
-            # Room for the first new token too, or one that was preempted might come back only to go again.
-            tokens = held.length + min(1, held.admission.stopping.max_new_tokens - 1)
+            # Include the first new token, or a preempted sequence may be preempted again at once.
+            tokens = held.length + min(1, held.new.stopping.max_new_tokens - 1)
             if (count := self._blocks_for(tokens)) > len(self._free):
                 break
             self._queue.popleft()
             held.blocks = [self._free.pop() for _ in range(count)]
             held.to_prefill = held.length
-            self._running[held.admission.slot] = held
-            admit.append(replace(held.admission, blocks=tuple(held.blocks)))
+            self._running[held.new.slot] = held
+            admit.append(replace(held.new, blocks=tuple(held.blocks)))
         return admit
 
     def _chunks(self) -> list[tuple[int, int]]:
@@ -186,29 +186,29 @@ class SelfSchedulingEcho(InProcess):
                 chunks.append((slot, tokens))
         return chunks
 
-    def _newest(self) -> _Held:
-        """The last that came and can go: a grammar that is being built would be cancelled with its sequence.
+    def _newest(self) -> _Sequence:
+        """Return the newest running sequence whose grammar is built: a release would cancel a build in progress.
 
-        Whoever needs a block has said something, so its own grammar is there: one is always found.
+        There always is one: a sequence that needs a block has generated a token, so its own grammar is built.
         """
         return next(held for held in reversed(self._running.values()) if held.matcher is None or held.matcher.done())
 
-    def _preempt(self, held: _Held) -> None:
-        """Back to the head of the queue, with what it generated as part of its prompt."""
+    def _preempt(self, held: _Sequence) -> None:
+        """Move a sequence back to the head of the queue; its new tokens become part of its prompt."""
         self._stop(held)
-        if new := len(held.tokens):
-            admission, stopping = held.admission, held.admission.stopping
-            held.admission = replace(
-                admission,
-                prompt=(*admission.prompt, *held.tokens),
-                generated_tokens=admission.generated_tokens + new,
+        if count := len(held.tokens):
+            new, stopping = held.new, held.new.stopping
+            held.new = replace(
+                new,
+                prompt=(*new.prompt, *held.tokens),
+                generated_tokens=new.generated_tokens + count,
                 stopping=replace(
                     stopping,
-                    max_new_tokens=stopping.max_new_tokens - new,
-                    min_new_tokens=max(0, stopping.min_new_tokens - new),
+                    max_new_tokens=stopping.max_new_tokens - count,
+                    min_new_tokens=max(0, stopping.min_new_tokens - count),
                 ),
-                # The prompt's came with the first token.
-                logprobs=LogprobOptions(admission.logprobs.top_n),
+                # The log-probabilities of the prompt came with the first token.
+                logprobs=LogprobOptions(new.logprobs.top_n),
             )
             held.tokens = []
         self._queue.appendleft(held)
@@ -217,13 +217,11 @@ class SelfSchedulingEcho(InProcess):
         for slot, token_id in zip(result.slots, result.token_ids, strict=True):
             self._running[slot].tokens.append(token_id)
         for slot in (*(slot for slot, _ in result.finished), *(failure.slot for failure in result.failed)):
-            self._give_back(self._running.pop(slot))
+            self._free_blocks(self._running.pop(slot))
             del self._held[slot]
 
-    # ------------------------------------------------------------------------------------------------------- sequences
-
     def _drop(self, slot: int) -> None:
-        """Forget the sequence in `slot`, if there is one."""
+        """Drop the sequence in `slot`; no-op if there is none."""
         if (held := self._held.pop(slot, None)) is None:
             return
         self._coalescer.drop(slot)
@@ -237,23 +235,23 @@ class SelfSchedulingEcho(InProcess):
         self._drop(slot)
         return Failure(slot, FailureCode.INVALID, problem)
 
-    def _stop(self, held: _Held) -> None:
-        del self._running[held.admission.slot]
-        self._release.append(held.admission.slot)
-        self._give_back(held)
+    def _stop(self, held: _Sequence) -> None:
+        del self._running[held.new.slot]
+        self._release.append(held.new.slot)
+        self._free_blocks(held)
 
-    def _give_back(self, held: _Held) -> None:
+    def _free_blocks(self, held: _Sequence) -> None:
         self._free += held.blocks
         held.blocks = []
 
-    def _admission_problem(self, admission: NewSequence) -> str | None:
-        if admission.slot in self._held:
-            return f"slot {admission.slot} is taken"
-        if admission.blocks or admission.computed_tokens:
+    def _admission_problem(self, new: NewSequence) -> str | None:
+        if new.slot in self._held:
+            return f"slot {new.slot} is taken"
+        if new.blocks or new.computed_tokens:
             return NO_BLOCKS
-        if problem := admission_problem(admission, self._info):
+        if problem := admission_problem(new, self._info):
             return problem
-        longest = len(admission.prompt) + admission.stopping.max_new_tokens - 1
+        longest = len(new.prompt) + new.stopping.max_new_tokens - 1
         if self._blocks_for(longest) > self._num_blocks:
             pool = self._num_blocks * self._info.block_size
             return f"prompt and new tokens exceed the engine's KV pool of {pool} tokens"
@@ -263,6 +261,71 @@ class SelfSchedulingEcho(InProcess):
         return -(-tokens // self._info.block_size)
 
 
-def _cancel_matcher(held: _Held) -> None:
+def _cancel_matcher(held: _Sequence) -> None:
     if held.matcher is not None:
         held.matcher.cancel()
+
+
+@dataclass(slots=True)
+class _Unreported:
+    """Tokens of a sequence that are not reported yet."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_tokens: list[TopTokens] = field(default_factory=list)
+    prompt_logprobs: list[PromptScores] = field(default_factory=list)
+
+
+class _Coalescer:
+    """Holds the tokens of each sequence back until there are `tokens_per_report`, or the sequence ends."""
+
+    def __init__(self, tokens_per_report: int) -> None:
+        self._tokens_per_report = tokens_per_report
+        self._unreported: dict[int, _Unreported] = {}
+
+    def add(self, result: StepResult) -> StepResult:
+        """Add the result of a step, at most one token per slot. Return the result to report."""
+        if self._tokens_per_report == 1:
+            return result
+        for slot, token_id, logprob in zip(result.slots, result.token_ids, result.logprobs, strict=True):
+            unreported = self._unreported.setdefault(slot, _Unreported())
+            unreported.token_ids.append(token_id)
+            unreported.logprobs.append(logprob)
+        for top in result.top_tokens:
+            unreported = self._unreported[top.slot]
+            unreported.top_tokens.append(replace(top, index=len(unreported.token_ids) - 1))
+        for scores in result.prompt_logprobs:
+            self._unreported[scores.slot].prompt_logprobs.append(scores)
+        ended = [slot for slot, _ in result.finished] + [failure.slot for failure in result.failed]
+        complete = [slot for slot in result.slots if len(self._unreported[slot].token_ids) >= self._tokens_per_report]
+        report = StepResult(
+            prefilled=result.prefilled, finished=result.finished, failed=result.failed, forward_ns=result.forward_ns
+        )
+        self._release((*complete, *ended), report)
+        return report
+
+    def rest(self) -> StepResult | None:
+        """Return all unreported tokens, for when no step follows; None if there are none."""
+        if not self._unreported:
+            return None
+        report = StepResult()
+        self._release(list(self._unreported), report)
+        return report
+
+    def drop(self, slot: int) -> None:
+        """Discard the tokens of a sequence."""
+        self._unreported.pop(slot, None)
+
+    def clear(self) -> None:
+        """Discard all tokens."""
+        self._unreported.clear()
+
+    def _release(self, slots: Iterable[int], report: StepResult) -> None:
+        for slot in slots:
+            if unreported := self._unreported.pop(slot, None):
+                report.slots.append(slot)
+                report.token_counts.append(len(unreported.token_ids))
+                report.token_ids += unreported.token_ids
+                report.logprobs += unreported.logprobs
+                report.top_tokens += unreported.top_tokens
+                report.prompt_logprobs += unreported.prompt_logprobs

@@ -1,4 +1,4 @@
-"""One sequence of a step engine, and its part in a step."""
+"""One sequence of an engine that is scheduled step by step."""
 
 from __future__ import annotations
 
@@ -10,116 +10,104 @@ from text_generation_proto.values import FinishReason, Sampling, Stopping
 from text_generation_shard.engine import NewSequence, PromptScores
 from text_generation_shard.grammar import Matcher
 
-PLAIN = Sampling()
-"""Nothing asked: the most probable token."""
+GREEDY = Sampling()
+"""The most probable token, unprocessed."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence: its tokens, how far they are computed – as long as it is not steady –, and what it was admitted with."""
+    """The state of a sequence.
+
+    While it is in the persistent batch, `tokens`, `computed` and `generated` are not updated.
+    """
 
     slot: int
     tokens: list[int]
     prompt_length: int
     blocks: list[int]
     computed: int
+    """Positions whose KV is in the blocks."""
     generated: int
-    """New tokens since this admission, as far as they are recorded."""
+    """New tokens recorded since this admission."""
     generated_before: int
-    """Trailing prompt tokens that were generated before this admission."""
+    """Tokens at the end of the prompt that were generated before this admission."""
     sampling: Sampling
     stopping: Stopping
     top_n: int
     prompt_scores: PromptScores | None
-    """Filled chunk by chunk while the prompt is computed; None if not asked for."""
+    """Filled chunk by chunk during prefill; None if not requested."""
     prompt_top_n: int = 0
-    building: Future[Matcher] | None = None
-    """The matcher of its grammar, until it is there: no token can be chosen before."""
+    pending_matcher: Future[Matcher] | None = None
+    """The matcher of its grammar until it is built. No token can be sampled before."""
     matcher: Matcher | None = None
-    """None: no grammar."""
+    """None without a grammar."""
     chunk: int = 0
     """Prompt tokens ordered for the next step."""
-    told_blocks: int = 0
-    """How many of the blocks the engine's tables of all slots know."""
-    plain_from: float = math.inf
-    """The position from which on the most probable token follows, whatever came before, and nothing else is told of it."""
-    enders: frozenset[int] = frozenset()
+    synced_blocks: int = 0
+    """Leading blocks that the engine has copied to its block tables."""
+    greedy_from: float = math.inf
+    """Position from which on nothing but the most probable token is wanted."""
+    stop_ids: frozenset[int] = frozenset()
     """Tokens that may end it."""
     is_held: bool = True
-    """False once it is dropped: a step under way may still bring a token for it."""
+    """False once dropped. A step in progress may still produce a token for it."""
     end: int = 0
-    """The position that its grant, or its last token, does not go beyond: see `settle_end`."""
+    """First position that its blocks or its maximum length exclude; see `update_end`."""
+
+    @classmethod
+    def admit(cls, new: NewSequence) -> Sequence:
+        """Create the sequence that `new` describes."""
+        scored = len(new.prompt) - new.generated_tokens
+        scores: PromptScores | None = None
+        if new.logprobs.prompt:
+            # The first token has no context, and cached positions are not computed again: NaN, as the contract says.
+            tops: list[tuple[tuple[int, ...], tuple[float, ...]]] | None = None
+            if new.logprobs.prompt_top_n:
+                tops = [((), ())] * scored
+            scores = PromptScores(new.slot, [math.nan] * scored, tops)
+        # Greedy sampling ignores the seed.
+        greedy = replace(new.sampling, seed=0) == GREEDY and not new.logprobs.top_n and new.grammar is None
+        return cls(
+            slot=new.slot,
+            tokens=list(new.prompt),
+            prompt_length=len(new.prompt),
+            blocks=list(new.blocks),
+            computed=new.computed_tokens,
+            generated=0,
+            generated_before=new.generated_tokens,
+            sampling=new.sampling,
+            stopping=new.stopping,
+            top_n=new.logprobs.top_n,
+            prompt_top_n=new.logprobs.prompt_top_n,
+            prompt_scores=scores,
+            pending_matcher=new.matcher,
+            stop_ids=new.stopping.eos_token_ids | new.stopping.stop_token_ids,
+            greedy_from=len(new.prompt) + new.stopping.min_new_tokens if greedy else math.inf,
+        )
 
     @property
     def last(self) -> int:
-        """The position that the longest answer does not go beyond: the last token chosen is never computed."""
+        """First position that is never computed: the last new token needs no KV."""
         return self.prompt_length + self.stopping.max_new_tokens - 1
 
-    def settle_end(self, block_size: int) -> None:
-        """Find `end` anew, after a grant."""
+    def update_end(self, block_size: int) -> None:
+        """Recompute `end` after the blocks changed."""
         self.end = min(self.last, len(self.blocks) * block_size)
 
     @property
     def suppressed(self) -> frozenset[int]:
-        """Tokens that may not be chosen next, because they would end the sequence too early."""
-        if self.generated >= self.stopping.min_new_tokens:
-            return frozenset()
-        return self.enders
+        """Tokens that must not be sampled next because they would end the sequence before min_new_tokens."""
+        return frozenset() if self.generated >= self.stopping.min_new_tokens else self.stop_ids
 
 
-@dataclass(slots=True)
-class Row:
-    """A sequence's part in a step: compute positions [start, start + length)."""
+def finish_reason(stopping: Stopping, generated: int, token_id: int, *, grammar_ended: bool) -> FinishReason | None:
+    """Return the reason why new token number `generated` ends the sequence; None if it does not.
 
-    sequence: Sequence
-    start: int
-    length: int
-    samples: bool
-    """Whether the step also chooses the token after the last of these positions."""
-
-    @property
-    def prefills(self) -> bool:
-        """Whether these are tokens of the prompt."""
-        return self.start < self.sequence.prompt_length
-
-
-def admitted(admission: NewSequence) -> Sequence:
-    """The sequence that an admission asks for."""
-    scored = len(admission.prompt) - admission.generated_tokens
-    return Sequence(
-        slot=admission.slot,
-        tokens=list(admission.prompt),
-        prompt_length=len(admission.prompt),
-        blocks=list(admission.blocks),
-        computed=admission.computed_tokens,
-        generated=0,
-        generated_before=admission.generated_tokens,
-        sampling=admission.sampling,
-        stopping=admission.stopping,
-        top_n=admission.logprobs.top_n,
-        prompt_top_n=admission.logprobs.prompt_top_n,
-        # The first token has nothing before it, and cached ones are not computed again: NaN, as the contract says.
-        prompt_scores=PromptScores(
-            admission.slot, [float("nan")] * scored, [((), ())] * scored if admission.logprobs.prompt_top_n else None
-        )
-        if admission.logprobs.prompt
-        else None,
-        building=admission.matcher,
-        enders=admission.stopping.eos_token_ids | admission.stopping.stop_token_ids,
-        plain_from=len(admission.prompt) + admission.stopping.min_new_tokens if _is_plain(admission) else math.inf,
-    )
-
-
-def _is_plain(admission: NewSequence) -> bool:
-    # Where nothing is drawn the seed means nothing.
-    return replace(admission.sampling, seed=0) == PLAIN and not admission.logprobs.top_n and admission.grammar is None
-
-
-def finish_reason(stopping: Stopping, generated: int, token_id: int, *, ends: bool) -> FinishReason | None:
-    """LENGTH wins over EOS_TOKEN, which wins over STOP_TOKEN, on the same token, which is the one of this number."""
+    If several apply, LENGTH wins over EOS_TOKEN, which wins over STOP_SEQUENCE.
+    """
     if generated >= stopping.max_new_tokens:
         return FinishReason.LENGTH
-    if ends:
+    if grammar_ended:
         return FinishReason.EOS_TOKEN
     if generated <= stopping.min_new_tokens:
         return None

@@ -1,21 +1,21 @@
-"""The sequences a step engine holds, and which of them advance in a step.
+"""The sequences that an engine holds, and the rows that advance in a step.
 
 Tokens of a sequence, as half-open intervals of positions:
 
-    [0, computed)            KV sits in the blocks
-    [computed, len(tokens))  known, not computed: prompt still to prefill, or the one token chosen last
-    len(tokens)              what the step that computes position len(tokens) - 1 will choose
+    [0, computed)            KV is in the blocks
+    [computed, len(tokens))  known, not computed: prompt to prefill, or the one token sampled last
+    len(tokens)              sampled by the step that computes position len(tokens) - 1
 
-A sequence whose whole prompt is computed always has exactly one token to compute, so it *decodes*; before that it
-*prefills*, only as far as it was ordered to. Neither runs past its grant: position p needs block p // block_size.
+A sequence whose whole prompt is computed always has exactly one token to compute: it *decodes*. Before that it *prefills*, only
+as far as it was ordered to. Neither goes beyond its blocks: position p needs block p // block_size.
 
-A step is *begun* when its computing is: from then on its positions count as computed, and what comes after can be begun
-too, although the token it hangs on is known to the device only. A step is *recorded* when its tokens are known here. An
-engine may be one step ahead of what is recorded; what a step brings for a sequence that is gone by then is dropped.
+A step has *begun* once its computation has started: from then on its positions count as computed, and the next step can begin
+too, although only the device knows the token that it needs. A step is *recorded* once its tokens are known on the host. An
+engine may be one step ahead of what is recorded; results for a sequence that was dropped meanwhile are discarded.
 
-Where the device knows what was chosen last, a sequence of which nothing but the most probable token is asked becomes
-*steady* with its first token: from then on it is a place in columns (steady.py). What its steps bring is told, and not
-kept: its `tokens`, `computed` and `generated` stand still. A ledger needs them, and goes with no steady sequences.
+If the device keeps the last tokens, a sequence that needs nothing but the most probable token moves to the persistent batch with
+its first token. Its results are then reported but not stored: its `tokens`, `computed` and `generated` stop changing. A ledger
+needs them, so it is not used with a persistent batch.
 """
 
 from __future__ import annotations
@@ -27,72 +27,78 @@ from text_generation_proto.values import FailureCode
 from text_generation_shard.checks import admission_problem
 from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult
 from text_generation_shard.grammar import GrammarError
-from text_generation_shard.step.chosen import Chosen
 from text_generation_shard.step.kv_ledger import KVLedger
-from text_generation_shard.step.sequence import Row, Sequence, admitted, finish_reason
-from text_generation_shard.step.steady import SteadyRows, SteadyTable, StepRows
+from text_generation_shard.step.persistent_batch import PersistentBatch
+from text_generation_shard.step.rows import PersistentRows, SamplerOutput, StepRow, StepRows
+from text_generation_shard.step.sequence import Sequence, finish_reason
 
 
 @dataclass(slots=True)
 class SequenceTable:
-    """Slots and their sequences. Knows the contract's bookkeeping; computes nothing."""
+    """Slots and their sequences. Applies orders and records steps as the contract says; computes nothing."""
 
     info: EngineInfo
     num_blocks: int = 0
     ledger: KVLedger | None = None
-    """Checks whose each block is and what it holds; None: whoever orders is believed."""
-    steady: SteadyTable | None = None
-    """Of an engine whose device knows what was chosen last."""
-    _sequences: dict[int, Sequence] = field(default_factory=dict)
-    _unsteady: dict[int, Sequence] = field(default_factory=dict)
+    """Checks the ownership and the contents of blocks; None: the orders are trusted."""
+    runs_ahead: bool = False
+    """True if the device keeps the last tokens and steps may begin before they are known: enables the persistent batch."""
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    """By slot. Changed by the table only."""
+    _others: dict[int, Sequence] = field(default_factory=dict)
+    """The sequences outside the persistent batch."""
     _chunked: list[Sequence] = field(default_factory=list)
     """Sequences with a chunk ordered for the next step."""
-    _building: list[Sequence] = field(default_factory=list)
-    """Sequences whose grammar is being built."""
+    _without_matcher: list[Sequence] = field(default_factory=list)
+    """Sequences whose matcher is being built."""
     _holders: dict[int, int] = field(default_factory=dict)
-    """How many sequences hold a KV block; no entry for none."""
+    """Number of sequences that hold a KV block; no entry for 0."""
+    _persistent: PersistentBatch | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._persistent = PersistentBatch() if self.runs_ahead else None
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks held; one that several share counts once."""
+        """Number of KV blocks held; a shared block counts once."""
         return len(self._holders)
 
     def clear(self) -> None:
         """Drop every sequence."""
-        for slot in list(self._sequences):
+        for slot in list(self.sequences):
             self._remove(slot)
         self._chunked.clear()
-        self._building.clear()
+        self._without_matcher.clear()
         if self.ledger is not None:
             self.ledger.clear()
 
     def apply(self, orders: Orders) -> list[Failure]:
-        """Make the changes ordered; the sequences that cannot be as ordered are dropped and returned."""
+        """Make the changes of `orders`. Drop and return the sequences for which they break the contract."""
         failed: list[Failure] = []
         for slot in orders.release:
             self._remove(slot)
-        for admission in orders.admit:
-            if problem := self._admission_problem(admission):
-                # A slot named in a failure is free: an admission into a taken slot costs the tenant its place too,
-                # or two sequences would share one name on the wire.
-                self._remove(admission.slot)
-                failed.append(Failure(admission.slot, FailureCode.INVALID, problem))
+        for new in orders.admit:
+            if problem := self._admission_problem(new):
+                # A slot in a failure is free afterwards. A sequence admitted to a taken slot ends the other one too, or
+                # two sequences would share a slot on the wire.
+                self._remove(new.slot)
+                failed.append(Failure(new.slot, FailureCode.INVALID, problem))
             else:
-                self._admit(admission)
-        if self._building:
+                self._admit(new)
+        if self._without_matcher:
             failed += self._take_matchers()
         for slot, blocks in orders.grants:
-            # A grant may cross a finish on the wire; then nobody needs it.
-            if sequence := self._sequences.get(slot):
+            # An order may cross a finish on the wire: ignore unknown slots.
+            if sequence := self.sequences.get(slot):
                 if problem := self._grant_problem(blocks):
                     failed.append(self._drop(sequence, FailureCode.INVALID, problem))
                 else:
                     self._grant(sequence, blocks)
         for slot, tokens in orders.prefill:
-            if sequence := self._sequences.get(slot):
+            if sequence := self.sequences.get(slot):
                 if problem := self._chunk_problem(sequence, tokens):
                     failed.append(self._drop(sequence, FailureCode.INVALID, problem))
                 else:
@@ -101,123 +107,127 @@ class SequenceTable:
         return failed
 
     def rows(self) -> StepRows:
-        """What the next step computes: every decoding sequence with room in its grant, then the ordered chunks."""
-        steady = None if self.steady is None else self.steady.rows()
+        """Return the rows of the next step: every decoding sequence with room in its blocks, then the ordered chunks."""
+        persistent = None if self._persistent is None else self._persistent.rows()
         rows = [
-            Row(sequence, sequence.computed, 1, True)  # noqa: FBT003 – once a row, a step
-            for sequence in self._unsteady.values()
+            StepRow(sequence, sequence.computed, 1, True)  # noqa: FBT003 – keywords are slower; this runs per row and step
+            for sequence in self._others.values()
             if sequence.prompt_length <= sequence.computed < sequence.end
         ]
         waiting: list[Sequence] = []
         for sequence in self._chunked:
-            if self._sequences.get(sequence.slot) is sequence and sequence.chunk:
+            if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
                 last = sequence.computed + sequence.chunk == sequence.prompt_length
-                if last and sequence.building is not None:
+                if last and sequence.pending_matcher is not None:
                     waiting.append(sequence)
                     continue
-                rows.append(Row(sequence, sequence.computed, sequence.chunk, samples=last))
+                rows.append(StepRow(sequence, sequence.computed, sequence.chunk, samples=last))
                 sequence.chunk = 0
         self._chunked = waiting
-        return StepRows(steady, rows)
+        return StepRows(persistent, rows)
 
     def begin(self, rows: StepRows) -> None:
-        """The step of these rows is under way."""
-        if rows.steady is not None and self.steady is not None:
-            self.steady.begin(rows.steady)
+        """Count the positions of a started step as computed."""
+        if rows.persistent is not None and self._persistent is not None:
+            self._persistent.begin(rows.persistent)
         for row in rows.others:
             row.sequence.computed += row.length
 
-    def advance(self, rows: StepRows, chosen: Chosen) -> StepResult:
-        """Record a step begun before: `chosen` has one token for each steady row, then for each with `samples`, in order."""
+    def advance(self, rows: StepRows, output: SamplerOutput) -> StepResult:
+        """Record a step. `output` has a token for each persistent row, then for each other row with `samples`, in order."""
         result = StepResult()
-        if rows.steady is not None:
-            self._advance_steady(rows.steady, chosen, result)
-        token_ids, failures, ends = chosen.token_ids, chosen.failures, chosen.ends
-        place = rows.num_steady - 1
-        # Once a row, a step: whatever is looked up here is looked up hundreds of thousands of times a second.
+        if rows.persistent is not None:
+            self._advance_persistent(rows.persistent, output, result)
+        token_ids, failures, grammar_ended = output.token_ids, output.failures, output.grammar_ended
+        index = rows.num_persistent - 1
+        # This loop runs hundreds of thousands of times a second: it avoids attribute lookups and calls.
         for row in rows.others:
             sequence = row.sequence
-            place += row.samples
+            index += row.samples
             if not sequence.is_held:
                 continue
             if row.start < sequence.prompt_length:
                 result.prefilled.append((sequence.slot, row.length))
                 if not row.samples:
                     continue
-            if place in failures:
-                result.failed.append(self._drop(sequence, *failures[place]))
+            if index in failures:
+                result.failed.append(self._drop(sequence, *failures[index]))
                 continue
             if sequence.prompt_scores is not None:
                 result.prompt_logprobs.append(sequence.prompt_scores)
                 sequence.prompt_scores = None
-            token_id = token_ids[place]
+            token_id = token_ids[index]
             sequence.tokens.append(token_id)
             sequence.generated = generated = sequence.generated + 1
             result.slots.append(sequence.slot)
             result.token_ids.append(token_id)
-            result.logprobs.append(chosen.logprobs[place])
-            may_end = generated >= sequence.stopping.max_new_tokens or token_id in sequence.enders or place in ends
-            if may_end and (reason := finish_reason(sequence.stopping, generated, token_id, ends=place in ends)):
+            result.logprobs.append(output.logprobs[index])
+            ended = index in grammar_ended
+            may_finish = ended or generated >= sequence.stopping.max_new_tokens or token_id in sequence.stop_ids
+            if may_finish and (reason := finish_reason(sequence.stopping, generated, token_id, grammar_ended=ended)):
                 result.finished.append((sequence.slot, reason))
                 self._remove(sequence.slot)
             elif sequence.matcher is not None:
                 sequence.matcher.accept(token_id)
-            elif self.steady is not None:
-                self._settle(sequence)
+            elif self._persistent is not None:
+                self._move_to_persistent(sequence)
         return result
 
-    def _advance_steady(self, rows: SteadyRows, chosen: Chosen, result: StepResult) -> None:
-        assert self.steady is not None
-        token_ids, logprobs = chosen.token_ids[: len(rows)], chosen.logprobs[: len(rows)]
+    def _advance_persistent(self, rows: PersistentRows, output: SamplerOutput, result: StepResult) -> None:
+        assert self._persistent is not None
+        token_ids, logprobs = output.token_ids[: len(rows)], output.logprobs[: len(rows)]
         slots: list[int] = rows.slots.tolist()
-        gone = set(rows.not_held()) if self.steady.has_lost(rows) else set()
-        for place, failure in chosen.failures.items():
-            if place < len(rows) and place not in gone:
-                result.failed.append(self._drop(rows.sequences[place], *failure))
-                gone.add(place)
-        for place in rows.remarkable(token_ids):
-            sequence, token_id = rows.sequences[place], token_ids[place]
+        gone = set(rows.dropped()) if self._persistent.dropped_since(rows) else set()
+        for index, failure in output.failures.items():
+            if index < len(rows) and index not in gone:
+                result.failed.append(self._drop(rows.sequences[index], *failure))
+                gone.add(index)
+        for index in rows.may_finish(token_ids):
+            sequence, token_id = rows.sequences[index], token_ids[index]
             if not sequence.is_held:
                 continue
-            # A token follows the one at `starts`, and the prompt comes before the first of them.
-            generated = int(rows.starts[place]) + 2 - sequence.prompt_length
-            if reason := finish_reason(sequence.stopping, generated, token_id, ends=False):
+            # The new token is at position starts + 1, and new tokens are counted from 1 after the prompt.
+            generated = int(rows.starts[index]) + 2 - sequence.prompt_length
+            if reason := finish_reason(sequence.stopping, generated, token_id, grammar_ended=False):
                 result.finished.append((sequence.slot, reason))
                 self._remove(sequence.slot)
         if gone:
-            left = [place for place in range(len(rows)) if place not in gone]
-            slots, token_ids = [slots[place] for place in left], [token_ids[place] for place in left]
-            logprobs = [logprobs[place] for place in left]
+            left = [index for index in range(len(rows)) if index not in gone]
+            slots, token_ids = [slots[index] for index in left], [token_ids[index] for index in left]
+            logprobs = [logprobs[index] for index in left]
         result.slots += slots
         result.token_ids += token_ids
         result.logprobs += logprobs
 
     def fail(self, rows: StepRows, message: str) -> StepResult:
-        """Drop the sequences of a step that failed as a whole."""
+        """Drop the sequences of a step that failed as a whole, and report them."""
         return StepResult(
             failed=[self._drop(sequence, FailureCode.STEP, message) for sequence in rows.sequences if sequence.is_held]
         )
 
-    def _admit(self, admission: NewSequence) -> None:
-        sequence = self._sequences[admission.slot] = self._unsteady[admission.slot] = admitted(admission)
-        sequence.settle_end(self.info.block_size)
-        if sequence.building is not None:
-            self._building.append(sequence)
+    def _admit(self, new: NewSequence) -> None:
+        sequence = self.sequences[new.slot] = self._others[new.slot] = Sequence.admit(new)
+        sequence.update_end(self.info.block_size)
+        if sequence.pending_matcher is not None:
+            self._without_matcher.append(sequence)
         self._hold(sequence.blocks)
         if self.ledger is not None:
             self.ledger.admit(sequence)
 
-    def _settle(self, sequence: Sequence) -> None:
-        """It becomes steady, if it is not, and if nothing is asked of it from now on. A step under way has it as a row yet."""
-        if sequence.plain_from <= sequence.computed + 1 and self._unsteady.pop(sequence.slot, None) is not None:
-            assert self.steady is not None
-            self.steady.join(sequence)
+    def _move_to_persistent(self, sequence: Sequence) -> None:
+        """Move the sequence to the persistent batch if it is greedy from now on; no-op if it was moved.
+
+        A step in progress may still have it as a row of its own.
+        """
+        if sequence.greedy_from <= sequence.computed + 1 and self._others.pop(sequence.slot, None) is not None:
+            assert self._persistent is not None
+            self._persistent.join(sequence)
 
     def _grant(self, sequence: Sequence, blocks: tuple[int, ...]) -> None:
         sequence.blocks.extend(blocks)
-        sequence.settle_end(self.info.block_size)
-        if self.steady is not None and sequence.slot not in self._unsteady:
-            self.steady.grant(sequence)
+        sequence.update_end(self.info.block_size)
+        if self._persistent is not None and sequence.slot not in self._others:
+            self._persistent.extend(sequence)
         self._hold(blocks)
         if self.ledger is not None:
             self.ledger.grant(sequence, blocks)
@@ -231,14 +241,14 @@ class SequenceTable:
         return Failure(sequence.slot, code, message)
 
     def _remove(self, slot: int) -> None:
-        sequence = self._sequences.pop(slot, None)
+        sequence = self.sequences.pop(slot, None)
         if sequence is None:
             return
         sequence.is_held = False
-        if self._unsteady.pop(slot, None) is None and self.steady is not None:
-            self.steady.leave()
-        if sequence.building is not None:
-            sequence.building.cancel()
+        if self._others.pop(slot, None) is None and self._persistent is not None:
+            self._persistent.on_dropped()
+        if sequence.pending_matcher is not None:
+            sequence.pending_matcher.cancel()
         for block in sequence.blocks:
             if (holders := self._holders[block] - 1) > 0:
                 self._holders[block] = holders
@@ -248,29 +258,29 @@ class SequenceTable:
             self.ledger.end(sequence)
 
     def _take_matchers(self) -> list[Failure]:
-        """Give sequences the matchers that are there by now; those whose grammar cannot be built are dropped."""
+        """Give sequences the matchers that are built. Drop and return those whose grammar cannot be used."""
         failed: list[Failure] = []
-        building, self._building = self._building, []
-        for sequence in building:
-            future = sequence.building
-            if future is None or self._sequences.get(sequence.slot) is not sequence:
+        waiting, self._without_matcher = self._without_matcher, []
+        for sequence in waiting:
+            future = sequence.pending_matcher
+            if future is None or self.sequences.get(sequence.slot) is not sequence:
                 continue
             if not future.done():
-                self._building.append(sequence)
+                self._without_matcher.append(sequence)
             elif error := future.exception():
                 message = str(error) if isinstance(error, GrammarError) else "the grammar cannot be read"
                 failed.append(self._drop(sequence, FailureCode.INVALID, message))
             else:
-                sequence.matcher, sequence.building = future.result(), None
+                sequence.matcher, sequence.pending_matcher = future.result(), None
         return failed
 
-    def _admission_problem(self, admission: NewSequence) -> str | None:
-        if admission.slot in self._sequences:
-            return f"slot {admission.slot} is taken"
+    def _admission_problem(self, new: NewSequence) -> str | None:
+        if new.slot in self.sequences:
+            return f"slot {new.slot} is taken"
         return (
-            admission_problem(admission, self.info)
-            or self._blocks_problem(admission.blocks)
-            or (None if self.ledger is None else self.ledger.admission_problem(admission))
+            admission_problem(new, self.info)
+            or self._blocks_problem(new.blocks)
+            or (None if self.ledger is None else self.ledger.admission_problem(new))
         )
 
     def _grant_problem(self, blocks: tuple[int, ...]) -> str | None:

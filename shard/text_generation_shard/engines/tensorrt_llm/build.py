@@ -102,7 +102,7 @@ def _info(
         max_top_n_tokens=MAX_LOGPROBS if construction.capabilities.logprobs else 0,
         grammar_kinds=construction.capabilities.grammar_kinds,
         unsupported=construction.capabilities.unsupported,
-        reserves_longest=construction.reserves_longest,
+        reserves_max_length=construction.reserves_max_length,
     )
     if model is not None:
         return replace(

@@ -37,7 +37,7 @@ class Construction:
     max_slots: int
     max_num_tokens: int
     max_sequence_length: int
-    reserves_longest: bool
+    reserves_max_length: bool
     """Policy GUARANTEED_NO_EVICT, the default: a sequence starts when KV blocks for prompt + max_new_tokens are free (issue #9412)."""
 
 
@@ -84,7 +84,7 @@ def construct(
         max_slots=_count(keywords, "max_batch_size", MAX_BATCH_SIZE),
         max_num_tokens=_count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
         max_sequence_length=_count(keywords, "max_seq_len", model.max_sequence_length),
-        reserves_longest=_reserves_longest(options),
+        reserves_max_length=_reserves_max_length(options),
     )
 
 
@@ -121,7 +121,7 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
         max_slots=min(_count(keywords, "max_batch_size", built.max_batch_size), built.max_batch_size),
         max_num_tokens=min(_count(keywords, "max_num_tokens", built.max_num_tokens), built.max_num_tokens),
         max_sequence_length=built.max_seq_len,
-        reserves_longest=_reserves_longest(options),
+        reserves_max_length=_reserves_max_length(options),
     )
 
 
@@ -135,7 +135,7 @@ def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, o
     return {"free_gpu_memory_fraction": fraction, **given}
 
 
-def _reserves_longest(options: Mapping[str, object]) -> bool:
+def _reserves_max_length(options: Mapping[str, object]) -> bool:
     scheduler = options.get("scheduler_config")
     policy = scheduler.get("capacity_scheduler_policy") if isinstance(scheduler, Mapping) else None
     return policy in (None, "GUARANTEED_NO_EVICT")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, KVCache
-from text_generation_shard.step.sequence import Row
+from text_generation_shard.step.rows import StepRow
 
 TILE_TOKENS = 128
 GROUP_COST = 2048
@@ -76,7 +76,7 @@ class StepBatch:
 
 
 def build_batch(
-    rows: list[Row], tables: BlockTables, cache: KVCache, window: int | None, device: torch.device
+    rows: list[StepRow], tables: BlockTables, cache: KVCache, window: int | None, device: torch.device
 ) -> StepBatch:
     """Build the batch of `rows`. `window` is the longest sliding window if every layer has one, else None."""
     groups = _groups(_tiles(rows), window)
@@ -108,7 +108,7 @@ def build_batch(
     )
 
 
-def _entered_blocks(rows: list[Row]) -> list[int]:
+def _entered_blocks(rows: list[StepRow]) -> list[int]:
     ends = ((row, row.start + row.length) for row in rows)
     return [
         row.sequence.blocks[end // BLOCK_SIZE]
@@ -117,7 +117,7 @@ def _entered_blocks(rows: list[Row]) -> list[int]:
     ]
 
 
-def _tiles(rows: list[Row]) -> list[Tile]:
+def _tiles(rows: list[StepRow]) -> list[Tile]:
     return [
         Tile(index, row.sequence.slot, start, min(TILE_TOKENS, row.start + row.length - start))
         for index, row in enumerate(rows)

@@ -26,10 +26,10 @@ from text_generation_proto.values import FailureCode
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
-    InProcess,
     InsufficientMemory,
     Orders,
     StepResult,
+    SynchronousEngine,
     TopTokens,
     WarmUpLimits,
 )
@@ -43,16 +43,15 @@ from text_generation_shard.engines.torch.scoring import PendingScores, start_sco
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
 from text_generation_shard.grammar import Grammars
-from text_generation_shard.step.chosen import Chosen
 from text_generation_shard.step.masks import Mask, TokenMasks
-from text_generation_shard.step.sequence import PLAIN, Row
-from text_generation_shard.step.steady import SteadyTable, StepRows
+from text_generation_shard.step.rows import SamplerOutput, StepRow, StepRows
+from text_generation_shard.step.sequence import GREEDY
 from text_generation_shard.step.table import SequenceTable
 
 Masks = dict[int, Mask]
 
 NO_TOKEN = (FailureCode.NUMERICS, "the logits leave no token to choose")
-STEADY_ROW = SamplingRow(PLAIN, 0, 0)
+GREEDY_ROW = SamplingRow(GREEDY, 0, 0)
 """Settings of a persistent row in a step that is not greedy as a whole: the row itself still takes the most probable token."""
 
 
@@ -71,13 +70,13 @@ class _Step:
     sampled: Tensor | None = None
     """Same layout as `Launched.sampled`; on the host and valid once `done` has completed."""
     scores: list[PendingScores] = field(default_factory=list)
-    top_token_rows: list[tuple[int, Row]] = field(default_factory=list)
+    top_token_rows: list[tuple[int, StepRow]] = field(default_factory=list)
     """Sampling rows that asked for top tokens, with their index in the step; `tops` holds their candidates."""
     tops: TopCandidates | None = None
     done: DeviceEvent | None = None
 
 
-class TorchEngine(InProcess):
+class TorchEngine(SynchronousEngine):
     """The engine described in the module docstring."""
 
     def __init__(
@@ -90,7 +89,7 @@ class TorchEngine(InProcess):
         self._trace = trace or StepTrace("")
         self._device = torch.device(info.device)
         self._events = EventRecorder(self._device)
-        self._table = SequenceTable(info, steady=SteadyTable() if executor.runs_ahead else None)
+        self._table = SequenceTable(info, runs_ahead=executor.runs_ahead)
         self._histories = TokenHistories(self._device)
         self._downloads = PinnedBuffers(self._device)
         """Sampled tokens are copied here."""
@@ -209,12 +208,12 @@ class TorchEngine(InProcess):
         step.scores = start_scores(launched, self._executor.logits)
         packed = launched.sampled
         if launched.logits is not None and packed is None:
-            rows, first = step.rows.sampling, step.rows.num_steady
+            rows, first = step.rows.sampling, step.rows.num_persistent
             masking = step.masking or self._start_masks(rows)
             step.masks = {} if masking is None else masking.result()
             self._histories.update(row.sequence for row in rows if needs_history(row.sequence.sampling))
             settings = [self._sampling_row(row, step.masks) for row in rows]
-            sampled = sample(launched.logits, [STEADY_ROW] * first + settings, self._executor.threshold_search)
+            sampled = sample(launched.logits, [GREEDY_ROW] * first + settings, self._executor.threshold_search)
             self._executor.store_sampled_tokens(step.rows, sampled.token_ids)
             step.top_token_rows = [(index, row) for index, row in enumerate(rows, first) if row.sequence.top_n]
             if step.top_token_rows:
@@ -235,7 +234,7 @@ class TorchEngine(InProcess):
         self._trace.after_wait(step.rows, step.started, step.done)
         for scores in step.scores:
             scores.finish()
-        chosen = Chosen([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)
+        chosen = SamplerOutput([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)
         _add_mask_results(step, chosen)
         tops = self._top_tokens(step, chosen)
         result = self._table.advance(step.rows, chosen)
@@ -243,7 +242,7 @@ class TorchEngine(InProcess):
         result.forward_ns = (step.computed or step.done).ns_since(step.started)
         return result
 
-    def _top_tokens(self, step: _Step, chosen: Chosen) -> list[TopTokens]:
+    def _top_tokens(self, step: _Step, chosen: SamplerOutput) -> list[TopTokens]:
         if step.tops is None:
             return []
         return [
@@ -252,7 +251,7 @@ class TorchEngine(InProcess):
             if index not in chosen.failures and row.sequence.is_held
         ]
 
-    def _start_masks(self, rows: list[Row]) -> Future[Masks] | None:
+    def _start_masks(self, rows: list[StepRow]) -> Future[Masks] | None:
         """Start computing the grammar masks of the rows that sample, in the background.
 
         If the step fails, its sequences fail too, so their matchers are not used again.
@@ -260,7 +259,7 @@ class TorchEngine(InProcess):
         constrained = [row.sequence for row in rows if row.sequence.matcher is not None and row.sequence.is_held]
         return self._masks.start(constrained) if constrained and self._masks is not None else None
 
-    def _sampling_row(self, row: Row, masks: Masks) -> SamplingRow:
+    def _sampling_row(self, row: StepRow, masks: Masks) -> SamplingRow:
         sequence = row.sequence
         mask = masks.get(sequence.slot)
         return SamplingRow(
@@ -275,15 +274,15 @@ class TorchEngine(InProcess):
         )
 
 
-def _is_greedy(row: Row) -> bool:
+def _is_greedy(row: StepRow) -> bool:
     """Return True if only the most probable token can follow, regardless of the previous step's token."""
-    return row.start + row.length >= row.sequence.plain_from
+    return row.start + row.length >= row.sequence.greedy_from
 
 
-def _read(packed: Tensor, rows: int) -> Chosen:
+def _read(packed: Tensor, rows: int) -> SamplerOutput:
     """Unpack token ids and logprobs; rows with an invalid logprob are failures."""
     numbers, half = packed.numpy(), len(packed) // 2
-    read = Chosen(numbers[:rows].tolist(), numbers[half : half + rows].view(np.float32).tolist())
+    read = SamplerOutput(numbers[:rows].tolist(), numbers[half : half + rows].view(np.float32).tolist())
     # A NaN or infinity among the logits propagates to their sum, to the logprob, and to the sum of all logprobs.
     if not isfinite(sum(read.logprobs)):
         invalid = [index for index, logprob in enumerate(read.logprobs) if not isfinite(logprob)]
@@ -291,14 +290,14 @@ def _read(packed: Tensor, rows: int) -> Chosen:
     return read
 
 
-def _add_mask_results(step: _Step, chosen: Chosen) -> None:
+def _add_mask_results(step: _Step, chosen: SamplerOutput) -> None:
     """Add the completions and failures reported by the grammar masks."""
     if not step.masks:
         return
-    for index, row in enumerate(step.rows.sampling, step.rows.num_steady):
+    for index, row in enumerate(step.rows.sampling, step.rows.num_persistent):
         if mask := step.masks.get(row.sequence.slot):
             if mask.is_complete:
-                chosen.ends.add(index)
+                chosen.grammar_ended.add(index)
             if mask.failure is not None:
                 chosen.failures[index] = (FailureCode.INVALID, mask.failure)
 

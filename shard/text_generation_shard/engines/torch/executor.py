@@ -10,8 +10,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.events import DeviceEvent
 from text_generation_shard.engines.torch.sampling.thresholds import ThresholdSearch
-from text_generation_shard.step.sequence import Row
-from text_generation_shard.step.steady import StepRows
+from text_generation_shard.step.rows import StepRow, StepRows
 
 
 @dataclass(slots=True)
@@ -20,7 +19,7 @@ class Launched:
 
     hidden: Tensor
     """[tokens, hidden]: hidden states of all tokens, as `Executor.logits` expects them."""
-    prefills: list[tuple[Row, list[tuple[int, int, int]]]]
+    prefills: list[tuple[StepRow, list[tuple[int, int, int]]]]
     """Rows that prefill and the location of their tokens: (offset in `hidden`, first position, number of tokens)."""
     logits: Tensor | None
     """[rows that sample, vocabulary], in order, persistent rows first; None if no row samples."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_shard.step.sequence import Row
+from text_generation_shard.step.rows import StepRow
 
 BLOCK_SIZE = 16
 """Tokens in a block."""
@@ -89,17 +89,17 @@ class BlockTables:
         self._max_blocks = -(-max_sequence_length // BLOCK_SIZE)
         self._table = torch.zeros(max_slots, self._max_blocks, dtype=torch.int64, device=device)
 
-    def update(self, rows: list[Row]) -> None:
+    def update(self, rows: list[StepRow]) -> None:
         """Add the blocks that sequences received since their last step."""
         for row in rows:
             sequence = row.sequence
-            known = sequence.told_blocks
+            known = sequence.synced_blocks
             blocks = sequence.blocks[known : self._max_blocks]
             if blocks:
                 self._table[sequence.slot, known : known + len(blocks)] = torch.tensor(
                     blocks, device=self._table.device
                 )
-                sequence.told_blocks += len(blocks)
+                sequence.synced_blocks += len(blocks)
 
     def lookup(self, slots: Tensor, indices: Tensor) -> Tensor:
         """Return the block number at each (slot, index in its table); the two broadcast."""

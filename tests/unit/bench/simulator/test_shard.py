@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from text_generation_shard.step.chosen import Chosen, ChosenToken
 
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard, StepSpan
@@ -13,7 +14,6 @@ from text_generation_proto.values import FinishReason, Stopping
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_shard import engine
-from text_generation_shard.step.chosen import Chosen, ChosenToken
 from text_generation_shard.step.table import SequenceTable
 
 BLOCK, SLOTS, BLOCKS = 4, 4, 4096

@@ -57,7 +57,7 @@ def test_defaults(library: Library, tmp_path: Path) -> None:
         "dtype": "auto",
     }
     assert (how.max_slots, how.max_num_tokens, how.max_sequence_length) == (256, 8192, 2048)
-    assert (how.compiled, how.reserves_longest, how.capabilities.grammar_kinds) == (False, True, ())
+    assert (how.compiled, how.reserves_max_length, how.capabilities.grammar_kinds) == (False, True, ())
 
 
 def test_settings_and_options(library: Library, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_settings_and_options(library: Library, tmp_path: Path) -> None:
     keywords = how.keywords
     assert (keywords["tensor_parallel_size"], keywords["dtype"], keywords["load_format"]) == (4, "bfloat16", "DUMMY")
     assert keywords["kv_cache_config"] == {"free_gpu_memory_fraction": 0.5, "dtype": "fp8"}
-    assert (how.max_slots, how.max_sequence_length, how.reserves_longest) == (8, 1024, False)
+    assert (how.max_slots, how.max_sequence_length, how.reserves_max_length) == (8, 1024, False)
 
 
 def test_an_option_wins_over_the_default_for_the_memory_fraction(library: Library, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_compiled_defaults(engines: Path) -> None:
         "skip_tokenizer_init": True,
         "gather_generation_logits": True,
     }
-    assert (how.compiled, how.max_sequence_length, how.reserves_longest) == (True, 4096, True)
+    assert (how.compiled, how.max_sequence_length, how.reserves_max_length) == (True, 4096, True)
 
 
 @pytest.mark.parametrize(

@@ -16,20 +16,21 @@ from text_generation_shard.engines.torch.batch import (
     build_batch,
 )
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, KVCache
-from text_generation_shard.step.sequence import Row, Sequence
+from text_generation_shard.step.rows import StepRow
+from text_generation_shard.step.sequence import Sequence
 
 CPU = torch.device("cpu")
 
 
-def a_row(slot: int, start: int, length: int, first_block: int) -> Row:
+def a_row(slot: int, start: int, length: int, first_block: int) -> StepRow:
     blocks = list(range(first_block, first_block - (-(start + length) // BLOCK_SIZE)))
     # Token ids that tell where they stand.
     tokens = [slot * 10_000 + position for position in range(start + length)]
     sequence = Sequence(slot, tokens, len(tokens), blocks, start, 0, 0, Sampling(), Stopping(1), 0, None)
-    return Row(sequence, start, length, samples=True)
+    return StepRow(sequence, start, length, samples=True)
 
 
-def lay_out(sizes: list[tuple[int, int]], window: int | None = None) -> tuple[list[Row], StepBatch]:
+def lay_out(sizes: list[tuple[int, int]], window: int | None = None) -> tuple[list[StepRow], StepBatch]:
     rows = []
     first_block = 0
     for slot, (start, length) in enumerate(sizes):

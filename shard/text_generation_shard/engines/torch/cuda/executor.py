@@ -19,8 +19,7 @@ from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.pinned import PinnedBuffers
 from text_generation_shard.engines.torch.sampling.thresholds import SORTING, ThresholdSearch
 from text_generation_shard.engines.torch.upload import upload
-from text_generation_shard.step.sequence import Row
-from text_generation_shard.step.steady import StepRows
+from text_generation_shard.step.rows import StepRow, StepRows
 
 
 class CudaExecutor:
@@ -73,7 +72,7 @@ class CudaExecutor:
 
     def store_sampled_tokens(self, rows: StepRows, token_ids: Tensor) -> None:
         self._broadcast(WorkerCommand.SAMPLED)
-        steady = [] if rows.steady is None else rows.steady.slots.tolist()
+        steady = [] if rows.persistent is None else rows.persistent.slots.tolist()
         slots = upload([*steady, *(row.sequence.slot for row in rows.sampling)], torch.int64, self._device)
         self._runner.broadcast_sampled_tokens(slots, token_ids)
 
@@ -135,9 +134,9 @@ class CudaExecutor:
             self._group.leader.broadcast(kind, payload)
 
 
-def _prefills(rows: StepRows) -> list[tuple[Row, list[tuple[int, int, int]]]]:
-    prefills: list[tuple[Row, list[tuple[int, int, int]]]] = []
-    at = rows.num_steady
+def _prefills(rows: StepRows) -> list[tuple[StepRow, list[tuple[int, int, int]]]]:
+    prefills: list[tuple[StepRow, list[tuple[int, int, int]]]] = []
+    at = rows.num_persistent
     for row in rows.others:
         if row.prefills:
             prefills.append((row, [(at, row.start, row.length)]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from text_generation_shard.engines.torch.cuda.step_plan import TableUpdate
-from text_generation_shard.step.steady import StepRows
+from text_generation_shard.step.rows import StepRows
 
 
 class SlotTables:
@@ -18,13 +18,13 @@ class SlotTables:
         updates: list[TableUpdate] = []
         # Of the persistent rows, only those marked as changed have new blocks.
         sequences = [row.sequence for row in rows.others]
-        if rows.steady is not None:
-            sequences += [sequence for sequence in rows.steady.changed if sequence.is_held]
+        if rows.persistent is not None:
+            sequences += [sequence for sequence in rows.persistent.changed if sequence.is_held]
         for sequence in sequences:
-            known = sequence.told_blocks
+            known = sequence.synced_blocks
             if known < len(sequence.blocks):
                 # Blocks beyond the longest sequence are never read.
                 blocks = sequence.blocks[known : self.max_blocks]
                 updates.extend(enumerate(blocks, sequence.slot * self.max_blocks + known))
-                sequence.told_blocks = len(sequence.blocks)
+                sequence.synced_blocks = len(sequence.blocks)
         return updates

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.step.sequence import Row
-from text_generation_shard.step.steady import StepRows
+from text_generation_shard.step.rows import StepRow, StepRows
 
 Ints = NDArray[np.int32]
 
@@ -167,7 +166,7 @@ def plan_chunks(
     """Plan one token for each decode row, then the tokens of each chunk; there is at least one chunk."""
     decoding = [row for row in rows.others if not row.prefills]
     chunks = rows.others[len(decoding) :]
-    first = rows.num_steady + len(decoding)
+    first = rows.num_persistent + len(decoding)
     ends = [row.start + row.length for row in chunks]
     tables = [row.sequence.blocks[: -(-end // BLOCK_SIZE)] for row, end in zip(chunks, ends, strict=True)]
     chunk_tokens = sum(row.length for row in chunks)
@@ -196,13 +195,13 @@ def plan_chunks(
     return plan
 
 
-def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[Row]) -> None:
+def _put_decoding(plan: StepPlan, rows: StepRows, decoding: Sequences[StepRow]) -> None:
     """Write positions and slots of persistent rows and of other decode rows; the device knows their tokens."""
     positions, slots = plan.column("positions"), plan.column("slots")
-    first = rows.num_steady
-    if rows.steady is not None:
-        positions[:first] = rows.steady.starts
-        slots[:first] = rows.steady.slots
+    first = rows.num_persistent
+    if rows.persistent is not None:
+        positions[:first] = rows.persistent.starts
+        slots[:first] = rows.persistent.slots
     if decoding:
         count = first + len(decoding)
         positions[first:count] = [row.start for row in decoding]

@@ -33,8 +33,7 @@ from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParal
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import load_weights
-from text_generation_shard.step.chosen import Chosen
-from text_generation_shard.step.steady import StepRows
+from text_generation_shard.step.rows import SamplerOutput, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 LAYERS, SLOTS, MAX_SEGMENT, BLOCKS = 2, 6, 1280, 128
@@ -139,7 +138,7 @@ class Rig:
         output, ours = self.whole.start(plan), self.cut.start(plan)
         self.table.begin(rows)
         sampling = [0] * plan.num_sampling if output.sampled is None else output.sampled[: plan.num_sampling].tolist()
-        self.table.advance(rows, Chosen(sampling, [0.0] * len(sampling)))
+        self.table.advance(rows, SamplerOutput(sampling, [0.0] * len(sampling)))
         return output, ours, plan
 
     def _plan(self, rows: StepRows, greedy: bool) -> StepPlan:

@@ -13,7 +13,15 @@ from typing import Protocol
 
 import structlog
 
-from text_generation_shard.engine import EngineError, EngineInfo, Failure, InProcess, Orders, StepResult, WarmUpLimits
+from text_generation_shard.engine import (
+    EngineError,
+    EngineInfo,
+    Failure,
+    Orders,
+    StepResult,
+    SynchronousEngine,
+    WarmUpLimits,
+)
 from text_generation_shard.engines.torch.cuda.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
 
 CLOSE_TIMEOUT = 5.0
@@ -32,7 +40,7 @@ class Worker(Protocol):
         ...
 
 
-class FollowerEngine(InProcess):
+class FollowerEngine(SynchronousEngine):
     """The engine described in the module docstring. Starts to follow when it is created."""
 
     def __init__(self, info: EngineInfo, rank: int, channel: FollowerChannel, worker: Worker) -> None:

@@ -1,19 +1,17 @@
-"""Sequences in steady decoding advance as any others do: only the host does less for them."""
+"""The persistent batch gives the same results as rows of their own."""
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
 from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping
 from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
-from text_generation_shard.step.chosen import Chosen
+from text_generation_shard.step.rows import SamplerOutput, StepRows
 from text_generation_shard.step.sequence import Sequence
-from text_generation_shard.step.steady import SteadyTable, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 BLOCK_SIZE = 4
@@ -38,44 +36,42 @@ FAILURE = (FailureCode.NUMERICS, "the logits leave no token to choose")
 
 @dataclass
 class Host:
-    """A table, and its steps: each is recorded when the one after it has begun, as where the device is left to itself."""
+    """A table and its steps. Each step is recorded after the next has begun, as by an engine that runs ahead."""
 
     table: SequenceTable
     pending: deque[StepRows] = field(default_factory=lambda: deque([StepRows(None, [])]))
 
     def step(self, orders: Orders) -> tuple[set[tuple[int, int]], StepResult]:
-        """Where the sequences are that the step computes, and what the step before it brought."""
+        """Return (slot, first position) of each row of the step, and the result of the step before."""
         self.table.apply(orders)
         rows = self.table.rows()
         self.table.begin(rows)
         self.pending.append(rows)
         before = self.pending.popleft()
-        return set(_places(rows)), self.table.advance(before, _chosen(before))
+        positions = {(row.sequence.slot, row.start) for row in rows.others}
+        if rows.persistent is not None:
+            positions |= set(zip(rows.persistent.slots.tolist(), rows.persistent.starts.tolist(), strict=True))
+        return positions, self.table.advance(before, sample(before))
 
 
-def _places(rows: StepRows) -> Iterator[tuple[int, int]]:
-    """The slot and the first position of each."""
-    if rows.steady is not None:
-        yield from zip(rows.steady.slots.tolist(), rows.steady.starts.tolist(), strict=True)
-    yield from ((row.sequence.slot, row.start) for row in rows.others)
-
-
-def _chosen(rows: StepRows) -> Chosen:
-    """A token that hangs on the sequence and the position; now and then there is none."""
-    chosen = Chosen([], [])
-    ends = [] if rows.steady is None else list(zip(rows.steady.sequences, rows.steady.starts.tolist(), strict=True))
+def sample(rows: StepRows) -> SamplerOutput:
+    """Return tokens that depend on sequence and position only; a few rows fail."""
+    output = SamplerOutput([], [])
+    ends: list[tuple[Sequence, int]] = []
+    if rows.persistent is not None:
+        ends += zip(rows.persistent.sequences, rows.persistent.starts.tolist(), strict=True)
     ends += [(row.sequence, row.start + row.length - 1) for row in rows.sampling]
-    for place, (sequence, position) in enumerate(ends):
+    for index, (sequence, position) in enumerate(ends):
         token_id = (sequence.tokens[0] * 31 + position * 7) % 200
-        chosen.token_ids.append(token_id)
-        chosen.logprobs.append(-token_id / 7)
+        output.token_ids.append(token_id)
+        output.logprobs.append(-token_id / 7)
         if token_id == 77:
-            chosen.failures[place] = FAILURE
-    return chosen
+            output.failures[index] = FAILURE
+    return output
 
 
-def told(result: StepResult) -> dict[str, object]:
-    """What a client is told, whatever the order of the slots in it."""
+def by_slot(result: StepResult) -> dict[str, object]:
+    """Return the content of a result, independent of the order of slots."""
     return {
         "tokens": sorted(zip(result.slots, result.token_ids, result.logprobs, strict=True)),
         "finished": sorted(result.finished),
@@ -84,8 +80,8 @@ def told(result: StepResult) -> dict[str, object]:
     }
 
 
-def orders_of(draw: random.Random, number: int, held: dict[int, Sequence], free: list[int]) -> Orders:
-    """What a router may order at a boundary: it lets go, admits, grants and prefills."""
+def random_orders(draw: random.Random, number: int, held: dict[int, Sequence], free: list[int]) -> Orders:
+    """Return orders that a router may send: releases, new sequences, blocks, whole prompts."""
     release = tuple(slot for slot in held if draw.random() < 0.01)
     admit: list[NewSequence] = []
     for slot in set(range(INFO.max_slots)) - held.keys() if draw.random() < 0.4 else ():
@@ -103,65 +99,68 @@ def orders_of(draw: random.Random, number: int, held: dict[int, Sequence], free:
         for slot in held
         if slot not in release and draw.random() < 0.3
     ]
-    prefill = [(admission.slot, len(admission.prompt)) for admission in admit]
+    prefill = [(new.slot, len(new.prompt)) for new in admit]
     return Orders(number=number, release=release, admit=tuple(admit), grants=tuple(grants), prefill=tuple(prefill))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_client_is_told_the_same(seed: int) -> None:
+def test_results_do_not_depend_on_the_persistent_batch(seed: int) -> None:
     draw = random.Random(seed)
-    plain, steady = (Host(SequenceTable(INFO, num_blocks=BLOCKS * 8, steady=table)) for table in (None, SteadyTable()))
+    plain, persistent = (
+        Host(SequenceTable(INFO, num_blocks=BLOCKS * 8, runs_ahead=runs_ahead)) for runs_ahead in (False, True)
+    )
     free = list(range(BLOCKS * 8))
-    most_steady = finished = failed = 0
+    largest = finished = failed = 0
     for number in range(400):
-        orders = orders_of(draw, number, dict(plain.table._sequences), free)
-        (expected_places, expected), (places, result) = plain.step(orders), steady.step(orders)
-        assert places == expected_places
-        assert told(result) == told(expected)
-        assert steady.table.used_blocks == plain.table.used_blocks
-        assert len(steady.table) == len(plain.table)
-        most_steady = max(most_steady, steady.pending[0].num_steady)
+        orders = random_orders(draw, number, dict(plain.table.sequences), free)
+        (expected_positions, expected), (positions, result) = plain.step(orders), persistent.step(orders)
+        assert positions == expected_positions
+        assert by_slot(result) == by_slot(expected)
+        assert persistent.table.used_blocks == plain.table.used_blocks
+        assert len(persistent.table) == len(plain.table)
+        largest = max(largest, persistent.pending[0].num_persistent)
         finished += len(result.finished)
         failed += len(result.failed)
-    assert most_steady > 20
+    assert largest > 20
     assert finished > 100
     assert failed > 3
 
 
-def host_with(*admissions: NewSequence) -> Host:
-    """A host whose sequences have computed their prompts and whose first tokens are recorded."""
-    host = Host(SequenceTable(INFO, num_blocks=BLOCKS, steady=SteadyTable()))
-    host.step(Orders(1, admit=admissions, prefill=tuple((one.slot, len(one.prompt)) for one in admissions)))
+def host_with(*sequences: NewSequence) -> Host:
+    """Return a host whose sequences have computed their prompts and recorded their first tokens."""
+    host = Host(SequenceTable(INFO, num_blocks=BLOCKS, runs_ahead=True))
+    host.step(Orders(1, admit=sequences, prefill=tuple((new.slot, len(new.prompt)) for new in sequences)))
     host.step(Orders(2))
     return host
 
 
-def admission(slot: int, sampling: Sampling = Sampling(), new: int = 9, top_n: int = 0) -> NewSequence:
+def new_sequence(slot: int, sampling: Sampling = Sampling(), new: int = 9, top_n: int = 0) -> NewSequence:
     blocks = tuple(range(slot * 10, slot * 10 + 10))
     return NewSequence(slot, (slot + 1, 2, 3), Stopping(new), sampling, blocks=blocks, logprobs=LogprobOptions(top_n))
 
 
-def test_steady_is_of_whom_nothing_but_the_most_probable_token_is_asked() -> None:
-    host = host_with(admission(0), admission(1, Sampling(temperature=0.5, greedy=False)), admission(2, top_n=1))
+def test_only_greedy_sequences_without_top_tokens_are_persistent() -> None:
+    sampled = Sampling(temperature=0.5, greedy=False)
+    host = host_with(new_sequence(0), new_sequence(1, sampled), new_sequence(2, top_n=1))
     host.step(Orders(3))
     rows = host.pending[0]
-    assert rows.steady is not None
-    assert rows.steady.slots.tolist() == [0]
+    assert rows.persistent is not None
+    assert rows.persistent.slots.tolist() == [0]
     assert [row.sequence.slot for row in rows.others] == [1, 2]
 
 
-def test_tokens_of_a_steady_sequence_are_not_kept() -> None:
-    host = host_with(admission(0, new=30))
+def test_tokens_of_a_persistent_sequence_are_not_stored() -> None:
+    host = host_with(new_sequence(0, new=30))
     for number in range(3, 9):
         host.step(Orders(number))
-    sequence = host.table._sequences[0]
-    # The prompt, the token chosen with it, and the one of the step that was under way when that was recorded.
+    sequence = host.table.sequences[0]
+    # The prompt, its first new token, and the token of the step in progress when that was recorded.
     assert len(sequence.tokens) == 5
     assert sequence.computed == 4
 
 
-def test_the_longest_answer_is_not_exceeded() -> None:
-    host = host_with(admission(0, new=4))
+def test_a_persistent_sequence_ends_at_max_new_tokens() -> None:
+    host = host_with(new_sequence(0, new=4))
     results = [host.step(Orders(number))[1] for number in range(3, 8)]
     # The first of the four came with the prompt.
     assert [result.slots for result in results] == [[0], [0], [0], [], []]
@@ -169,12 +168,11 @@ def test_the_longest_answer_is_not_exceeded() -> None:
     assert host.table.used_blocks == 0
 
 
-def test_a_sequence_without_room_waits_for_its_grant() -> None:
-    short = NewSequence(0, (1, 2, 3), Stopping(20), blocks=(7, 8))
-    host = host_with(short)
+def test_a_persistent_sequence_waits_for_blocks() -> None:
+    host = host_with(NewSequence(0, (1, 2, 3), Stopping(20), blocks=(7, 8)))
     for number in range(3, 8):
         host.step(Orders(number))
     assert host.step(Orders(8))[0] == set()
     assert host.step(Orders(9, grants=((0, (9,)),)))[0] == {(0, 8)}
-    assert host.pending[0].steady is not None
-    assert [sequence.blocks for sequence in host.pending[0].steady.changed] == [[7, 8, 9]]
+    assert host.pending[0].persistent is not None
+    assert [sequence.blocks for sequence in host.pending[0].persistent.changed] == [[7, 8, 9]]
