@@ -135,22 +135,12 @@ class Generation:
         return ending is None
 
 
-class Generations:
-    """Runs requests: the one door from the API to the scheduler."""
-
-    def __init__(self, cluster: Cluster, tokenizer: Tokenizer) -> None:
-        self._cluster = cluster
-        self._tokenizer = tokenizer
-        self.draining = False
-        """Set once the router takes nothing new; what it has taken by then still runs."""
-
-    @contextmanager
-    def run(self, request: Request, sink: Sink) -> Iterator[Times]:
-        """Queue `request`; its pieces go to `sink`, and so does the refusal of one that cannot be queued, before the
-        block begins. Leaving the block, for whatever reason, frees all it holds."""
-        generation = Generation(request, self._tokenizer, sink)
-        self._cluster.submit(request, generation)
-        try:
-            yield generation.times
-        finally:
-            self._cluster.cancel(request.id)
+@contextmanager
+def run_generation(cluster: Cluster, request: Request, tokenizer: Tokenizer, sink: Sink) -> Iterator[Times]:
+    """Queue `request` and send its output to `sink`. Leaving the block cancels it. Raises ServingError if it is refused."""
+    generation = Generation(request, tokenizer, sink)
+    cluster.submit(request, generation)
+    try:
+        yield generation.times
+    finally:
+        cluster.cancel(request.id)

@@ -25,14 +25,13 @@ from text_generation_router.api.http.caller import ApiKeys
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
-from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import TenantId
 from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.shards.join import CannotJoin, Joined, WarmUpLimits, join, together
+from text_generation_router.shards.join import CannotJoin, ReplicaInfo, WarmUpLimits, join, merge_capabilities
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
@@ -53,17 +52,16 @@ async def serve(config: RouterConfig) -> ExitCode:
     joined = await _join_all(config, signals)
     if joined is None:
         return ExitCode.STOPPED
-    model = together(joined)
+    model = merge_capabilities(joined)
     check_honoured(config, model)
     limits = resolve_limits(config, model)
     cluster, metrics = _cluster(config, joined, limits)
-    generations = Generations(cluster, tokenizer)
     log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
     try:
         async with assemble(
             _api_model(config, model, tokenizer, templates),
-            generations,
-            Permits(config.max_concurrent_requests, cluster.foreseen_wait),
+            cluster,
+            Permits(config.max_concurrent_requests, cluster.estimated_wait),
             metrics,
             _settings(config, limits),
         ) as (serving, chats):
@@ -71,13 +69,13 @@ async def serve(config: RouterConfig) -> ExitCode:
                 app = create_app(
                     serving,
                     chats,
-                    healthy=lambda: cluster.connected and not generations.draining,
+                    healthy=lambda: cluster.connected and not cluster.draining,
                     info=_model_info(config, model, templates),
                 )
             except ValueError as error:  # an AIP_* path that is none, or is taken
                 raise CannotServe(str(error)) from error
             run_cluster = partial(cluster.run, config.shard_address, joined, _warm_up_limits(config))
-            return await _serve_http(config, app, cluster, run_cluster, generations, signals)
+            return await _serve_http(config, app, cluster, run_cluster, signals)
     except (ChatTemplateError, SandboxError) as error:
         raise CannotServe(str(error)) from error
     finally:
@@ -109,7 +107,7 @@ def _api_keys(config: RouterConfig) -> ApiKeys:
         raise CannotServe(str(error)) from error
 
 
-def _model_info(config: RouterConfig, model: Joined, templates: ChatTemplates) -> ModelInfo:
+def _model_info(config: RouterConfig, model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
     return ModelInfo(
         model_id=_model_id(config),
         model_sha=config.revision,
@@ -138,7 +136,7 @@ def _load_templates(config: RouterConfig) -> ChatTemplates:
     )
 
 
-def _api_model(config: RouterConfig, model: Joined, tokenizer: Tokenizer, templates: ChatTemplates) -> ApiModel:
+def _api_model(config: RouterConfig, model: ReplicaInfo, tokenizer: Tokenizer, templates: ChatTemplates) -> ApiModel:
     grammars = bool(model.grammar_kinds) and not config.disable_grammar_support
     return ApiModel(
         tokenizer,
@@ -164,7 +162,7 @@ class StopSignals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
-async def _join_all(config: RouterConfig, signals: StopSignals) -> list[Joined | None] | None:
+async def _join_all(config: RouterConfig, signals: StopSignals) -> list[ReplicaInfo | None] | None:
     """Wait for the shards and warm them up, side by side; None if told to stop meanwhile.
 
     One that does not answer is gone on without, as long as another does. Raises CannotServe.
@@ -180,7 +178,7 @@ async def _join_all(config: RouterConfig, signals: StopSignals) -> list[Joined |
         return joining.result()
 
 
-async def _first_joins(config: RouterConfig) -> list[Joined | None]:
+async def _first_joins(config: RouterConfig) -> list[ReplicaInfo | None]:
     failures: list[CannotJoin] = []
     async with asyncio.TaskGroup() as tasks:
         joins = [tasks.create_task(_first_join(address, config, failures)) for address in config.shard_address]
@@ -190,14 +188,14 @@ async def _first_joins(config: RouterConfig) -> list[Joined | None]:
         raise CannotServe(str(failures[0]))
     if not present:
         raise CannotServe(f"no shard answers at {', '.join(config.shard_address)}")
-    like = together(present)
+    like = merge_capabilities(present)
     for number, one in enumerate(present):
         if difference := one.differs_from(like):
             raise CannotServe(f"the shards serve different things; one of number {number}: {difference}")
     return joined
 
 
-async def _first_join(address: str, config: RouterConfig, failures: list[CannotJoin]) -> Joined | None:
+async def _first_join(address: str, config: RouterConfig, failures: list[CannotJoin]) -> ReplicaInfo | None:
     try:
         async with ShardClient.connect(address) as client:
             return await join(client, _warm_up_limits(config), address, config.shard_connect_timeout)
@@ -216,14 +214,14 @@ def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:
     )
 
 
-def check_honoured(config: RouterConfig, model: Joined) -> None:
+def check_honoured(config: RouterConfig, model: ReplicaInfo) -> None:
     """The engine can do what the operator wants of every request. Raises CannotServe."""
     if config.prefix_cache_per_tenant and "cache_salt" in model.unsupported:
         reason = model.unsupported["cache_salt"]
         raise CannotServe(f"`prefix_cache_per_tenant` is not supported by this engine: {reason}")
 
 
-def resolve_limits(config: RouterConfig, model: Joined) -> Limits:
+def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
     """The limits of one request: the operator's, else what model and KV cache allow. Raises CannotServe."""
     capacity = model.pool.num_blocks * model.pool.block_size
     # The last new token needs no place in the KV cache, but one token more is not worth a special case.
@@ -256,7 +254,7 @@ QUEUED_POOLS = 8
 """Work that may wait by default, in fillings of the KV caches."""
 
 
-def _cluster(config: RouterConfig, joined: Sequence[Joined | None], limits: Limits) -> tuple[Cluster, Metrics]:
+def _cluster(config: RouterConfig, joined: Sequence[ReplicaInfo | None], limits: Limits) -> tuple[Cluster, Metrics]:
     present = [one for one in joined if one is not None]
     info = present[0].info
     capacity = sum(one.pool.num_blocks * one.pool.block_size for one in present)
@@ -286,7 +284,6 @@ async def _serve_http(
     app: web.Application,
     cluster: Cluster,
     run_cluster: Callable[[], Coroutine[None, None, None]],
-    generations: Generations,
     signals: StopSignals,
 ) -> ExitCode:
     runner = web.AppRunner(
@@ -314,7 +311,7 @@ async def _serve_http(
             gc.set_threshold(50_000, 20, 50)
             await signals.stop.wait()
         finally:
-            generations.draining = True
+            cluster.draining = True
         log.info("draining", requests=len(cluster.scheduler.requests))
         await _drain(runner, cluster, signals, config.graceful_termination_timeout)
         running.cancel()

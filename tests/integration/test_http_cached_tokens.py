@@ -39,14 +39,14 @@ async def cached(stack: Stack, headers: dict[str, str] | None = None, **fields: 
         assert response.status == 200, await response.text()
         told = int(response.headers["x-cached-tokens"])
         assert (await response.json())["details"].get("cached_tokens", 0) == told
-    await until(lambda: stack.scheduler.running == 0)
+    await until(lambda: stack.scheduler.stats().running == 0)
     return told
 
 
 async def test_whole_blocks_are_found_again_and_the_last_token_is_computed_in_any_case(stack: Stack) -> None:
     assert await cached(stack) == 0
     found = await cached(stack)
-    block = stack.scheduler.block_size
+    block = stack.scheduler.stats().block_size
     assert found % block == 0
     assert PROMPT - block <= found < PROMPT
 
@@ -81,7 +81,7 @@ async def test_of_best_of_the_sequence_counts_that_found_fewest(stack: Stack) ->
 async def test_openais_usage_has_them(stack: Stack, asking: Asking) -> None:
     fresh = (await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"]
     assert fresh["prompt_tokens_details"] == {"cached_tokens": 0}
-    await until(lambda: stack.scheduler.running == 0)
+    await until(lambda: stack.scheduler.stats().running == 0)
     again = CompletionUsage.model_validate((await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"])
     assert again.prompt_tokens_details is not None
     assert 0 < (again.prompt_tokens_details.cached_tokens or 0) < again.prompt_tokens == PROMPT
@@ -94,7 +94,7 @@ async def test_openais_usage_has_them(stack: Stack, asking: Asking) -> None:
 async def test_a_prompt_of_several_answers_counts_once(stack: Stack) -> None:
     body = {**COMPLETIONS.body(TEXT, 2), "prompt": [TEXT, " of" * PROMPT], "n": 3}
     fresh = (await post(stack.client, COMPLETIONS.path, body))["usage"]
-    await until(lambda: stack.scheduler.running == 0)
+    await until(lambda: stack.scheduler.stats().running == 0)
     again = (await post(stack.client, COMPLETIONS.path, body))["usage"]
     assert fresh["prompt_tokens_details"] == {"cached_tokens": 0}
     found = again["prompt_tokens_details"]["cached_tokens"]
@@ -105,7 +105,7 @@ async def test_a_prompt_of_several_answers_counts_once(stack: Stack) -> None:
 
 async def test_responses_have_them(stack: Stack) -> None:
     await post(stack.client, RESPONSES.path, RESPONSES.body(TEXT, 3))
-    await until(lambda: stack.scheduler.running == 0)
+    await until(lambda: stack.scheduler.stats().running == 0)
     reply = await post(stack.client, RESPONSES.path, RESPONSES.body(TEXT, 3))
     usage = ResponseUsage.model_validate(reply["usage"])
     assert 0 < usage.input_tokens_details.cached_tokens < usage.input_tokens == PROMPT
@@ -115,7 +115,7 @@ async def test_responses_have_them(stack: Stack) -> None:
 
 async def test_anthropics_three_counts_are_the_prompt(stack: Stack) -> None:
     await post(stack.client, MESSAGES.path, MESSAGES.body(TEXT, 3))
-    await until(lambda: stack.scheduler.running == 0)
+    await until(lambda: stack.scheduler.stats().running == 0)
     reply = await post(stack.client, MESSAGES.path, MESSAGES.body(TEXT, 3))
     usage = AnthropicUsage.model_validate(reply["usage"])
     assert usage.cache_read_input_tokens
@@ -138,7 +138,7 @@ async def test_what_a_request_finds_when_it_comes_back_does_not_count(demo_model
 
         async with asyncio.TaskGroup() as tasks:
             requests = [tasks.create_task(one(f"{first} two three four five")) for first in ("one", "another")]
-        assert stack.scheduler.preemptions > 0
+        assert stack.scheduler.stats().preemptions > 0
         assert [request.result() for request in requests] == ["0", "0"]
 
 

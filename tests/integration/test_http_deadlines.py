@@ -79,7 +79,7 @@ async def test_a_request_does_not_wait_for_longer_than_it_may(
     # Nothing is known of the server's pace before its first step, which takes longer than the request may wait.
     async with serve(demo_model, max_batch_size=1, echo_prefill_us=250_000) as stack, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(stack.generate("one two", max_new_tokens=1))
-        await until(lambda: stack.scheduler.running == 1)
+        await until(lambda: stack.scheduler.stats().running == 1)
         body = {"inputs": "Hello", **fields}
         async with stack.client.post("/generate_stream", json=body, headers=headers) as response:
             assert (response.status, response.content_type) == (408, "application/json")
@@ -172,7 +172,7 @@ async def test_urgent_work_goes_before_bulk(demo_model: Path) -> None:
             order.append(word)
 
         async with stack.client.post("/generate_stream", json=GENERATE.body("one two", 100)) as running:
-            await until(lambda: stack.scheduler.running == 1)
+            await until(lambda: stack.scheduler.stats().running == 1)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(one("bulk", {}, {"service_tier": "flex"}))
                 await until(lambda: stack.scheduler.waiting == 1)

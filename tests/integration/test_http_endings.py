@@ -53,7 +53,7 @@ def failures(stack: Stack, reason: str) -> int:
 async def test_one_request_too_many_is_refused_at_once(demo_model: Path, route: str) -> None:
     async with serve(demo_model, max_concurrent_requests=1, echo_step_ms=5) as stack:
         first = await connect(stack, asking_for(MANY))
-        await until(lambda: stack.scheduler.running == 1)
+        await until(lambda: stack.scheduler.stats().running == 1)
         async with stack.client.post(route, json=asking_for(1)) as response:
             assert response.status == 429
             assert await response.text() == '{"error":"Model is overloaded","error_type":"overloaded"}'
@@ -79,7 +79,7 @@ async def test_each_sequence_of_best_of_takes_a_place(demo_model: Path) -> None:
 async def test_rules_of_the_route_come_before_the_place_and_the_others_after(demo_model: Path) -> None:
     async with serve(demo_model, max_concurrent_requests=1, echo_step_ms=5) as stack:
         first = await connect(stack, asking_for(MANY))
-        await until(lambda: stack.scheduler.running == 1)
+        await until(lambda: stack.scheduler.stats().running == 1)
         for parameters, status in (({"best_of": 9}, 422), ({"temperature": -1.0}, 429)):
             async with stack.client.post("/generate", json={"inputs": "a", "parameters": parameters}) as response:
                 assert response.status == status
@@ -98,13 +98,13 @@ async def test_a_refused_request_gives_its_place_back(demo_model: Path) -> None:
 async def test_a_draining_server_takes_nothing_new_and_finishes_what_runs(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=2) as stack:
         async with stack.client.post("/generate_stream", json=asking_for(20)) as running:
-            stack.generations.draining = True
+            stack.cluster.draining = True
             for route in ("/generate", "/generate_stream"):
                 async with stack.client.post(route, json=asking_for(1)) as response:
                     assert response.status == 503
                     assert (await response.json())["error_type"] == "overloaded"
             assert (await running.read()).count(b"data: {") == 20
-        stack.generations.draining = False
+        stack.cluster.draining = False
         await stack.assert_empty()
 
 
@@ -119,7 +119,7 @@ async def test_leaving_the_queue_frees_everything(demo_model: Path, route: str) 
         await until(lambda: stack.scheduler.waiting == 1)
         second.close()
         await until(lambda: stack.scheduler.waiting == 0)
-        assert stack.scheduler.running == 1
+        assert stack.scheduler.stats().running == 1
         first.close()
         await stack.assert_empty()
         assert failures(stack, "dropped") == 2
@@ -141,7 +141,7 @@ async def test_leaving_during_decode_frees_everything(demo_model: Path, route: s
     async with serve(demo_model, echo_step_ms=2) as stack:
         with capture_logs() as records:
             writer = await connect(stack, asking_for(MANY), route)
-            await until(lambda: stack.scheduler.used_tokens > 12)
+            await until(lambda: stack.scheduler.stats().used_tokens > 12)
             writer.close()
             await stack.assert_empty()
         assert failures(stack, "dropped") == 1
@@ -154,8 +154,8 @@ async def test_leaving_a_stream_that_nobody_reads_frees_everything(demo_model: P
         connection = slow_reader(stack)
         connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5)))
         # Generated to the end, and yet not written to the end.
-        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.used_tokens > 0)
-        await until(lambda: stack.scheduler.running == 0)
+        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.stats().used_tokens > 0)
+        await until(lambda: stack.scheduler.stats().running == 0)
         assert stack.permits.in_use == 1
         connection.close()
         await stack.assert_empty()
@@ -165,8 +165,8 @@ async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None
     async with serve(demo_model) as stack:
         connection = slow_reader(stack)
         connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5), version="1.0"))
-        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.used_tokens > 0)
-        await until(lambda: stack.scheduler.running == 0)
+        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.stats().used_tokens > 0)
+        await until(lambda: stack.scheduler.stats().running == 0)
         assert stack.permits.in_use == 1
         connection.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=connection)
@@ -182,7 +182,7 @@ async def test_a_client_that_never_reads_is_hung_up_on_in_the_end(demo_model: Pa
     async with serve(demo_model, settings={"stall_s": 0.2}) as stack:
         connection = slow_reader(stack)
         connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5)))
-        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.used_tokens > 0)
+        await until(lambda: stack.permits.in_use == 1 and stack.scheduler.stats().used_tokens > 0)
         await stack.assert_empty()
         assert failures(stack, "dropped") == 0  # it was generated to its end
         connection.close()
@@ -199,7 +199,7 @@ async def test_a_preempted_request_left_the_queue_once(demo_model: Path) -> None
 
         async with asyncio.TaskGroup() as tasks:
             requests = [tasks.create_task(one()) for _ in range(2)]
-        assert stack.scheduler.preemptions > 0
+        assert stack.scheduler.stats().preemptions > 0
         # Both were let in at once; the one that was preempted has waited since, but not in the queue it came through.
         assert max(request.result() for request in requests) < 0.1
 
@@ -215,7 +215,7 @@ def slow_reader(stack: Stack) -> socket.socket:
 async def test_best_of_is_left_as_one(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=2) as stack:
         writer = await connect(stack, asking_for(MANY, best_of=4, do_sample=True), "/generate")
-        await until(lambda: stack.scheduler.running == 4)
+        await until(lambda: stack.scheduler.stats().running == 4)
         writer.close()
         await stack.assert_empty()
         assert failures(stack, "dropped") == 1
@@ -277,7 +277,7 @@ async def test_a_stream_goes_on_where_it_was_once_its_lost_shard_is_back(demo_mo
         whole = json.loads(events[-1].removeprefix(b"data: "))
         assert [json.loads(event.removeprefix(b"data: "))["index"] for event in events] == list(range(1, 201))
         assert whole["generated_text"] == undisturbed["generated_text"]
-        assert stack.scheduler.moves == 1
+        assert stack.scheduler.stats().moves == 1
         await stack.assert_empty()
 
 

@@ -164,7 +164,7 @@ async def test_gauges_show_what_runs_and_waits(demo_model: Path) -> None:
         stack.client.post("/generate_stream", json=body_of(1000)),
         asyncio.TaskGroup() as tasks,
     ):
-        await until(lambda: stack.scheduler.used_tokens > 0)
+        await until(lambda: stack.scheduler.stats().used_tokens > 0)
         second = tasks.create_task(stack.generate("Hello", max_new_tokens=1))
         await until(lambda: stack.scheduler.waiting == 1)
         samples = await scrape(stack)
@@ -185,7 +185,7 @@ async def test_the_first_token_is_told_as_it_comes_and_its_time_includes_the_que
             samples = await scrape(stack)
             assert value(samples, "text_generation_time_to_first_token_seconds_count") == 1
             assert total(samples, "text_generation_requests_finished_total") == 0
-        await until(lambda: stack.scheduler.running == 0)
+        await until(lambda: stack.scheduler.stats().running == 0)
         before = value(samples, "text_generation_time_to_first_token_seconds_sum")
         async with asyncio.TaskGroup() as tasks:  # the second waits for the first's ten steps
             tasks.create_task(stack.generate("Hello", max_new_tokens=10))
@@ -211,7 +211,7 @@ async def test_preemptions_are_counted_and_their_wait_is_a_gap(demo_model: Path)
             for _ in range(2):
                 tasks.create_task(stack.generate("one two three four five six", max_new_tokens=150))
         samples = await scrape(stack)
-        assert value(samples, "text_generation_preemptions_total") == stack.scheduler.preemptions > 0
+        assert value(samples, "text_generation_preemptions_total") == stack.scheduler.stats().preemptions > 0
         assert value(samples, "text_generation_inter_token_seconds_count") == 2 * 149
 
 
@@ -254,7 +254,7 @@ async def test_counts_agree_whatever_happened(demo_model: Path, best_of: int) ->
             for _ in range(16):
                 clients.create_task(client(stack, numbers))
         await until(lambda: stack.permits.in_use == 0)
-        await until(lambda: stack.scheduler.running == 0)
+        await until(lambda: stack.scheduler.stats().running == 0)
         samples = await scrape(stack)
 
     started = value(samples, "tgi_request_count")

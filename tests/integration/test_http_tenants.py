@@ -79,11 +79,11 @@ async def test_a_queue_that_is_full_refuses_before_an_answer_begins(
 @by_route
 async def test_a_server_that_stops_says_so(demo_model: Path, asking: Asking, body: BodyOf) -> None:
     async with serve(demo_model, chat_template=VERBATIM) as stack:
-        stack.generations.draining = True
+        stack.cluster.draining = True
         async with stack.client.post(asking.path, json=body("Hello", 1)) as response:
             assert response.status == 503
             assert response.headers["retry-after"] == "1"
-        stack.generations.draining = False
+        stack.cluster.draining = False
         await stack.assert_empty()
 
 

@@ -114,14 +114,14 @@ async def test_what_is_asked_for_is_refused_by_its_name(
     stack: Stack, path: str, body: Json, name: str, field: str
 ) -> None:
     text = f"Input validation error: `{name}` is not supported by this engine: there is no {field}"
-    queued = stack.scheduler.prompt_tokens
+    queued = stack.scheduler.stats().prompt_tokens
     bodies = [body, body | {"stream": True}] if path.startswith(STREAMING) else [body]
     for one in bodies:
         async with stack.client.post(path, json=one) as response:
             told = await response.json()
             assert (response.status, response.content_type) == (422, "application/json"), told
         assert told == _as_told(path, one, text)
-    assert stack.scheduler.prompt_tokens == queued
+    assert stack.scheduler.stats().prompt_tokens == queued
     assert stack.permits.in_use == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from http_stack import serve
 
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import Piece
+from text_generation_router.generation import Piece, run_generation
 from text_generation_router.request import LogprobJson, Request, RequestId
 
 STEP_MS = 80.0
@@ -50,7 +50,7 @@ async def test_newcomers_wait_for_one_step_at_most(demo_model: Path, crowd: int)
         with ExitStack() as running:
             # The first in its slot, it hears of a step before the newcomers do.
             first = Request(RequestId(0), tuple(range(50, 70)), max_new_tokens=2000)
-            running.enter_context(stack.generations.run(first, Listener(step_ended)))
+            running.enter_context(run_generation(stack.cluster, first, stack.tokenizer, Listener(step_ended)))
             # Long enough for it to be granted blocks several times.
             for round_ in range(8):
                 for _ in range(3):
@@ -68,7 +68,9 @@ async def test_newcomers_wait_for_one_step_at_most(demo_model: Path, crowd: int)
                 for number in range(crowd):
                     request = Request(RequestId(1000 * (round_ + 1) + number), (60, 61), max_new_tokens=1)
                     came = steps
-                    running.enter_context(stack.generations.run(request, Listener(lambda came=came: heard(came))))
+                    running.enter_context(
+                        run_generation(stack.cluster, request, stack.tokenizer, Listener(lambda came=came: heard(came)))
+                    )
                     await asyncio.sleep(STEP_MS / 1e3 / 10 / crowd)
                 async with asyncio.timeout_at(loop.time() + 10):
                     await all_heard.wait()

@@ -24,7 +24,6 @@ from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
-from text_generation_router.generation import Generations
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -50,7 +49,7 @@ class Stack:
     scheduler: Scheduler
     engine: Engine
     tokenizer: Tokenizer
-    generations: Generations
+    cluster: Cluster
     stop_shard: Callable[[], None]
 
     async def generate(self, inputs: str, **parameters: object) -> dict[str, Any]:
@@ -122,8 +121,7 @@ async def serve(
                 scheduler=scheduler,
             )
             cluster = Cluster(scheduler, metrics.steps)
-            permits = Permits(max_concurrent_requests, cluster.foreseen_wait)
-            generations = Generations(cluster, tokenizer)
+            permits = Permits(max_concurrent_requests, cluster.estimated_wait)
             api_model = Model(
                 tokenizer,
                 ChatTemplates.load(model, override=chat_template),
@@ -136,7 +134,7 @@ async def serve(
                 running(cluster, partial(cluster.run, [address], [joined], warm_up)),
                 assemble(
                     api_model,
-                    generations,
+                    cluster,
                     permits,
                     metrics,
                     replace(Settings(limits, model_id="echo"), **(settings or {})),
@@ -159,9 +157,7 @@ async def serve(
                 ) as port,
                 aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
             ):
-                yield Stack(
-                    port, session, permits, metrics, scheduler, engine, tokenizer, generations, shard.end_session
-                )
+                yield Stack(port, session, permits, metrics, scheduler, engine, tokenizer, cluster, shard.end_session)
 
 
 @asynccontextmanager

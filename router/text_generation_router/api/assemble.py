@@ -15,9 +15,9 @@ from text_generation_router.api.core.settings import Settings
 from text_generation_router.chat.parsers import detect_format
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
-from text_generation_router.generation import Generations
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import Metrics
+from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer import Tokenizer
 
 AUTO = "auto"
@@ -41,7 +41,7 @@ class Model:
 
 @asynccontextmanager
 async def assemble(
-    model: Model, generations: Generations, permits: Permits, metrics: Metrics, settings: Settings
+    model: Model, cluster: Cluster, permits: Permits, metrics: Metrics, settings: Settings
 ) -> AsyncIterator[tuple[Serving, ChatPreparer]]:
     """What routes work with. Raises ChatTemplateError, SandboxError if a worker cannot start."""
     async with AsyncExitStack() as running:
@@ -50,7 +50,7 @@ async def assemble(
             grammars = GrammarCompiler(await running.enter_async_context(grammar_sandbox(model.grammar_vocabulary)))
         renderer = await running.enter_async_context(TemplateRenderer(model.templates))
         preparer = RequestPreparer(model.tokenizer, settings.limits, metrics, grammars, model.grammar_kinds)
-        serving = Serving(generations, model.tokenizer, preparer, permits, metrics, settings)
+        serving = Serving(cluster, model.tokenizer, preparer, permits, metrics, settings)
         yield serving, ChatPreparer(serving, renderer, call_format=_call_format(model), reasoning=model.reasoning)
 
 

@@ -12,7 +12,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.metrics.instruments import DURATION_BUCKETS, Counter, Histogram, Reading, Registry
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.messages import Deliveries, JoinReason, SchedulerOutput
-from text_generation_router.shards.observer import Handled
+from text_generation_router.shards.observer import StepRecord
 
 PREFILL, DECODE = "prefill", "decode"
 METHODS = (PREFILL, DECODE)
@@ -103,27 +103,27 @@ class StepMetrics:
             self._concat.add(orders.join_reason.value)
             self._concat_duration.of(DECODE).observe(seconds)
 
-    def on_report(self, handled: Handled) -> None:
-        report = handled.report
-        self._engine_queued[handled.replica] = report.queued
-        if handled.steps:  # 0: the report only acknowledges orders
-            self._step(handled, PREFILL if report.prefilled_slots else DECODE)
-        if tokens := handled.deliveries.tokens:
-            self._gaps[handled.replica].step(handled.received, {token[0] for token in tokens}, handled.alive)
-            self._tokens(handled.deliveries, one_each=not report.token_counts)
+    def on_report(self, record: StepRecord) -> None:
+        report = record.report
+        self._engine_queued[record.replica] = report.queued
+        if record.steps:  # 0: the report only acknowledges orders
+            self._step(record, PREFILL if report.prefilled_slots else DECODE)
+        if tokens := record.deliveries.tokens:
+            self._gaps[record.replica].step(record.received, {token[0] for token in tokens}, record.alive)
+            self._tokens(record.deliveries, one_each=not report.token_counts)
 
-    def _step(self, handled: Handled, method: str) -> None:
-        report = handled.report
-        self._count.add(method, handled.steps)
+    def _step(self, record: StepRecord, method: str) -> None:
+        report = record.report
+        self._count.add(method, record.steps)
         if report.failed and any(failure.code == pb.FAILURE_CODE_STEP for failure in report.failed):
-            self._failure.add(method, handled.steps)
+            self._failure.add(method, record.steps)
             return  # a failed step has no times
-        self._success.add(method, handled.steps)
+        self._success.add(method, record.steps)
         inference, forward, filtering, decode = self._durations[method]
-        inference.observe(report.step_ns * 1e-9 / handled.steps, handled.steps)
-        forward.observe(report.forward_ns * 1e-9 / handled.steps, handled.steps)
-        filtering.observe(handled.apply_s)
-        decode.observe(handled.deliver_s)
+        inference.observe(report.step_ns * 1e-9 / record.steps, record.steps)
+        forward.observe(report.forward_ns * 1e-9 / record.steps, record.steps)
+        filtering.observe(record.update_s)
+        decode.observe(record.deliver_s)
         if method is PREFILL:
             self._prompt_tokens.add(count=sum(report.prefilled_tokens))
 

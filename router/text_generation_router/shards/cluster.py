@@ -1,8 +1,8 @@
-"""All replicas behind one scheduler: requests go in here, whichever replica they run on.
+"""Cluster: all replicas behind one scheduler.
 
 submit, cancel ──► Cluster ──► scheduler
-                      ├── a task a replica: join, serve, and join again when its shard was lost
-                      └── a task that ends requests whose time is over
+                      ├── one task per replica: join, serve, and rejoin when its shard was lost
+                      └── one task that ends expired requests
 """
 
 from __future__ import annotations
@@ -21,74 +21,77 @@ from text_generation_proto.client import ShardClient
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, TenantId, TokenListener
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards.join import CannotJoin, Joined, WarmUpLimits, join, together
+from text_generation_router.shards.join import CannotJoin, ReplicaInfo, WarmUpLimits, join, merge_capabilities
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.shards.observer import StepObserver
-from text_generation_router.shards.replica import Replica, ShardLost, Shared
+from text_generation_router.shards.replica import ClusterContext, ReplicaSession, ShardLost
 
-RETURN_PATIENCE_S = 60.0
-"""Seconds after the last replica was lost for which new requests wait for one rather than being refused."""
-GONE_AFTER_S = 600.0
-"""Seconds after the last replica was lost for which those that it left wait for one. A large model loads for minutes."""
-FIRST_RETRY_S = 0.05
-LONGEST_RETRY_S = 2.0
-"""Seconds between two tries to join a shard that is gone; each wait is twice the last."""
+ACCEPT_WITHOUT_REPLICA_S = 60.0
+"""Seconds after the loss of the last replica for which new requests are still queued."""
+KEEP_WITHOUT_REPLICA_S = 600.0
+"""Seconds after the loss of the last replica for which queued requests are kept. A large model loads for minutes."""
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 2.0
+"""Wait between two attempts to join a lost shard; it doubles each time."""
 LASTING_SESSION_S = 2.0
-"""A session that ended sooner does not start the waits over."""
+"""A session of this length resets that wait."""
 JOIN_TIMEOUT_S = 3600.0
-"""Seconds in which a shard that comes back may load its model. Its launcher knows better whether it ever will."""
-FORESEEN_TOO_LATE = 1.5
-"""A request that would wait so many times longer than it may is refused at once."""
+"""Time for a restarted shard to load its model. Its launcher decides when to give up."""
+WAIT_TOLERANCE = 1.5
+"""A request is refused if its estimated wait is this many times the time left in the queue."""
 
 log = structlog.get_logger()
 
 
 class Cluster:
-    """The replicas, and who listens to which request."""
+    """The replicas, and the listeners of their requests."""
 
     def __init__(self, scheduler: Scheduler, observer: StepObserver) -> None:
         self.scheduler = scheduler
-        self._listeners = Listeners(self._enough)
-        shared = Shared(scheduler, self._listeners, observer, self.dispatch, self._on_opened)
-        self._replicas = [Replica(number, shared) for number in range(len(scheduler.replicas))]
+        self.draining = False
+        """Set by the router when it accepts no new requests; those accepted before still run."""
+        self._listeners = Listeners(self._satisfied)
+        context = ClusterContext(scheduler, self._listeners, observer, self.dispatch, self._on_opened)
+        self._replicas = [ReplicaSession(number, context) for number in range(len(scheduler.replicas))]
         self._deadlines = asyncio.Event()
-        """There may be an earlier deadline than the one waited for."""
-        self._joined = asyncio.Event()
-        self._alone_since: float | None = None
-        """When the last replica was lost; None while there are some."""
+        """Set when there may be an earlier deadline than the one waited for."""
+        self._opened = asyncio.Event()
+        self._without_replica_since: float | None = None
+        """Time at which the last replica was lost; None while one serves."""
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------- for the router
 
     def submit(self, request: Request, listener: TokenListener) -> None:
-        """Queue `request`; `listener` hears of it until its end or `cancel`. One that is refused fails at once."""
+        """Queue `request`; `listener` gets its tokens until its end or `cancel`.
+
+        Raises Unhealthy, DeadlineExceeded, GenerationFailed or Overloaded if it cannot be queued.
+        """
         now = time.monotonic()
+        qos = request.qos
         if self._closed or not self._expects_replicas(now):
-            listener.on_failure(Unhealthy("no shard serves now"))
-        elif min(request.qos.queue_by or now + 1, request.qos.end_by or now + 1) <= now:
-            listener.on_failure(DeadlineExceeded("its time was over before it was queued"))
-        elif not self.scheduler.fits(len(request.prompt), request.max_new_tokens):
-            listener.on_failure(GenerationFailed("the KV cache is too small for this request now"))
-        elif (wait := self._wait_too_long(request, now)) is not None:
-            listener.on_failure(Overloaded(retry_after_s=wait))
-        else:
-            self._listeners.add(request.id, listener)
-            self.scheduler.submit(request, now)
-            if request.qos.end_by is not None or request.qos.queue_by is not None:
-                self._deadlines.set()
-            self.dispatch()
+            raise Unhealthy("no shard serves now")
+        if any(by is not None and by <= now for by in (qos.queue_by, qos.end_by)):
+            raise DeadlineExceeded("its time was over before it was queued")
+        if not self.scheduler.fits(len(request.prompt), request.max_new_tokens):
+            raise GenerationFailed("the KV cache is too small for this request now")
+        self._refuse_overload(request, now)
+        self._listeners.add(request.id, listener)
+        self.scheduler.submit(request, now)
+        if qos.end_by is not None or qos.queue_by is not None:
+            self._deadlines.set()
+        self.dispatch()
 
     def cancel(self, request_id: RequestId) -> None:
-        """Nobody waits for this request any more; idempotent, also after its end."""
+        """Cancel a request; no-op if it is unknown or ended."""
         if self._listeners.remove(request_id):
             self._cancel(request_id, satisfied=False)
 
-    def foreseen_wait(self, tenant: TenantId) -> float | None:
-        """Seconds a request of `tenant` that came now would wait; None: nothing is known."""
+    def estimated_wait(self, tenant: TenantId) -> float | None:
+        """Return the seconds that a new request of `tenant` would wait; None if unknown."""
         return self.scheduler.estimated_wait(tenant)
 
     def dispatch(self) -> None:
-        """Give queued requests to replicas that have room, but for those whose time is over: these end."""
+        """End expired requests, and place queued ones on replicas with room."""
         now = time.monotonic()
         if (due := self.scheduler.next_expiry) is not None and due <= now:
             self._listeners.failures(self.scheduler.expire(now).failed)
@@ -98,41 +101,41 @@ class Cluster:
 
     @property
     def connected(self) -> bool:
-        """Whether some replica serves."""
+        """True if a replica serves."""
         return self.scheduler.is_serving
 
     async def opened(self) -> None:
-        """Return once some replica serves."""
-        await self._joined.wait()
+        """Wait for the first session."""
+        await self._opened.wait()
 
     def give_up(self, reason: str) -> None:
-        """Every request fails now."""
+        """End all requests with an error, and accept no new ones."""
         self._closed = True
         self._listeners.fail_all(reason)
 
     def _expects_replicas(self, now: float) -> bool:
-        return self.connected or (self._alone_since is not None and now < self._alone_since + RETURN_PATIENCE_S)
+        lost_at = self._without_replica_since
+        return self.connected or (lost_at is not None and now < lost_at + ACCEPT_WITHOUT_REPLICA_S)
 
-    def _wait_too_long(self, request: Request, now: float) -> float | None:
-        """Seconds after which to come again, if `request` would wait too long or make others do so."""
+    def _refuse_overload(self, request: Request, now: float) -> None:
+        """Raise Overloaded if `request` would wait too long or exceed the limit of the queue."""
         tenant, queue_by = request.qos.tenant, request.qos.queue_by
-        overfull = self.scheduler.exceeds_queue_limit(request)
-        if not overfull and queue_by is None:
-            return None
-        wait = self.scheduler.estimated_wait(tenant) or 0.0
-        if overfull or (queue_by is not None and wait > FORESEEN_TOO_LATE * max(0.0, queue_by - now)):
-            return wait
-        return None
+        exceeds = self.scheduler.exceeds_queue_limit(request)
+        if not exceeds and queue_by is None:
+            return
+        wait_s = self.scheduler.estimated_wait(tenant) or 0.0
+        if exceeds or (queue_by is not None and wait_s > WAIT_TOLERANCE * max(0.0, queue_by - now)):
+            raise Overloaded(retry_after_s=wait_s)
 
-    def _enough(self, request_id: RequestId) -> None:
-        """Its listener has what it wanted."""
+    def _satisfied(self, request_id: RequestId) -> None:
+        """End a request whose listener wants no more tokens."""
         if self._listeners.remove(request_id):
             self._cancel(request_id, satisfied=True)
 
     def _cancel(self, request_id: RequestId, *, satisfied: bool) -> None:
         self.scheduler.cancel(request_id, satisfied=satisfied)
         self._wake()
-        # Somebody may have waited for what was placed but never sent: no report tells of that.
+        # A request that was placed but not sent leaves room at once, and no report follows.
         self.dispatch()
 
     def _wake(self) -> None:
@@ -140,88 +143,87 @@ class Cluster:
             if self.scheduler.may_have_orders(number):
                 replica.wake()
 
-    # ------------------------------------------------------------------------------------------------------- the loops
+    # ---------------------------------------------------------------------------------------------------------- tasks
 
-    async def run(self, addresses: Sequence[str], joined: Sequence[Joined | None], limits: WarmUpLimits) -> None:
-        """Serve until cancelled; then every request that is left hears of it.
+    async def run(self, addresses: Sequence[str], infos: Sequence[ReplicaInfo | None], limits: WarmUpLimits) -> None:
+        """Serve until cancelled, then end all requests with an error.
 
-        addresses[i] is replica i's; joined[i] what it said when it was warmed up, None if it has yet to be.
+        addresses[i] is the shard of replica i; infos[i] its description if it has joined already.
         """
-        like = together(joined)
+        expected = merge_capabilities(infos)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._end_what_is_over())
+                tasks.create_task(self._expire_requests())
                 for number, address in enumerate(addresses):
-                    tasks.create_task(self._keep(number, _Place(address, limits, like), joined[number]))
+                    tasks.create_task(self._keep(number, _ShardAddress(address, limits, expected), infos[number]))
         finally:
             self._closed = True
             self._listeners.fail_all("the server was stopped")
 
-    async def _keep(self, number: int, place: _Place, joined: Joined | None) -> None:
-        """Have a replica serve, again and again."""
-        retry = FIRST_RETRY_S
+    async def _keep(self, number: int, shard: _ShardAddress, info: ReplicaInfo | None) -> None:
+        """Run session after session of a replica."""
+        retry_s = MIN_RETRY_S
         while True:
             began = time.monotonic()
             try:
-                async with ShardClient.connect(place.address) as client:
-                    if joined is None:
-                        joined = await place.rejoin(client)
+                async with ShardClient.connect(shard.address) as client:
+                    if info is None:
+                        info = await shard.rejoin(client)
                         log.info("shard joined again", replica=number)
                         began = time.monotonic()
-                    await self._replicas[number].serve(client, joined)
+                    await self._replicas[number].serve(client, info)
             except ShardLost as error:
                 log.error("shard lost", replica=number, reason=str(error))
             except (CannotJoin, TimeoutError, grpc.aio.AioRpcError) as error:
                 log.error("shard cannot join", replica=number, reason=str(error))
             else:
                 raise AssertionError("a session ends with its shard")
-            lasted = joined is not None and time.monotonic() - began > LASTING_SESSION_S
-            joined = None
+            lasted = info is not None and time.monotonic() - began > LASTING_SESSION_S
+            info = None
             self._on_lost()
-            await asyncio.sleep(retry)
-            retry = FIRST_RETRY_S if lasted else min(2 * retry, LONGEST_RETRY_S)
+            await asyncio.sleep(retry_s)
+            retry_s = MIN_RETRY_S if lasted else min(2 * retry_s, MAX_RETRY_S)
 
     def _on_opened(self) -> None:
-        self._alone_since = None
-        self._joined.set()
+        self._without_replica_since = None
+        self._opened.set()
 
     def _on_lost(self) -> None:
-        if not self.connected and self._alone_since is None and self._joined.is_set():
-            self._alone_since = time.monotonic()
+        if not self.connected and self._without_replica_since is None and self._opened.is_set():
+            self._without_replica_since = time.monotonic()
             self._deadlines.set()
 
-    async def _end_what_is_over(self) -> None:
+    async def _expire_requests(self) -> None:
+        """End requests at their deadlines, and all requests if no replica returns in time."""
         while True:
             due = self.scheduler.next_expiry
-            if self._alone_since is not None:
-                due = min(due or math.inf, self._alone_since + GONE_AFTER_S)
+            if self._without_replica_since is not None:
+                due = min(due or math.inf, self._without_replica_since + KEEP_WITHOUT_REPLICA_S)
             self._deadlines.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if due is None else max(0.0, due - time.monotonic())):
                     await self._deadlines.wait()
                     continue
-            self.dispatch()  # which ends what has expired
-            if self._alone_since is not None and time.monotonic() >= self._alone_since + GONE_AFTER_S:
-                self._alone_since = time.monotonic() - RETURN_PATIENCE_S
-                self._fail_waiting()
-
-    def _fail_waiting(self) -> None:
-        for request_id in self.scheduler.requests:
-            self.scheduler.cancel(request_id)
-        self._listeners.fail_all("no shard came back")
+            self.dispatch()  # expires requests, too
+            lost_at = self._without_replica_since
+            if lost_at is not None and time.monotonic() >= lost_at + KEEP_WITHOUT_REPLICA_S:
+                self._without_replica_since = time.monotonic() - ACCEPT_WITHOUT_REPLICA_S
+                for request_id in self.scheduler.requests:
+                    self.scheduler.cancel(request_id)
+                self._listeners.fail_all("no shard came back")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a replica's shard listens, and what it has to be."""
+class _ShardAddress:
+    """The address of a replica's shard, and the description it must match."""
 
     address: str
     limits: WarmUpLimits
-    like: Joined
+    expected: ReplicaInfo
 
-    async def rejoin(self, client: ShardClient) -> Joined:
-        """Wait for a shard that comes back. Raises CannotJoin, TimeoutError."""
-        joined = await join(client, self.limits, self.address, JOIN_TIMEOUT_S)
-        if difference := joined.differs_from(self.like):
+    async def rejoin(self, client: ShardClient) -> ReplicaInfo:
+        """Wait for a restarted shard. Raises CannotJoin, TimeoutError."""
+        info = await join(client, self.limits, self.address, JOIN_TIMEOUT_S)
+        if difference := info.differs_from(self.expected):
             raise CannotJoin(f"the shard at {self.address} serves something else: {difference}")
-        return joined
+        return info

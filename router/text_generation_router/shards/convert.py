@@ -104,7 +104,7 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int) -> Non
         raise MalformedReport("the shard sent a report that makes no sense")
 
 
-def outcome_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
+def step_output_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
     """What the scheduler needs of a report of so many steps; 0: it only says that orders were applied."""
     return StepOutput(
         orders_applied=report.orders_applied,

@@ -1,4 +1,4 @@
-"""How a shard joins: wait until it serves, ask what it is, warm it up."""
+"""Joining of a shard: wait until it serves, read its description, warm it up."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from text_generation_router.shards.convert import grammar_kinds_from_pb
 
 
 class CannotJoin(Exception):
-    """The shard answers, but cannot serve as asked; one clear line."""
+    """The shard answers but cannot serve as configured; one clear line."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmUpLimits:
-    """What steps shards are to be ready for. Zero leaves the choice to the engine."""
+    """Limits of the steps that a shard prepares for. Zero leaves the choice to the engine."""
 
     max_batch_prefill_tokens: int = 0
     max_batch_size: int = 0
@@ -28,15 +28,15 @@ class WarmUpLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """What a shard said of itself, and the KV pool it measured."""
+class ReplicaInfo:
+    """A shard's description of itself and its KV pool."""
 
     info: pb.InfoResponse
     pool: pb.WarmUpResponse
 
     @property
     def spec(self) -> ReplicaSpec:
-        """What the scheduler has to know."""
+        """The capacity, for the scheduler."""
         return ReplicaSpec(
             num_slots=self.info.max_slots,
             num_blocks=self.pool.num_blocks,
@@ -47,16 +47,16 @@ class Joined:
 
     @property
     def unsupported(self) -> Mapping[str, str]:
-        """What its engine cannot honour, by the name on the wire, and why."""
-        return {one.field: one.reason for one in self.info.unsupported}
+        """Unsupported capabilities: wire name → reason."""
+        return {capability.field: capability.reason for capability in self.info.unsupported}
 
     @property
     def grammar_kinds(self) -> frozenset[GrammarKind]:
-        """The grammars that its engine follows."""
+        """The supported kinds of grammars."""
         return grammar_kinds_from_pb(self.info.grammar_kinds)
 
-    def differs_from(self, other: Joined) -> str | None:
-        """Why requests prepared for `other` cannot run here; None if they can."""
+    def differs_from(self, other: ReplicaInfo) -> str | None:
+        """Return why requests prepared for `other` cannot run here; None if they can."""
         for name in (
             "engine",
             "model_type",
@@ -77,21 +77,25 @@ class Joined:
         return None
 
 
-def together(replicas: Iterable[Joined | None]) -> Joined:
-    """What requests are to be prepared for, so that they can run on any of these, of which there is one at least: the
-    first one, and all that one or another cannot honour."""
-    present = [one for one in replicas if one is not None]
-    unsupported = {name: reason for one in reversed(present) for name, reason in one.unsupported.items()}
+def merge_capabilities(replicas: Iterable[ReplicaInfo | None]) -> ReplicaInfo:
+    """Return the description for which requests are prepared, so that they can run on any of `replicas`.
+
+    It is the first one, with the unsupported capabilities of all. At least one replica must be given.
+    """
+    present = [replica for replica in replicas if replica is not None]
+    unsupported = {name: reason for replica in reversed(present) for name, reason in replica.unsupported.items()}
     info = pb.InfoResponse()
     info.CopyFrom(present[0].info)
     del info.unsupported[:]
     info.unsupported.extend(pb.Unsupported(field=name, reason=reason) for name, reason in unsupported.items())
-    return Joined(info, present[0].pool)
+    return ReplicaInfo(info, present[0].pool)
 
 
-async def join(client: ShardClient, limits: WarmUpLimits, address: str, timeout: float) -> Joined:
-    """Wait for the shard at `address` and warm it up. Raises CannotJoin, and TimeoutError after `timeout` seconds
-    without an answer."""
+async def join(client: ShardClient, limits: WarmUpLimits, address: str, timeout: float) -> ReplicaInfo:
+    """Wait for the shard at `address` and warm it up.
+
+    Raises CannotJoin, and TimeoutError after `timeout` seconds without an answer.
+    """
     await client.ready(timeout)
     try:
         info = await client.info()
@@ -102,4 +106,4 @@ async def join(client: ShardClient, limits: WarmUpLimits, address: str, timeout:
         )
     except grpc.aio.AioRpcError as error:
         raise CannotJoin(f"the shard at {address} cannot warm up: {error.details()}") from error
-    return Joined(info, pool)
+    return ReplicaInfo(info, pool)

@@ -1,4 +1,4 @@
-"""Who is told of the orders replicas were sent and of the steps they made, to count them."""
+"""StepObserver: the interface by which metrics observe orders and steps of replicas."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ from text_generation_router.request import RequestId
 from text_generation_router.scheduling.messages import Deliveries, SchedulerOutput
 
 
-class Handled(NamedTuple):
-    """A report, and what the router did with it."""
+class StepRecord(NamedTuple):
+    """A step report and how it was handled."""
 
     replica: int
     report: pb.StepReport
     steps: int
-    """Steps it tells of; none if it only says that orders were applied."""
+    """Steps covered; 0 if it only acknowledges orders."""
     deliveries: Deliveries
     received: float
-    """When it came, in seconds of the monotonic clock."""
-    apply_s: float
+    """Seconds of the monotonic clock."""
+    update_s: float
     """Seconds the scheduler took to record it."""
     deliver_s: float
-    """Seconds it took to make text of the tokens and to hand it to the clients."""
+    """Seconds it took to detokenize and to write to clients."""
     alive: Container[RequestId]
-    """Requests that go on after it."""
+    """Requests that continue."""
 
 
 class StepObserver(Protocol):
-    """Called on the event loop, when a session begins or ends, once a set of orders or a report; must neither block nor
-    raise."""
+    """Observes sessions, orders and reports of all replicas. Called on the event loop; must neither block nor raise."""
 
     def on_session(self, replica: int) -> None:
-        """A replica joined."""
+        """Handle that a session began."""
         ...
 
     def on_loss(self, replica: int) -> None:
-        """Its session ended, and what it held is gone."""
+        """Handle that a session ended."""
         ...
 
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
-        """`orders` took so long to decide on, and are on their way."""
+        """Handle orders that took `seconds` to schedule and are being sent."""
         ...
 
-    def on_report(self, handled: Handled) -> None:
-        """A report was dealt with."""
+    def on_report(self, record: StepRecord) -> None:
+        """Handle a report."""
         ...

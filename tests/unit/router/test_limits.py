@@ -8,17 +8,17 @@ from text_generation_proto.exit_codes import CannotServe
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.config import RouterConfig
 from text_generation_router.serve import check_honoured, resolve_limits
-from text_generation_router.shards.join import Joined
+from text_generation_router.shards.join import ReplicaInfo
 
 
-def a_shard(*unsupported: str, tops: int = 3) -> Joined:
+def a_shard(*unsupported: str, tops: int = 3) -> ReplicaInfo:
     info = pb.InfoResponse(
         vocab_size=100,
         max_sequence_length=1000,
         max_top_n_tokens=tops,
         unsupported=[pb.Unsupported(field=name, reason=f"no {name} here") for name in unsupported],
     )
-    return Joined(info, pb.WarmUpResponse(num_blocks=10, block_size=16))
+    return ReplicaInfo(info, pb.WarmUpResponse(num_blocks=10, block_size=16))
 
 
 def test_limits_say_what_the_engine_cannot_honour() -> None:

@@ -17,9 +17,10 @@ from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import Draining, ServingError
-from text_generation_router.generation import Ending, Generations, Piece, Sink, Times
+from text_generation_router.generation import Ending, Piece, Sink, Times, run_generation
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
+from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer import Tokenizer
 
 
@@ -60,7 +61,7 @@ class Collector:
 class Serving:
     """The parts below the routes."""
 
-    generations: Generations
+    cluster: Cluster
     tokenizer: Tokenizer
     preparer: RequestPreparer
     permits: Permits
@@ -72,7 +73,7 @@ class Serving:
         make no sense."""
         record = request[RECORD]
         records = [record.start(self.metrics) for _ in range(count)]
-        if self.generations.draining:
+        if self.cluster.draining:
             raise Draining
         caller = read_caller(request.headers, record.started, self.settings.api_keys)
         for generation in records:
@@ -91,11 +92,14 @@ class Serving:
     def run(
         self, requests: Sequence[Request], records: Sequence[GenerationRecord], sinks: Sequence[Sink]
     ) -> Iterator[None]:
-        """Queue requests, each with its record and its sink. Leaving the block frees all that they hold."""
+        """Queue requests, each with its record and its sink. Leaving the block cancels them.
+
+        Raises ServingError if one is refused.
+        """
         with ExitStack() as running:
             for request, record, sink in zip(requests, records, sinks, strict=True):
                 record.request = request
-                times = running.enter_context(self.generations.run(request, sink))
+                times = running.enter_context(run_generation(self.cluster, request, self.tokenizer, sink))
                 record.follow(times)
                 if isinstance(sink, Collector):
                     sink.times = times

@@ -13,7 +13,7 @@ from text_generation_router.metrics import Metrics, Spent
 from text_generation_router.scheduling.messages import Deliveries
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards.observer import Handled
+from text_generation_router.shards.observer import StepRecord
 
 TGI = {
     "tgi_request_count": ("counter", ""),
@@ -124,7 +124,7 @@ def test_events_add_no_series() -> None:
     metrics.requests.succeeded(Spent(1.0, 0.1, 0.2, 0.7, 7), FinishReason.LENGTH)
     metrics.requests.failed(ClientLeft)
     report = pb.StepReport(step=1, step_ns=1, prefilled_slots=[0], prefilled_tokens=[5])
-    metrics.steps.on_report(Handled(0, report, 1, Deliveries(), 0.0, 0.0, 0.0, ()))
+    metrics.steps.on_report(StepRecord(0, report, 1, Deliveries(), 0.0, 0.0, 0.0, ()))
     assert names(metrics) == before
 
 

@@ -10,7 +10,7 @@ from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import Deliveries, JoinReason, Placement, SchedulerOutput
-from text_generation_router.shards.observer import Handled
+from text_generation_router.shards.observer import StepRecord
 
 
 @pytest.fixture
@@ -25,19 +25,19 @@ def metrics(registry: Registry) -> StepMetrics:
     return metrics
 
 
-def handled(report: pb.StepReport, tokens: dict[int, int] | None = None, steps: int = 1) -> Handled:
+def handled(report: pb.StepReport, tokens: dict[int, int] | None = None, steps: int = 1) -> StepRecord:
     """`report`, delivered; `tokens`: number of new tokens by request."""
     deliveries, first = Deliveries(), 0
     for number, count in (tokens or {}).items():
         deliveries.tokens.append((RequestId(number), first, first + count, None))
         first += count
-    return Handled(
+    return StepRecord(
         0,
         report,
         steps,
         deliveries,
         received=1.0,
-        apply_s=0.25,
+        update_s=0.25,
         deliver_s=0.5,
         alive={RequestId(number) for number in (1, 2, 3)},
     )

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import GrammarKind
-from text_generation_router.shards.join import Joined, together
+from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 
 
-def a_shard(engine: str = "tensorrt-llm", **unsupported: str) -> Joined:
+def a_shard(engine: str = "tensorrt-llm", **unsupported: str) -> ReplicaInfo:
     info = pb.InfoResponse(
         engine=engine,
         vocab_size=100,
         unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in unsupported.items()],
     )
-    return Joined(info, pb.WarmUpResponse(num_blocks=7, block_size=32))
+    return ReplicaInfo(info, pb.WarmUpResponse(num_blocks=7, block_size=32))
 
 
 def test_requests_are_prepared_for_all_that_any_replica_lacks() -> None:
-    whole = together([None, a_shard(min_p="old"), None, a_shard(seed="none", min_p="older"), a_shard()])
+    whole = merge_capabilities([None, a_shard(min_p="old"), None, a_shard(seed="none", min_p="older"), a_shard()])
     assert whole.unsupported == {"min_p": "old", "seed": "none"}
     assert (whole.info.engine, whole.info.vocab_size, whole.pool.num_blocks) == ("tensorrt-llm", 100, 7)
 
 
 def test_the_shards_themselves_are_left_as_they_were() -> None:
     first = a_shard(min_p="old")
-    together([first, a_shard(seed="none")])
+    merge_capabilities([first, a_shard(seed="none")])
     assert first.unsupported == {"min_p": "old"}
 
 
 def test_one_that_lacks_no_more_than_the_others_may_stand_for_them() -> None:
-    others = together([a_shard(min_p="old"), a_shard(seed="none")])
+    others = merge_capabilities([a_shard(min_p="old"), a_shard(seed="none")])
     for one in (a_shard(), a_shard(seed="other words"), a_shard(min_p="old", seed="none")):
         assert one.differs_from(others) is None
 
@@ -46,7 +46,7 @@ def test_another_engine_is_told_by_its_name() -> None:
 
 def test_grammars_are_those_that_are_known_here() -> None:
     kinds = [pb.GRAMMAR_KIND_REGEX, pb.GRAMMAR_KIND_JSON_SCHEMA, pb.GRAMMAR_KIND_UNSPECIFIED]
-    assert Joined(pb.InfoResponse(grammar_kinds=kinds), pb.WarmUpResponse()).grammar_kinds == {
+    assert ReplicaInfo(pb.InfoResponse(grammar_kinds=kinds), pb.WarmUpResponse()).grammar_kinds == {
         GrammarKind.REGEX,
         GrammarKind.JSON_SCHEMA,
     }

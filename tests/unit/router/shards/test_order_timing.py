@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from text_generation_router.shards.pace import HOLD_SHARE, Pace
+from text_generation_router.shards.order_timing import HOLD_SHARE, OrderTiming
 
 
-def paced(*steps: float, stepping: bool = True) -> Pace:
-    pace = Pace()
+def paced(*steps: float, stepping: bool = True) -> OrderTiming:
+    timing = OrderTiming()
     for number, step in enumerate(steps):
-        pace.report(float(number), step, stepping=stepping)
-    return pace
+        timing.update(float(number), step, stepping=stepping)
+    return timing
 
 
 def test_an_idle_replica_gets_its_orders_at_once() -> None:
-    assert Pace().hold(0.0) == 0.0
+    assert OrderTiming().hold(0.0) == 0.0
     assert paced(1.0, 1.0, stepping=False).hold(1.0) == 0.0
 
 
