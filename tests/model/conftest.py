@@ -1,4 +1,4 @@
-"""The demo model's own words: what transformers generates, computed once a session."""
+"""Fixtures with prompts and the demo model's reference answers by transformers, computed once per session."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PROMPT_LENGTHS = [
     *(100, 127, 128, 200, 333, 512, 1000, 1500),
 ]
 BATCHES = (slice(0, 16), slice(16, 21), slice(21, 24))
-"""Prompts of similar length, which the reference generates for at once."""
+"""Prompts of similar length; the reference is computed in these batches."""
 
 
 @pytest.fixture(scope="session")
 def prompts(demo_model: Path) -> list[tuple[int, ...]]:
-    """Natural text of 24 lengths, each from another place of the licence."""
+    """Natural text of 24 lengths, from different positions of the license."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(demo_model / "tokenizer.json")).encode(text).ids
     starts = [(37 * i) % (len(ids) - length) for i, length in enumerate(PROMPT_LENGTHS)]
@@ -29,7 +29,7 @@ def prompts(demo_model: Path) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="session")
 def reference(demo_model: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
-    """What transformers' greedy `generate` says in float32, end of text or not."""
+    """Greedy tokens of transformers' `generate` in float32, not stopped by EOS."""
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     replies: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""In float32 the torch engine says, token for token, what transformers says, however its steps are put together."""
+"""In float32 the torch engine generates the same tokens as transformers, regardless of the composition of its steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def driver(engine: TorchEngine) -> Driver:
 
 
 def test_alone(driver: Driver, prompts: list[tuple[int, ...]], reference: list[list[int]]) -> None:
-    # Every fourth: alone is the slowest way, and the others come in all company below.
+    # Every fourth prompt only, because running alone is slowest; the others run in the tests below.
     for prompt, expected in zip(prompts[::4], reference[::4], strict=True):
         stream = driver.admit(prompt, NEW_TOKENS)
         driver.run()

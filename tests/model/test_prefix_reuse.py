@@ -1,4 +1,4 @@
-"""In float32 the real model says the same with cached prefixes as without, greedy and drawn, and leaves them untouched."""
+"""In float32 the real model gives the same tokens with cached prefixes as without, and does not change the cached blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def engine(demo_model: Path) -> TorchEngine:
 def driver(engine: TorchEngine) -> Driver:
     limits = WarmUpLimits(max_batch_total_tokens=16384, max_batch_prefill_tokens=64, max_batch_size=1)
     driver = Driver(engine, engine.warm_up(limits))
-    # Whoever reads a place that nobody wrote says nonsense, or nothing.
+    # A read of a position that was not written gives NaN.
     engine._executor._cache._pool.fill_(torch.nan)
     return driver
 
@@ -50,7 +50,7 @@ def test_users_of_one_system_prompt(driver: Driver, prompts: list[tuple[int, ...
         driver.run()
         expected.append(stream.tokens)
 
-    # The first computes the prefix; the others come while it runs, and share its blocks.
+    # The first sequence computes the prefix; the others start while it runs and share its blocks.
     blocks = SHARED_TOKENS // 16
     streams: list[Stream] = [driver.admit(turns[0], NEW_TOKENS, sampling=sampling)]
     driver.step()
@@ -74,7 +74,7 @@ def test_the_next_turn_reuses_what_was_generated(driver: Driver, prompts: list[t
     turn = (*prompts[16], *first.tokens, *prompts[5])
     alone = driver.admit(turn, NEW_TOKENS)
     driver.run()
-    # The last token generated was not computed.
+    # The last generated token was not computed.
     blocks = (len(prompts[16]) + 59) // 16
     second = driver.admit(turn, NEW_TOKENS, shared=first.blocks[:blocks], computed_tokens=16 * blocks)
     driver.run()

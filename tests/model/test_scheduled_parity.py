@@ -1,5 +1,5 @@
-"""In float32 the tokens of a request do not hang on how it was scheduled: alone, from the prefix cache, in chunks, after a
-preemption, or on another replica than the one it began on. Greedy and seeded, through the scheduler and real gRPC."""
+"""In float32 the tokens of a request do not depend on its scheduling: alone, from the prefix cache, in chunks, after a
+preemption, or moved to another replica. Greedy and seeded, through the scheduler and gRPC."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.model
 
 NEW_TOKENS = 24
 SHARED = 15
-"""Place in the test prompts of the one that all requests begin with: 65 tokens."""
+"""Index of the test prompt that all requests begin with: 65 tokens."""
 
 
 class Collector:
-    """A listener that keeps the tokens, and says when there are enough for what a test does in between."""
+    """A listener that collects tokens and signals when half of them have arrived."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -69,7 +69,7 @@ def engines(demo_model: Path) -> list[TorchEngine]:
 
 @pytest.fixture(scope="module")
 def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
-    """Six that begin alike, every other one sampled."""
+    """Six requests with a common prefix, every other one sampled."""
     shared = prompts[SHARED] * 2
     return [
         Request(
@@ -93,7 +93,7 @@ async def tokens_of(
     pool_tokens: int = 8192,
     policy: dict[str, Any] | None = None,
 ) -> tuple[list[list[int]], Scheduler]:
-    """What each request generates; `lose`: the first replica is lost when the first request has half its tokens."""
+    """Run the requests; with `lose`, the first replica is lost when the first request has half its tokens."""
     scheduler = Scheduler(
         Policy(**{"max_batch_prefill_tokens": 512, "max_batch_size": 16, **(policy or {})}), replicas=len(engines)
     )
@@ -109,7 +109,7 @@ async def tokens_of(
             stops.append(shard.end_session)
         await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
         async with asyncio.timeout(60):
-            while cluster.scheduler.stats().serving_replicas < len(engines):  # noqa: ASYNC110 - nobody else waits for all of them
+            while cluster.scheduler.stats().serving_replicas < len(engines):  # noqa: ASYNC110 - there is no event for this
                 await asyncio.sleep(0)
         collectors = [Collector() for _ in requests]
         for request, collector in zip(requests, collectors, strict=True):
@@ -128,7 +128,7 @@ async def tokens_of(
 def alone(
     requests: list[Request], engines: list[TorchEngine], tmp_path_factory: pytest.TempPathFactory
 ) -> list[list[int]]:
-    """One after another, each computed from its first token to its last."""
+    """The tokens of each request when it runs alone, without the prefix cache."""
     folder = tmp_path_factory.mktemp("alone")
     tokens, scheduler = asyncio.run(
         tokens_of(requests, engines[:1], folder, one_by_one=True, policy={"prefix_caching": False})
@@ -142,7 +142,7 @@ async def test_together_from_the_prefix_cache(
 ) -> None:
     tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path)
     assert tokens == alone
-    assert scheduler.stats().hit_tokens == 5 * 128  # the first one computed what the others begin with
+    assert scheduler.stats().hit_tokens == 5 * 128  # the first request computed the common prefix
 
 
 async def test_in_chunks(
@@ -170,7 +170,7 @@ async def test_after_preemptions_into_the_prefix_cache(
     assert tokens == alone
 
 
-async def test_on_another_replica_than_they_began_on(
+async def test_moved_to_another_replica(
     requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
 ) -> None:
     tokens, scheduler = await tokens_of(requests, engines, tmp_path, lose=True)
@@ -178,7 +178,7 @@ async def test_on_another_replica_than_they_began_on(
     assert tokens == alone
 
 
-async def test_on_the_same_replica_once_it_is_back(
+async def test_on_the_same_replica_after_its_restart(
     requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
 ) -> None:
     tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, lose=True)

@@ -1,4 +1,4 @@
-"""The flat layout of a step."""
+"""The flat batch of a step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CPU = torch.device("cpu")
 
 def a_row(slot: int, start: int, length: int, first_block: int) -> StepRow:
     blocks = list(range(first_block, first_block - (-(start + length) // BLOCK_SIZE)))
-    # Token ids that tell where they stand.
+    # Each token id encodes its slot and position.
     tokens = [slot * 10_000 + position for position in range(start + length)]
     sequence = Sequence(slot, tokens, len(tokens), blocks, start, 0, 0, Sampling(), Stopping(1), 0, None)
     return StepRow(sequence, start, length, samples=True)
 
 
-def lay_out(sizes: list[tuple[int, int]], window: int | None = None) -> tuple[list[StepRow], StepBatch]:
+def make_batch(sizes: list[tuple[int, int]], window: int | None = None) -> tuple[list[StepRow], StepBatch]:
     rows = []
     first_block = 0
     for slot, (start, length) in enumerate(sizes):
@@ -44,8 +44,8 @@ sizes = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([1, 1, 1, 5, 12
 
 
 @given(sizes=sizes, window=st.sampled_from([None, 50]))
-def test_every_token_of_every_row_stands_once_in_its_place(sizes: list[tuple[int, int]], window: int | None) -> None:
-    rows, batch = lay_out(sizes, window)
+def test_every_token_of_every_row_occurs_once(sizes: list[tuple[int, int]], window: int | None) -> None:
+    rows, batch = make_batch(sizes, window)
     assert sorted(batch.token_ids.tolist()) == sorted(
         slot * 10_000 + position
         for slot, (start, length) in enumerate(sizes)
@@ -53,14 +53,14 @@ def test_every_token_of_every_row_stands_once_in_its_place(sizes: list[tuple[int
     )
     assert (batch.token_ids % 10_000).tolist() == batch.positions.tolist()
     for index, row in enumerate(rows):
-        places = [offset + i for offset, tile in batch.offsets[index] for i in range(tile.length)]
-        assert batch.token_ids[places].tolist() == row.sequence.tokens[row.start :]
-        assert batch.last_token_index(index) == places[-1]
+        indices = [offset + i for offset, tile in batch.offsets[index] for i in range(tile.length)]
+        assert batch.token_ids[indices].tolist() == row.sequence.tokens[row.start :]
+        assert batch.last_token_index(index) == indices[-1]
 
 
 @given(sizes=sizes)
 def test_groups_are_contiguous_and_bounded(sizes: list[tuple[int, int]]) -> None:
-    _, batch = lay_out(sizes)
+    _, batch = make_batch(sizes)
     first = 0
     for group in batch.groups:
         assert group.first == first
@@ -75,31 +75,31 @@ def test_groups_are_contiguous_and_bounded(sizes: list[tuple[int, int]]) -> None
     assert first == batch.token_ids.numel()
 
 
-def test_decoding_rows_of_like_length_are_one_group_and_far_lengths_are_not() -> None:
-    _, batch = lay_out([(30 + i, 1) for i in range(30)])
+def test_decode_rows_are_grouped_by_length() -> None:
+    _, batch = make_batch([(30 + i, 1) for i in range(30)])
     assert len(batch.groups) == 1
-    _, batch = lay_out([(2900, 1), (30, 1), (35, 1), (2930, 1)])
+    _, batch = make_batch([(2900, 1), (30, 1), (35, 1), (2930, 1)])
     assert [len(group.tiles) for group in batch.groups] == [2, 2]
 
 
-def test_writes_go_where_the_block_table_says() -> None:
-    rows, batch = lay_out([(0, 20), (40, 1)])
+def test_write_indices_follow_the_block_table() -> None:
+    rows, batch = make_batch([(0, 20), (40, 1)])
     blocks = [*([0] * 16), *([1] * 4), rows[1].sequence.blocks[2]]
     offsets = [*range(16), *range(4), 40 % BLOCK_SIZE]
     expected = torch.tensor(
         [
-            (block * 2 + piece) * BLOCK_SIZE + offset
+            (block * 2 + pair) * BLOCK_SIZE + offset
             for block, offset in zip(blocks, offsets, strict=True)
-            for piece in (0, 1)
+            for pair in (0, 1)
         ]
     )
     order = [
-        place for tiles in batch.offsets for offset, tile in tiles for place in range(offset, offset + tile.length)
+        index for tiles in batch.offsets for offset, tile in tiles for index in range(offset, offset + tile.length)
     ]
     assert torch.equal(batch.write_index.view(-1, 2)[order].flatten(), expected)
 
 
-def test_only_blocks_entered_and_left_unfilled_are_cleared() -> None:
-    # Fills its block; enters block 1 and stays in it; goes on in a block entered before; enters block 3.
-    _, batch = lay_out([(0, 16), (0, 20), (17, 1), (48, 1)])
+def test_only_blocks_started_and_not_filled_are_cleared() -> None:
+    # Fills its block; starts block 1; continues a block started before; starts block 3.
+    _, batch = make_batch([(0, 16), (0, 20), (17, 1), (48, 1)])
     assert batch.entered_blocks.tolist() == [2, 8]

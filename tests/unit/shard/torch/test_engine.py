@@ -1,4 +1,4 @@
-"""What the torch engine does beyond the contract: refusals, memory, numbers gone bad, steps gone wrong."""
+"""The torch engine: refusals, memory limits, invalid numbers, failed steps."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def engine(checkpoint: Path) -> TorchEngine:
 
 @pytest.fixture
 def driver(engine: TorchEngine) -> Driver:
-    # Few blocks, so that what one sequence leaves the next one gets.
+    # Few blocks, so that they are reused at once.
     return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
 
 
-def test_info_tells_what_config_says(engine: TorchEngine, checkpoint: Path) -> None:
+def test_info_matches_the_config(engine: TorchEngine, checkpoint: Path) -> None:
     info = engine.info
     assert (info.engine, info.model_type, info.dtype, info.device) == ("torch", "llama", "float32", "cpu")
     assert (info.vocab_size, info.max_sequence_length, info.max_slots, info.block_size) == (200, 600, 8, 16)
@@ -44,7 +44,7 @@ def test_info_tells_what_config_says(engine: TorchEngine, checkpoint: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model_path": ""}, "needs model_path"),
         ({"model_path": "/nowhere"}, "does not exist"),
@@ -53,24 +53,24 @@ def test_info_tells_what_config_says(engine: TorchEngine, checkpoint: Path) -> N
         ({"device": "cuda:77"}, "'cuda:77' is not available"),
     ],
 )
-def test_what_cannot_be_built_is_refused(checkpoint: Path, changes: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused(checkpoint: Path, changes: dict[str, Any], message: str) -> None:
     config = ShardConfig(**{"model_path": str(checkpoint), **changes})
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match=message):
         build_engine(config)
 
 
-def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(engine: TorchEngine) -> None:
+def test_a_kv_cache_that_does_not_fit_is_refused_with_the_numbers(engine: TorchEngine) -> None:
     with pytest.raises(InsufficientMemory, match=r"^8796093022208 tokens of KV cache take 2097152\.00 GiB, .* left"):
         engine.warm_up(WarmUpLimits(max_batch_total_tokens=1 << 43))
 
 
-def test_memory_that_does_not_hold_one_block_is_refused(checkpoint: Path) -> None:
+def test_too_little_memory_for_one_block_is_refused(checkpoint: Path) -> None:
     engine = build_engine(ShardConfig(model_path=str(checkpoint), device="cpu", cpu_memory_fraction=1e-6))
     with pytest.raises(InsufficientMemory, match="room for 0 tokens"):
         engine.warm_up(WarmUpLimits())
 
 
-def test_the_pool_is_never_larger_than_what_all_slots_can_fill(engine: TorchEngine) -> None:
+def test_the_kv_cache_is_not_larger_than_all_slots_need(engine: TorchEngine) -> None:
     assert engine.warm_up(WarmUpLimits()) == 8 * (600 // 16 + 1)
 
 
@@ -84,7 +84,7 @@ def test_a_closed_engine_has_dropped_everything(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(greedy=False, top_p=0.9)], ids=["greedy", "sampled"])
-def test_nan_logits_fail_their_sequence_alone(driver: Driver, sampling: Sampling) -> None:
+def test_nan_logits_fail_only_their_sequence(driver: Driver, sampling: Sampling) -> None:
     expected = driver.admit(PROMPT)
     driver.run()
     bad, neighbour = driver.admit([*PROMPT[:-1], POISON], sampling=sampling), driver.admit(PROMPT)
@@ -95,25 +95,25 @@ def test_nan_logits_fail_their_sequence_alone(driver: Driver, sampling: Sampling
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 40])
-def test_blocks_that_held_nan_harm_nobody_after(driver: Driver, length: int) -> None:
+def test_blocks_that_held_nan_can_be_reused(driver: Driver, length: int) -> None:
     expected = driver.admit(PROMPT[:length], 20)
     driver.run()
     poisoned = driver.admit((POISON,) * 550, 1)
     driver.step()
     assert poisoned.failure is not None
-    # Of different lengths, so that the shorter reads past its end too.
+    # Of different lengths, so that the shorter one is padded.
     after, longer = driver.admit(PROMPT[:length], 20), driver.admit([*PROMPT] * 4, 20)
     driver.run()
     assert after.tokens == expected.tokens
     assert longer.failure is None
 
 
-def test_a_step_that_raises_fails_its_sequences_and_the_engine_goes_on(driver: Driver) -> None:
+def test_a_step_that_raises_fails_only_its_sequences(driver: Driver) -> None:
     expected = driver.admit(PROMPT)
     driver.run()
     waiting = driver.admit(PROMPT, granted=48, chunk=33)
     driver.streams[waiting.slot].to_prefill = 0
-    # No token id the wire can carry makes a kernel raise; a negative one does.
+    # No token id that the wire can carry makes a kernel raise; a negative one does.
     broken, neighbour = driver.admit((-1, 3)), driver.admit(PROMPT)
     driver.step()
     for stream in (broken, neighbour):
@@ -127,13 +127,13 @@ def test_a_step_that_raises_fails_its_sequences_and_the_engine_goes_on(driver: D
     assert waiting.tokens == expected.tokens
 
 
-def test_a_bias_of_a_hundred_decides(driver: Driver) -> None:
+def test_a_large_logit_bias_decides(driver: Driver) -> None:
     stream = driver.admit(PROMPT, 5, sampling=Sampling(logit_bias_ids=(33,), logit_bias_values=(100.0,)))
     driver.run()
     assert stream.tokens == [33] * 5
 
 
-def test_bfloat16_stays_near_float32(checkpoint: Path, driver: Driver) -> None:
+def test_bfloat16_is_close_to_float32(checkpoint: Path, driver: Driver) -> None:
     exact = driver.admit(PROMPT, 1, prompt_logprobs=True)
     driver.run()
     half = build_engine(ShardConfig(model_path=str(checkpoint), device="cpu", dtype="bfloat16"))
@@ -144,7 +144,7 @@ def test_bfloat16_stays_near_float32(checkpoint: Path, driver: Driver) -> None:
     assert near.prompt_logprobs[0][1:] == pytest.approx(exact.prompt_logprobs[0][1:], abs=0.3)
 
 
-def test_dummy_weights_need_no_more_than_config_json(checkpoint: Path, tmp_path: Path) -> None:
+def test_dummy_weights_need_only_config_json(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(json.loads((checkpoint / "config.json").read_text())))
     engine = build_engine(ShardConfig(model_path=str(tmp_path), load_format="dummy", device="cpu"))
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=256)))

@@ -1,4 +1,4 @@
-"""Random tiny checkpoints of every supported family say in float32 what transformers says."""
+"""Random tiny checkpoints of every supported family give the same float32 results as transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "initializer_range": 0.4,  # far from uniform logits, so that no near tie hides a mistake or makes one up
+    "initializer_range": 0.4,  # far from uniform logits, so that there are no near ties
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
@@ -77,13 +77,13 @@ ALSO_COVERED = {"llama", "llama, linear rope", "llama, llama3 rope", "mistral", 
 
 @dataclass
 class Pair:
-    """An engine, and what transformers makes of the same checkpoint."""
+    """An engine, and the results of transformers with the same checkpoint."""
 
     engine: TorchEngine
     prompts: list[tuple[int, ...]]
     reference: list[list[int]]
     prompt_logprobs: list[float]
-    """Of the longest prompt, without its first token."""
+    """Logprobs of the longest prompt, without its first token."""
 
     def driver(self) -> Driver:
         return Driver(self.engine, self.engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
@@ -95,7 +95,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     config = CONFIGS[request.param]
     model = getattr(transformers, ARCHITECTURES[config.model_type])(config).eval()
     for name, weight in model.named_parameters():
-        # Norms and biases start as ones and zeros, which would hide a mix-up.
+        # Norms and biases are initialized to ones and zeros, which would hide a mix-up.
         if weight.ndim == 1:
             torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -127,7 +127,7 @@ def test_greedy_tokens_and_prompt_logprobs(pair: Pair) -> None:
     assert streams[-1].prompt_logprobs[0][1:] == pytest.approx(pair.prompt_logprobs, abs=2e-4)
 
 
-def test_greedy_tokens_when_prompts_come_in_chunks_staggered_and_preempted(pair: Pair) -> None:
+def test_greedy_tokens_with_chunked_staggered_and_preempted_prompts(pair: Pair) -> None:
     driver = pair.driver()
     streams = []
     for prompt in pair.prompts:

@@ -1,4 +1,4 @@
-"""Token histories: always what the sequence says, whoever was in the slot before."""
+"""Token histories match their sequences, also when slots are reused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def a_sequence(slot: int, tokens: list[int], max_new_tokens: int = 8) -> Sequenc
     )
 
 
-def test_tokens_follow_sequences_that_grow_and_change_places() -> None:
+def test_histories_follow_sequences_that_grow_and_change_slots() -> None:
     histories = TokenHistories(CPU)
     sequences = [a_sequence(0, [1, 2, 3]), a_sequence(5, [7]), a_sequence(2, [9, 9])]
     for step in range(6):
@@ -36,18 +36,18 @@ def test_tokens_follow_sequences_that_grow_and_change_places() -> None:
         if step == 2:
             sequences[1] = a_sequence(5, [4, 4, 4, 4])
         if step == 4:
-            # Longer than any before, in a slot beyond all: there is no room as yet.
+            # A longer sequence in a higher slot than any before: the tensor must grow.
             sequences.append(a_sequence(11, list(range(50))))
         histories.update(sequences[:2])
         for sequence in sequences:
             assert histories.tokens(sequence).tolist() == sequence.tokens
 
 
-def test_what_is_up_to_date_is_not_written_again() -> None:
+def test_tokens_that_are_up_to_date_are_not_written_again() -> None:
     histories = TokenHistories(CPU)
     sequence = a_sequence(1, [5, 6, 7])
     held = histories.tokens(sequence)
-    held[0] = 55  # as a mark
+    held[0] = 55  # a marker
     sequence.tokens.append(8)
     histories.update([sequence])
     assert histories.tokens(sequence).tolist() == [55, 6, 7, 8]

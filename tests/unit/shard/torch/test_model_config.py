@@ -1,4 +1,4 @@
-"""config.json in the spellings of transformers 4 and 5, and what is refused, each in one line."""
+"""config.json in the spellings of transformers 4 and 5, and unsupported configs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LLAMA: dict[str, Any] = {
 
 
 def read(folder: Path, changes: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """The config LLAMA with changes; a value of `...` takes the key away."""
+    """Read the config LLAMA with changes; a value of `...` removes the key."""
     values = {key: value for key, value in (LLAMA | changes).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(values))
     if generation is not None:
@@ -94,7 +94,7 @@ def test_frequencies_are_those_of_transformers(tmp_path: Path, parameters: dict[
     assert scale == expected_scale
 
 
-def test_yarn_extends_a_length_that_does_not_count_it_in(tmp_path: Path) -> None:
+def test_yarn_extends_the_original_length(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert read(tmp_path, {"rope_parameters": yarn}).max_sequence_length == 512
     assert read(tmp_path, {"rope_parameters": yarn, "max_position_embeddings": 512}).max_sequence_length == 512
@@ -143,14 +143,14 @@ def test_each_family_has_its_biases_and_norms(tmp_path: Path) -> None:
         (..., None, ()),
     ],
 )
-def test_eos_is_what_generation_config_says_else_config(
+def test_eos_ids_come_from_generation_config_else_config(
     tmp_path: Path, own: object, generation: dict[str, Any] | None, ids: tuple[int, ...]
 ) -> None:
     assert read(tmp_path, {"eos_token_id": own}, generation).eos_token_ids == ids
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"model_type": ...}, "model_type ''"),
@@ -177,10 +177,10 @@ def test_eos_is_what_generation_config_says_else_config(
     ],
     ids=lambda value: None,
 )
-def test_what_cannot_be_run_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+def test_unsupported_configs_are_refused_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError) as refusal:
         read(tmp_path, changes)
-    assert words in str(refusal.value)
+    assert message in str(refusal.value)
     assert "config.json" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 

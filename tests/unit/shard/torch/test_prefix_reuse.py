@@ -1,4 +1,4 @@
-"""Blocks that another sequence computed: the torch engine says the same with them as without, and leaves them as they are."""
+"""Prefix caching in the torch engine: same results with cached blocks as without, and the blocks are not changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPE = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
-    "initializer_range": 0.4,  # far from uniform logits, so that no near tie hides a mistake or makes one up
+    "initializer_range": 0.4,  # far from uniform logits, so that there are no near ties
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
@@ -44,7 +44,7 @@ PREFIX = tuple((37 * i + 11) % 331 for i in range(64))
 TAILS = tuple(tuple((53 * i + 7 * user) % 331 for i in range(length)) for user, length in enumerate((1, 5, 16, 40)))
 SEEDED = Sampling(greedy=False, temperature=1.3, top_k=80, seed=23)
 PENALIZED = Sampling(repetition_penalty=1.8, frequency_penalty=0.7)
-"""Greedy, so that what the penalties count decides alone."""
+"""Greedy, so that only the penalties' counts matter."""
 SAMPLINGS = [
     full(Sampling()),
     full(SEEDED),
@@ -62,26 +62,26 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config = CONFIGS[request.param]
     folder = tmp_path_factory.mktemp("checkpoint")
     getattr(transformers, ARCHITECTURES[config.model_type])(config).save_pretrained(folder)
-    # Few slots, so that each serves one sequence after another.
+    # Few slots, so that they are reused.
     return build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=6))
 
 
 @pytest.fixture
 def driver(engine: TorchEngine) -> Driver:
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
-    # Whoever reads a place that nobody wrote says nonsense, or nothing.
+    # A read of a position that was not written gives NaN.
     engine._executor._cache._pool.fill_(torch.nan)
     return driver
 
 
 def blocks_of(driver: Driver, blocks: list[int]) -> Tensor:
-    """What some blocks hold, in every layer."""
+    """Return a copy of blocks in every layer."""
     assert isinstance(driver.engine, TorchEngine)
     return driver.engine._executor._cache._pool[:, blocks].clone()
 
 
 def without_reuse(driver: Driver, prompts: list[tuple[int, ...]], new: int, sampling: Sampling) -> list[list[int]]:
-    """What each prompt is answered when it is computed whole, in blocks of its own."""
+    """Return the tokens of each prompt when it is computed whole in its own blocks."""
     streams = [driver.admit(prompt, new, sampling=sampling) for prompt in prompts]
     driver.run()
     assert all(stream.finish is FinishReason.LENGTH for stream in streams)
@@ -89,17 +89,17 @@ def without_reuse(driver: Driver, prompts: list[tuple[int, ...]], new: int, samp
 
 
 def sharing(driver: Driver, owner: Stream, prompt: tuple[int, ...], blocks: int, **settings: object) -> Stream:
-    """A sequence whose first tokens sit in the first blocks of another."""
+    """Admit a sequence whose first tokens are in the first blocks of another."""
     shared = owner.blocks[:blocks]
     return driver.admit(prompt, shared=shared, computed_tokens=16 * blocks, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("owner_ends", ["goes on", "finishes first", "is released"])
+@pytest.mark.parametrize("owner_ends", ["continues", "finishes first", "is released"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
 def test_sequences_with_one_prefix_share_its_blocks(driver: Driver, sampling: Sampling, owner_ends: str) -> None:
     prompts = [PREFIX + tail for tail in TAILS]
     owner_prompt = (*PREFIX, 3)
-    *expected, owner_says = without_reuse(driver, [*prompts, owner_prompt], 24, sampling)
+    *expected, owner_tokens = without_reuse(driver, [*prompts, owner_prompt], 24, sampling)
     owner = driver.admit(owner_prompt, 24, sampling=sampling)
     for _ in range(5):
         driver.step()
@@ -109,7 +109,7 @@ def test_sequences_with_one_prefix_share_its_blocks(driver: Driver, sampling: Sa
         driver.run()
     before = blocks_of(driver, owner.blocks[:4])
     assert torch.isfinite(before).all()
-    # At different times, in different chunks, and not all of them all four blocks.
+    # At different times, in different chunks, with different numbers of shared blocks.
     streams = []
     for prompt, blocks, chunk in zip(prompts, (4, 4, 3, 1), (99, 2, 7, 16), strict=True):
         streams.append(sharing(driver, owner, prompt, blocks, new=24, sampling=sampling, chunk=chunk))
@@ -117,17 +117,17 @@ def test_sequences_with_one_prefix_share_its_blocks(driver: Driver, sampling: Sa
         driver.step()
     driver.run()
     assert [stream.tokens for stream in streams] == expected
-    assert owner.tokens == owner_says[: len(owner.tokens)]
+    assert owner.tokens == owner_tokens[: len(owner.tokens)]
     assert torch.equal(blocks_of(driver, owner.blocks[:4]), before)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
-def test_the_next_turn_of_a_chat_reuses_what_was_generated(driver: Driver, sampling: Sampling) -> None:
+def test_the_next_turn_of_a_chat_reuses_generated_tokens(driver: Driver, sampling: Sampling) -> None:
     first = driver.admit(PREFIX, 40, sampling=sampling)
     driver.run()
     turn = (*PREFIX, *first.tokens, *TAILS[1])
     (expected,) = without_reuse(driver, [turn], 30, sampling)
-    # 64 + 39 tokens of the first are computed: six blocks.
+    # 64 + 39 tokens of the first sequence are computed: six blocks.
     before = blocks_of(driver, first.blocks[:6])
     second = sharing(driver, first, turn, 6, new=30, sampling=sampling)
     driver.run()
@@ -136,7 +136,7 @@ def test_the_next_turn_of_a_chat_reuses_what_was_generated(driver: Driver, sampl
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=IDS)
-def test_a_preempted_sequence_comes_back_to_its_own_blocks(driver: Driver, sampling: Sampling) -> None:
+def test_a_preempted_sequence_resumes_on_its_own_blocks(driver: Driver, sampling: Sampling) -> None:
     (expected,) = without_reuse(driver, [PREFIX], 60, sampling)
     before = driver.admit(PREFIX, 60, sampling=sampling)
     for _ in range(40):
@@ -146,7 +146,7 @@ def test_a_preempted_sequence_comes_back_to_its_own_blocks(driver: Driver, sampl
     assert before.tokens + after.tokens == expected
 
 
-def test_a_block_cached_in_part_is_gone_on_from_and_not_cleared(driver: Driver) -> None:
+def test_a_partly_cached_block_is_continued_and_not_cleared(driver: Driver) -> None:
     prompt = (*PREFIX, *TAILS[1])  # 69 tokens
     (expected,) = without_reuse(driver, [prompt], 24, Sampling())
     owner = driver.admit(prompt, 1)
@@ -158,7 +158,7 @@ def test_a_block_cached_in_part_is_gone_on_from_and_not_cleared(driver: Driver) 
     assert torch.equal(blocks_of(driver, owner.blocks[:4]), before)
 
 
-def test_a_slot_whose_next_tenant_has_another_table_reads_its_own_blocks(driver: Driver) -> None:
+def test_a_reused_slot_reads_the_blocks_of_its_new_sequence(driver: Driver) -> None:
     other = tuple(reversed(PREFIX))
     expected = without_reuse(driver, [PREFIX + TAILS[2], other + TAILS[2]], 12, Sampling())
     owners = [driver.admit(PREFIX, 1), driver.admit(other, 1)]
@@ -173,7 +173,7 @@ def test_a_slot_whose_next_tenant_has_another_table_reads_its_own_blocks(driver:
         assert replies == expected
 
 
-def test_prompt_logprobs_are_those_of_what_was_computed_here(driver: Driver) -> None:
+def test_prompt_logprobs_cover_only_computed_positions(driver: Driver) -> None:
     prompt = PREFIX + TAILS[3]
     owner = driver.admit(prompt, 1, prompt_logprobs=True, prompt_top_n=2)
     driver.run()

@@ -1,4 +1,4 @@
-"""What is read from the quantization part of a config, and what is refused by name."""
+"""The quantization part of a config: supported schemes, and refusals by name."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_schemes(config: dict[str, Any], scheme: Fp8Scheme) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ("int8", "quantized checkpoints (int8)"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "(fp8) are not supported, only FP8 of"),
@@ -77,10 +77,10 @@ def test_schemes(config: dict[str, Any], scheme: Fp8Scheme) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_schemes_are_refused_by_name(config: object, words: str) -> None:
+def test_other_schemes_are_refused_by_name(config: object, message: str) -> None:
     with pytest.raises(UnsupportedSchemeError) as refusal:
         read_scheme(config)
-    assert words in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -96,7 +96,7 @@ def test_other_schemes_are_refused_by_name(config: object, words: str) -> None:
         ("re:.*layers\\.1\\..*", True),
     ],
 )
-def test_a_module_is_ignored_by_its_name_a_pattern_or_an_expression(pattern: str, covers: bool) -> None:
+def test_modules_are_ignored_by_name_pattern_or_expression(pattern: str, covers: bool) -> None:
     scheme = Fp8Scheme(scale_per_row=True, static_inputs=False, ignored=("other", pattern))
     assert scheme.covers("model.layers.0.mlp.down_proj") is covers
 
@@ -112,7 +112,7 @@ def test_no_quantization_is_none(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path, {"quantization_config": None})).quantization is None
 
 
-def test_modelopt_may_keep_it_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_modelopt_has_its_own_config_file(tmp_path: Path) -> None:
     given = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     with capture_logs() as logs:
         config = read_model_config(write(tmp_path, {}, {"producer": {"name": "modelopt"}, "quantization": given}))
@@ -139,8 +139,8 @@ def test_a_refusal_names_the_file(
     assert file in str(refusal.value)
 
 
-def test_a_cpu_serves_what_the_numbers_stand_for(tmp_path: Path) -> None:
-    """Weights widened as they are loaded, activations never rounded."""
+def test_a_cpu_serves_dequantized_weights(tmp_path: Path) -> None:
+    """Weights are dequantized at load; activations are not quantized."""
     tensors = quantized(random_tensors(), per_row=True)
     folders = [
         write_checkpoint(tmp_path / "fp8", tensors, {"quantization_config": COMPRESSED_DYNAMIC}),

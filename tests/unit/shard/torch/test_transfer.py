@@ -1,4 +1,4 @@
-"""Copies by several readers, each through buffers of its own. To a GPU where there is one."""
+"""Weight copies by several readers, each with its own buffers; to a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from text_generation_shard.engines.torch.transfer import Transfer, copy_all, cop
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class BufferLane:
-    """A copier between places in host memory, through a buffer of a few bytes, as PinnedCopier goes through its own."""
+class BufferCopier:
+    """A copier within host memory through a small buffer, like PinnedCopier."""
 
-    def __init__(self, meeting: threading.Barrier | None = None) -> None:
+    def __init__(self, barrier: threading.Barrier | None = None) -> None:
         self.copied: list[Transfer] = []
         self.waited = False
-        self._meeting = meeting
+        self._barrier = barrier
         self._buffer = torch.empty(128, dtype=torch.uint8)
 
     def copy(self, transfer: Transfer) -> None:
-        if self._meeting is not None and not self.copied:
-            self._meeting.wait(10)
+        if self._barrier is not None and not self.copied:
+            self._barrier.wait(10)
         self.copied.append(transfer)
         for chunk in transfer.chunks(128):
             staged = self._buffer[: chunk.target.nbytes].view(chunk.target.dtype).view(chunk.target.shape)
@@ -61,18 +61,18 @@ def assert_copied(all_transfers: Sequence[Transfer]) -> None:
         assert torch.equal(each.target.cpu().float(), each.source.float() * scales)
 
 
-@pytest.mark.parametrize("staging_bytes", [128, 1 << 20])
-def test_everything_arrives_as_it_is_or_converted(monkeypatch: pytest.MonkeyPatch, staging_bytes: int) -> None:
-    monkeypatch.setattr(transfer, "BUFFER_BYTES", staging_bytes)
+@pytest.mark.parametrize("buffer_bytes", [128, 1 << 20])
+def test_everything_is_copied_and_converted(monkeypatch: pytest.MonkeyPatch, buffer_bytes: int) -> None:
+    monkeypatch.setattr(transfer, "BUFFER_BYTES", buffer_bytes)
     wanted = transfers(DEVICE)
     assert list(copy_all(wanted)) == [each.source.nbytes for each in wanted]
     assert_copied(wanted)
 
 
-def test_readers_work_at_once_and_are_waited_for() -> None:
-    """Each copier holds its first copy back until all of them have one."""
-    meeting = threading.Barrier(3)
-    copiers = [BufferLane(meeting) for _ in range(3)]
+def test_readers_run_concurrently_and_are_waited_for() -> None:
+    """Each copier waits in its first copy until all copiers have one."""
+    barrier = threading.Barrier(3)
+    copiers = [BufferCopier(barrier) for _ in range(3)]
     wanted = transfers(torch.device("cpu")) * 3
     with torch.inference_mode():
         inside = Transfer(torch.ones(4), torch.zeros(4))
@@ -81,8 +81,8 @@ def test_readers_work_at_once_and_are_waited_for() -> None:
     assert all(copier.copied and copier.waited for copier in copiers)
 
 
-def test_the_first_error_ends_it() -> None:
-    copier = BufferLane()
+def test_the_first_error_stops_the_copy() -> None:
+    copier = BufferCopier()
     wrong = Transfer(torch.ones(3), torch.zeros(4))
     wanted = [wrong, *transfers(torch.device("cpu")) * 50]
     with pytest.raises((ValueError, RuntimeError)):
@@ -91,7 +91,7 @@ def test_the_first_error_ends_it() -> None:
     assert len(copier.copied) < len(wanted)
 
 
-def test_pieces_are_whole_rows_of_at_most_so_many_bytes() -> None:
+def test_chunks_are_whole_rows_of_limited_size() -> None:
     whole = Transfer(torch.arange(20.0).view(5, 4), torch.zeros(5, 4, dtype=torch.bfloat16))
     assert [chunk.target.shape[0] for chunk in whole.chunks(17)] == [2, 2, 1]
     assert [chunk.target.shape[0] for chunk in whole.chunks(1)] == [1] * 5

@@ -1,4 +1,4 @@
-"""Kernels are tested on the GPU if there is one, else in Triton's interpreter, which runs them on CPU tensors."""
+"""Fixtures of the kernel tests, which run on the GPU if there is one, else on CPU tensors in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if DEVICE.type == "cpu":
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where tensors of kernel tests lie."""
+    """The device of the tensors."""
     return DEVICE
 
 
-# The interpreter cuts bfloat16 off where the hardware rounds to the nearest, so its errors say nothing there.
+# The interpreter truncates to bfloat16, whereas the hardware rounds to nearest, so its errors are too large there.
 @pytest.fixture(params=[torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """What weights, activations and the KV cache are held in."""
+    """The dtype of weights, activations and the KV cache."""
     found: torch.dtype = request.param
     return found

@@ -1,4 +1,4 @@
-"""The gated activations, every one that configs can name."""
+"""The gated activation kernel, with every activation that configs can name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from text_generation_shard.engines.torch.cuda.kernels import activation
 from text_generation_shard.engines.torch.model import ACTIVATIONS
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, in the interpreter: 1 / (1 + ∞) is meant
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in exp"
+)  # from numpy, in the interpreter: 1 / (1 + ∞) is intended
 @pytest.mark.parametrize("exact", [False, True], ids=["rounded product", "float32 product"])
 @pytest.mark.parametrize(("tokens", "inner"), [full(1, 1536), full(5, 1536), full(2, 4864), (3, 1531), (4, 48)])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_the_activation_is_that_of_float64_rounded_once(
+def test_matches_float64_rounded_once(
     kind: str, tokens: int, inner: int, exact: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     # Gates wide enough to saturate on both sides.
@@ -26,8 +28,8 @@ def test_the_activation_is_that_of_float64_rounded_once(
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_the_activation_is_exact_in_float32(kind: str, device: torch.device) -> None:
-    """Which tells the two kinds of gelu apart, whatever their outputs are rounded to."""
+def test_is_exact_in_float32_and_writes_only_the_given_rows(kind: str, device: torch.device) -> None:
+    """Precise enough to distinguish the two kinds of gelu."""
     buffer = torch.randn(6, 200, device=device)
     out = torch.full((6, 90), torch.nan, device=device)
     activation.activate(buffer[1:5, :160], kind, out[1:5, :80])

@@ -1,6 +1,6 @@
-"""The engine that launches a step before it has read the one before it says what the engine says that does not.
+"""The engine with asynchronous steps gives the same results as the engine with synchronous ones.
 
-The executor of GPUs runs here on a CPU, with plain kernels: what is looked at is the order of things, not the kernels.
+The GPU executor runs here on a CPU with the reference ops: the order of operations is tested, not the kernels.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=
 
 @dataclass(frozen=True)
 class Engines:
-    at_once: Engine
-    ahead: Engine
+    synchronous: Engine
+    asynchronous: Engine
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     config = ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8, trace_steps=str(trace))
     shape = read_model_config(Path(folder))
     info = engine_info(config, shape, torch.device("cpu"), None)
-    at_once = build_engine(config.model_copy(update={"trace_steps": ""}))
-    engines = Engines(at_once, build_on_cuda(config, shape, info, None))
+    synchronous = build_engine(config.model_copy(update={"trace_steps": ""}))
+    engines = Engines(synchronous, build_on_cuda(config, shape, info, None))
     yield engines
-    engines.ahead.close()
+    engines.asynchronous.close()
 
 
 @pytest.fixture
 def ahead(engines: Engines) -> Driver:
-    return warm(engines.ahead)
+    return warm(engines.asynchronous)
 
 
 def warm(engine: Engine) -> Driver:
@@ -57,7 +57,7 @@ def warm(engine: Engine) -> Driver:
 
 
 def traffic(driver: Driver, seed: int) -> list[Stream]:
-    """Sequences that come, end and are released in the middle of others' steps."""
+    """Run sequences that start, end and are released while others run."""
     draw = random.Random(seed)
     streams: list[Stream] = []
     for number in range(8):
@@ -84,30 +84,30 @@ def traffic(driver: Driver, seed: int) -> list[Stream]:
 
 
 @pytest.mark.parametrize("seed", [1, 4, *(full(seed) for seed in (0, 2, 3, 5))])
-def test_it_says_the_same(engines: Engines, seed: int) -> None:
-    expected, got = traffic(warm(engines.at_once), seed), traffic(warm(engines.ahead), seed)
+def test_results_do_not_depend_on_asynchrony(engines: Engines, seed: int) -> None:
+    expected, got = traffic(warm(engines.synchronous), seed), traffic(warm(engines.asynchronous), seed)
     assert any(stream.finish is FinishReason.EOS_TOKEN for stream in expected) or seed != 1
-    for one, other in zip(expected, got, strict=True):
-        assert (other.tokens, other.finish, other.failure) == (one.tokens, one.finish, one.failure)
-        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4)
-        assert [top.token_ids for top in other.top_tokens] == [top.token_ids for top in one.top_tokens]
-        for scores, exact in zip(other.prompt_scores, one.prompt_scores, strict=True):
-            assert scores.logprobs[1:] == pytest.approx(exact.logprobs[1:], abs=1e-4)
+    for exact, other in zip(expected, got, strict=True):
+        assert (other.tokens, other.finish, other.failure) == (exact.tokens, exact.finish, exact.failure)
+        assert other.logprobs == pytest.approx(exact.logprobs, abs=1e-4)
+        assert [top.token_ids for top in other.top_tokens] == [top.token_ids for top in exact.top_tokens]
+        for scores, expected_scores in zip(other.prompt_scores, exact.prompt_scores, strict=True):
+            assert scores.logprobs[1:] == pytest.approx(expected_scores.logprobs[1:], abs=1e-4)
             assert scores.tops is not None
-            assert exact.tops is not None
-            assert [ids for ids, _ in scores.tops] == [ids for ids, _ in exact.tops]
+            assert expected_scores.tops is not None
+            assert [ids for ids, _ in scores.tops] == [ids for ids, _ in expected_scores.tops]
 
 
 def test_a_step_is_reported_when_the_next_one_is_launched(ahead: Driver) -> None:
     stream = ahead.admit(range(3, 20), 3)
-    told = []
+    reported = []
     while (result := ahead.step()) is not None:
-        told.append((len(result.prefilled), len(result.slots), result.is_silent))
-    assert told == [(0, 0, True), (1, 1, False), (0, 1, False), (0, 1, False)]
+        reported.append((len(result.prefilled), len(result.slots), result.is_silent))
+    assert reported == [(0, 0, True), (1, 1, False), (0, 1, False), (0, 1, False)]
     assert stream.finish is FinishReason.LENGTH
 
 
-def test_what_a_step_under_way_brings_for_a_released_sequence_is_dropped(ahead: Driver) -> None:
+def test_results_in_flight_of_a_released_sequence_are_dropped(ahead: Driver) -> None:
     first = ahead.admit(range(3, 20), 50)
     for _ in range(4):
         ahead.step()
@@ -123,17 +123,17 @@ def test_what_a_step_under_way_brings_for_a_released_sequence_is_dropped(ahead: 
     assert second.tokens == expected.tokens
 
 
-def test_a_grant_bounds_what_is_launched_ahead(ahead: Driver) -> None:
+def test_allocated_blocks_bound_what_is_launched(ahead: Driver) -> None:
     stream = ahead.admit(range(3, 19), 40, granted=32)
     ahead.run()
-    # Positions 0 to 31 are computed; the last of them chooses the token at position 32.
+    # Positions 0 to 31 are computed; the last one samples the token at position 32.
     assert len(stream.tokens) == 32 - 16 + 1
     ahead.grant(stream, 16)
     ahead.run()
     assert len(stream.tokens) == 48 - 16 + 1
 
 
-def test_nan_logits_fail_their_sequence_alone(ahead: Driver) -> None:
+def test_nan_logits_fail_only_their_sequence(ahead: Driver) -> None:
     bad, neighbour = ahead.admit((3, 4, POISON), 9), ahead.admit((3, 4, 5), 9)
     ahead.run()
     assert bad.failure is not None
@@ -141,12 +141,12 @@ def test_nan_logits_fail_their_sequence_alone(ahead: Driver) -> None:
     assert neighbour.finish is FinishReason.LENGTH
 
 
-def test_a_step_that_raises_fails_its_sequences_and_the_one_before_it_is_still_told(ahead: Driver) -> None:
+def test_a_step_that_raises_fails_its_sequences_after_the_previous_step_is_reported(ahead: Driver) -> None:
     running = ahead.admit(range(3, 40), 30)
     for _ in range(3):
         ahead.step()
     assert len(running.tokens) == 2
-    broken = ahead.admit((-(1 << 40), 3))  # no id the wire can carry does any harm; this one is none for a device
+    broken = ahead.admit((-(1 << 40), 3))  # no id that the wire can carry is harmful; this one raises
     ahead.step()
     for stream in (broken, running):
         assert stream.failure is not None
@@ -157,18 +157,18 @@ def test_a_step_that_raises_fails_its_sequences_and_the_one_before_it_is_still_t
     assert after.finish is FinishReason.LENGTH
 
 
-def test_it_is_quiet_once_everything_is_told(engines: Engines) -> None:
-    driver = warm(engines.ahead)
+def test_nothing_follows_the_last_result(engines: Engines) -> None:
+    driver = warm(engines.asynchronous)
     driver.admit(range(3, 20), 5, stopping=Stopping(5, frozenset(range(200))))
     driver.run()
-    assert engines.ahead.apply(Orders(number=99)) == []
-    assert engines.ahead.step() is None
+    assert engines.asynchronous.apply(Orders(number=99)) == []
+    assert engines.asynchronous.step() is None
 
 
 def test_the_trace_has_a_line_for_each_step(engines: Engines, ahead: Driver) -> None:
     ahead.admit(range(3, 20), 4)
     ahead.run()
-    path = Path(engines.ahead._trace._file.name)  # type: ignore[attr-defined]
+    path = Path(engines.asynchronous._trace._file.name)  # type: ignore[attr-defined]
     last = [json.loads(line) for line in path.read_text().splitlines()][-4:]
     assert [line["kind"] for line in last] == ["prefill", "decode", "decode", "decode"]
     assert [line["tokens"] for line in last] == [17, 1, 1, 1]

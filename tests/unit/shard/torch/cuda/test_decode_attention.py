@@ -1,4 +1,4 @@
-"""Decode attention over the paged cache, against the plain formula in float64."""
+"""Decode attention over the paged cache, compared with the formula in float64."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Shape:
     head_dim: int
 
 
-CUT = LaunchConfig(splits=3, min_blocks=1, warps=4, stages=3, merge="last arrival")
+SPLIT = LaunchConfig(splits=3, min_blocks=1, warps=4, stages=3, merge="last arrival")
 SMOL = Shape(9, 3, 64)
 LLAMA = Shape(8, 2, 128)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of some lengths; whatever of the cache no row may look at is NaN."""
+    """Rows of given lengths. Cache positions that no row may read are NaN."""
 
     shape: Shape
     qkv: Tensor
@@ -79,7 +79,7 @@ class Case:
 def a_case(
     shape: Shape, lengths: list[int], device: torch.device, dtype: torch.dtype, window: int | None = None
 ) -> Case:
-    """Rows in slots of any order, their blocks anywhere in the pool."""
+    """Return rows with random slots and blocks."""
     slots = torch.randperm(len(lengths) + 3)[: len(lengths)]
     sizes = [-(-length // BLOCK_SIZE) for length in lengths]
     numbers = torch.randperm(sum(sizes) + 5).int()
@@ -105,29 +105,23 @@ def error(result: Tensor, expected: Tensor) -> float:
     return float((result.double() - expected).norm() / expected.norm())
 
 
+@pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(
     "shape",
     [SMOL, full(LLAMA), full(Shape(14, 2, 64)), full(Shape(2, 2, 32)), Shape(24, 1, 96), full(Shape(2, 1, 256))],
     ids=lambda shape: f"{shape.heads}-{shape.kv_heads}x{shape.head_dim}",
 )
-def test_rows_of_any_length_match_the_formula(
-    shape: Shape, window: int | None, device: torch.device, dtype: torch.dtype
+def test_rows_of_different_lengths_match_the_formula(
+    shape: Shape, window: int | None, merge: Merge, device: torch.device, dtype: torch.dtype
 ) -> None:
     case = a_case(shape, [1, 16, 70, 17], device, dtype, window)
-    result = case.run(an_attention(shape, 4, device, CUT), window)
-    assert error(result, case.expected(window)) < TOLERANCES[dtype]
-
-
-@pytest.mark.parametrize("window", [None, 40])
-def test_a_second_kernel_may_merge(window: int | None, device: torch.device, dtype: torch.dtype) -> None:
-    case = a_case(LLAMA, [100, 1, 33], device, dtype, window)
-    result = case.run(an_attention(LLAMA, 3, device, replace(CUT, merge="second kernel")), window)
+    result = case.run(an_attention(shape, 4, device, replace(SPLIT, merge=merge)), window)
     assert error(result, case.expected(window)) < TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
-def test_a_long_row_alone_is_cut_into_many_pieces(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
+def test_a_single_long_row_is_split_into_many_parts(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
     shape = Shape(8, 1, 128)
     config = config_for(1, shape.heads, shape.kv_heads, shape.head_dim, H200_MULTIPROCESSORS)
     assert config.splits == decode_attention.MAX_SPLITS
@@ -138,50 +132,50 @@ def test_a_long_row_alone_is_cut_into_many_pieces(merge: Merge, device: torch.de
     assert torch.equal(first, second)
 
 
-def test_short_rows_are_not_cut_where_there_are_many(device: torch.device, dtype: torch.dtype) -> None:
+def test_short_rows_are_not_split_in_large_batches(device: torch.device, dtype: torch.dtype) -> None:
     config = config_for(6, SMOL.heads, SMOL.kv_heads, SMOL.head_dim, multiprocessors=1)
     assert config.splits > 1
     config = replace(config, min_blocks=config.min_blocks // 32)
     case = a_case(SMOL, [32, 33], device, dtype)
     result = case.run(an_attention(SMOL, 2, device, config), out_dtype=torch.float32)
-    uncut = case.run(an_attention(SMOL, 2, device, replace(config, splits=1)), out_dtype=torch.float32)
+    unsplit = case.run(an_attention(SMOL, 2, device, replace(config, splits=1)), out_dtype=torch.float32)
     assert error(result, case.expected(None)) < TOLERANCES[dtype]
-    assert [torch.equal(row, other) for row, other in zip(result, uncut, strict=True)] == [True, False]
+    assert [torch.equal(row, other) for row, other in zip(result, unsplit, strict=True)] == [True, False]
 
 
-def test_a_launch_leaves_nothing_behind_for_the_next(device: torch.device, dtype: torch.dtype) -> None:
-    attention = an_attention(LLAMA, 1, device, CUT)
-    for length in (48, 20, 40):  # three pieces, two, three
+def test_the_arrival_counters_are_reset(device: torch.device, dtype: torch.dtype) -> None:
+    attention = an_attention(LLAMA, 1, device, SPLIT)
+    for length in (48, 20, 40):  # three parts, two, three
         case = a_case(LLAMA, [length], device, dtype)
         assert error(case.run(attention), case.expected(None)) < TOLERANCES[dtype]
 
 
-def test_a_row_does_not_depend_on_the_lengths_of_others(device: torch.device, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_lengths_of_other_rows(device: torch.device, dtype: torch.dtype) -> None:
     case = a_case(LLAMA, [90, 50], device, dtype)
-    attention = an_attention(LLAMA, 2, device, CUT)
+    attention = an_attention(LLAMA, 2, device, SPLIT)
     shorter = replace(case.step, positions=torch.tensor([89, 3], dtype=torch.int32, device=device))
     assert torch.equal(case.run(attention)[0], replace(case, step=shorter).run(attention)[0])
 
 
-def test_rows_of_the_dummy_slot_may_be_any_number(device: torch.device, dtype: torch.dtype) -> None:
+def test_several_rows_may_use_the_dummy_slot(device: torch.device, dtype: torch.dtype) -> None:
     case = a_case(SMOL, [40, 1], device, dtype)
     slots = case.step.slots[[0, 1, 1]]
     padded = replace(
         case, qkv=case.qkv[[0, 1, 1]], step=replace(case.step, slots=slots, positions=case.step.positions[[0, 1, 1]])
     )
-    assert error(padded.run(an_attention(SMOL, 3, device, CUT)), padded.expected(None)) < TOLERANCES[dtype]
+    assert error(padded.run(an_attention(SMOL, 3, device, SPLIT)), padded.expected(None)) < TOLERANCES[dtype]
 
 
-def test_a_second_kernel_merges_what_few_programs_leave() -> None:
-    ways = [config_for(rows, 32, 8, 128, H200_MULTIPROCESSORS).merge for rows in (1, 8, 32, 128)]
-    assert ways == ["second kernel", "second kernel", "last arrival", "last arrival"]
+def test_a_second_kernel_merges_if_there_are_few_programs() -> None:
+    merges = [config_for(rows, 32, 8, 128, H200_MULTIPROCESSORS).merge for rows in (1, 8, 32, 128)]
+    assert merges == ["second kernel", "second kernel", "last arrival", "last arrival"]
 
 
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (3, 64), (1, 256)])
-def test_the_workspace_is_bounded_and_the_device_full(kv_heads: int, head_dim: int) -> None:
+def test_the_workspace_is_bounded_and_the_device_is_filled(kv_heads: int, head_dim: int) -> None:
     for rows in range(1, 513):
         config = config_for(rows, 4 * kv_heads, kv_heads, head_dim, H200_MULTIPROCESSORS)
-        assert rows * config.splits * kv_heads * head_dim * 4 < 12 << 20  # bytes, for each head of a group
+        assert rows * config.splits * kv_heads * head_dim * 4 < 12 << 20  # bytes, per query head of a KV head
         assert (
             rows * config.splits * kv_heads > 2 * H200_MULTIPROCESSORS or config.splits == decode_attention.MAX_SPLITS
         )

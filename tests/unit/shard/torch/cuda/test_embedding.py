@@ -1,4 +1,4 @@
-"""Embedding rows of ids that the host knows, and of ids that only the device knows."""
+"""The embedding kernel, for ids from the host and for ids that only the device knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = 101
 
 @pytest.mark.parametrize("dtype", [torch.float16, full(torch.bfloat16), full(torch.float32)])
 @pytest.mark.parametrize(("tokens", "hidden"), [full(1, 576), full(9, 4096), (5, 1025), (3, 13)])
-def test_each_token_gets_its_row_as_it_is(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_each_token_gets_its_row(tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
     table = torch.randn(VOCABULARY, hidden, device=device).to(dtype)
     ids = torch.randint(VOCABULARY, (tokens,), device=device, dtype=torch.int32)
     slots = torch.zeros(tokens, device=device, dtype=torch.int32)
@@ -23,7 +23,7 @@ def test_each_token_gets_its_row_as_it_is(tokens: int, hidden: int, dtype: torch
     assert torch.equal(residual, table[ids.long()].float())
 
 
-def test_an_unknown_id_is_the_last_token_of_the_tokens_slot(device: torch.device) -> None:
+def test_a_negative_id_is_replaced_by_the_last_token_of_the_slot(device: torch.device) -> None:
     table = torch.randn(VOCABULARY, 64, device=device)
     ids = torch.tensor([-1, 5, -1, 0, -1], device=device, dtype=torch.int32)
     slots = torch.tensor([3, 0, 1, 2, 4], device=device, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""FP8: rounding of activations, products, and checkpoints that hold it."""
+"""FP8: quantization of activations, products, and FP8 checkpoints."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
 FP8 = torch.float8_e4m3fn
 FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",), "gate_up": ("gate_proj", "up_proj")}
 INPUT_SCALE = 0.004
-"""Times 448: the few values beyond 1.8 of inputs drawn from N(0, 1) are cut off."""
+"""Times 448: the few values beyond 1.8 of inputs drawn from N(0, 1) are clamped."""
 SCHEMES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a scale a row, dynamic": (COMPRESSED_DYNAMIC, {"per_row": True}),
-    "a scale a tensor, static": (MODELOPT_STATIC, {"per_row": False, "input_scale": INPUT_SCALE}),
+    "scale per row, dynamic": (COMPRESSED_DYNAMIC, {"per_row": True}),
+    "scale per tensor, static": (MODELOPT_STATIC, {"per_row": False, "input_scale": INPUT_SCALE}),
 }
 
 
 def rounded(values: Tensor) -> Tensor:
-    """float64 values rounded to the nearest of float8_e4m3fn, ties to even, cut off at ±448."""
+    """Round float64 values to float8_e4m3fn, ties to even, clamped to ±448."""
     exponents = values.abs().log2().floor().clamp(min=-6.0)
     steps = torch.exp2(exponents - 3)
     return ((values / steps).round() * steps).clamp(-448.0, 448.0)
 
 
 def scale_of(x: Tensor, fixed: Tensor | None) -> Tensor:
-    """float64 [rows, 1]."""
+    """Return the scales, float64 [rows, 1]."""
     if fixed is not None:
         return fixed.double().expand(x.shape[0], 1)
     return (x.double().abs().amax(1, keepdim=True) / 448).clamp_min(1 / (448 * 512))
 
 
 def without_defects(x: Tensor, fixed: Tensor | None) -> Tensor:
-    """x, for Triton's interpreter (3.6) with zeros for what it rounds wrongly: subnormals, and up to a power of two."""
+    """Return x without the values that Triton's interpreter (3.6) rounds wrongly: subnormals, and up to a power of two."""
     if x.device.type == "cuda":
         return x
     values = (x.double() / scale_of(x, fixed)).abs()
@@ -67,7 +67,7 @@ def error(ours: Tensor, reference: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [full(torch.bfloat16), torch.float16, full(torch.float32)], ids=str)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize(("rows", "columns"), [full(1, 576), full(7, 1536), (3, 131)])
-def test_rows_are_rounded_to_the_nearest(
+def test_rows_are_rounded_to_nearest(
     device: torch.device, dtype: torch.dtype, static: bool, rows: int, columns: int
 ) -> None:
     fixed = torch.tensor([0.005], device=device) if static else None
@@ -80,13 +80,13 @@ def test_rows_are_rounded_to_the_nearest(
     quantize_rows(x, out, scales, fixed)
     assert error(scales, scale_of(x, fixed)) < 1e-6
     values = x.double() / scales.double()
-    # The middle of two numbers is as near to either: the interpreter rounds it up, a GPU to even.
+    # Ties: the interpreter rounds up, a GPU to even; both results are equally near.
     nearest = (rounded(values) - values).abs()
     assert ((out.double() - values).abs() <= nearest + 1e-6 * values.abs()).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of numpy, in the interpreter
-def test_rows_of_zeros_stay_zeros_and_what_is_not_finite_shows(device: torch.device) -> None:
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # from numpy, in the interpreter
+def test_zero_rows_stay_zero_and_non_finite_rows_become_nan(device: torch.device) -> None:
     x = torch.randn(4, 64, device=device)
     x[0] = 0.0
     x[1, 5] = float("nan")
@@ -111,7 +111,7 @@ def load(folder: Path, device: torch.device, split: TensorParallelRank | None = 
 
 
 def reference_product(tensors: dict[str, Tensor], modules: tuple[str, ...], x: Tensor) -> Tensor:
-    """In float64 from a checkpoint's tensors: fused projections share the largest input scale."""
+    """Compute the product in float64 from a checkpoint's tensors; fused projections share the largest input scale."""
     named = [name for name in tensors if name.startswith("model.layers.1.") and name.split(".")[-2] in modules]
     by_module = sorted(
         (name for name in named if name.endswith(".weight")), key=lambda name: modules.index(name.split(".")[-2])
@@ -125,7 +125,7 @@ def reference_product(tensors: dict[str, Tensor], modules: tuple[str, ...], x: T
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_checkpoint_computes_with_what_its_numbers_stand_for(
+def test_products_match_the_dequantized_checkpoint(
     tmp_path: Path, device: torch.device, scheme: str, size: int
 ) -> None:
     config, how = SCHEMES[scheme]
@@ -139,7 +139,7 @@ def test_a_checkpoint_computes_with_what_its_numbers_stand_for(
         weights.layers[1].gate_up(inputs, out)
         whole = reference_product(tensors, FUSED["gate_up"], x)
         expected = torch.cat([half.chunk(size, 1)[rank] for half in whole.chunk(2, 1)], 1)
-        # In bfloat16 the product is rounded, and summed with about 14 bits on the way.
+        # The GPU rounds the product to bfloat16 and sums with about 14 bits.
         assert error(out.cpu(), expected) < (1e-2 if device.type == "cuda" else 1e-3)
         assert isinstance(weights.layers[1].down, Fp8Linear)
         assert weights.head.weight.dtype == weights.embedding.dtype
@@ -148,7 +148,7 @@ def test_a_checkpoint_computes_with_what_its_numbers_stand_for(
         assert error(qkv, reference_product(tensors, FUSED["qkv"], x)) < (1e-2 if device.type == "cuda" else 1e-3)
 
 
-def test_rounding_activations_costs_little_against_weights_alone(tmp_path: Path, device: torch.device) -> None:
+def test_quantizing_activations_adds_little_error(tmp_path: Path, device: torch.device) -> None:
     tensors = quantized(random_tensors(), per_row=True)
     write_checkpoint(tmp_path, tensors, {"quantization_config": COMPRESSED_DYNAMIC})
     layer = load(tmp_path, device).layers[0]
@@ -166,7 +166,7 @@ def test_biases_are_added(tmp_path: Path, device: torch.device) -> None:
     assert error(out.cpu(), expected.double().expand(2, -1)) < 1e-2
 
 
-def test_ignored_modules_stay_as_they_are(tmp_path: Path, device: torch.device) -> None:
+def test_ignored_modules_are_not_quantized(tmp_path: Path, device: torch.device) -> None:
     changes = {"quantization_config": COMPRESSED_DYNAMIC | {"ignore": ["lm_head", "re:.*down_proj"]}}
     tensors = random_tensors()
     kept = {name: tensors[name] for name in tensors if "down_proj" in name}
@@ -175,14 +175,14 @@ def test_ignored_modules_stay_as_they_are(tmp_path: Path, device: torch.device) 
     assert [type(linear) for linear in layer.linears] == [Fp8Linear, Fp8Linear, Fp8Linear, ParallelLinear]
 
 
-def test_projections_of_one_product_must_agree(tmp_path: Path) -> None:
+def test_fused_projections_must_have_one_scheme(tmp_path: Path) -> None:
     config = COMPRESSED_DYNAMIC | {"ignore": ["model.layers.1.self_attn.k_proj"]}
     folder = write_checkpoint(tmp_path, {}, {"quantization_config": config})
     with pytest.raises(EngineError, match="all of them must be in FP8, or none"):
         ModelWeights(read_model_config(folder), TensorParallelRank(), torch.device("cpu"), torch.float32)
 
 
-def test_sizes_without_a_product_in_fp8_are_widened_as_they_are_loaded(tmp_path: Path, device: torch.device) -> None:
+def test_weights_of_unsupported_sizes_are_widened_at_load(tmp_path: Path, device: torch.device) -> None:
     changes = {"intermediate_size": 88, "quantization_config": COMPRESSED_DYNAMIC}
     tensors = quantized(random_tensors(changes), per_row=True)
     layer = load(write_checkpoint(tmp_path, tensors, changes), device).layers[1]
@@ -192,7 +192,7 @@ def test_sizes_without_a_product_in_fp8_are_widened_as_they_are_loaded(tmp_path:
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_dummy_weights_have_the_usual_spread(tmp_path: Path, device: torch.device, scheme: str) -> None:
+def test_dummy_weights_have_the_expected_deviation(tmp_path: Path, device: torch.device, scheme: str) -> None:
     config: dict[str, Any] = {"quantization_config": SCHEMES[scheme][0]}
     folder = write_checkpoint(tmp_path, {}, config)
     weights = ModelWeights(read_model_config(folder), TensorParallelRank(), device, torch.bfloat16)

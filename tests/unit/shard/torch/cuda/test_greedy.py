@@ -1,4 +1,4 @@
-"""Greedy choice on the device, against the plain formula in float64."""
+"""The greedy sampling kernel, compared with the formula in float64."""
 
 from __future__ import annotations
 
@@ -10,84 +10,82 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.kernels import greedy as kernel
 from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedySampler
 
-# The interpreter remarks upon infinities and NaN in the rows that hold some.
+# The interpreter warns about infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 VOCAB_SIZE = 5000
-"""More than one segment of logits, and no whole number of them."""
+"""More than one segment of logits, and not a multiple of a segment."""
 
 
-def choose(logits: Tensor, slots: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, log-probabilities and last tokens of as many slots as rows."""
+def run_sampler(logits: Tensor, slots: list[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, log-probabilities and the last tokens of the slots."""
     rows, device = len(logits), logits.device
     last_tokens = torch.full((rows,), -7, dtype=torch.int32, device=device)
     token_ids = torch.full_like(last_tokens, -8)
     logprobs = torch.full((rows,), torch.nan, device=device)
     slots = list(range(rows)) if slots is None else slots
     choice = GreedySampler(rows, logits.shape[1], device)
-    for _ in range(2):  # the second time with the workspace as the first left it
+    for _ in range(2):  # the second run uses the workspace of the first
         choice.run(logits, torch.tensor(slots, dtype=torch.int32, device=device), last_tokens, token_ids, logprobs)
     return token_ids, logprobs, last_tokens
 
 
 @pytest.mark.parametrize("vocab_size", [3, 1024, VOCAB_SIZE])
-def test_the_most_probable_token_and_its_log_probability(vocab_size: int, device: torch.device) -> None:
+def test_returns_the_most_probable_token_and_its_logprob(vocab_size: int, device: torch.device) -> None:
     logits = 5 * torch.randn(4, vocab_size, device=device)
     tokens, expected = greedy(logits.double())
-    token_ids, logprobs, last_tokens = choose(logits, slots=[2, 0, 3, 1])
+    token_ids, logprobs, last_tokens = run_sampler(logits, slots=[2, 0, 3, 1])
     assert token_ids.tolist() == tokens.tolist()
     assert last_tokens[[2, 0, 3, 1]].tolist() == tokens.tolist()
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_many_rows_are_cut_into_longer_stretches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_use_longer_segments(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "MANY_PROGRAMS", 12)
     logits = torch.randn(5, VOCAB_SIZE, device=device)
     tokens, expected = greedy(logits.double())
-    token_ids, logprobs, _ = choose(logits)
+    token_ids, logprobs, _ = run_sampler(logits)
     assert token_ids.tolist() == tokens.tolist()
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_may_lie_apart_and_be_in_half_precision(device: torch.device) -> None:
+def test_rows_may_be_strided_and_in_half_precision(device: torch.device) -> None:
     logits = torch.randn(3, 1500, device=device).half()
-    apart = torch.full((3, 2000), torch.inf, device=device).half()
-    apart[:, :1500] = logits
+    strided = torch.full((3, 2000), torch.inf, device=device).half()
+    strided[:, :1500] = logits
     tokens, expected = greedy(logits.double())
-    token_ids, logprobs, _ = choose(apart[:, :1500])
+    token_ids, logprobs, _ = run_sampler(strided[:, :1500])
     assert token_ids.tolist() == tokens.tolist()
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_of_equal_logits_the_first_is_chosen(device: torch.device) -> None:
+def test_the_first_of_equal_logits_is_sampled(device: torch.device) -> None:
     logits = torch.randn(3, VOCAB_SIZE, device=device)
-    for row, places in enumerate([[1500, 1501], [100, 4999], [1023, 1024, 3000]]):
-        logits[row, places] = 9.0
-    assert choose(logits)[0].tolist() == [1500, 100, 1023]
+    for row, columns in enumerate([[1500, 1501], [100, 4999], [1023, 1024, 3000]]):
+        logits[row, columns] = 9.0
+    assert run_sampler(logits)[0].tolist() == [1500, 100, 1023]
 
 
-def test_tokens_that_may_not_be_chosen_are_not(device: torch.device) -> None:
+def test_masked_tokens_are_not_sampled(device: torch.device) -> None:
     logits = torch.full((1, VOCAB_SIZE), -torch.inf, device=device)
     logits[0, [3000, 3001]] = torch.tensor([-50.0, -51.0], device=device)
-    token_ids, logprobs, _ = choose(logits)
+    token_ids, logprobs, _ = run_sampler(logits)
     assert token_ids.tolist() == [3000]
     torch.testing.assert_close(logprobs.double(), greedy(logits.double())[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", [0, 2000, VOCAB_SIZE - 1])
+@pytest.mark.parametrize("column", [0, 2000, VOCAB_SIZE - 1])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_row_that_is_no_distribution_is_told_by_its_log_probability(
-    value: float, place: int, device: torch.device
-) -> None:
+def test_an_invalid_row_has_an_invalid_logprob(value: float, column: int, device: torch.device) -> None:
     logits = torch.randn(2, VOCAB_SIZE, device=device)
-    logits[0, place] = value
-    token_ids, logprobs, _ = choose(logits)
+    logits[0, column] = value
+    token_ids, logprobs, _ = run_sampler(logits)
     assert logprobs.isfinite().tolist() == [False, True]
     assert 0 <= int(token_ids[0]) < VOCAB_SIZE
     assert int(token_ids[1]) == int(logits[1].argmax())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_of_nothing_else_has_a_token_of_the_vocabulary(value: float, device: torch.device) -> None:
-    token_ids, logprobs, _ = choose(torch.full((1, VOCAB_SIZE), value, device=device))
+def test_a_row_of_invalid_logits_has_a_valid_token(value: float, device: torch.device) -> None:
+    token_ids, logprobs, _ = run_sampler(torch.full((1, VOCAB_SIZE), value, device=device))
     assert not logprobs.isfinite().any()
     assert 0 <= int(token_ids[0]) < VOCAB_SIZE

@@ -1,4 +1,4 @@
-"""A model's weights, whole and divided: what the ranks compute together is what one computes alone."""
+"""The weights of a model, whole and divided among ranks: the results are the same."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
-def load(folder: Path, split: TensorParallelRank, device: torch.device) -> ModelWeights:
-    weights = ModelWeights(read_model_config(folder), split, device, torch.float32)
+def load(folder: Path, tp: TensorParallelRank, device: torch.device) -> ModelWeights:
+    weights = ModelWeights(read_model_config(folder), tp, device, torch.float32)
     load_weights(folder, weights.named_parameters())
     weights.process_weights_after_loading()
     return weights
@@ -32,10 +32,10 @@ def close(ours: Tensor, reference: Tensor) -> bool:
 
 @pytest.mark.parametrize("changes", [{}, BIASED, {"tie_word_embeddings": True}], ids=["plain", "biased", "tied"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_ranks_compute_together_what_one_does_alone(
+def test_ranks_together_compute_the_same_as_one(
     tmp_path: Path, device: torch.device, changes: dict[str, Any], size: int
 ) -> None:
-    """Against the checkpoint's tensors themselves. Beyond two ranks, the two key-value heads are on several of them."""
+    """Compare with the checkpoint's tensors. With more than two ranks, several ranks hold the same KV head."""
     tensors = random_tensors(changes)
     ranks = [
         load(write_checkpoint(tmp_path, tensors, changes), TensorParallelRank(rank, size), device).layers
@@ -70,7 +70,7 @@ def test_ranks_compute_together_what_one_does_alone(
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("size", "vocab_size"), [(1, 331), (2, 331), (4, 331), (4, 5)])
-def test_the_vocabulary_is_divided_and_padded_at_its_end(
+def test_the_vocabulary_is_divided_and_padded(
     tmp_path: Path, device: torch.device, tied: bool, size: int, vocab_size: int
 ) -> None:
     changes = {"tie_word_embeddings": tied, "vocab_size": vocab_size}
@@ -88,13 +88,13 @@ def test_the_vocabulary_is_divided_and_padded_at_its_end(
         assert torch.equal(weights.embedding.cpu(), embedding)
 
 
-def test_every_tensor_of_a_checkpoint_has_a_target(tmp_path: Path, device: torch.device) -> None:
+def test_every_tensor_of_a_checkpoint_is_a_parameter(tmp_path: Path, device: torch.device) -> None:
     tensors = random_tensors(BIASED)
     weights = load(write_checkpoint(tmp_path, tensors, BIASED), TensorParallelRank(), device)
     assert set(weights.named_parameters()) == set(tensors)
 
 
-def test_norms_of_query_and_key_heads_are_on_every_rank(tmp_path: Path, device: torch.device) -> None:
+def test_query_and_key_norms_are_on_every_rank(tmp_path: Path, device: torch.device) -> None:
     tensors = random_tensors()
     for index in range(2):
         for name in ("q_norm", "k_norm"):
@@ -114,7 +114,7 @@ def test_norms_of_query_and_key_heads_are_on_every_rank(tmp_path: Path, device: 
         (12, 4, 96, 6, "4 key-value heads cannot be divided among 6 shards"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
+def test_sizes_that_cannot_be_divided_are_refused(
     tmp_path: Path, heads: int, kv_heads: int, inner: int, size: int, words: str
 ) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
@@ -123,7 +123,7 @@ def test_what_cannot_be_divided_is_refused(
         ModelWeights(config, TensorParallelRank(0, size), torch.device("cpu"), torch.float32)
 
 
-def test_ranks_know_how_many_heads_are_theirs(tmp_path: Path) -> None:
+def test_heads_per_rank(tmp_path: Path) -> None:
     config = read_model_config(write_checkpoint(tmp_path, {}))
     heads = {}
     for size in (1, 2, 4):
@@ -132,11 +132,11 @@ def test_ranks_know_how_many_heads_are_theirs(tmp_path: Path) -> None:
     assert heads == {1: (8, 2), 2: (4, 1), 4: (2, 1)}
 
 
-def test_dummy_weights_are_the_same_for_ranks_and_for_one_alone(tmp_path: Path, device: torch.device) -> None:
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path, device: torch.device) -> None:
     config = read_model_config(write_checkpoint(tmp_path, {}))
     alone, *ranks = (
-        ModelWeights(config, split, device, torch.float32)
-        for split in (TensorParallelRank(), TensorParallelRank(0, 2), TensorParallelRank(1, 2))
+        ModelWeights(config, tp, device, torch.float32)
+        for tp in (TensorParallelRank(), TensorParallelRank(0, 2), TensorParallelRank(1, 2))
     )
     for weights in (alone, *ranks):
         fill_dummy(weights.named_parameters())

@@ -1,6 +1,6 @@
-"""Sums and gathers between processes that have each other's inboxes mapped, as GPUs have: in Triton's interpreter, on the CPU.
+"""Low-latency all-reduce and all-gather between processes with shared inboxes, in Triton's interpreter on the CPU.
 
-The processes run this file. Each maps one file an inbox, makes its created, and leaves its results in another file.
+The processes run this file. Each maps one file per inbox and writes its results to another file.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.kernels.low_latency import BLOCK, LowLatencyCollectives, inbox_shape
 
 CAPACITY = 3 * BLOCK
-# Elements: less than a region, all of one and of several, one more; a small one does not touch the last regions.
+# Elements: part of a region, a whole one, several, one more element; a small collective does not use the last regions.
 SIZES = [1, BLOCK, 2 * BLOCK + 1, 5, CAPACITY, BLOCK + 1, CAPACITY - 1]
-# (rows, columns): rows that begin within a region; one row; a region to the element.
+# (rows, columns): rows that begin within a region; one row; exactly one region.
 SHAPES = [(3, 200), (1, 2 * BLOCK + 1), (4, 64), (2, 1)]
 GROUPS = [3, 2]
-"""PlanSizes of groups, one after the other: the last rank of the first one is done then."""
+"""World sizes, one after the other; the last rank of the first group exits then."""
 LATE_TURNS = 2
-"""In a row, of each rank."""
+"""Consecutive collectives in which one rank is late."""
 EDGE_TURNS = 5
 EDGES = [2**31 - 3, 2**32 - 3]
-"""Epochs shortly before their lowest 32 bits change sign, and are zero again."""
+"""Epochs shortly before their lowest 32 bits change sign, and shortly before they wrap to zero."""
 
 Results = dict[str, list[Tensor]]
 
 
 def draw(rank: int, turn: int, *shape: int) -> Tensor:
-    """What a rank gives to the low_latency of a turn. The sums depend on their order; the first is that of negative zeros."""
+    """Return a rank's input of a turn. The sums depend on the order of addition; the first element is negative zero."""
     generator = torch.Generator().manual_seed(1000 * turn + rank)
     values = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 4, shape, generator=generator)
     values[..., 0] = -0.0
@@ -46,14 +46,14 @@ def draw(rank: int, turn: int, *shape: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Member:
-    """One of the processes."""
+    """One of the processes: a rank of a group."""
 
     rank: int
     size: int
     folder: Path
 
     def low_latency(self, name: str, epoch: int = 1) -> LowLatencyCollectives:
-        """One whose inboxes are the files of that name, and whose next epoch is a given one."""
+        """Create the collectives on the inbox files of this name, with the given next epoch."""
         inboxes = [self._map(f"{name} of {self.size}: {rank}") for rank in range(self.size)]
         MAPPED.extend(inboxes)
         low_latency = LowLatencyCollectives(self.rank, inboxes[self.rank], [inbox.data_ptr() for inbox in inboxes])
@@ -70,7 +70,7 @@ class Member:
         return tensor
 
     def gathered(self, low_latency: LowLatencyCollectives, turn: int, rows: int, columns: int) -> Tensor:
-        # Rows are padded, and nothing is to be written there.
+        # The padding of rows must not be written.
         out = torch.full((rows, self.size * columns + 3), -1.0)
         low_latency.all_gather(draw(self.rank, turn, rows, columns), out[:, :-3])
         return out
@@ -83,7 +83,7 @@ class Member:
             "uneven": [],
         }
         for turn in range(LATE_TURNS * self.size):
-            # Now this rank is late, now that one: the others are ahead of it as far as they can be.
+            # The ranks are late in turn; the others run ahead as far as they can.
             for _ in range(10 if turn // LATE_TURNS == self.rank else 0):
                 draw(0, turn, 100_000)
             results["uneven"].append(self.summed(uneven, turn, BLOCK))
@@ -94,20 +94,20 @@ class Member:
 
 
 MAPPED: list[Tensor] = []
-"""For as long as the process lives: an low_latency knows its peers' inboxes by their addresses alone."""
+"""Keeps the inboxes mapped: the collectives hold only their addresses."""
 
 
 @dataclass(frozen=True)
 class Ranks:
     size: int
     results: list[Results]
-    """Of each rank."""
+    """By rank."""
 
     def draws(self, turn: int, *shape: int) -> list[Tensor]:
         return [draw(rank, turn, *shape) for rank in range(self.size)]
 
     def total(self, turn: int, elements: int) -> Tensor:
-        """The sum in float32 in the order of ranks."""
+        """Return the float32 sum in rank order."""
         first, *others = self.draws(turn, elements)
         for other in others:
             first += other
@@ -121,7 +121,7 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """Where each rank of each group has left its results."""
+    """Run all ranks of all groups; the folder holds their results."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:
         for size in GROUPS:
             for name in ("sums", "gathers", "uneven", *(f"edge {edge}" for edge in EDGES)):
@@ -150,11 +150,11 @@ def group(request: pytest.FixtureRequest, folder: Path) -> Ranks:
     return Ranks(size, [torch.load(folder / f"results of {size}: {rank}") for rank in range(size)])
 
 
-def test_sums_are_those_of_float32_in_the_order_of_ranks_and_the_same_everywhere(group: Ranks) -> None:
+def test_all_reduce_adds_in_rank_order_with_the_same_bits_on_all_ranks(group: Ranks) -> None:
     group.expect("sums", [group.total(turn, elements) for turn, elements in enumerate(SIZES)])
 
 
-def test_what_is_gathered_lies_side_by_side_and_beside_it_nothing_is_touched(group: Ranks) -> None:
+def test_all_gather_concatenates_and_leaves_the_padding_alone(group: Ranks) -> None:
     expected = [
         torch.cat([*group.draws(turn, rows, columns), torch.full((rows, 3), -1.0)], dim=1)
         for turn, (rows, columns) in enumerate(SHAPES)
@@ -162,19 +162,19 @@ def test_what_is_gathered_lies_side_by_side_and_beside_it_nothing_is_touched(gro
     group.expect("gathers", expected)
 
 
-def test_a_rank_that_is_late_loses_nothing(group: Ranks) -> None:
+def test_a_late_rank_gets_all_values(group: Ranks) -> None:
     group.expect("uneven", [group.total(turn, BLOCK) for turn in range(LATE_TURNS * group.size)])
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_epochs_may_outgrow_the_bits_that_travel(group: Ranks, edge: int) -> None:
+def test_epochs_may_exceed_32_bits(group: Ranks, edge: int) -> None:
     group.expect(f"edge {edge}", [group.total(turn, BLOCK) for turn in range(EDGE_TURNS)])
 
 
-def test_a_peer_may_be_one_exchange_ahead(device: torch.device) -> None:
+def test_a_peer_may_be_one_collective_ahead(device: torch.device) -> None:
     inbox, peers = (torch.zeros(inbox_shape(2, BLOCK), dtype=torch.int64, device=device) for _ in range(2))
     low_latency = LowLatencyCollectives(0, inbox, [inbox.data_ptr(), peers.data_ptr()])
-    # The peer began epoch 2 when what it was sent in epoch 1 had come: before this rank looks into its own inbox.
+    # The peer started epoch 2 when it had the values of epoch 1, before this rank reads its own inbox.
     for epoch in (1, 2):
         inbox[epoch % 2, 1] = message(draw(1, epoch, BLOCK), epoch).to(device)
     for epoch in (1, 2):
@@ -185,7 +185,7 @@ def test_a_peer_may_be_one_exchange_ahead(device: torch.device) -> None:
 
 
 def message(values: Tensor, epoch: int) -> Tensor:
-    """`values` as they travel."""
+    """Return `values` as they are sent."""
     return values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF | epoch << 32
 
 

@@ -1,4 +1,4 @@
-"""Products of a weight with few rows against their formulas in float64: sizes that fill no block, any number of rows."""
+"""Products of a weight with few rows, compared with their formulas in float64."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from text_generation_shard.engines.torch.cuda.kernels.matvec import (
 )
 
 EPS = 1e-5
-# (outputs, inputs): less than a warp's width, and odd; an odd width; a power of two, as is nothing else here; more than one warp.
+# (outputs, inputs): less than a warp; an odd number of inputs; a power of two; several warps.
 SHAPES = [full(5, 24), (3, 577), (8, 512), full(7, 1536)]
 
 
-@pytest.fixture(params=[264, 1], autouse=True, ids=["programs of one row", "programs of more"])
+@pytest.fixture(params=[264, 1], autouse=True, ids=["one row per program", "several rows per program"])
 def programs_wanted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights as small as these are cut into single rows, unless fewer programs will do."""
+    """Small weights are tiled into single rows, unless fewer programs are wanted."""
     monkeypatch.setattr(kernels, "_PROGRAMS_WANTED", request.param)
 
 
 @dataclass(frozen=True)
 class Make:
-    """Makes tensors, in the type of weights unless told."""
+    """Creates tensors, by default in the dtype of weights."""
 
     device: torch.device
     dtype: torch.dtype
@@ -54,14 +54,14 @@ def make(device: torch.device, dtype: torch.dtype) -> Make:
 
 @pytest.mark.parametrize("rows", [1, full(2), full(3), MAX_ROWS])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_the_product_is_that_of_float64(make: Make, rows: int, outputs: int, inputs: int) -> None:
+def test_the_product_matches_float64(make: Make, rows: int, outputs: int, inputs: int) -> None:
     x, weight = make.normal(rows, inputs), make.normal(outputs, inputs)
     out = make.poisoned(rows, outputs, dtype=torch.float32)
     matvec(x, weight, out)
     assert rounded_once(out, x.double() @ weight.double().T)
 
 
-def test_a_bias_is_added_before_the_one_rounding(make: Make) -> None:
+def test_a_bias_is_added_before_rounding(make: Make) -> None:
     x, weight, bias = make.normal(2, 96), make.normal(6, 96), 100 * make.normal(6)
     out = make.poisoned(2, 6)
     matvec(x, weight, out, bias)
@@ -70,7 +70,7 @@ def test_a_bias_is_added_before_the_one_rounding(make: Make) -> None:
 
 @pytest.mark.parametrize(("rows", "biased"), [(1, False), (MAX_ROWS, True)])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_the_norm_is_part_of_the_product(make: Make, rows: int, outputs: int, inputs: int, biased: bool) -> None:
+def test_the_norm_is_fused(make: Make, rows: int, outputs: int, inputs: int, biased: bool) -> None:
     residual = 7 * make.normal(rows, inputs, dtype=torch.float32)
     norm_weight, weight = make.normal(inputs), make.normal(outputs, inputs)
     bias = make.normal(outputs) if biased else None
@@ -80,7 +80,7 @@ def test_the_norm_is_part_of_the_product(make: Make, rows: int, outputs: int, in
     assert rounded_once(out, expected if bias is None else expected + bias.double())
 
 
-def test_eps_keeps_a_row_of_zeros_finite(make: Make) -> None:
+def test_eps_keeps_zero_rows_finite(make: Make) -> None:
     residual, weight = torch.zeros(1, 64, device=make.device), make.normal(5, 64)
     out = make.poisoned(1, 5)
     norm_matvec(residual, make.normal(64), EPS, weight, out)
@@ -89,9 +89,7 @@ def test_eps_keeps_a_row_of_zeros_finite(make: Make) -> None:
 
 @pytest.mark.parametrize("kind", ["silu", full("gelu"), full("gelu_pytorch_tanh")])
 @pytest.mark.parametrize(("rows", "inner", "inputs", "biased"), [(1, 6, 576, False), (MAX_ROWS, 5, 24, True)])
-def test_gate_and_up_meet_in_one_program(
-    make: Make, kind: str, rows: int, inner: int, inputs: int, biased: bool
-) -> None:
+def test_the_gated_activation_is_fused(make: Make, kind: str, rows: int, inner: int, inputs: int, biased: bool) -> None:
     residual = make.normal(rows, inputs, dtype=torch.float32)
     norm_weight = make.normal(inputs)
     weight = make.normal(2 * inner, inputs) / inputs**0.5
@@ -104,7 +102,7 @@ def test_gate_and_up_meet_in_one_program(
 
 @pytest.mark.parametrize("rows", [1, MAX_ROWS])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_the_product_is_added_to_the_residual(make: Make, rows: int, outputs: int, inputs: int) -> None:
+def test_the_product_is_added_to_the_residual_stream(make: Make, rows: int, outputs: int, inputs: int) -> None:
     x, weight, bias = (make.normal(*shape) for shape in ((rows, inputs), (outputs, inputs), (outputs,)))
     residual = 50 * make.normal(rows, outputs, dtype=torch.float32)
     expected = residual.double() + x.double() @ weight.double().T
@@ -114,7 +112,7 @@ def test_the_product_is_added_to_the_residual(make: Make, rows: int, outputs: in
     assert rounded_once(residual, expected + x.double() @ weight.double().T + bias.double())
 
 
-def test_rows_of_wider_buffers_are_read_and_nothing_beside_them_is_written(make: Make) -> None:
+def test_strided_rows_are_read_and_written_within_their_bounds(make: Make) -> None:
     wide_x, wide_out = make.normal(2, 128), make.poisoned(2, 64)
     weight = make.normal(7, 96)
     matvec(wide_x[:, :96], weight, wide_out[:, :7])
@@ -122,7 +120,7 @@ def test_rows_of_wider_buffers_are_read_and_nothing_beside_them_is_written(make:
     assert wide_out[:, 7:].isnan().all()
 
 
-def test_a_row_s_result_does_not_depend_on_its_neighbours(make: Make) -> None:
+def test_a_row_does_not_depend_on_other_rows(make: Make) -> None:
     residual = make.normal(2, 576, dtype=torch.float32)
     norm_weight, weight = make.normal(576), make.normal(10, 576)
     outs = make.poisoned(2, 2, 10)
@@ -133,33 +131,33 @@ def test_a_row_s_result_does_not_depend_on_its_neighbours(make: Make) -> None:
     assert outs[1, 1].isnan().all()
 
 
-def test_chained_products_wait_for_each_other(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU they overlap; in the interpreter there is nothing to chain, and only the path is tested."""
+def test_products_with_programmatic_dependent_launch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the kernels overlap; in the interpreter only the code path is tested."""
     layers, size = (24, 2048) if make.device.type == "cuda" else (3, 16)
     weights, norm_weight = make.normal(layers, size, size) / size**0.5, make.normal(size)
-    ends: list[Tensor] = []
+    results: list[Tensor] = []
     for order in get_args(kernels.Order):
         monkeypatch.setitem(kernels.TUNED, (1, size, size), MatvecConfig(block_n=4, num_warps=4, order=order))
         residual, x = torch.ones(1, size, device=make.device), make.poisoned(1, size)
         for weight in weights:
             norm_matvec(residual, norm_weight, EPS, weight, x)
             matvec_add(x, weight, residual)
-        ends.append(residual)
-    assert ends[0].isfinite().all()
-    assert all(end.equal(ends[0]) for end in ends)
+        results.append(residual)
+    assert results[0].isfinite().all()
+    assert all(result.equal(results[0]) for result in results)
 
 
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(960, 576), (6144, 4096), (4096, 14336), (128256, 8192), (8192, 28672)]
 )
-def test_no_thread_is_given_too_much_and_no_multiprocessor_nothing(
+def test_tilings_fit_the_registers_and_use_all_multiprocessors(
     outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "TUNED", {})  # what was measured to be best may be anything
+    monkeypatch.setattr(kernels, "TUNED", {})  # only derived tilings are bounded
     for rows in range(1, MAX_ROWS + 1):
         for parts in (1, 2):
             config = config_for(rows, outputs, inputs, gated=parts == 2)
             elements = parts * config.block_n * inputs / (32 * config.num_warps)
-            room = 128 if rows == 1 else 64  # elements, two to a register, of which a thread has 255
+            room = 128 if rows == 1 else 64  # elements; two per register, of which a thread has 255
             assert config.block_n == 1 or elements <= room
             assert config.block_n == 1 or outputs // parts // config.block_n >= kernels._PROGRAMS_WANTED

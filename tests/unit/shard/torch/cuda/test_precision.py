@@ -1,4 +1,4 @@
-"""Narrow models keep more bits between their products: which, where they do not, and what that is worth."""
+"""The dtypes of intermediate results: more bits in narrow models, and their effect on the logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Edit = Callable[[dict[str, Tensor]], object]
 
 @dataclass
 class Model:
-    """A model on the plain ops, all of whose sequences decode."""
+    """A model on the reference ops; all its sequences decode."""
 
     folder: Path
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Model:
         self.forward = Forward(self.config, self.weights, ops, ParallelGroup(TensorParallelRank()), tables, last_tokens)
 
     def cache(self) -> list[Tensor]:
-        """A block for each sequence."""
+        """Return a KV cache with one block per sequence."""
         shape = (SEQUENCES, 2, self.weights.num_kv_heads, BLOCK_SIZE, self.config.head_dim)
         return [torch.zeros(shape, dtype=self.dtype) for _ in self.weights.layers]
 
@@ -71,12 +71,12 @@ Make = Callable[..., Model]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """Models of the same weights, all of which bfloat16 holds exactly."""
+    """Create models with the same weights, which bfloat16 represents exactly."""
 
     def make(dtype: torch.dtype, edit: Edit = lambda tensors: None) -> Model:
         tensors = {name: tensor.to(BF16) for name, tensor in random_tensors(CHANGES).items()}
         for name in tensors:
-            # Else attention takes one key or another by the last bit.
+            # Otherwise the last bit decides which key attention selects.
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 tensors[name] *= 0.25
         edit(tensors)
@@ -86,7 +86,7 @@ def make(tmp_path: Path) -> Make:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_each_tensor_has_the_dtype_that_precision_says(make: Make, dtype: torch.dtype) -> None:
+def test_tensors_have_the_dtypes_of_the_precision(make: Make, dtype: torch.dtype) -> None:
     model = make(dtype)
     weights, layer = model.weights, model.weights.layers[1]
     precision = weights.precision
@@ -105,7 +105,7 @@ def test_each_tensor_has_the_dtype_that_precision_says(make: Make, dtype: torch.
 
 def test_converted_weights_are_the_same_numbers(make: Make) -> None:
     model, exact = make(BF16).weights, make(FP32).weights
-    half_a_step = {"rtol": 0, "atol": 2.0**-25}  # of the smallest numbers of float16
+    half_a_step = {"rtol": 0, "atol": 2.0**-25}  # half the smallest number of float16
     torch.testing.assert_close(model.head.weight.float(), exact.embedding, **half_a_step)
     assert torch.equal(model.embedding.float(), exact.embedding)
     for layer, expected in zip(model.layers, exact.layers, strict=True):
@@ -113,14 +113,14 @@ def test_converted_weights_are_the_same_numbers(make: Make) -> None:
             torch.testing.assert_close(linear.weight.float(), reference.weight, **half_a_step)
 
 
-def test_wide_models_and_those_in_fp8_keep_their_dtype(tmp_path: Path) -> None:
+def test_wide_and_fp8_models_keep_their_dtype(tmp_path: Path) -> None:
     config = read_model_config(write_checkpoint(tmp_path, {}))
     assert Precision.of(replace(config, hidden_size=MAX_NARROW_HIDDEN_SIZE), BF16).products == FP32
-    as_it_is = Precision(BF16, BF16, BF16)
-    assert Precision.of(replace(config, hidden_size=MAX_NARROW_HIDDEN_SIZE + 1), BF16) == as_it_is
-    assert as_it_is.after_loading([torch.ones(4)], [torch.ones(4, 4)]) == as_it_is
+    unchanged = Precision(BF16, BF16, BF16)
+    assert Precision.of(replace(config, hidden_size=MAX_NARROW_HIDDEN_SIZE + 1), BF16) == unchanged
+    assert unchanged.after_loading([torch.ones(4)], [torch.ones(4, 4)]) == unchanged
     fp8 = read_model_config(write_checkpoint(tmp_path, {}, {"quantization_config": COMPRESSED_DYNAMIC}))
-    assert Precision.of(fp8, BF16) == as_it_is
+    assert Precision.of(fp8, BF16) == unchanged
 
 
 def scaled(name: str, factor: float) -> Edit:
@@ -144,7 +144,7 @@ def with_value(name: str, value: float) -> Edit:
         scaled("model.embed_tokens.weight", 2.0**-22),
     ],
 )
-def test_what_float16_cannot_hold_stays_in_bfloat16(make: Make, edit: Edit) -> None:
+def test_values_outside_float16_keep_bfloat16(make: Make, edit: Edit) -> None:
     with capture_logs() as logs:
         weights = make(BF16, edit).weights
     assert weights.precision == Precision(BF16, FP32, BF16)
@@ -163,13 +163,13 @@ def test_what_float16_cannot_hold_stays_in_bfloat16(make: Make, edit: Edit) -> N
         scaled(f"{LAYER}self_attn.o_proj.weight", 2.0**-22),
     ],
 )
-def test_what_float16_can_hold_or_need_not_is_no_obstacle(make: Make, edit: Edit) -> None:
+def test_values_that_fit_or_are_not_converted_allow_float16(make: Make, edit: Edit) -> None:
     assert make(BF16, edit).weights.precision == FINE
 
 
-@pytest.mark.parametrize("sequences", [1, SEQUENCES], ids=["fused", "in pieces"])
+@pytest.mark.parametrize("sequences", [1, SEQUENCES], ids=["fused", "unfused"])
 @pytest.mark.parametrize(("names", "factor"), [(("gate", "up"), 2.0**8), (("v",), 2.0**14)], ids=["MLP", "attention"])
-def test_what_no_norm_bounds_may_leave_the_range_of_float16(
+def test_unbounded_activations_may_exceed_float16(
     make: Make, names: tuple[str, ...], factor: float, sequences: int
 ) -> None:
     def enlarged(tensors: dict[str, Tensor]) -> None:
@@ -182,15 +182,15 @@ def test_what_no_norm_bounds_may_leave_the_range_of_float16(
     assert model.logits(torch.arange(3 * sequences).view(3, sequences)).isfinite().all()
 
 
-@pytest.mark.parametrize("sequences", [1, SEQUENCES], ids=["fused", "in pieces"])
-def test_logits_are_nearer_to_float32_than_bfloat16_alone_gets(make: Make, sequences: int) -> None:
+@pytest.mark.parametrize("sequences", [1, SEQUENCES], ids=["fused", "unfused"])
+def test_logits_are_closer_to_float32_than_with_bfloat16_alone(make: Make, sequences: int) -> None:
     ids = torch.randint(331, (TOKENS, sequences), generator=torch.Generator().manual_seed(1))
     ours, exact = make(BF16).logits(ids), make(FP32).logits(ids)
-    # In pieces: 4.6e-3; with normed hidden states in bfloat16 6.1e-3, with products in it as well 7.9e-3.
+    # Unfused: 4.6e-3; with normed hidden states in bfloat16 6.1e-3, with products in bfloat16 too 7.9e-3.
     assert float((ours - exact).norm() / exact.norm()) < 5.3e-3
 
 
-def test_a_pass_may_use_the_first_rows_of_larger_memory(make: Make) -> None:
+def test_a_pass_may_use_the_first_rows_of_larger_buffers(make: Make) -> None:
     model = make(BF16)
     [step] = steps(torch.arange(SEQUENCES).unsqueeze(0))
     expected = model.forward(step, model.cache())

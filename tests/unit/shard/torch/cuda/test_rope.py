@@ -1,4 +1,4 @@
-"""Rotated queries, and keys and values in their places in the KV cache."""
+"""The rotary embedding kernel, which also writes keys and values to the KV cache."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from text_generation_shard.engines.torch.model_config import Rope
 from text_generation_shard.engines.torch.rope import RotaryEmbedding, inverse_frequencies
 
 SLOTS, POSITIONS = 4, 160
-SCRATCH_BLOCK = SLOTS * POSITIONS // BLOCK_SIZE
+DUMMY_BLOCK = SLOTS * POSITIONS // BLOCK_SIZE
 SCALE = 1.25
 EPS = 1e-2
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How a model's fused projection is divided."""
+    """Heads of a fused projection."""
 
     queries: int
     kv: int
@@ -49,13 +49,11 @@ def test_queries_are_rotated_and_keys_and_values_stored(
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["in place", "from float32"])
-def test_many_tokens_are_dealt_out_otherwise_to_the_same_effect(
-    exact: bool, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_many_tokens_use_larger_tiles(exact: bool, dtype: torch.dtype, device: torch.device) -> None:
     _check(QWEN2, 128, exact, True, dtype, device)
 
 
-def test_tokens_of_the_dummy_slot_are_written_to_its_block_alone(device: torch.device) -> None:
+def test_tokens_of_the_dummy_slot_are_written_only_to_its_block(device: torch.device) -> None:
     heads = SMOLLM2
     step = _step(heads, 4, device)
     step.slots[1:] = SLOTS
@@ -63,15 +61,15 @@ def test_tokens_of_the_dummy_slot_are_written_to_its_block_alone(device: torch.d
     qkv = torch.randn(4, heads.width, device=device)
     cache = _empty_cache(heads, torch.float32, device)
     rotate_and_append(qkv, qkv[:, : heads.queries * heads.dim], step, cache, None)
-    assert not cache[SCRATCH_BLOCK, :, :, 0].isnan().any()
-    cache[SCRATCH_BLOCK] = torch.nan
+    assert not cache[DUMMY_BLOCK, :, :, 0].isnan().any()
+    cache[DUMMY_BLOCK] = torch.nan
     block = step.block_tables[int(step.slots[0]), int(step.positions[0]) // BLOCK_SIZE]
     cache[block, :, :, int(step.positions[0]) % BLOCK_SIZE] = torch.nan
     assert cache.isnan().all()
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_rows_of_a_larger_buffer(in_place: bool, device: torch.device) -> None:
+def test_only_the_given_rows_of_a_larger_buffer_are_written(in_place: bool, device: torch.device) -> None:
     heads = SMOLLM2
     queries = heads.queries * heads.dim
     step = _step(heads, 3, device)
@@ -94,9 +92,9 @@ def test_rows_of_a_larger_buffer(in_place: bool, device: torch.device) -> None:
     ],
     ids=["llama3", "yarn"],
 )
-def test_the_table_holds_what_the_cpu_path_computes(rope: Rope, device: torch.device) -> None:
+def test_the_table_matches_the_cpu_path(rope: Rope, device: torch.device) -> None:
     frequencies, scale = inverse_frequencies(rope, 64)
-    positions = torch.arange(10_007, device=device)  # not a whole number of chunks
+    positions = torch.arange(10_007, device=device)  # not a multiple of the chunk size
     table = rotary_table(frequencies, scale, len(positions), device)
     assert (table.dtype, table.shape) == (torch.float32, (10_007, 2, 32))
     cos, sin = RotaryEmbedding(rope, 64, device, torch.float32).factors(positions)
@@ -105,12 +103,12 @@ def test_the_table_holds_what_the_cpu_path_computes(rope: Rope, device: torch.de
 
 
 def _check(heads: Heads, tokens: int, exact: bool, normed: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """Queries go to a tensor of their own if qkv is `exact`, in float32; else they stay where they are."""
+    """Check one case. If qkv is `exact`, in float32, queries go to another tensor; otherwise they are rotated in place."""
     step = _step(heads, tokens, device)
     qkv = torch.randn(tokens, heads.width, device=device).to(torch.float32 if exact else dtype)
     weights = torch.randn(2, heads.dim, device=device).to(dtype)
-    pieces = qkv.double().view(tokens, -1, heads.dim)
-    queries, keys, values = pieces.split([heads.queries, heads.kv, heads.kv], dim=1)
+    split = qkv.double().view(tokens, -1, heads.dim)
+    queries, keys, values = split.split([heads.queries, heads.kv, heads.kv], dim=1)
     if normed:
         queries, keys = rms_norm(queries, weights[0].double(), EPS), rms_norm(keys, weights[1].double(), EPS)
     cache = _empty_cache(heads, dtype, device)
@@ -133,13 +131,13 @@ def _check(heads: Heads, tokens: int, exact: bool, normed: bool, dtype: torch.dt
 
 
 def _step(heads: Heads, tokens: int, device: torch.device) -> RopeStep:
-    """A step whose tokens lie anywhere, no two in one place. The last slot is the dummy one, its block the cache's last."""
-    places = torch.randperm(SLOTS * POSITIONS, device=device)[:tokens].int()
-    blocks = torch.randperm(SCRATCH_BLOCK, device=device).int().view(SLOTS, -1)
+    """Return a step of tokens at different random positions. The last slot is the dummy slot, with the last block."""
+    cells = torch.randperm(SLOTS * POSITIONS, device=device)[:tokens].int()
+    blocks = torch.randperm(DUMMY_BLOCK, device=device).int().view(SLOTS, -1)
     return RopeStep(
-        positions=places % POSITIONS,
-        slots=places // POSITIONS,
-        block_tables=torch.cat((blocks, torch.full_like(blocks[:1], SCRATCH_BLOCK))),
+        positions=cells % POSITIONS,
+        slots=cells // POSITIONS,
+        block_tables=torch.cat((blocks, torch.full_like(blocks[:1], DUMMY_BLOCK))),
         table=rotary_table(_frequencies(heads, device), SCALE, POSITIONS, device),
         num_heads=heads.queries,
         num_kv_heads=heads.kv,
@@ -153,5 +151,5 @@ def _frequencies(heads: Heads, device: torch.device) -> Tensor:
 
 
 def _empty_cache(heads: Heads, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """All NaN, so that what is written shows."""
-    return torch.full((SCRATCH_BLOCK + 1, 2, heads.kv, BLOCK_SIZE, heads.dim), torch.nan, device=device, dtype=dtype)
+    """Return a cache of NaN, so that writes are visible."""
+    return torch.full((DUMMY_BLOCK + 1, 2, heads.kv, BLOCK_SIZE, heads.dim), torch.nan, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The search for a threshold against a sort in float64."""
+"""The threshold search kernel, compared with a sort in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from text_generation_shard.engines.torch.cuda.kernels.threshold import kth_large
 
 
 def sorted_threshold(keys: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
-    """What is searched for, by its definition."""
+    """Return the threshold by its definition."""
     ordered, order = keys.sort(-1, descending=True)
     reached = weights.double().gather(1, order).cumsum(-1) >= mass
     first = torch.where(reached.any(-1), reached.int().argmax(-1), keys.shape[1] - 1)
@@ -19,7 +19,7 @@ def sorted_threshold(keys: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
 
 
 def some_keys(n: int, scale: float, device: torch.device) -> Tensor:
-    """Four rows; one of them half −inf, one with many ties."""
+    """Return four rows; one is half −inf, one has many ties."""
     keys = torch.randn(4, n, generator=torch.Generator().manual_seed(n)) * scale
     keys[1, ::2] = -torch.inf
     keys[2] = keys[2].mul(2).round()
@@ -40,9 +40,7 @@ def test_the_smallest_set_of_a_given_mass(n: int, scale: float, device: torch.de
 
 
 @pytest.mark.parametrize("capacity", [1, 500])
-def test_keys_that_share_too_many_digits_to_be_held_aside(
-    capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_keys_for_the_buffer(capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threshold, "CAPACITY", capacity)
     keys = 1 + some_keys(1500, 0.01, device)
     weights = keys.softmax(-1)
@@ -50,7 +48,7 @@ def test_keys_that_share_too_many_digits_to_be_held_aside(
     assert torch.equal(smallest_set_threshold(keys, weights, mass), sorted_threshold(keys, weights, mass))
 
 
-def test_weights_that_have_nothing_to_do_with_the_order(device: torch.device) -> None:
+def test_weights_independent_of_the_keys(device: torch.device) -> None:
     keys = some_keys(1300, 3.0, device)
     weights = torch.rand(keys.shape, generator=torch.Generator().manual_seed(1)).to(device)
     weights[weights < 0.5] = 0.0
@@ -58,7 +56,7 @@ def test_weights_that_have_nothing_to_do_with_the_order(device: torch.device) ->
     assert torch.equal(smallest_set_threshold(keys, weights, mass), sorted_threshold(keys, weights, mass))
 
 
-def test_a_mass_that_is_never_reached_takes_every_key(device: torch.device) -> None:
+def test_an_unreachable_mass_takes_every_key(device: torch.device) -> None:
     keys = some_keys(300, 3.0, device)
     thresholds = smallest_set_threshold(keys, keys.softmax(-1), column(2.0, 2.0, torch.inf, 2.0, device=device))
     assert torch.equal(thresholds, keys.amin(-1, keepdim=True))
@@ -71,7 +69,7 @@ def test_the_kth_largest(device: torch.device) -> None:
     assert torch.equal(kth_largest(keys, k), expected)
 
 
-def test_rows_that_lie_apart(device: torch.device) -> None:
+def test_strided_rows(device: torch.device) -> None:
     wide = torch.full((4, 1024), torch.nan, device=device)
     keys = wide[:, :1000]
     keys.copy_(some_keys(1000, 3.0, device))
@@ -79,7 +77,7 @@ def test_rows_that_lie_apart(device: torch.device) -> None:
     assert torch.equal(kth_largest(keys, k), keys.sort(-1, descending=True).values.gather(1, k - 1))
 
 
-def test_a_row_of_nan_ends_and_leaves_its_neighbours_alone(device: torch.device) -> None:
+def test_a_row_of_nan_terminates_and_does_not_affect_others(device: torch.device) -> None:
     keys = some_keys(300, 3.0, device)
     keys[0] = torch.nan
     weights = keys.softmax(-1)

@@ -1,4 +1,4 @@
-"""The control channel, over real sockets: what arrives, who may come, who notices that somebody is gone."""
+"""The control channel over real sockets: messages, greetings, lost processes."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def path() -> Iterator[Path]:
 
 @contextmanager
 def group(path: Path, size: int) -> Iterator[tuple[LeaderChannel, list[FollowerChannel]]]:
-    """A leader and its followers, in the threads of one process."""
+    """Connect a leader and its followers in one process."""
     with ThreadPoolExecutor(size) as pool:
         leading = pool.submit(accept_followers, path, size, SOON)
         following = [pool.submit(connect_to_leader, path, rank, size, SOON) for rank in reversed(range(1, size))]
-        leader, followers = leading.result(), [one.result() for one in reversed(following)]
+        leader, followers = leading.result(), [future.result() for future in reversed(following)]
     try:
         yield leader, followers
     finally:
@@ -53,18 +53,18 @@ def group(path: Path, size: int) -> Iterator[tuple[LeaderChannel, list[FollowerC
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_the_leader_says_all_followers_hear_in_order(path: Path, size: int) -> None:
-    # Larger than any buffer on the way, and the next one smaller again.
-    messages = [(3, b""), (1, b"a"), (4, os.urandom(1 << 20)), (2, os.urandom(4096))]
+def test_all_followers_receive_all_messages_in_order(path: Path, size: int) -> None:
+    # One message is larger than all buffers, the next one smaller.
+    messages = [(3, b""), (1, bytearray(b"a")), (4, os.urandom(1 << 20)), (2, memoryview(os.urandom(4096)))]
 
-    def hear(follower: FollowerChannel) -> list[tuple[int, bytes]]:
+    def read(follower: FollowerChannel) -> list[tuple[int, bytes]]:
         return [(kind, bytes(payload)) for kind, payload in (follower.receive() for _ in messages)]
 
     with group(path, size) as (leader, followers), ThreadPoolExecutor(size) as pool:
-        hearing = [pool.submit(hear, follower) for follower in followers]
+        reading = [pool.submit(read, follower) for follower in followers]
         for kind, payload in messages:
             leader.broadcast(kind, payload)
-        assert [one.result() for one in hearing] == [messages] * (size - 1)
+        assert [future.result() for future in reading] == [messages] * (size - 1)
 
 
 def test_answers_are_gathered_by_rank(path: Path) -> None:
@@ -74,21 +74,13 @@ def test_answers_are_gathered_by_rank(path: Path) -> None:
         assert leader.gather() == [1, -(1 << 62), 3]
 
 
-def test_any_bytes_can_be_sent(path: Path) -> None:
-    with group(path, 2) as (leader, (follower,)):
-        for payload in (b"abc", bytearray(b"abc"), memoryview(b"abc")):
-            leader.broadcast(7, payload)
-            kind, received = follower.receive()
-            assert (kind, bytes(received)) == (7, b"abc")
-
-
-def test_nothing_is_left_in_the_file_system_once_all_have_met(path: Path) -> None:
+def test_the_socket_file_is_removed_once_all_are_connected(path: Path) -> None:
     private = path.parent / f"{PRIVATE_FOLDER_PREFIX}1" / "group"
     with group(private, 2):
         assert list(path.parent.iterdir()) == []
 
 
-def test_the_socket_is_for_its_owner_alone(path: Path) -> None:
+def test_only_the_owner_can_access_the_socket(path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(accept_followers, path, 3, SOON)
         first = connect_to_leader(path, 1, 3, SOON)
@@ -99,7 +91,7 @@ def test_the_socket_is_for_its_owner_alone(path: Path) -> None:
     second.close()
 
 
-def test_a_leader_that_leaves_says_goodbye_and_then_nothing_more(path: Path) -> None:
+def test_a_leader_that_closes_says_goodbye(path: Path) -> None:
     with group(path, 2) as (leader, (follower,)):
         leader.close()
         assert follower.receive()[0] == GOODBYE
@@ -107,7 +99,7 @@ def test_a_leader_that_leaves_says_goodbye_and_then_nothing_more(path: Path) -> 
             follower.receive()
 
 
-def test_a_leader_notices_that_a_follower_is_gone(path: Path) -> None:
+def test_a_leader_detects_a_lost_follower(path: Path) -> None:
     with group(path, 3) as (leader, (_, second)):
         second.close()
         with pytest.raises(GroupBroken, match=r"^rank 2 is gone"):
@@ -116,7 +108,7 @@ def test_a_leader_notices_that_a_follower_is_gone(path: Path) -> None:
             second.receive()
 
 
-def test_who_is_lost_is_known_or_seen_soon(path: Path) -> None:
+def test_the_lost_process_is_named(path: Path) -> None:
     with group(path, 3) as (leader, (first, second)):
         assert leader.lost(0.0) is None
         assert second.lost(0.0) is None
@@ -130,7 +122,7 @@ def test_who_is_lost_is_known_or_seen_soon(path: Path) -> None:
         assert leader.lost(SOON) is None
 
 
-def test_gathering_ends_when_a_follower_is_gone(path: Path) -> None:
+def test_gather_raises_when_a_follower_is_lost(path: Path) -> None:
     with group(path, 3) as (leader, (first, second)):
         first.answer(1)
         second.close()
@@ -149,7 +141,7 @@ while True:
 """
 
 
-def test_a_process_that_is_killed_is_noticed_by_who_waits_and_by_who_does_nothing(path: Path) -> None:
+def test_a_killed_process_is_detected_by_watch_and_by_gather(path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", FOLLOWER, str(path)])
     try:
         leader = accept_followers(path, 2, 30)
@@ -168,7 +160,7 @@ def test_a_process_that_is_killed_is_noticed_by_who_waits_and_by_who_does_nothin
         process.wait()
 
 
-def test_a_follower_that_does_not_read_is_told_that_the_leader_is_gone(path: Path) -> None:
+def test_a_follower_that_does_not_read_detects_a_lost_leader(path: Path) -> None:
     with group(path, 2) as (leader, (follower,)):
         leader.broadcast(1, b"not read")
         gone: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -177,25 +169,25 @@ def test_a_follower_that_does_not_read_is_told_that_the_leader_is_gone(path: Pat
         assert gone.get(timeout=SOON) == "rank 0 is gone"
 
 
-def test_nobody_is_told_of_an_end_of_ones_own(path: Path) -> None:
-    told: list[str] = []
+def test_closing_is_not_reported_to_oneself(path: Path) -> None:
+    reported: list[str] = []
     with group(path, 3) as (leader, followers):
-        leader.watch(told.append)
-        followers[0].watch(told.append)
-        followers[0].close()  # the leader's thread ends with that of the first that is gone
+        leader.watch(reported.append)
+        followers[0].watch(reported.append)
+        followers[0].close()  # ends the leader's watch thread
         watches = [thread for thread in threading.enumerate() if thread.name == "group watch"]
         for thread in watches:
             thread.join(SOON)
             assert not thread.is_alive()
-    assert told == ["rank 1 is gone"]
+    assert reported == ["rank 1 is gone"]
 
 
-def test_a_leader_that_leaves_is_not_told_that_the_others_do(path: Path) -> None:
-    told: list[str] = []
+def test_followers_that_leave_at_shutdown_are_not_reported(path: Path) -> None:
+    reported: list[str] = []
     with group(path, 3) as (leader, (first, second)), ThreadPoolExecutor(1) as pool:
-        leader.watch(told.append)
+        leader.watch(reported.append)
         (watch,) = (thread for thread in threading.enumerate() if thread.name == "group watch")
-        fill(leader, 2)  # the goodbye to rank 2 takes until it reads; rank 1 goes meanwhile
+        fill(leader, 2)  # sending GOODBYE to rank 2 blocks until it reads; rank 1 leaves meanwhile
         leaving = pool.submit(leader.close)
         assert first.receive()[0] == GOODBYE
         first.close()
@@ -203,11 +195,11 @@ def test_a_leader_that_leaves_is_not_told_that_the_others_do(path: Path) -> None
         assert not leaving.done()
         second.close()
         leaving.result(SOON)
-    assert told == []
+    assert reported == []
 
 
 def fill(leader: LeaderChannel, rank: int) -> None:
-    """Send until the kernel takes no more."""
+    """Send until the socket buffer is full."""
     connection = leader._followers[rank]._socket
     connection.setblocking(False)
     with suppress(BlockingIOError):
@@ -216,18 +208,18 @@ def fill(leader: LeaderChannel, rank: int) -> None:
     connection.setblocking(True)
 
 
-def test_a_follower_that_does_not_come_is_named(path: Path) -> None:
+def test_missing_followers_are_named(path: Path) -> None:
     with pytest.raises(EngineError, match=r"^ranks 1, 2 did not connect within 0\.05 s$"):
         accept_followers(path, 3, 0.05)
     assert not path.exists()
 
 
-def test_a_leader_that_is_not_there_is_waited_for_and_then_named(path: Path) -> None:
+def test_a_missing_leader_is_named_after_the_timeout(path: Path) -> None:
     with pytest.raises(EngineError, match=rf"^rank 0 was not reachable at {path} within 0\.05 s: No such file"):
         connect_to_leader(path, 1, 2, 0.05)
 
 
-def test_a_socket_that_a_crash_left_makes_way(path: Path) -> None:
+def test_a_stale_socket_is_replaced(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as crashed:
         crashed.bind(str(path))
     with group(path, 2) as (leader, (follower,)):
@@ -244,25 +236,25 @@ def test_a_socket_that_a_crash_left_makes_way(path: Path) -> None:
         ([(1, 2)], "rank 1 has world size 2, expected 3"),
     ],
 )
-def test_who_has_no_place_in_the_group_is_refused(path: Path, greetings: list[tuple[int, int]], problem: str) -> None:
+def test_a_rank_outside_the_group_is_refused(path: Path, greetings: list[tuple[int, int]], problem: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(accept_followers, path, 3, SOON)
-        came = [connect_to_leader(path, rank, size, SOON) for rank, size in greetings]
+        connected = [connect_to_leader(path, rank, size, SOON) for rank, size in greetings]
         with pytest.raises(EngineError, match=f"^the group could not be formed: {problem}$"):
             leading.result()
-        for follower in came:  # nobody is left waiting
+        for follower in connected:  # none of them hangs
             with pytest.raises(GroupBroken):
                 follower.receive()
             follower.close()
 
 
-@pytest.mark.parametrize("words", [b"", b"GET", struct.pack("<III", 7, 1, 2)])
-def test_what_is_no_shard_is_refused(path: Path, words: bytes) -> None:
+@pytest.mark.parametrize("greeting", [b"", b"GET", struct.pack("<III", 7, 1, 2)])
+def test_a_connection_without_a_greeting_is_refused(path: Path, greeting: bytes) -> None:
     with ThreadPoolExecutor(1) as pool, socket.socket(socket.AF_UNIX) as stranger:
         leading = pool.submit(accept_followers, path, 2, SOON)
         while stranger.connect_ex(str(path)):
             pass
-        stranger.sendall(words)
+        stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
         with pytest.raises(EngineError, match=r"a connection did not come from a shard$"):
             leading.result()

@@ -1,4 +1,4 @@
-"""The collectives of a group: real processes, over gloo on the CPU, over NCCL and symmetric memory where there are GPUs."""
+"""The collectives of a group of processes, over gloo on the CPU, over NCCL and symmetric memory with GPUs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ everyone = range(size)
 def expect(found, expected):
     assert torch.equal(found.cpu(), torch.as_tensor(expected).to(found.dtype)), (found, expected)
 
-# What is exchanged, what is summed by one kernel, and what is too large for either; odd sizes; each type.
+# Low-latency, one-shot and NCCL sizes; odd sizes; each dtype.
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for shape in ((1,), (3, 5), (7, 576), (5, 4096), (256, 4096)):
         tensor = torch.full(shape, float(rank + 1), dtype=dtype, device=device)
         group.all_reduce(tensor)
         expect(tensor, torch.full(shape, float(sum(r + 1 for r in everyone))))
 
-# A small one and one that is too large to be exchanged; rows are padded.
+# A low-latency size and a larger one; rows are padded.
 for rows, width in ((2, 3), (2, 150_000)):
     parts = [torch.arange(float(rows * width)).view(rows, width) + 10 * r for r in everyone]
     out = torch.full((rows, width * size + 1), torch.nan, device=device)
@@ -49,17 +49,17 @@ tensor = torch.full((4,), float(rank + 7), device=device)
 group.broadcast(tensor)
 expect(tensor, [7.0] * 4)
 
-# What one rank cannot have, none has.
+# If a stage fails on one rank, all ranks stop.
 stages = []
 def fail():
     if rank == 1:
-        raise RuntimeError("nothing to be had")
+        raise RuntimeError("not available")
 steps = (lambda: stages.append("first"), fail, lambda: stages.append("last"))
 assert not all_succeed(steps, device, "done without") and stages == ["first"]
 
 if device.type == "cuda":
     assert group._all_reduce.is_one_shot and group._low_latency is not None
-    # One-shot, and exchanged.
+    # One-shot and low-latency.
     for static in (
         torch.zeros(64, 4096, dtype=torch.bfloat16, device=device),
         torch.zeros(4, 4096, dtype=torch.float32, device=device),
@@ -93,7 +93,7 @@ def address() -> Iterator[str]:
 
 
 def run(size: int, address: str, device: str) -> list[tuple[int, str, str]]:
-    """Exit code, output and complaints of each member. Each sees a GPU of its own, if any."""
+    """Run the members; return exit code, stdout and stderr of each. Each sees its own GPU, if any."""
     members = [
         subprocess.Popen(
             [sys.executable, "-W", "error", "-c", MEMBER, str(rank), str(size), address, device],
@@ -105,16 +105,16 @@ def run(size: int, address: str, device: str) -> list[tuple[int, str, str]]:
         for rank in range(size)
     ]
     try:
-        said = [member.communicate(timeout=100) for member in members]
+        results = [member.communicate(timeout=100) for member in members]
     finally:
         for member in members:
             member.kill()
-    return [(member.returncode, *words) for member, words in zip(members, said, strict=True)]
+    return [(member.returncode, *outputs) for member, outputs in zip(members, results, strict=True)]
 
 
 def test_two_processes_compute_together(address: str) -> None:
-    for code, output, complaints in run(2, address, "cpu"):
-        assert complaints == ""  # torch.distributed says nothing that would end up in our log
+    for code, output, stderr in run(2, address, "cpu"):
+        assert stderr == ""  # torch.distributed logs nothing
         assert code == 0
         assert output.endswith("done\n")
         assert "joined" in output
@@ -122,12 +122,12 @@ def test_two_processes_compute_together(address: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_gpus_compute_together_and_in_a_graph(address: str) -> None:
-    for code, _, complaints in run(torch.cuda.device_count(), address, "cuda:0"):
-        assert code == 0, complaints
+def test_gpus_compute_together_also_in_a_graph(address: str) -> None:
+    for code, _, stderr in run(torch.cuda.device_count(), address, "cuda:0"):
+        assert code == 0, stderr
 
 
-def test_a_group_of_one_joins_nothing() -> None:
+def test_a_group_of_one_opens_nothing() -> None:
     group = join_group(ShardConfig(), torch.device("cpu"))
     assert group.tp == TensorParallelRank(0, 1)
     tensor = torch.tensor([1.0, 2.0])
@@ -140,7 +140,7 @@ def test_a_group_of_one_joins_nothing() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_a_group_that_does_not_gather_is_an_error_in_one_line(address: str) -> None:
+def test_a_missing_rank_is_an_error_in_one_line(address: str) -> None:
     config = ShardConfig(rank=0, world_size=3, group_address=address)
     with pytest.raises(EngineError, match=r"^ranks 1, 2 did not connect within 0\.05 s$"):
         join_group(config, torch.device("cpu"), timeout=0.05)

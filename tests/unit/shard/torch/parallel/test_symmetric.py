@@ -1,4 +1,4 @@
-"""Ranks that set up low-latency collectives agree on whether all of them have it: real processes over gloo, inboxes in files they map."""
+"""Ranks agree whether all could create the low-latency collectives: processes over gloo, with inboxes in mapped files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ symmetric.MAX_GATHERED_ROW = 2 * 256
 symmetric.allocate_symmetric = no_memory if fault == "memory" and rank else lambda elements, dtype, device: map_inbox(rank, elements)
 symmetric.rendezvous = rendezvous
 if fault == "values" and rank:
-    torch.equal = lambda one, other: False
+    torch.equal = lambda first, second: False
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 print("opened" if symmetric.create_low_latency_collectives(torch.device("cpu")) else "done without")
 """
@@ -39,7 +39,7 @@ print("opened" if symmetric.create_low_latency_collectives(torch.device("cpu")) 
 @pytest.mark.parametrize(
     ("fault", "outcome"), [("none", "opened"), full("memory", "done without"), ("values", "done without")]
 )
-def test_all_ranks_have_it_or_none(fault: str, outcome: str) -> None:
+def test_all_ranks_create_the_collectives_or_none(fault: str, outcome: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         members = [
             subprocess.Popen(
@@ -51,8 +51,8 @@ def test_all_ranks_have_it_or_none(fault: str, outcome: str) -> None:
             for rank in range(2)
         ]
         try:
-            said = [member.communicate(timeout=60)[0] for member in members]
+            outputs = [member.communicate(timeout=60)[0] for member in members]
         finally:
             for member in members:
                 member.kill()
-    assert [lines.splitlines()[-1] for lines in said] == [outcome] * 2
+    assert [lines.splitlines()[-1] for lines in outputs] == [outcome] * 2

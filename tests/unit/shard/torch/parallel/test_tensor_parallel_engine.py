@@ -1,4 +1,4 @@
-"""A model in two parts, in two processes on a CPU, says what the whole one says: whatever is asked of it."""
+"""A model divided over two processes on a CPU gives the same results as the whole model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KILLED_IN_A_STEP = """
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=199,  # which two ranks cannot have equal parts of
+        vocab_size=199,  # odd, so that the vocabulary is padded
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -50,11 +50,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def split(folder: Path, tmp_path: Path, *program: str) -> Iterator[Engine]:
-    """TPWorker 0's engine; rank 1 is a shard, which `program` may change."""
+def two_ranks(folder: Path, tmp_path: Path, *program: str) -> Iterator[Engine]:
+    """Run rank 0's engine here and rank 1 as a shard process, whose program may be replaced."""
     group = f"unix://{tmp_path}/group"
-    words = {"model-path": folder, "device": "cpu", "world-size": 2, "group-address": group, "max-batch-size": 8}
-    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    values = {"model-path": folder, "device": "cpu", "world-size": 2, "group-address": group, "max-batch-size": 8}
+    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     follower = subprocess.Popen(
         [sys.executable, *program, *flags, "--rank", "1", "--address", f"unix://{tmp_path}/one"],
         stdout=subprocess.DEVNULL,
@@ -67,7 +67,7 @@ def split(folder: Path, tmp_path: Path, *program: str) -> Iterator[Engine]:
         yield engine
     finally:
         engine.close()
-        # It ends by itself once its leader has left.
+        # The follower exits when its leader has closed.
         assert follower.wait(20) is not None
 
 
@@ -84,9 +84,9 @@ def answers(engine: Engine) -> list[Stream]:
     return streams
 
 
-def test_a_split_model_says_what_the_whole_one_does(folder: Path, tmp_path: Path) -> None:
+def test_a_divided_model_gives_the_same_results(folder: Path, tmp_path: Path) -> None:
     whole = answers(build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8)))
-    with split(folder, tmp_path, "-m", "text_generation_shard") as engine:
+    with two_ranks(folder, tmp_path, "-m", "text_generation_shard") as engine:
         parts = answers(engine)
     for expected, got in zip(whole, parts, strict=True):
         assert (got.tokens, got.finish, got.failure) == (expected.tokens, expected.finish, None)
@@ -96,9 +96,9 @@ def test_a_split_model_says_what_the_whole_one_does(folder: Path, tmp_path: Path
             assert scores[1:] == pytest.approx(exact[1:], abs=1e-4)
 
 
-def test_a_rank_that_dies_in_a_step_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_rank_lost_in_a_step_is_named(folder: Path, tmp_path: Path) -> None:
     with (
-        split(folder, tmp_path, "-c", textwrap.dedent(KILLED_IN_A_STEP)) as engine,
+        two_ranks(folder, tmp_path, "-c", textwrap.dedent(KILLED_IN_A_STEP)) as engine,
         pytest.raises(GroupBroken, match=r"^rank 1 is gone$"),
     ):
         engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048))
