@@ -60,20 +60,20 @@ class Parameter:
     """One parameter of a request."""
 
     field: str
-    """Its name in `values` and on the wire."""
+    """The name in `values` and on the wire."""
     neutral: Any
-    """Its value if it is not asked for; always allowed."""
+    """The value of a request that does not ask for it; always allowed."""
     range: Range | None
     """Allowed values other than the neutral one; None: any."""
     names: Mapping[Api, str]
-    """Its name in the request bodies of each API that has it."""
+    """The name in the request bodies of each API that has it."""
 
     def allows(self, value: float) -> bool:
         """Return True if `value` is neutral or in range."""
         return value == self.neutral or self.range is None or value in self.range
 
     def label(self, api: Api) -> str:
-        """Return its name as messages to clients of `api` write it."""
+        """Return the name as messages to clients of `api` write it."""
         name = self.names.get(api) or next(iter(self.names.values()))
         return name if "`" in name else f"`{name}`"
 

@@ -1,4 +1,4 @@
-"""A request proven valid, and who hears of its tokens. Frozen values: nothing below the API checks them again."""
+"""A validated request, and the protocol that delivers its tokens. Nothing below the API checks its values again."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from text_generation_router.errors import ServingError
 
 RequestId = NewType("RequestId", int)
 TenantId = NewType("TenantId", str)
-"""Who a request is for: an API key's digest, or the word of a header. "" where nobody is told apart."""
+"""The owner of a request: the digest of an API key, or the value of a header. "" without either."""
 TokenId = int
 
 LogprobJson = bytes
-"""A log-probability as JSON: the shortest text of its float32, `null` where there is none.
+"""A log-probability as JSON: the shortest text of its float32, or `null`.
 
-Of a chosen token that means that the engine does not know it; of another one that it could not come.
-Written once for a whole step; floats would print the digits of a float64."""
+`null` means unknown for a chosen token, and impossible for another one.
+Written once for a whole step; a Python float would print the digits of a float64."""
 
 
 class Priority(IntEnum):
-    """How urgent a request is: the smaller the sooner. Waiting makes up for it: see `scheduling.queue`."""
+    """Priority classes, the most urgent first. Waiting raises a request's rank: see `scheduling.queue`."""
 
     SYSTEM = 0
     INTERACTIVE = 1
@@ -33,23 +33,23 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class QualityOfService:
-    """What a request is due: whose it is, how urgent, and until when. Times in seconds of the monotonic clock."""
+    """Tenant, priority and deadlines of a request. Times are seconds of the monotonic clock."""
 
     tenant: TenantId = TenantId("")
     priority: Priority = Priority.DEFAULT
     salt: str = ""
     """Prompts share their KV blocks only with prompts of the same salt."""
     first_token_by: float | None = None
-    """When the client hopes for its first token; it orders the queue, and ends nothing."""
+    """The desired time of the first token. It orders the queue; missing it ends nothing."""
     queue_by: float | None = None
-    """When it has expired, if it is still in the queue."""
+    """The request expires at this time if it is still queued."""
     end_by: float | None = None
-    """When it has expired, wherever it is."""
+    """The request expires at this time, queued or running."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client asked for, as token ids. prompt and new tokens together fit every limit."""
+    """One generation for a client, in token ids. Prompt and new tokens fit every limit."""
 
     id: RequestId
     prompt: tuple[TokenId, ...]
@@ -57,13 +57,13 @@ class Request:
     sampling: Sampling = Sampling()
     stop_sequences: tuple[str, ...] = ()
     keep_stop_text: bool = True
-    """Whether the stop sequence that ended a text is part of it: TGI's way; OpenAI cuts it."""
+    """Keep the stop sequence at the end of the text, as TGI does; OpenAI cuts it."""
     visible_special: frozenset[TokenId] = frozenset()
-    """Special tokens whose text is part of the answer (`[TOOL_CALLS]`)."""
+    """Special tokens whose text is part of the answer, such as `[TOOL_CALLS]`."""
     stop_token_ids: frozenset[TokenId] = frozenset()
     ignore_eos: bool = False
     min_new_tokens: int = 0
-    """No end-of-sequence or stop token is chosen before so many new ones."""
+    """No end-of-sequence or stop token is chosen before so many new tokens."""
     logprobs: LogprobOptions = LogprobOptions()
     grammar: Grammar | None = None
     qos: QualityOfService = QualityOfService()
@@ -73,26 +73,26 @@ TopToken = tuple[TokenId, LogprobJson]
 
 
 class TokenListener(Protocol):
-    """Hears of one request's tokens, in order. Called on the event loop; must neither block nor raise.
+    """A receiver of one request's tokens, in order. Called on the event loop; must neither block nor raise.
 
-    One call of `on_token` with a reason, or one of `on_failure`, is the last call.
+    The last call is `on_token` with a reason, or `on_failure`.
     """
 
     def on_token(
         self, token_id: TokenId, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
     ) -> bool:
-        """One new token; `reason` says it is the last. False: enough, the request ends here."""
+        """Take one new token; the last one has a `reason`. Return False to end the request."""
         ...
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
-        """Log-probabilities of the prompt's tokens, before the first new token; `tops` only where asked for.
+        """Take the log-probabilities of the prompt's tokens, before the first new token; `tops` only if requested.
 
         tops[i] are the most probable tokens at prompt position i, best first; tops[0] is empty.
         """
         ...
 
     def on_scheduled(self, cached_tokens: int) -> None:
-        """The request left the queue, with so many prompt tokens in the KV cache; again after a preemption or a move."""
+        """The request left the queue, with so many cached prompt tokens; again after a preemption or a move."""
         ...
 
     def on_failure(self, error: ServingError) -> None:

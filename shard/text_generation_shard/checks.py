@@ -1,4 +1,4 @@
-"""Whether an admission asks what the engine can do: every number in its range, in words for whoever sent it."""
+"""Checks of new sequences and orders against the contract and the limits of the engine."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ NO_BLOCKS = "the engine schedules for itself: it takes no KV blocks"
 NO_PREFILL = "the engine schedules for itself: it takes no prefill orders"
 
 
-def admission_problem(admission: NewSequence, info: EngineInfo) -> str | None:
-    """What is wrong with `admission` by itself; None if nothing is."""
+def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
+    """Return the first problem of a new sequence, or None."""
     return (
-        _prompt_problem(admission, info)
-        or _stopping_problem(admission.stopping)
-        or _asked_problem(admission, info)
-        or _sampling_problem(admission.sampling)
-        or _logit_bias_problem(admission.sampling, info)
+        _prompt_problem(sequence, info)
+        or _stopping_problem(sequence.stopping)
+        or _options_problem(sequence, info)
+        or _sampling_problem(sequence.sampling)
+        or _logit_bias_problem(sequence.sampling, info)
     )
 
 
 def meant_for_steps(orders: Orders) -> list[tuple[int, str]]:
-    """(slot, what is wrong) of all in `orders` that an engine which schedules for itself decides alone."""
+    """Return (slot, problem) for all parts of `orders` that a self-scheduling engine does not take."""
     return [(slot, NO_BLOCKS) for slot, _ in orders.grants] + [(slot, NO_PREFILL) for slot, _ in orders.prefill]
 
 
-def _prompt_problem(admission: NewSequence, info: EngineInfo) -> str | None:
-    if not 0 <= admission.slot < info.max_slots:
-        return f"slot {admission.slot} is not one of {info.max_slots}"
-    if not admission.prompt:
+def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
+    if not 0 <= sequence.slot < info.max_slots:
+        return f"slot {sequence.slot} is not one of {info.max_slots}"
+    if not sequence.prompt:
         return "the prompt is empty"
-    if max(admission.prompt) >= info.vocab_size:
+    if max(sequence.prompt) >= info.vocab_size:
         return f"a prompt token is outside the vocabulary of {info.vocab_size}"
-    if not 0 <= admission.computed_tokens < len(admission.prompt):
+    if not 0 <= sequence.computed_tokens < len(sequence.prompt):
         return "computed_tokens must leave at least one prompt token to compute"
-    if admission.computed_tokens > len(admission.blocks) * info.block_size:
+    if sequence.computed_tokens > len(sequence.blocks) * info.block_size:
         return "computed_tokens do not fit in the blocks given"
-    if not 0 <= admission.generated_tokens < len(admission.prompt):
+    if not 0 <= sequence.generated_tokens < len(sequence.prompt):
         return "generated_tokens must leave at least one prompt token"
-    if len(admission.prompt) + admission.stopping.max_new_tokens > info.max_sequence_length:
+    if len(sequence.prompt) + sequence.stopping.max_new_tokens > info.max_sequence_length:
         return f"prompt and new tokens exceed the model's {info.max_sequence_length} positions"
     return None
 
@@ -51,14 +51,14 @@ def _stopping_problem(stopping: Stopping) -> str | None:
     return None
 
 
-def _asked_problem(admission: NewSequence, info: EngineInfo) -> str | None:
-    if admission.logprobs.top_n > info.max_top_n_tokens:
+def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
+    if sequence.logprobs.top_n > info.max_top_n_tokens:
         return f"top_n is at most {info.max_top_n_tokens}"
-    if admission.logprobs.prompt_top_n > info.max_top_n_tokens:
+    if sequence.logprobs.prompt_top_n > info.max_top_n_tokens:
         return f"prompt_top_n is at most {info.max_top_n_tokens}"
-    if admission.logprobs.prompt_top_n and not admission.logprobs.prompt:
+    if sequence.logprobs.prompt_top_n and not sequence.logprobs.prompt:
         return "prompt_top_n comes with prompt logprobs only"
-    if admission.grammar is not None and not info.grammar_kinds:
+    if sequence.grammar is not None and not info.grammar_kinds:
         return "the engine serves no grammars"
     return None
 

@@ -1,4 +1,4 @@
-"""Protobuf to domain values and back; nothing else."""
+"""Conversion of orders from protobuf, and of reports to it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SCHEDULING = {Scheduling.STEP: pb.SCHEDULING_STEP, Scheduling.SELF: pb.SCHEDULI
 
 
 class InvalidOrders(ValueError):
-    """Orders whose shape breaks the contract: nothing in them can be trusted."""
+    """Orders whose shape breaks the contract."""
 
 
 def orders_from_pb(message: pb.Orders) -> Orders:
-    """Orders as the engine takes them. Raises InvalidOrders if columns that belong together differ in length."""
+    """Convert orders. Raises InvalidOrders if columns that belong together differ in length."""
     if len(message.prefill_slots) != len(message.prefill_tokens):
         raise InvalidOrders("prefill_slots and prefill_tokens differ in length")
     if len(message.grant_slots) != len(message.grant_counts):
@@ -27,7 +27,7 @@ def orders_from_pb(message: pb.Orders) -> Orders:
     return Orders(
         number=message.number,
         release=tuple(message.release),
-        admit=tuple(_admission_from_pb(admission) for admission in message.admit),
+        admit=tuple(_new_sequence(sequence) for sequence in message.admit),
         grants=tuple(_grants(message)),
         prefill=tuple(zip(message.prefill_slots, message.prefill_tokens, strict=True)),
     )
@@ -41,7 +41,7 @@ def _grants(message: pb.Orders) -> Iterator[tuple[int, tuple[int, ...]]]:
         at += count
 
 
-def _admission_from_pb(message: pb.NewSequence) -> NewSequence:
+def _new_sequence(message: pb.NewSequence) -> NewSequence:
     return NewSequence(
         slot=message.slot,
         prompt=tuple(message.prompt),
@@ -90,7 +90,7 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
 
 
 def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
-    """What `Info` answers."""
+    """Return the answer of `Info`."""
     return pb.InfoResponse(
         engine=info.engine,
         model_id=info.model_id,

@@ -1,4 +1,4 @@
-"""Domain values to protobuf and back; nothing else."""
+"""Conversion of orders to protobuf, and of reports from it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import orjson
 
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_proto.values import FailureCode, GrammarKind
-from text_generation_router.request import LogprobJson, Request, TopToken
+from text_generation_proto.values import FailureCode, GrammarKind, LogprobOptions, Stopping
+from text_generation_router.request import LogprobJson, TopToken
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
 
 
 def orders_to_pb(orders: SchedulerOutput, eos_token_ids: Sequence[int], *, own_cache: bool = False) -> pb.Orders:
-    """Orders as they go on the wire. `eos_token_ids` are the model's; `own_cache`: the engine keeps a prefix cache itself."""
+    """Convert orders. `eos_token_ids` are the model's; `own_cache` is True if the engine keeps its own prefix cache."""
     message = pb.Orders(number=orders.number, release=orders.release)
-    message.admit.extend(
-        _admission_to_pb(admission, eos_token_ids, own_cache=own_cache) for admission in orders.placements
-    )
+    eos = frozenset(eos_token_ids)
+    message.admit.extend(_new_sequence(placement, eos, own_cache=own_cache) for placement in orders.placements)
     for slot, blocks in orders.allocations:
         message.grant_slots.append(slot)
         message.grant_counts.append(len(blocks))
@@ -32,64 +31,54 @@ def orders_to_pb(orders: SchedulerOutput, eos_token_ids: Sequence[int], *, own_c
     return message
 
 
-def _admission_to_pb(admission: Placement, eos_token_ids: Sequence[int], *, own_cache: bool) -> pb.NewSequence:
-    request: Request = admission.request
-    message = pb.NewSequence(
-        slot=admission.slot,
-        prompt=request.prompt + admission.generated,
-        generated_tokens=len(admission.generated),
-        blocks=admission.blocks,
-        computed_tokens=admission.cached_tokens,
-        sampling=convert.sampling_to_pb(request.sampling),
-        stopping=pb.Stopping(
-            max_new_tokens=request.max_new_tokens - len(admission.generated),
-            eos_token_ids=() if request.ignore_eos else eos_token_ids,
-        ),
-        logprobs=pb.LogprobOptions(
-            top_n=request.logprobs.top_n,
-            # What a preempted entry has delivered already is not asked for again.
-            prompt=request.logprobs.prompt and not admission.generated,
-        ),
+def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_cache: bool) -> pb.NewSequence:
+    request, generated = placement.request, len(placement.generated)
+    stopping = Stopping(
+        max_new_tokens=request.max_new_tokens - generated,
+        eos_token_ids=frozenset() if request.ignore_eos else eos_token_ids,
+        stop_token_ids=request.stop_token_ids,
+        min_new_tokens=max(0, request.min_new_tokens - generated),
     )
-    # What few requests ask for is written only for those: the others' admissions stay as small and quick.
-    if request.stop_token_ids:
-        message.stopping.stop_token_ids.extend(request.stop_token_ids)
-    if request.min_new_tokens > len(admission.generated):
-        message.stopping.min_new_tokens = request.min_new_tokens - len(admission.generated)
-    if request.logprobs.prompt_top_n and message.logprobs.prompt:
-        message.logprobs.prompt_top_n = request.logprobs.prompt_top_n
-    if request.grammar is not None:
-        message.grammar.CopyFrom(convert.grammar_to_pb(request.grammar))
-    if own_cache and request.qos.salt:
-        message.cache_salt = hashed_salt(request.qos.salt)
-    return message
+    # The prompt's log-probabilities are delivered before the first new token, so a resumed sequence has them.
+    logprobs = LogprobOptions(request.logprobs.top_n) if generated else request.logprobs
+    return pb.NewSequence(
+        slot=placement.slot,
+        prompt=request.prompt + placement.generated,
+        generated_tokens=generated,
+        blocks=placement.blocks,
+        computed_tokens=placement.cached_tokens,
+        sampling=convert.sampling_to_pb(request.sampling),
+        stopping=convert.stopping_to_pb(stopping),
+        logprobs=convert.logprobs_to_pb(logprobs),
+        grammar=None if request.grammar is None else convert.grammar_to_pb(request.grammar),
+        cache_salt=hashed_salt(request.qos.salt) if own_cache and request.qos.salt else "",
+    )
 
 
 def grammar_kinds_from_pb(kinds: Sequence[pb.GrammarKind.ValueType]) -> frozenset[GrammarKind]:
-    """The grammars that an engine says it follows, as far as they are known here."""
+    """Return the kinds that this version knows."""
     return frozenset(kind for kind, value in convert.GRAMMAR_KINDS_TO_PB.items() if value in kinds)
 
 
 def hashed_salt(salt: str) -> str:
-    """What an engine is told of a salt, which may name a tenant: engines log what they are asked.
+    """Return a digest of a salt for the engine: a salt may name a tenant, and engines log requests.
 
-    Without a key: the engine outlives the router, and what it has computed is to be found again after a restart of the
-    router, and by another one beside it. A digest tells those who see it whether a name that they guess is the right one;
-    API keys are digests before they get here.
+    The digest has no key, so that a restarted router, or another one, finds the computed prompts again. It lets a reader
+    of the log check a guessed name; API keys are already digests here.
     """
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"cache salt").hexdigest()
 
 
 class MalformedReport(Exception):
-    """A report that breaks the contract: its shard is not to be believed any more."""
+    """A report that breaks the contract; its shard is no longer trusted."""
 
 
 def check_report(report: pb.StepReport, num_slots: int, orders_sent: int) -> None:
-    """Raises MalformedReport for what would not be found out before it had done harm."""
+    """Raise MalformedReport for inconsistencies that would corrupt the scheduler's state."""
     tokens = sum(report.token_counts) if report.token_counts else len(report.slots)
-    finished = {one.slot for one in report.finished}
-    topped = {one.slot for one in report.top_tokens}
-    others = {one.slot for one in report.failed} | {one.slot for one in report.prompt_logprobs}
+    finished = {item.slot for item in report.finished}
+    topped = {item.slot for item in report.top_tokens}
+    others = {item.slot for item in report.failed} | {item.slot for item in report.prompt_logprobs}
     slots = set(report.slots)
     if (
         (report.token_counts and len(report.token_counts) != len(report.slots))
@@ -97,7 +86,7 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int) -> Non
         or tokens != len(report.logprobs)
         or len(report.prefilled_slots) != len(report.prefilled_tokens)
         or max(slots.union(report.prefilled_slots, others), default=0) >= num_slots
-        or any(one.reason not in convert.FINISH_REASONS_FROM_PB for one in report.finished)
+        or any(finish.reason not in convert.FINISH_REASONS_FROM_PB for finish in report.finished)
         or not (finished <= slots and topped <= slots)
         or report.orders_applied > orders_sent
     ):
@@ -105,7 +94,7 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int) -> Non
 
 
 def step_output_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
-    """What the scheduler needs of a report of so many steps; 0: it only says that orders were applied."""
+    """Convert a report of so many steps; 0: it only acknowledges orders."""
     return StepOutput(
         orders_applied=report.orders_applied,
         slots=list(report.slots),
@@ -123,13 +112,13 @@ def step_output_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
 
 
 def logprobs_to_json(logprobs: Sequence[float]) -> list[LogprobJson]:
-    """Each float32 as its shortest JSON text; NaN and infinities as null. One call for a whole step's tokens."""
+    """Return each float32 as its shortest JSON text, NaN and infinities as null. Called once per step."""
     column = np.fromiter(logprobs, dtype=np.float32)
     return orjson.dumps(column, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",") if column.size else []
 
 
 def top_tokens_from_pb(report: pb.StepReport) -> dict[int, list[TopToken]]:
-    """Position of a token in the report's columns → the most probable tokens there, best first."""
+    """Return the most probable tokens, best first, by position in the report's columns."""
     counts = report.token_counts or [1] * len(report.slots)
     starts = dict(zip(report.slots, accumulate(counts, initial=0), strict=False))
     return {
@@ -139,7 +128,7 @@ def top_tokens_from_pb(report: pb.StepReport) -> dict[int, list[TopToken]]:
 
 
 def prompt_tops_from_pb(scored: pb.PromptLogprobs) -> list[list[TopToken]]:
-    """The most probable tokens of each prompt position, best first; [] if they were not asked for."""
+    """Return the most probable tokens of each prompt position, best first; [] if not requested."""
     pairs = list(zip(scored.top_token_ids, logprobs_to_json(scored.top_logprobs), strict=True))
     ends = list(accumulate(scored.top_counts))
     return [pairs[end - count : end] for end, count in zip(ends, scored.top_counts, strict=True)]

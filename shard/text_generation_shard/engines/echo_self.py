@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from text_generation_proto.values import FailureCode, LogprobOptions
-from text_generation_shard.checks import NO_BLOCKS, admission_problem, meant_for_steps
+from text_generation_shard.checks import NO_BLOCKS, meant_for_steps, sequence_problem
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
@@ -249,7 +249,7 @@ class SelfSchedulingEcho(SynchronousEngine):
             return f"slot {new.slot} is taken"
         if new.blocks or new.computed_tokens:
             return NO_BLOCKS
-        if problem := admission_problem(new, self._info):
+        if problem := sequence_problem(new, self._info):
             return problem
         longest = len(new.prompt) + new.stopping.max_new_tokens - 1
         if self._blocks_for(longest) > self._num_blocks:

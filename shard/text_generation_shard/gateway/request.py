@@ -21,7 +21,7 @@ import grpc
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_shard.checks import admission_problem
+from text_generation_shard.checks import sequence_problem
 from text_generation_shard.engine import EngineInfo, NewSequence
 
 BANNED = -100.0
@@ -113,7 +113,7 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo) -> GatewayReques
         cache_salt=str(request.cache_salt_id) if request.HasField("cache_salt_id") else "",
     )
     _check_supported(request, sequence, info)
-    if problem := admission_problem(sequence, info):
+    if problem := sequence_problem(sequence, info):
         raise refused(problem)
     return GatewayRequest(
         request_id=request.request_id,

@@ -24,7 +24,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from text_generation_proto.values import FailureCode
-from text_generation_shard.checks import admission_problem
 from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult
 from text_generation_shard.grammar import GrammarError
 from text_generation_shard.step.kv_ledger import KVLedger
@@ -278,7 +277,7 @@ class SequenceTable:
         if new.slot in self.sequences:
             return f"slot {new.slot} is taken"
         return (
-            admission_problem(new, self.info)
+            sequence_problem(new, self.info)
             or self._blocks_problem(new.blocks)
             or (None if self.ledger is None else self.ledger.admission_problem(new))
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_shard.checks import admission_problem
+from text_generation_shard.checks import sequence_problem
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.echo import EchoEngine
@@ -29,8 +29,8 @@ def test_what_is_in_range_is_no_problem() -> None:
     admission = replace(
         VALID, sampling=sampling, stopping=stopping, logprobs=LogprobOptions(prompt=True, prompt_top_n=20)
     )
-    assert admission_problem(VALID, INFO) is None
-    assert admission_problem(admission, INFO) is None
+    assert sequence_problem(VALID, INFO) is None
+    assert sequence_problem(admission, INFO) is None
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_is_in_range_is_no_problem() -> None:
     ],
 )
 def test_sampling_out_of_range_is_named(sampling: Sampling, words: str) -> None:
-    problem = admission_problem(replace(VALID, sampling=sampling), INFO)
+    problem = sequence_problem(replace(VALID, sampling=sampling), INFO)
     assert problem is not None
     assert words in problem
 
@@ -67,6 +67,6 @@ def test_sampling_out_of_range_is_named(sampling: Sampling, words: str) -> None:
     ],
 )
 def test_what_else_does_not_go_is_named(admission: NewSequence, words: str) -> None:
-    problem = admission_problem(admission, INFO)
+    problem = sequence_problem(admission, INFO)
     assert problem is not None
     assert words in problem

@@ -1,4 +1,4 @@
-"""Messages bodies as conversations and options. A tool's result is a part of a message here, and a message of its own there."""
+"""Messages bodies as conversations and options. A tool result, here a block, becomes a message of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic has them."""
+"""Anthropic's Messages API: POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MessagesRoutes:
         self._chats = chats
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/messages: an answer to a conversation, whole or in events."""
+        """POST /v1/messages: answer a conversation, whole or in events."""
         body = await parse_body(request, MessagesBody)
 
         def script(chat: ChatRequest, cached_tokens: CachedTokens) -> MessageScript:
@@ -40,7 +40,7 @@ class MessagesRoutes:
         return await answer(request, self._serving, self._chats, read, script, fields=body, stream=bool(body.stream))
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/messages/count_tokens: how many tokens the prompt of a conversation has."""
+        """POST /v1/messages/count_tokens: count the prompt tokens of a conversation."""
         body = await parse_body(request, CountTokensBody)
         prompt = await self._chats.prompt(to_conversation(body))
         with tokenizer_errors():

@@ -11,13 +11,13 @@ from text_generation_router.api.core.quality_of_service import TieredFields
 from text_generation_router.api.http.bodies import AnyMetadata, Body, Float32, Int32, Texts, UInt32
 
 MAX_MESSAGES = 10_000
-"""Of a conversation; no model reads so many."""
+"""Messages of a conversation; no model reads so many."""
 MAX_BLOCKS = 10_000
-"""Of one message, system prompt or tool's result."""
+"""Blocks of one message, system prompt or tool result."""
 
 
 class TextBlock(Body):
-    """A part of a system prompt or of a tool's result."""
+    """A block of a system prompt or of a tool result."""
 
     type: str
     """`text`; others are refused."""
@@ -29,26 +29,26 @@ TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast(), 
 
 
 class ContentBlock(Body):
-    """A part of a message. Which fields count depends on its type."""
+    """A block of a message. Its type decides which fields are read."""
 
     type: str
     """`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`; others are refused."""
     text: str | None = None
     """The text."""
     thinking: str | None = None
-    """What the assistant thought."""
+    """The reasoning of the assistant."""
     id: str | None = None
-    """Of a tool's use: what its result refers to."""
+    """The id of a tool use; its result refers to it."""
     name: str | None = None
-    """The tool that is used."""
+    """The tool of a tool use."""
     input: dict[str, Any] | None = None
-    """With what."""
+    """The input of a tool use."""
     tool_use_id: str | None = None
-    """Of a tool's result: which use it answers."""
+    """The id of the tool use that a tool result answers."""
     content: str | TextBlocks | None = None
-    """Of a tool's result: what it gave."""
+    """The content of a tool result."""
     is_error: bool | None = None
-    """Whether the tool failed; the model is told so."""
+    """True if the tool failed; the prompt says so."""
 
 
 ContentBlocks = TypeAliasType("ContentBlocks", Annotated[list[ContentBlock], FailFast(), Field(max_length=MAX_BLOCKS)])
@@ -60,7 +60,7 @@ class InputMessage(Body):
     role: str
     """`user`, `assistant` or `system`."""
     content: str | ContentBlocks
-    """The text, or its parts."""
+    """A text, or blocks."""
 
 
 class ClientTool(Body):
@@ -69,36 +69,36 @@ class ClientTool(Body):
     type: str | None = None
     """`custom`; tools that a server would run are refused."""
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    """Its name."""
+    """The name of the tool."""
     description: str | None = None
-    """What it does, for the model."""
+    """A description for the model."""
     input_schema: dict[str, Any] | None = None
-    """JSON schema of its input."""
+    """The JSON schema of its input."""
 
 
 ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast()])
 
 
 class ToolUseChoice(Body):
-    """Whether a tool must be used, and which."""
+    """The model's freedom to use tools."""
 
     type: str
     """`auto`, `any`, `tool` or `none`."""
     name: str | None = None
-    """With `tool`: which."""
+    """With `tool`: the tool that must be used."""
     disable_parallel_tool_use: bool | None = None
-    """At most one use in an answer."""
+    """Allow at most one tool use in an answer."""
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers."""
+    """Switches reasoning before the answer on or off."""
 
     type: str
-    """`disabled` says no to the chat template (`enable_thinking`), any other word yes."""
+    """`disabled` sets `enable_thinking` of the chat template to false, any other word to true."""
 
 
 class OutputConfig(Body):
-    """What the answer must look like."""
+    """Constraints on the answer."""
 
     format: dict[str, Any] | None = None
     """`{"type": "json_schema", "schema": …}`."""
@@ -107,33 +107,33 @@ class OutputConfig(Body):
 
 
 class CountTokensBody(Body):
-    """Body of /v1/messages/count_tokens: what shapes a prompt."""
+    """Body of /v1/messages/count_tokens: the fields that shape the prompt."""
 
     model: str | None = None
-    """Name of the model; anything is served by the one model there is."""
+    """The name of the model. Every name is accepted: the server has one model."""
     messages: Annotated[list[InputMessage], FailFast(), Field(max_length=MAX_MESSAGES)]
-    """The conversation so far. The answer continues a last message of the assistant's."""
+    """The conversation so far. The answer continues the last message if it is the assistant's."""
     system: str | TextBlocks | None = None
-    """A system message before it."""
+    """A system message before the conversation."""
     tools: ClientTools | None = None
-    """What the model may use."""
+    """The tools that the model may use."""
     tool_choice: ToolUseChoice | None = None
-    """Whether it must, and which."""
+    """The model's freedom to use them."""
     thinking: Thinking | None = None
-    """Whether the model thinks before it answers."""
+    """Reasoning before the answer."""
     output_config: OutputConfig | None = None
-    """What the answer must look like."""
+    """Constraints on the answer."""
     thread: Any = None
-    """Refused: nothing is stored. Anthropic's client then sends whole conversations."""
+    """Refused: nothing is stored. Anthropic's client then sends the whole conversation."""
 
 
 class MessagesBody(CountTokensBody, TieredFields):
     """Body of /v1/messages."""
 
     max_tokens: UInt32
-    """Tokens to generate."""
+    """The most tokens to generate."""
     stop_sequences: Texts | None = None
-    """Texts that end an answer; they are cut off."""
+    """Texts that end the answer; they are cut off."""
     temperature: Float32 | None = None
     """0 takes the most probable token; default: 1."""
     top_p: Float32 | None = None

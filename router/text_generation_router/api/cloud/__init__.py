@@ -1,1 +1,1 @@
-"""What cloud platforms call: SageMaker, Vertex AI, KServe."""
+"""Routes of cloud platforms: SageMaker, Vertex AI, KServe."""

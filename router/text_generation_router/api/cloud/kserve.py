@@ -1,7 +1,7 @@
-"""KServe's open inference protocol, version 2, in the shapes TGI gives it.
+"""KServe's open inference protocol, version 2, with TGI's bodies.
 
-What TGI does otherwise: its probes ask nobody, its outputs come in any order, and it calls every failure an incomplete
-generation. Texts are taken as numbers, a byte each, as TGI has it, or as strings, as the protocol has it.
+Unlike TGI, readiness is checked, outputs keep the order of inputs, and errors keep their cause. A text is a list of bytes,
+as in TGI, or a string, as in the protocol.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParamet
 from text_generation_router.errors import InvalidRequest, LengthMismatch, NotUtf8, Unhealthy
 
 MAX_INPUTS = 1024
-"""Texts of one request, in however many inputs they come."""
+"""Texts of one request, over all its inputs."""
 
 Byte = Annotated[int, Field(ge=0, le=255)]
 Bytes = TypeAliasType("Bytes", Annotated[list[Byte], FailFast()])
@@ -36,9 +36,9 @@ class InferInput(Body):
     """One input: one prompt as bytes, or any number of them as strings."""
 
     name: str
-    """Its name."""
+    """The name."""
     shape: Annotated[list[UInt64], FailFast()]
-    """Accepted: the data says it already."""
+    """Accepted and ignored."""
     datatype: str
     """`BYTES`."""
     data: Bytes | Strings
@@ -50,7 +50,7 @@ class InferInput(Body):
         if self.data and isinstance(self.data[0], str):
             return [str(text) for text in self.data]
         try:
-            return [bytes(self.data).decode()]  # type: ignore[arg-type]  # all of them are numbers
+            return [bytes(self.data).decode()]  # type: ignore[arg-type]  # all are numbers
         except UnicodeDecodeError as error:
             raise NotUtf8(
                 f"invalid utf-8 sequence of {error.end - error.start} bytes from index {error.start}"
@@ -58,10 +58,10 @@ class InferInput(Body):
 
 
 class InferRequestedOutput(Body):
-    """Names an output."""
+    """The name of an output."""
 
     name: str
-    """Its name."""
+    """The name."""
 
 
 RequestedOutputs = TypeAliasType(
@@ -73,12 +73,12 @@ class InferBody(QosFields):
     """Body of an inference request."""
 
     id: str | None = None
-    """Comes back with the answer; absent, the request's id does."""
+    """The id of the answer; default: the request's id."""
     parameters: GenerateParameters = GenerateParameters(do_sample=True)
     inputs: Annotated[list[InferInput], FailFast(), Field(min_length=1, max_length=MAX_INPUTS)]
     """The prompts."""
     outputs: RequestedOutputs | None = None
-    """Names of the outputs, one an input; absent, they are named after the inputs."""
+    """The names of the outputs, one per input; default: the names of the inputs."""
 
 
 class KServeRoutes:
@@ -91,56 +91,59 @@ class KServeRoutes:
         self._version = version
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """GET /v2/health/live: the process answers."""
+        """GET /v2/health/live: the process is alive."""
         return _json({"live": True})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
-        """GET /v2/health/ready: tokens can be produced."""
+        """GET /v2/health/ready: the server can generate."""
         if not self._healthy():
             raise Unhealthy
         return _json({"live": True})
 
     async def server(self, request: web.Request) -> web.StreamResponse:
-        """GET /v2: what serves."""
+        """GET /v2: describe the server."""
         extensions = ["health", "models", "metrics"]
         return _json({"name": "text-generation-inference", "version": self._version, "extensions": extensions})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        """GET /v2/models/{name}/versions/{version}: the model, by whatever name it is called."""
+        """GET /v2/models/{name}/versions/{version}: describe the model; every name is accepted."""
         named: Mapping[str, str] = request.match_info
         return _json({"name": named["name"], "version": named["version"], "extensions": ["infer", "ready"]})
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
-        """POST /v2/models/{name}/versions/{version}/infer: a text for each input, in their order, or none at all."""
+        """POST /v2/models/{name}/versions/{version}/infer: generate a text per input, in order; one failure fails all."""
         body = await parse_body(request, InferBody)
-        names = [one.name for one in (body.inputs if body.outputs is None else body.outputs)]
+        names = [item.name for item in (body.inputs if body.outputs is None else body.outputs)]
         if len(names) != len(body.inputs):
             raise LengthMismatch
-        prompts = [one.texts for one in body.inputs]
+        prompts = [item.texts for item in body.inputs]
         count = sum(len(texts) for texts in prompts)
-        if count > MAX_INPUTS:  # before any of them counts as a generation
+        if count > MAX_INPUTS:  # before they count as generations
             raise InvalidRequest(f"`inputs` must have at most {MAX_INPUTS} texts in all. Given: {count}")
         answers = iter(await self._generate_all(request, [text for texts in prompts for text in texts], body))
         outputs = [
-            _output(name, one, [next(answers) for _ in texts])
-            for name, one, texts in zip(names, body.inputs, prompts, strict=True)
+            _output(name, item, [next(answers) for _ in texts])
+            for name, item, texts in zip(names, body.inputs, prompts, strict=True)
         ]
         return _json({"id": body.id or request[RECORD].http_request_id, "outputs": outputs})
 
     async def _generate_all(self, request: web.Request, prompts: Sequence[str], body: InferBody) -> list[str]:
         records = self._serving.start(request, len(prompts))
-        ones = [GenerateBody(inputs=prompt, parameters=body.parameters) for prompt in prompts]
+        bodies = [GenerateBody(inputs=prompt, parameters=body.parameters) for prompt in prompts]
         permits = len(prompts) * self._generate.permits_needed(body.parameters)
         # All or nothing: the permits of all are taken at once and held until the last has its text.
         with self._serving.take_permits(records, permits):
             replies = await all_of(
-                [self._generate.permitted_reply(one, record, body) for one, record in zip(ones, records, strict=True)]
+                [
+                    self._generate.permitted_reply(single, record, body)
+                    for single, record in zip(bodies, records, strict=True)
+                ]
             )
         return [reply["generated_text"] for reply in replies]
 
 
 def _output(name: str, given: InferInput, texts: Sequence[str]) -> Json:
-    """As the input was given: strings for strings, bytes for bytes."""
+    """Return the output in the form of its input: strings or bytes."""
     if given.data and isinstance(given.data[0], str):
         return {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": list(texts)}
     data = list(texts[0].encode())

@@ -1,4 +1,4 @@
-"""Several things at once, all or nothing."""
+"""Run several jobs at once, all or nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def all_of(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results, in order. The first failure ends the others and is raised, on its own."""
+    """Return the results in order. The first failure cancels the other jobs and is raised alone."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(job) for job in jobs]

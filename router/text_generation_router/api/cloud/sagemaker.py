@@ -1,4 +1,4 @@
-"""Amazon SageMaker: one route for everything. What the body holds says which of our routes answers it."""
+"""Amazon SageMaker: one route, POST /invocations. A key of the body selects the handler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from text_generation_router.errors import InvalidBody
 BodyT = TypeVar("BodyT", bound=Body)
 
 InvocationBody = CompatGenerateBody | ChatBody | CompletionBody
-"""Body of /invocations: `inputs`, `messages` or `prompt` tell them apart, the first of them that is there."""
+"""Body of /invocations. The first present key of `inputs`, `messages` and `prompt` selects the type."""
 
 _NO_VARIANT = "data did not match any variant of untagged enum SagemakerRequest"
 
@@ -32,7 +32,7 @@ class SageMakerRoutes:
         self._completions = completions
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        """POST /invocations: what /, /v1/chat/completions or /v1/completions answers, whichever takes such a body."""
+        """POST /invocations: answer as /, /v1/chat/completions or /v1/completions, by the keys of the body."""
         value = await parse_json(request)
         keys = value if isinstance(value, dict) else {}
         if "inputs" in keys:

@@ -1,7 +1,7 @@
 """Google's Vertex AI: several prompts or conversations in, a text for each out.
 
-What TGI does otherwise: it drops every parameter but `max_new_tokens` and `seed`, and calls every failure an incomplete
-generation. Here parameters mean what they say, and a cause has the status it has everywhere.
+Unlike TGI, which drops every parameter but `max_new_tokens` and `seed`, all parameters count, and errors keep their cause
+and status.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_INSTANCES = 1024
 
 
 class VertexParameters(GenerateParameters):
-    """As elsewhere, but for what is absent."""
+    """TGI's parameters with other defaults."""
 
     do_sample: bool = True
     """Sample instead of taking the most probable token."""
@@ -62,11 +62,11 @@ class VertexBody(QosFields):
     """Body of /vertex."""
 
     instances: Annotated[list[Instance], FailFast(), Field(max_length=MAX_INSTANCES)]
-    """What to predict: prompts, conversations, or some of each."""
+    """The prompts and conversations to answer."""
 
 
 class VertexRoutes:
-    """Handlers in Vertex's dialect."""
+    """Handlers of the Vertex AI dialect."""
 
     def __init__(self, serving: Serving, generate: GenerateRoutes, chat: ChatRoutes) -> None:
         self._serving = serving
@@ -74,7 +74,7 @@ class VertexRoutes:
         self._chat = chat
 
     async def predict(self, request: web.Request) -> web.StreamResponse:
-        """POST /vertex: a text for each instance, in their order, or none at all."""
+        """POST /vertex: generate a text per instance, in order; one failure fails all."""
         body = await parse_body(request, VertexBody)
         instances = body.instances
         if not instances:

@@ -1,1 +1,1 @@
-"""What every dialect shares: admission under TGI's rules, how requests are run, one turn of a conversation."""
+"""The part of the API that all dialects share: options, admission, serving, chats, headers."""

@@ -183,9 +183,9 @@ class RequestPreparer:
         return ids
 
     async def _refuse_far_too_long(self, inputs: str, options: GenerationOptions) -> None:
-        """Check rule 15 on a beginning of the text where that suffices. Raises InvalidRequest.
+        """Check rule 15 on a prefix of the text where that suffices. Raises InvalidRequest.
 
-        Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: a beginning shows it
+        Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: a prefix proves it
         in milliseconds. The message is TGI's, with a lower bound in place of the count. Each probe is twice as long as
         the one before, so a text that passes costs at most twice its tokenizing.
         """

@@ -1,10 +1,10 @@
-"""One turn of a conversation, in no dialect: from a Conversation to running requests, from their text to events.
+"""Chats of every dialect: from a Conversation to requests, and from their text to events.
 
-    Conversation ──template──► prompt ──admission──► Request × n
+    Conversation ──template──► prompt ──preparer───► Request × n
                                                         │ pieces
     chat, responses, messages ◄── events ── Reader ◄────┘
 
-A dialect brings an EventSink and writes down what it hears; or collects, and asks `ChatRequest.answer` for the whole.
+A dialect streams the events through an EventSink, or collects the text and calls `ChatRequest.answer`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
 
 class Finish(Enum):
-    """Why an answer ended; the values are OpenAI's words."""
+    """Reasons why an answer ended; the values are OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -48,20 +48,20 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """How one answer ended."""
+    """The end of one answer."""
 
     finish: Finish
     ending: Ending
 
 
 class EventSink(Protocol):
-    """Where one answer's events go. Called on the event loop; must neither block nor raise.
+    """A consumer of one answer's events. Called on the event loop; must neither block nor raise.
 
     `on_end` or `on_failure` is the last call.
     """
 
     def on_events(self, events: Sequence[Event], piece: Piece) -> None:
-        """What one new token brought: often one event, at times none or several."""
+        """Take the events of one new token: often one, at times none or several."""
         ...
 
     def on_end(self, end: AnswerEnd) -> None: ...
@@ -69,7 +69,7 @@ class EventSink(Protocol):
 
 
 class Reader:
-    """A sink of pieces that reads them through a parser."""
+    """A sink of pieces that parses them into events."""
 
     def __init__(self, parser: OutputParser, sink: EventSink) -> None:
         self._parser = parser
@@ -86,7 +86,7 @@ class Reader:
             self._sink.on_end(AnswerEnd(finish_of(piece.ending, calls=self._calls), piece.ending))
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
-        raise AssertionError("chats do not ask for them")
+        raise AssertionError("chats request no prompt logprobs")
 
     def on_failure(self, error: ServingError) -> None:
         self._sink.on_failure(error)
@@ -113,11 +113,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A turn that may run: proven valid, with as many requests as answers were asked for."""
+    """A validated chat: one request per answer."""
 
     requests: Sequence[Request]
     prompt: str
-    """The templated text."""
+    """The prompt text."""
     form: AnswerForm
 
     @property
@@ -125,14 +125,14 @@ class ChatRequest:
         return len(self.requests[0].prompt)
 
     def read(self, ending: Ending) -> tuple[Sequence[Event], AnswerEnd]:
-        """A finished text as events."""
+        """Return the events and the end of a finished text."""
         parser = self.form.parser()
         events = [*(parser.feed(ending.text) if ending.text else ()), *parser.finish()]
         calls = any(isinstance(event, ToolCallStart) for event in events)
         return events, AnswerEnd(finish_of(ending, calls=calls), ending)
 
     def answer(self, ending: Ending) -> Answer:
-        """What a finished text says."""
+        """Return a finished text as an answer."""
         events, end = self.read(ending)
         answer = Answer(end.finish, ending)
         for event in events:
@@ -150,24 +150,24 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How to read an answer."""
+    """The format of an answer."""
 
     calls: str | None
-    """Name of the format its tool calls come in; None: there are none."""
+    """The name of its tool call format; None: no tool calls."""
     tool_names: frozenset[str] = frozenset()
     reasoning: bool = False
     starts_inside: bool = False
-    """The prompt opened the reasoning already."""
+    """The prompt ends inside the reasoning."""
     one_call: bool = False
-    """Tell the first tool call only."""
+    """Report only the first tool call."""
 
     @property
     def is_plain(self) -> bool:
-        """Everything is text."""
+        """True if an answer is text only."""
         return self.calls is None and not self.reasoning
 
     def parser(self) -> OutputParser:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         inner = create_parser(self.calls or "plain", tool_names=self.tool_names)
         if self.one_call:
             inner = FirstCall(inner)
@@ -177,7 +177,7 @@ class AnswerForm:
 
 
 class FirstCall:
-    """Passes on one tool call of `inner`, for clients that can do with no more."""
+    """A parser that drops all but the first tool call of `inner`, for clients that take one."""
 
     def __init__(self, inner: OutputParser) -> None:
         self._inner = inner
@@ -204,11 +204,11 @@ class ChatPreparer:
         self._serving = serving
         self._renderer = renderer
         self._call_format = call_format
-        """The format in which this model calls tools when it is free to."""
+        """The format of unconstrained tool calls of this model."""
         self._reasoning = reasoning
 
     async def prompt(self, conversation: Conversation) -> str:
-        """The templated text. Raises TemplateError, ToolError, Overloaded."""
+        """Return the prompt text. Raises TemplateError, ToolError, Overloaded."""
         tools = _usable_tools(conversation)
         return await self._renderer.render(replace(conversation, tools=tools))
 
@@ -219,7 +219,7 @@ class ChatPreparer:
         qos: QualityOfService,
         count: int = 1,
     ) -> ChatRequest:
-        """A turn with `count` answers. The caller holds their permits. Raises ServingError."""
+        """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
         prompt = await self._renderer.render(replace(conversation, tools=tools))
         choice = conversation.tool_choice
@@ -228,12 +228,12 @@ class ChatPreparer:
         if tools and choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED):
             grammar, calls = forced_tools(tools), "json_calls"
         elif calls == "hermes" and all(tool.strict for tool in tools) and self._serves_lark:
-            # Of the formats this one has markers that are text, so that a grammar can tell where a call begins.
+            # The only format whose markers are text, so that a grammar can match the start of a call.
             grammar = auto_tools(tools, *HERMES_CALL)
         form = AnswerForm(
             calls=calls,
             tool_names=frozenset(tool.name for tool in tools),
-            # A forced form leaves no room to think.
+            # A constrained answer leaves no room for reasoning.
             reasoning=self._reasoning and (grammar is None or grammar.kind is GrammarKind.LARK),
             starts_inside=starts_in_reasoning(prompt),
             one_call=not conversation.parallel_tool_calls,
@@ -258,7 +258,7 @@ class ChatPreparer:
 
 
 def finish_of(ending: Ending, *, calls: bool) -> Finish:
-    """A text cut short by its length never counts as a whole call."""
+    """Return the finish reason. A text that hit its length limit never counts as a whole tool call."""
     if ending.reason is FinishReason.LENGTH:
         return Finish.LENGTH
     return Finish.TOOL_CALLS if calls else Finish.STOP
@@ -279,7 +279,7 @@ def tool_call(call_id: str, name: str, arguments: object) -> Json:
 
 
 def _usable_tools(conversation: Conversation) -> Sequence[Tool]:
-    """The tools the model may call in this turn. Raises ToolError, InvalidRequest."""
+    """Return the tools that the model may call. Raises ToolError, InvalidRequest."""
     tools, choice = conversation.tools, conversation.tool_choice
     if choice.mode is ToolMode.NONE:
         return ()

@@ -1,5 +1,4 @@
-"""TGI's response headers, and one of ours, x-cached-tokens: what a request cost. Times in whole milliseconds, but
-x-compute-time in seconds."""
+"""Response headers about a request's cost: TGI's, and x-cached-tokens. Times are in milliseconds, x-compute-time in seconds."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from text_generation_router.api.http.record import GenerationRecord, cached_toke
 
 
 def cost_headers(settings: Settings, characters: int) -> dict[str, str]:
-    """What is known before anything ran; `characters` are those of the prompt."""
+    """Return the headers known in advance; `characters` is the length of the prompt."""
     return {"x-compute-type": settings.compute_type, "x-compute-characters": str(characters)}
 
 
 def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
-    """Where the time of finished generations went; several are summed, as TGI does for several prompts."""
+    """Return the times and tokens of finished generations, summed as TGI does for several prompts."""
     now = time.monotonic()
     spent = [generation.spent(now) for generation in generations]
     prompts = [generation.request.prompt for generation in generations if generation.request is not None]
@@ -33,7 +32,7 @@ def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
 
 
 def compute_time_header(generation: GenerationRecord) -> dict[str, str]:
-    """Of replies to a single prompt."""
+    """Return the header of replies to a single prompt."""
     return {"x-compute-time": str(generation.spent(time.monotonic()).total_s)}
 
 
@@ -42,7 +41,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _cached_tokens(generations: Sequence[GenerationRecord]) -> int:
-    """Over all prompts; one with several answers counts once, as it does in `usage`."""
+    """Return the cached tokens of all prompts. A prompt with several answers counts once, as in `usage`."""
     by_prompt: dict[int, list[GenerationRecord]] = {}
     for generation in generations:
         if generation.request is not None:

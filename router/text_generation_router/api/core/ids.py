@@ -1,4 +1,4 @@
-"""What OpenAI's answers are called: unique ids, the model, the moment."""
+"""The head of an answer: id, model, time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Named:
     fingerprint: str
 
     def head(self, kind: str) -> bytes:
-        """The beginning of an answer or a chunk of this `kind`, as JSON that is still open."""
+        """Return the first members of an answer or chunk of this `kind`, as a JSON object without its closing brace."""
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return orjson.dumps(head | {"system_fingerprint": self.fingerprint})[:-1]
 
 
 def named(prefix: str, model: str | None, settings: Settings) -> Named:
-    """A new name; as in TGI the model is what the client called it, if that is not `tgi`."""
+    """Return a new head; as in TGI the model has the name the client gave it, unless that is `tgi`."""
     served = settings.model_id if model in (None, "", MODEL_ALIAS) else str(model)
     return Named(f"{prefix}{secrets.token_hex(12)}", now(), served, settings.fingerprint)
 
@@ -39,5 +39,5 @@ def now() -> int:
 
 
 def new_call_id() -> str:
-    """An id for a tool call; Mistral's templates want nine letters or digits at its end."""
+    """Return an id for a tool call; Mistral's templates want nine letters or digits at its end."""
     return f"call_{secrets.token_hex(12)}"

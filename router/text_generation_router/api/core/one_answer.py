@@ -1,4 +1,4 @@
-"""A route that gives one answer to a conversation, whole or as events, in whatever words its script has."""
+"""A route that gives one answer to a conversation, whole or as events, written by a script."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ async def answer(
 
 
 def read_whole(script: Script, chat: ChatRequest, ending: Ending) -> None:
-    """Have the script tell a finished text."""
+    """Write a finished text."""
     events, end = chat.read(ending)
     script.events(events)
     script.end(end)
 
 
 def script_sink(stream: EventStream, script: Script, chat: ChatRequest, record: GenerationRecord) -> Sink:
-    """The sink of a streamed answer: without a parser where all is text."""
+    """Return the sink of a streamed answer, without a parser if the answer is text only."""
     sink = ScriptSink(stream, script, record)
     return sink if chat.form.is_plain else Reader(chat.form.parser(), sink)
 
 
 class ScriptSink:
-    """Sends what a script says: a sink of pieces where all is text, a sink of events where a parser stands between."""
+    """Sends what a script writes. A sink of pieces for plain text, a sink of events behind a parser."""
 
     def __init__(self, stream: EventStream, script: Script, record: GenerationRecord) -> None:
         self._stream = stream
@@ -82,7 +82,7 @@ class ScriptSink:
         self._last(AnswerEnd(finish_of(ending, calls=False), ending), event)
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
-        raise AssertionError("these dialects do not ask for them")
+        raise AssertionError("these dialects request no prompt logprobs")
 
     def on_events(self, events: Sequence[Event], piece: Piece) -> None:
         if events:

@@ -54,7 +54,7 @@ class GenerationOptions:
     api: Api
     """The API whose names messages use."""
     sampling: Sampling = Sampling(seed=None)
-    """Its seed is None if the client gave none."""
+    """The seed is None if the client gave none."""
     max_new_tokens: int | None = None
     """None: as many as fit after the prompt."""
     min_new_tokens: int = 0

@@ -33,11 +33,11 @@ class QosFields(Body):
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     """vLLM's: below 0 it is served sooner, above 0 later than by default."""
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
-    """What was computed of a prompt is shared with prompts of the same salt only."""
+    """Prompts share cached computation only with prompts of the same salt."""
 
     @property
     def qos_fields(self) -> dict[str, Any]:
-        """These fields, to build another body from this one."""
+        """The fields as arguments of another body."""
         return {name: getattr(self, name) for name in QosFields.model_fields}
 
     @property

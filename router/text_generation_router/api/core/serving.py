@@ -1,4 +1,4 @@
-"""What every generating route works with, whatever its dialect: how requests are started, collected, streamed."""
+"""Running requests for routes of every dialect: start, collect, stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from text_generation_router.text.tokenizer import Tokenizer
 
 
 class Collector:
-    """A sink that keeps everything, for replies sent whole."""
+    """A sink that keeps the whole output of one request, for whole replies."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -33,7 +33,7 @@ class Collector:
         self.prompt_logprobs: Sequence[LogprobJson] = ()
         self.prompt_tops: Sequence[Sequence[TopToken]] = ()
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        """The request's end; its failure is raised."""
+        """The end of the request, or its failure."""
         self.times = Times()
 
     def on_piece(self, piece: Piece) -> None:
@@ -48,18 +48,18 @@ class Collector:
     def on_failure(self, error: ServingError) -> None:
         if not self.ended.done():
             self.ended.set_exception(error)
-            self.ended.exception()  # of several sequences that fail only the first is asked; the rest need no warning
+            self.ended.exception()  # only the first of several failures is raised; this silences asyncio for the others
 
     @property
     def mean_logprob(self) -> float:
-        """What `best_of` ranks by, over the tokens whose log-probability is known; a sequence without one ranks last."""
+        """The rank of `best_of`: the mean over tokens with a known log-probability, or -inf without one."""
         known = [float(piece.logprob) for piece in self.pieces if piece.logprob != b"null"]
         return sum(known) / len(known) if known else float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The parts below the routes."""
+    """The services that routes use."""
 
     cluster: Cluster
     tokenizer: Tokenizer
@@ -69,8 +69,7 @@ class Serving:
     settings: Settings
 
     def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
-        """`count` generations were asked for; they count from here on. Raises Draining, InvalidRequest for headers that
-        make no sense."""
+        """Record the start of `count` generations. Raises Draining, or InvalidRequest for an invalid header."""
         record = request[RECORD]
         records = [record.start(self.metrics) for _ in range(count)]
         if self.cluster.draining:
@@ -85,7 +84,7 @@ class Serving:
         return self.permits.take(count, records[0].caller.tenant)
 
     def qos(self, record: GenerationRecord, *asked: QosFields | None) -> QualityOfService:
-        """What a generation is due, by its caller's headers and by what its body asked for. Raises InvalidRequest."""
+        """Return the quality of service that headers and body ask for. Raises InvalidRequest."""
         return quality_of_service(record.caller, self.settings, *asked)
 
     @contextmanager
@@ -106,7 +105,7 @@ class Serving:
             yield
 
     async def collect(self, requests: Sequence[Request], records: Sequence[GenerationRecord]) -> list[Collector]:
-        """Run requests to their ends. Raises the first failure, which ends the others."""
+        """Run requests to their ends. Raises the first failure, which cancels the others."""
         collectors = [Collector(request) for request in requests]
         with self.run(requests, records, collectors):
             await asyncio.wait([collector.ended for collector in collectors], return_when=asyncio.FIRST_EXCEPTION)
@@ -116,13 +115,13 @@ class Serving:
         return collectors
 
     def stream(self, request: web.Request, headers: Mapping[str, str], error_event: ErrorEvent) -> EventStream:
-        """An answer of events."""
+        """Return a response that streams events."""
         settings = self.settings
         return EventStream(request, headers, settings.keep_alive_s, settings.stall_s, error_event)
 
 
 def raise_failure(collectors: Sequence[Collector]) -> None:
-    """Raise the failure of the first of them that has one."""
+    """Raise the failure of the first collector that has one."""
     for collector in collectors:
         if collector.ended.done():
             collector.ended.result()

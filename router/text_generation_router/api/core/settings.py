@@ -1,4 +1,4 @@
-"""The settings of the HTTP API, as its routes need them."""
+"""The settings of the HTTP API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the operator chose. Composed once, in serve."""
+    """The operator's settings, as the routes use them."""
 
     limits: Limits
     payload_limit: int = 2_000_000
@@ -39,28 +39,28 @@ class Settings:
     compute_type: str = "gpu+optimized"
     """Value of the x-compute-type header."""
     compat_return_full_text: bool = True
-    """POST /: what `return_full_text` means when it is absent. TGI says true for local models."""
+    """POST /: the default of `return_full_text`; in TGI true for local models."""
     model_id: str = ""
-    """What answers call the model."""
+    """The model's name in answers."""
     fingerprint: str = "native"
-    """`system_fingerprint` of OpenAI's answers: version and build."""
+    """`system_fingerprint` of OpenAI answers: version and build."""
     max_client_batch_size: int = 4
-    """Most prompts in one request."""
+    """The most prompts in one request."""
     cors_allow_origin: tuple[str, ...] = ()
-    """Origins browsers may call from; none given means any."""
+    """Origins that browsers may call from; empty: any."""
     keep_alive_s: float = 15.0
     """Silence on a stream after which a comment is sent."""
     stall_s: float = 60.0
-    """A stream's client that reads nothing for so long is hung up on."""
+    """The connection of a client that reads nothing of its stream for so long is closed."""
     queue_timeout_s: float = 0.0
-    """Longest wait in the queue, whatever a request asks for; 0: any."""
+    """The longest wait in the queue, an upper bound of what requests ask for; 0: no bound."""
     request_timeout_s: float = 0.0
-    """Longest time from a request's arrival to its end, whatever it asks for; 0: any."""
+    """The longest time from a request's arrival to its end, an upper bound of what requests ask for; 0: no bound."""
     salt_per_tenant: bool = False
-    """Whether tenants share nothing of what was computed of their prompts."""
+    """Keep tenants from sharing cached prompts."""
     api_keys: ApiKeys = field(default_factory=ApiKeys)
-    """Who may call; none given means anyone."""
+    """Keys that clients must have; empty: none is needed."""
     vertex_predict_routes: tuple[str, ...] = ()
-    """Where else Vertex AI asks for predictions: its AIP_PREDICT_ROUTE."""
+    """Further paths of the prediction route: Vertex AI's AIP_PREDICT_ROUTE."""
     vertex_health_routes: tuple[str, ...] = ()
-    """Where else it asks for our health: its AIP_HEALTH_ROUTE."""
+    """Further paths of the health route: Vertex AI's AIP_HEALTH_ROUTE."""

@@ -38,11 +38,11 @@ class ChatRoutes:
         self._chats = chats
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/chat/completions: an answer to a conversation, whole or in chunks."""
+        """POST /v1/chat/completions: answer a conversation, whole or in chunks."""
         return await self.answer(request, await parse_body(request, ChatBody))
 
     async def answer(self, request: web.Request, body: ChatBody) -> web.StreamResponse:
-        """The same for a body that came another way."""
+        """Answer a body that another route parsed."""
         count = body.n or 1
         records = self._serving.start(request, count)
         with self._serving.take_permits(records, count):
@@ -58,13 +58,13 @@ class ChatRoutes:
             return web.Response(body=reply, content_type="application/json", headers=headers)
 
     async def text(self, body: ChatBody, record: GenerationRecord, around: QosFields) -> str:
-        """The text of one answer, for routes that want nothing else; `around` is the body of several."""
+        """Return the text of one answer; `around` is the body of several chats that this is one of."""
         chat = await self._prepare(body, self._serving.qos(record, body, around), 1)
         [collector] = await self._serving.collect(chat.requests, [record])
         return collector.ended.result().text
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """POST /chat_tokenize: the templated text of a conversation, and its tokens."""
+        """POST /chat_tokenize: return the prompt text of a conversation and its tokens."""
         text = await self._chats.prompt(to_conversation(await parse_body(request, ChatTokenizeBody), None))
         with tokenizer_errors():
             encoding = await self._serving.tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""A chat body into a Conversation: what templates and models expect, whatever variant of the dialect the client speaks."""
+"""Chat bodies as conversations for templates, in all the variants that clients send."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from text_generation_router.chat.conversation import Conversation, Json, Tool, T
 from text_generation_router.errors import InvalidRequest
 
 _ROLES = {"developer": "system", "function": "tool"}
-"""Roles of OpenAI's that chat templates know by another name."""
+"""OpenAI roles with another name in chat templates."""
 
 
 def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
-    """The conversation of a body; `grammar` is its response format's. Raises InvalidRequest."""
+    """Return the conversation of a body; `grammar` is that of its response format. Raises InvalidRequest."""
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -63,8 +63,8 @@ def _text(content: str | Sequence[ContentPart] | None) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 - whatever JSON the model wrote
-    """An object, as templates write it down themselves; text that is no JSON stays as it is."""
+def _arguments(arguments: str | dict[str, Any] | None) -> Any:  # noqa: ANN401 - any JSON that the model wrote
+    """Return the arguments as an object, which templates serialize; text that is not JSON stays text."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:
@@ -89,7 +89,7 @@ def _tool(tool: ToolDefinition) -> Tool:
 
 
 def _tool_choice(choice: str | NamedToolChoice | None) -> ToolChoice:
-    """As in TGI any other word is the name of the function to call."""
+    """Return the tool choice. As in TGI, an unknown word is the name of the function to call."""
     if choice is None:
         return ToolChoice()
     if isinstance(choice, NamedToolChoice):

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts or token ids, several at once, each with several answers."""
+"""POST /v1/completions: prompts as texts or token ids, each with one or several answers."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt, admitted."""
+    """One admitted prompt."""
 
     text: str
-    """Only where it is needed: for `echo`, and to count its characters."""
+    """The text, for `echo` and for the count of characters."""
     requests: Sequence[Request]
-    """One for each of its answers."""
+    """One request per answer."""
 
 
 class CompletionRoutes:
@@ -45,18 +45,18 @@ class CompletionRoutes:
         self._serving = serving
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/completions: what follows a text, whole or in chunks."""
+        """POST /v1/completions: continue prompts, whole or in chunks."""
         return await self.answer(request, await parse_body(request, CompletionBody))
 
     async def answer(self, request: web.Request, body: CompletionBody) -> web.StreamResponse:
-        """The same for a body that came another way."""
+        """Answer a body that another route parsed."""
         prompts = _prompts(body)
         records = self._serving.start(request, min(len(prompts), self._limit) * (body.n or 1))
         self._check(body, prompts)
         with self._serving.take_permits(records, len(records)):
             qos = self._serving.qos(records[0], body)
             admitted = [await self._admit(body, prompt, qos) for prompt in prompts]
-            requests = [one for prompt in admitted for one in prompt.requests]
+            requests = [request for prompt in admitted for request in prompt.requests]
             headers = cost_headers(self._serving.settings, sum(len(prompt.text) for prompt in admitted))
             if body.stream:
                 stream = self._serving.stream(request, headers, openai_error_event)
@@ -76,7 +76,7 @@ class CompletionRoutes:
         return self._serving.settings.max_client_batch_size
 
     def _check(self, body: CompletionBody, prompts: Sequence[object]) -> None:
-        """What concerns the request as a whole. Raises ServingError."""
+        """Check what concerns all prompts. Raises ServingError."""
         if body.suffix is not None:
             raise SuffixNotSupported
         if not prompts:
@@ -114,7 +114,7 @@ class CompletionRoutes:
             scored: LogprobColumns | None = None
             for index, collector in islice(left, len(prompt.requests)):
                 if body.logprobs is not None and scored is None:
-                    # Only the first of a prompt's answers brings its log-probabilities: they are the same for all.
+                    # Only the first answer of a prompt brings the prompt's log-probabilities: they are the same for all.
                     scored = LogprobColumns(self._serving.tokenizer, tops=body.logprobs)
                     if body.echo:
                         scored.add_prompt(collector.request.prompt, collector.prompt_logprobs, collector.prompt_tops)
@@ -145,4 +145,4 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[TokenId]]:
         return [prompt]
     if prompt and isinstance(prompt[0], int):
         return [[token for token in prompt if isinstance(token, int)]]
-    return [one for one in prompt if not isinstance(one, int)]
+    return [text_or_ids for text_or_ids in prompt if not isinstance(text_or_ids, int)]

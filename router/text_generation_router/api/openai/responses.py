@@ -1,4 +1,4 @@
-"""POST /v1/responses, stateless: nothing is stored, so nothing can be fetched, continued or deleted."""
+"""POST /v1/responses, stateless: responses are not stored, so none can be fetched, continued or deleted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ResponsesRoutes:
         self._chats = chats
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        """POST /v1/responses: an answer to a conversation, whole or in events."""
+        """POST /v1/responses: answer a conversation, whole or in events."""
         body = await parse_body(request, ResponsesBody)
 
         def script(chat: ChatRequest, cached_tokens: CachedTokens) -> ResponseScript:
@@ -39,5 +39,5 @@ class ResponsesRoutes:
         return await answer(request, self._serving, self._chats, read, script, fields=body, stream=bool(body.stream))
 
     async def stored(self, request: web.Request) -> web.StreamResponse:
-        """GET, DELETE /v1/responses/{id}: there is none."""
+        """GET, DELETE /v1/responses/{id}: always NotFound."""
         raise NotFound(f"There is no response {request.match_info['id'][:64]!r}: responses are not stored here")

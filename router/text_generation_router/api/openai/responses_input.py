@@ -1,4 +1,4 @@
-"""Responses bodies as conversations and options. One chat message is several items here."""
+"""Responses bodies as conversations and options. Several items can make one chat message."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def to_conversation(body: ResponsesBody) -> Conversation:
         collected.close()
     if not messages:
         raise InvalidRequest("`input` cannot be empty")
-    # Built from values that were validated already.
+    # model_construct: the values are validated already.
     chat = ChatBody.model_construct(
         messages=messages,
         tools=tools.definitions,
         tool_choice=tools.choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
-        continue_final_message=False,  # an answer is always an item of its own
+        continue_final_message=False,  # an answer is always a new item
     )
     form = None if body.text is None else body.text.format
     return chat_messages.to_conversation(chat, None if form is None else response_format(form))
@@ -78,21 +78,21 @@ def _refuse_logprobs(body: ResponsesBody) -> None:
 
 
 class _Messages:
-    """Collects items. An assistant's message is open until another item than one of its calls comes."""
+    """Collects items into messages. An assistant message stays open as long as only its calls follow."""
 
     def __init__(self, messages: list[Message], tools: CallableTools) -> None:
-        """The items go after `messages`."""
+        """Append to `messages`."""
         self._messages = messages
         self._tools = tools
         self._names: dict[str, str] = {}
-        """Functions by the ids of their calls so far."""
+        """Function names by call id."""
         self._thoughts: list[str] = []
         self._open: Message | None = None
         self._calls: list[ToolCall] = []
-        """The open message's."""
+        """Tool calls of the open message."""
 
     def add(self, item: InputItem) -> None:
-        """The next item. Raises InvalidRequest."""
+        """Add the next item. Raises InvalidRequest."""
         match item.type or "message":
             case "reasoning":
                 self._thoughts.append(_reasoning(item))
@@ -108,7 +108,7 @@ class _Messages:
         self._thoughts.clear()
 
     def close(self) -> None:
-        """No more calls for the open message."""
+        """Finish the open message."""
         if self._open is None:
             return
         calls = {"tool_calls": self._calls} if self._calls else {}

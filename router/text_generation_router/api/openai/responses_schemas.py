@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's Responses API. `null` is absence everywhere, unknown fields are ignored.
 
-What only a server that stores something can do is described here to be refused by name.
+Fields that need stored responses are defined here so that they can be refused by name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from text_generation_router.api.http.bodies import Body, Float32, TextMetadata, 
 from text_generation_router.api.openai.schemas import ContentPart
 
 MAX_ITEMS = 10_000
-"""Items of an input. None needs a field, so that half a million would be a good body; no model reads so many."""
+"""Items of an input. An item needs no field, so a body could hold half a million; no model reads so many."""
 MAX_PARTS = 10_000
 """Parts of one item."""
 
@@ -23,44 +23,44 @@ ItemParts = TypeAliasType("ItemParts", Annotated[list[ContentPart], FailFast(), 
 
 
 class InputItem(Body):
-    """One item of the input: a message, a call, what a call gave, a thought. Which fields count depends on its type."""
+    """One item of the input: a message, a call, its output, or reasoning. Its type decides which fields are read."""
 
     type: str | None = None
     """`message` (also if absent), `function_call`, `function_call_output` or `reasoning`; others are refused."""
     id: str | None = None
     """Ignored: nothing is stored."""
     role: str | None = None
-    """Of a message: `user`, `assistant`, `system` or `developer`."""
+    """The role of a message: `user`, `assistant`, `system` or `developer`."""
     content: str | ItemParts | None = None
     """The text of a message or of a reasoning."""
     call_id: str | None = None
-    """Which call is made or answered."""
+    """The id of the call that is made or answered."""
     name: str | None = None
-    """The function that is called."""
+    """The called function."""
     namespace: str | None = None
-    """The namespace it was given in."""
+    """The namespace of the called function."""
     arguments: str | None = None
-    """Of a call: a JSON object as text."""
+    """The arguments of a call: a JSON object as text."""
     output: str | ItemParts | None = None
-    """What a call gave."""
+    """The output of a call."""
     summary: ItemParts | None = None
-    """Of a reasoning; counts where it has no content."""
+    """The summary of reasoning; used if it has no content."""
 
 
 InputItems = TypeAliasType("InputItems", Annotated[list[InputItem], FailFast(), Field(max_length=MAX_ITEMS)])
 
 
 class FunctionTool(Body):
-    """A function the model may call."""
+    """A function that the model may call."""
 
-    model_config = ConfigDict(extra="allow")  # repeated in the answer
+    model_config = ConfigDict(extra="allow")  # the answer repeats it
 
     type: str
     """`function`; tools that OpenAI would run are left out, other types refused."""
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Its name."""
+    """The name of the function."""
     description: str | None = None
-    """What it does, for the model."""
+    """A description for the model."""
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments."""
     strict: bool | None = None
@@ -71,10 +71,10 @@ FunctionTools = TypeAliasType("FunctionTools", Annotated[list[FunctionTool], Fai
 
 
 class AnyTool(FunctionTool):
-    """A function the model may call, or with the type `namespace` several that belong together."""
+    """A function that the model may call, or a `namespace` of several."""
 
     tools: FunctionTools | None = None
-    """Of a namespace: its functions."""
+    """The functions of a namespace."""
 
 
 AnyTools = TypeAliasType("AnyTools", Annotated[list[AnyTool], FailFast()])
@@ -86,11 +86,11 @@ class NamedFunction(Body):
     type: str
     """`function`; others are refused."""
     name: str | None = None
-    """Which."""
+    """The name of the function."""
 
 
 class TextOptions(Body):
-    """What the text must look like."""
+    """Constraints on the text."""
 
     format: dict[str, Any] | None = None
     """`{"type": "text"}`, `{"type": "json_object"}` or `{"type": "json_schema", "name": …, "schema": …}`."""
@@ -99,23 +99,23 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """How the model thinks."""
+    """Options of the reasoning."""
 
     effort: str | None = None
     """A variable of the chat template."""
     summary: str | None = None
-    """Accepted: the reasoning itself is told."""
+    """Accepted: the answer has the whole reasoning."""
 
 
 class ResponsesBody(TieredFields):
     """Body of /v1/responses."""
 
     model: str | None = None
-    """Name of the model; anything is served by the one model there is."""
+    """The name of the model. Every name is accepted: the server has one model."""
     input: str | InputItems
-    """The conversation so far; a text is the user's."""
+    """The conversation so far; a text is a user message."""
     instructions: str | None = None
-    """A system message before it."""
+    """A system message before the conversation."""
     max_output_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt."""
     temperature: Float32 | None = None
@@ -125,23 +125,23 @@ class ResponsesBody(TieredFields):
     stream: bool | None = None
     """Answer as server-sent events."""
     tools: AnyTools | None = None
-    """What the model may call."""
+    """The tools that the model may call."""
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
-    """Whether it must, and which."""
+    """The model's freedom to call them."""
     parallel_tool_calls: bool | None = None
-    """Whether several calls may be made at once."""
+    """Allow several calls in one answer."""
     text: TextOptions | None = None
-    """What the text must look like."""
+    """Constraints on the text."""
     reasoning: ReasoningOptions | None = None
-    """How the model thinks."""
+    """Options of the reasoning."""
     metadata: TextMetadata | None = None
     """Repeated in the answer."""
     truncation: Literal["auto", "disabled"] | None = None
-    """Accepted: a conversation that is too long is refused in any case."""
+    """Accepted: a conversation that is too long is always refused."""
     store: bool | None = None
     """Accepted: nothing is stored, and the answer says so."""
     include: Texts | None = None
-    """Accepted where it is about what is not here anyhow; log-probabilities are refused."""
+    """Accepted, except log-probabilities, which are refused."""
     top_logprobs: UInt32 | None = None
     """Refused unless it is 0."""
     user: str | None = None

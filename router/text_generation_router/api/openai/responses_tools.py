@@ -1,10 +1,10 @@
-"""The tools of a Responses body: which of them the model may call here, under which names.
+"""The tools of a Responses body: those that the model may call, and their names.
 
-    function      called under its own name
-    namespace     its functions, each under its own name where no other has it, else `<namespace>__<name>`
-    hosted        what OpenAI's servers or its own models' formats are needed for: left out, nobody is there to run it
+    function      called by its own name
+    namespace     its functions, each by its own name if no other tool has it, else by `<namespace>__<name>`
+    hosted        tools that OpenAI runs, or that need its own models: left out
 
-A call is told by the function's own name and its namespace, whatever the model knows it by.
+A reported call has the function's own name and its namespace.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ HOSTED = frozenset(
         "web_search_preview_2025_03_11",
     )
 )
-"""Types of tools that are left out. Others that are not known are refused: they may be slips of the pen."""
+"""Types of tools that are left out. Unknown types are refused: they may be misspelled."""
 
 Place = tuple[str | None, str]
-"""A function's namespace, if it has one, and its own name."""
+"""The namespace of a function, if any, and its own name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallableTools:
-    """What the model may call."""
+    """The functions that the model may call."""
 
     definitions: Sequence[ToolDefinition]
-    """The functions, by the names the model calls them."""
+    """The functions, with the names that the model uses."""
     names: Mapping[Place, str]
-    """The model's name of each function that has a namespace."""
+    """Function in a namespace → name that the model uses."""
     places: Mapping[str, Place]
-    """The same the other way round."""
+    """The inverse of `names`."""
     left_out: Sequence[str]
-    """Types of the tools that the model is not told of."""
+    """Types of the tools that were left out."""
 
     def name_of(self, namespace: str | None, name: str) -> str:
-        """What the model knows a function by, also one that an earlier request had."""
+        """Return the name that the model uses for a function of this or an earlier request."""
         if namespace is None:
             return name
         return self.names.get((namespace, name)) or _qualified(namespace, name)
 
     def choice(self, choice: str | NamedFunction | None) -> str | NamedToolChoice | None:
-        """Whether it must call, and which. Raises InvalidRequest where it cannot."""
+        """Return the tool choice of a chat. Raises InvalidRequest if no tool satisfies it."""
         if isinstance(choice, NamedFunction):
             if choice.type != "function":
                 raise InvalidRequest(f"a tool choice of type {choice.type[:32]!r} is not supported")
@@ -80,7 +80,7 @@ class CallableTools:
 
 
 def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
-    """What of a body's tools can be called. Raises InvalidRequest for the others, by name."""
+    """Return the callable tools. Raises InvalidRequest for a type that is neither callable nor hosted."""
     functions: list[tuple[str | None, FunctionTool]] = []
     left_out: list[str] = []
     for namespace, tool in _flat(tools):
@@ -111,8 +111,8 @@ def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
 
 
 def as_sent(tool: FunctionTool) -> dict[str, Any]:
-    """A tool as the client wrote it, for the answer; a function has all of OpenAI's fields there."""
-    # By hand: pydantic does not write down what is deep.
+    """Return a tool as the client sent it, for the answer; a function gets all of OpenAI's fields."""
+    # Not model_dump: pydantic fails on deep nesting.
     sent = {name: value for name, value in tool if name in tool.model_fields_set}
     if isinstance(tool, AnyTool):
         if tool.type == "function":
@@ -136,7 +136,7 @@ def _flat(tools: Sequence[AnyTool]) -> Iterator[tuple[str | None, FunctionTool]]
 
 
 def _definition(name: str, tool: FunctionTool) -> ToolDefinition:
-    # Built from values that were validated already; a qualified name may be longer than a client's.
+    # Not validated again: a qualified name may be longer than a client's.
     function = FunctionDefinition.model_construct(
         name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's dialect: as lenient as its clients need. `null` is absence everywhere, unknown fields are ignored.
 
-What only other servers know (vLLM's `ignore_eos`, `min_tokens`, `top_k`, …) is taken where benchmark and evaluation tools
-send it.
+Fields of other servers (vLLM's `ignore_eos`, `min_tokens`, `top_k`, …) are accepted because benchmark and evaluation tools
+send them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from text_generation_router.api.http.bodies import (
 )
 
 MAX_MESSAGES = MAX_PARTS = 10_000
-"""Messages of a conversation; parts, or tool calls, of a message. More are no conversation, but an attack."""
+"""Messages of a conversation; parts, or tool calls, of a message. More are an attack."""
 MAX_CHOICES = 128
 """OpenAI's own limit of `n`."""
 
@@ -36,31 +36,31 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 Biases = TypeAliasType("Biases", Annotated[dict[str, float], BeforeValidator(at_most(MAX_LOGIT_BIAS, "tokens"))])
 BiasList = TypeAliasType("BiasList", Annotated[list[float], FailFast()])
 LogitBias = Biases | BiasList
-"""OpenAI's: token id, written as text, to bias. TGI's clients send a list, which TGI ignores."""
+"""OpenAI's: token id, as text, → bias. TGI's clients send a list, which TGI ignores."""
 
 
 class StreamOptions(Body):
-    """What a stream tells beside its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
-    """A last chunk with the token counts."""
+    """Send the token counts in a last chunk."""
     continuous_usage_stats: bool | None = None
-    """The counts so far on every chunk."""
+    """Add the counts so far to every chunk."""
 
 
 class OpenAIBody(TieredFields):
-    """What chat and completions have in common."""
+    """Base of the bodies of chats and completions."""
 
     model: str | None = None
-    """Name of the model; anything is served by the one model there is."""
+    """The name of the model. Every name is accepted: the server has one model."""
     stream: bool | None = None
     """Answer as server-sent events."""
     stream_options: StreamOptions | None = None
-    """What the stream tells beside its text."""
+    """Options of the stream."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Independent answers."""
+    """The number of independent answers."""
     stop: str | Texts | None = None
-    """Text that ends an answer; it is cut off."""
+    """Texts that end an answer; they are cut off."""
     seed: Seed | None = None
     """Seed of the sampling; random if absent."""
     temperature: Float32 | None = None
@@ -68,9 +68,9 @@ class OpenAIBody(TieredFields):
     top_p: Float32 | None = None
     """Keep the smallest set of most probable tokens whose probabilities reach this sum."""
     frequency_penalty: Float32 | None = None
-    """Penalises tokens by how often the answer has them."""
+    """Penalises tokens by their count in the answer."""
     presence_penalty: Float32 | None = None
-    """Penalises tokens that the answer has."""
+    """Penalises tokens that occur in the answer."""
     repetition_penalty: Float32 | None = None
     """TGI's: 1.0 means no penalty."""
     logit_bias: LogitBias | None = None
@@ -80,17 +80,17 @@ class OpenAIBody(TieredFields):
     min_p: Float32 | None = None
     """Drop tokens less probable than this share of the most probable one's probability."""
     ignore_eos: bool | None = None
-    """Go on after the end-of-sequence token."""
+    """Continue after the end-of-sequence token."""
     min_tokens: UInt32 | None = None
-    """No end before so many tokens."""
+    """The fewest tokens to generate."""
     stop_token_ids: TokenIds | None = None
     """Tokens that end an answer."""
     response_format: dict[str, Any] | None = None
-    """What the answer must look like."""
+    """A constraint on the answer."""
     guided_json: dict[str, Any] | str | None = None
     """vLLM's: a JSON schema for the answer."""
     guided_regex: str | None = None
-    """vLLM's: an expression for the answer."""
+    """vLLM's: a regular expression for the answer."""
     guided_choice: Texts | None = None
     """vLLM's: the answer is one of these."""
     structured_outputs: dict[str, Any] | None = None
@@ -100,22 +100,22 @@ class OpenAIBody(TieredFields):
 
 
 class FunctionDefinition(Body):
-    """A function the model may call."""
+    """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    """Its name."""
+    """The name of the function."""
     description: str | None = None
-    """What it does, for the model."""
+    """A description for the model."""
     parameters: dict[str, Any] | str | None = None
     """JSON schema of its arguments, or that schema as text."""
     arguments: dict[str, Any] | str | None = None
-    """TGI's other name of `parameters`."""
+    """TGI's other name for `parameters`."""
     strict: bool | None = None
-    """Calls follow the schema. Forced ones do in any case, free ones where the model's format can be told from text."""
+    """Calls must follow the schema. Forced calls always do; free calls if the model's call format has text markers."""
 
 
 class ToolDefinition(Body):
-    """A tool; only functions are known."""
+    """A tool; only functions are supported."""
 
     type: str = "function"
     """`function`."""
@@ -127,10 +127,10 @@ ToolDefinitions = TypeAliasType("ToolDefinitions", Annotated[list[ToolDefinition
 
 
 class FunctionName(Body):
-    """Names a function."""
+    """The name of a function."""
 
     name: str
-    """Its name."""
+    """The name."""
 
 
 class NamedToolChoice(Body):
@@ -139,7 +139,7 @@ class NamedToolChoice(Body):
     type: str | None = None
     """`function`."""
     function: FunctionName
-    """Which."""
+    """The function that must be called."""
 
 
 class ContentPart(Body):
@@ -155,7 +155,7 @@ ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFa
 
 
 class FunctionCall(Body):
-    """What was called, and how."""
+    """The function and arguments of a tool call."""
 
     name: str
     """The function."""
@@ -164,10 +164,10 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A call the assistant made."""
+    """A tool call of the assistant."""
 
     id: str | int | None = None
-    """What the tool's answer refers to."""
+    """The id that the tool's message refers to."""
     type: str | None = None
     """`function`."""
     function: FunctionCall
@@ -185,13 +185,13 @@ class Message(Body):
     content: str | ContentParts | None = None
     """The text, or its parts."""
     name: str | None = None
-    """Name of who speaks."""
+    """The name of the author."""
     tool_calls: ToolCalls | None = None
-    """Calls the assistant made."""
+    """The tool calls of an assistant message."""
     tool_call_id: str | None = None
-    """Which call a tool's message answers."""
+    """The id of the call that a tool message answers."""
     reasoning_content: str | None = None
-    """What the assistant thought."""
+    """The reasoning of an assistant message."""
 
 
 class ChatBody(OpenAIBody):
@@ -202,23 +202,23 @@ class ChatBody(OpenAIBody):
     max_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt."""
     max_completion_tokens: UInt32 | None = None
-    """The same by its newer name, which wins."""
+    """The newer name of `max_tokens`; wins over it."""
     logprobs: bool | None = None
     """Report the log-probabilities of the answer's tokens."""
     top_logprobs: UInt32 | None = None
-    """And of so many most probable ones at each place."""
+    """Report also the log-probabilities of so many most probable tokens at each position."""
     tools: ToolDefinitions | None = None
-    """What the model may call."""
+    """The tools that the model may call."""
     tool_choice: Literal["auto", "none", "required"] | str | NamedToolChoice | None = None
-    """Whether it must; a name, or an object with one: which."""
+    """The model's freedom to call them; a name, or an object with one, forces that function."""
     tool_prompt: str | None = None
-    """TGI's: what the model is told of the tools."""
+    """TGI's: the text that introduces the tools."""
     parallel_tool_calls: bool | None = None
-    """Whether several calls may be made at once."""
+    """Allow several calls in one answer."""
     continue_final_message: bool | None = None
-    """Go on with the last message; default: if it is the assistant's."""
+    """Continue the last message; default: true if it is the assistant's."""
     add_generation_prompt: bool | None = None
-    """Whether the template opens the assistant's message."""
+    """Have the template open the assistant's message."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the chat template."""
     reasoning_effort: str | None = None
@@ -237,12 +237,12 @@ class CompletionBody(OpenAIBody):
     echo: bool | None = None
     """Repeat the prompt before the text."""
     logprobs: UInt32 | None = None
-    """Report the log-probabilities of the tokens and of so many most probable ones at each place."""
+    """Report the log-probabilities of the tokens and of so many most probable ones at each position."""
     best_of: UInt64 | None = None
     """Must be 1 or equal `n`."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its own, such as the first one; default: true."""
+    """Have the tokenizer add its special tokens, such as the first one; default: true."""
 
 
 class ChatTokenizeBody(ChatBody):
-    """Body of /chat_tokenize: that of /v1/chat/completions, of which only what shapes the prompt is used."""
+    """Body of /chat_tokenize: that of /v1/chat/completions; only the fields that shape the prompt are used."""

@@ -1,4 +1,4 @@
-"""Whole answers, written down choice by choice: many with log-probabilities are megabytes, and others wait meanwhile."""
+"""Whole answers, serialized choice by choice: with log-probabilities they can be megabytes, which would block the loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 async def whole_answer(named: Named, kind: str, choices: Iterable[Json], usage: Json) -> bytes:
-    """The answer as JSON; each of `choices` is made when its turn comes, and forgotten once it is written."""
+    """Return the answer as JSON. Each of `choices` is built, serialized and dropped before the next."""
     written = []
     for choice in choices:
         written.append(orjson.dumps(choice))

@@ -27,7 +27,7 @@ class GenerateRoutes:
         self._serving = serving
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /generate: the whole reply at once."""
+        """POST /generate: return the whole reply."""
         body = await parse_body(request, GenerateBody)
         [record] = self._serving.start(request)
         reply = await self.reply(body, record)
@@ -36,15 +36,15 @@ class GenerateRoutes:
         )
 
     async def generate_stream(self, request: web.Request) -> web.StreamResponse:
-        """POST /generate_stream: an event a token."""
+        """POST /generate_stream: stream an event per token."""
         return await self._streamed(request, await parse_body(request, GenerateBody))
 
     async def compat(self, request: web.Request) -> web.StreamResponse:
-        """POST /: either of them, as Hugging Face's hosted API has it."""
+        """POST /: whole or streamed, as in Hugging Face's hosted API."""
         return await self.answer_compat(request, await parse_body(request, CompatGenerateBody))
 
     async def answer_compat(self, request: web.Request, body: CompatGenerateBody) -> web.StreamResponse:
-        """The same for a body that came another way."""
+        """Answer a body of POST / that another route parsed."""
         if body.parameters.return_full_text is None:
             full_text = self._serving.settings.compat_return_full_text
             parameters = body.parameters.model_copy(update={"return_full_text": full_text})
@@ -58,7 +58,7 @@ class GenerateRoutes:
         )
 
     async def reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
-        """The whole reply to a body, `best_of` sequences and all. Raises ServingError."""
+        """Return the whole reply to a body. Raises ServingError."""
         with self._serving.take_permits([record], self.permits_needed(body.parameters)):
             return await self.permitted_reply(body, record)
 

@@ -33,7 +33,7 @@ def to_options(parameters: GenerateParameters) -> GenerationOptions:
     """Return the options. Raises InvalidRequest for rules 1 to 7, which TGI applies to neutral values too.
 
     Sampling is greedy unless `do_sample` is set or a parameter that filters or scales has another value than its
-    neutral one. Rule 1 has another notion: any such parameter is present, whatever its value.
+    neutral one. Rule 1 counts any such parameter as sampling, also at its neutral value.
     """
     given = given_sampling(parameters, Api.TGI)
     best_of = parameters.best_of or 1

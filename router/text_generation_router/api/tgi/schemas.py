@@ -1,6 +1,6 @@
 """Request bodies of the TGI dialect, as strict as TGI's own (serde): no coercion, sized numbers, unknown fields ignored.
 
-`null` stands for absence where a field has no default of its own; elsewhere it is a wrong type.
+`null` means absent for a field without a default value; for others it is a wrong type.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GenerateParameters(QosFields):
     repetition_penalty: Float32 | None = None
     """1.0 means no penalty."""
     frequency_penalty: Float32 | None = None
-    """Penalises tokens by how often they occurred."""
+    """Penalises tokens by their count so far."""
     top_k: Int32 | None = None
     """Keep the k most probable tokens."""
     top_p: Float32 | None = None
@@ -39,7 +39,7 @@ class GenerateParameters(QosFields):
     stop: Annotated[list[str], FailFast()] = Field(default=[])
     """Stop at the first of these strings; it stays in the text."""
     truncate: UInt64 | None = None
-    """Keep the last so many tokens of the prompt."""
+    """Keep so many tokens at the end of the prompt."""
     watermark: bool = False
     """Watermark the text (A Watermark for Large Language Models)."""
     details: bool = False
@@ -53,7 +53,7 @@ class GenerateParameters(QosFields):
     grammar: dict[str, Any] | None = None
     """Constrain the text to a grammar."""
     adapter_id: str | None = None
-    """Adapter to use; one that is not loaded means the base model, as in TGI."""
+    """Adapter to use; as in TGI, an adapter that is not loaded means the base model."""
 
 
 class GenerateBody(QosFields):

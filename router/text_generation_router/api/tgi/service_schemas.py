@@ -11,20 +11,20 @@ from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParamet
 
 
 class PromptBody(Body):
-    """Body of /tokenize as vLLM has it, which evaluation tools send."""
+    """Body of /tokenize in vLLM's form, which evaluation tools send."""
 
     prompt: str
     """The text."""
     add_special_tokens: bool = True
-    """Whether what the tokenizer puts around a text is counted."""
+    """Count the special tokens that the tokenizer adds."""
 
 
 class UnjudgedParameters(GenerateParameters):
-    """Parameters of which only the types are checked."""
+    """Parameters whose ranges are not checked."""
 
 
 class InputsBody(GenerateBody):
-    """Body of /tokenize as TGI has it: that of /generate, of which only `inputs` is used."""
+    """Body of /tokenize in TGI's form: that of /generate; only `inputs` is used."""
 
     inputs: str
     """The text."""
@@ -32,11 +32,11 @@ class InputsBody(GenerateBody):
 
 
 TokenizeBody = InputsBody | PromptBody
-"""Body of /tokenize: with `inputs` TGI's, with `prompt` vLLM's."""
+"""Body of /tokenize: TGI's with `inputs`, vLLM's with `prompt`."""
 
 
 def tokenize_body(value: object) -> TokenizeBody:
-    """Which of them a body is. Raises BodyRejected."""
+    """Return the parsed body. Raises InvalidBody."""
     vllm = isinstance(value, dict) and "prompt" in value and "inputs" not in value
     return validate(value, PromptBody) if vllm else validate(value, InputsBody)
 
@@ -45,4 +45,4 @@ class DetokenizeBody(Body):
     """Body of /detokenize."""
 
     ids: Annotated[list[UInt32], FailFast(), Field(validation_alias=AliasChoices("ids", "tokens"))]
-    """The tokens. vLLM's name for them, `tokens`, is taken too."""
+    """The token ids; also accepted as `tokens`, vLLM's name."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import structlog
 
 from text_generation_proto.values import FailureCode, Stopping
-from text_generation_shard.checks import NO_BLOCKS, admission_problem, meant_for_steps
+from text_generation_shard.checks import NO_BLOCKS, meant_for_steps, sequence_problem
 from text_generation_shard.engine import (
     EngineError,
     EngineInfo,
@@ -202,7 +202,7 @@ class TensorRTEngine:
             return f"slot {sequence.slot} is taken"
         if sequence.blocks or sequence.computed_tokens:
             return NO_BLOCKS
-        problem = admission_problem(sequence, self._info) or self._parameters.problem(sequence)
+        problem = sequence_problem(sequence, self._info) or self._parameters.problem(sequence)
         # The last token is never computed, but the engine counts it and would end the sequence early.
         length = len(sequence.prompt) + sequence.stopping.max_new_tokens
         if problem is None and length > self._num_blocks * self._info.block_size:
