@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from text_generation_proto.values import FailureCode
+from text_generation_shard.checks import sequence_problem
 from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult
 from text_generation_shard.grammar import GrammarError
 from text_generation_shard.step.kv_ledger import KVLedger
