@@ -1,4 +1,4 @@
-"""The whole stack over TensorRT-LLM's stand-in, in both versions: generate, stream, chat, cancel, overload, drain, kill."""
+"""The whole server over TensorRT-LLM's stand-in: parameters, cancellation, overload, shutdown, lost processes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ from text_generation_proto.exit_codes import ExitCode
 pytestmark = pytest.mark.system
 
 WORDS = "one two three four five"
-
-
-@pytest.fixture(params=VERSIONS)
-def version(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+EOS = 2
+"""The EOS token of the demo model."""
 
 
 @pytest.fixture
@@ -37,7 +34,7 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 @contextmanager
 def serving(model: Path, version: str, *args: str, log: Path | None = None, **settings: object) -> Iterator[Stack]:
-    """A stack that is ready; `settings` are the stand-in's."""
+    """A stack that is ready; `settings` are those of the stand-in."""
     environ = {"PYTHONPATH": str(path_of(version))}
     environ |= {f"TRTLLM_STANDIN_{name.upper()}": str(value) for name, value in settings.items()}
     if log is not None:
@@ -46,87 +43,132 @@ def serving(model: Path, version: str, *args: str, log: Path | None = None, **se
         yield stack
 
 
-async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    async with session.post(url, json=body) as response:
-        return response.status, await response.json()
+class Server:
+    """A stack for several tests, and the requests that reached its engine."""
 
+    def __init__(self, version: str, stack: Stack, log: Path) -> None:
+        self.version = version
+        self.url = stack.url
+        self.log = log
 
-async def test_generate_stream_and_chat(demo_model: Path, version: str, session: aiohttp.ClientSession) -> None:
-    with serving(demo_model, version) as stack:
-        body: dict[str, Any] = {"inputs": WORDS, "parameters": {"max_new_tokens": 5, "details": True}}
-        status, answer = await post(session, f"{stack.url}/generate", body)
-        assert (status, answer["generated_text"]) == (200, WORDS)
-        assert answer["details"]["finish_reason"] == "length"
-        assert all(token["logprob"] <= 0 for token in answer["details"]["tokens"])
-        pieces = []
-        async with session.post(f"{stack.url}/generate_stream", json=body) as response:
-            async for line in response.content:
-                if line.startswith(b"data:"):
-                    pieces.append(json.loads(line[5:]))
-        assert "".join(piece["token"]["text"] for piece in pieces) == WORDS
-        assert pieces[-1]["generated_text"] == WORDS
-        chat: dict[str, Any] = {
-            "messages": [{"role": "user", "content": "Hello"}],
-            "max_tokens": 9,
-            "temperature": 0,
-            "logprobs": True,
-            "top_logprobs": 2,
-        }
-        status, answer = await post(session, f"{stack.url}/v1/chat/completions", chat)
-        assert status == 200
-        assert answer["usage"]["completion_tokens"] == 9
-        tops = [token["top_logprobs"] for token in answer["choices"][0]["logprobs"]["content"]]
-        assert {len(top) for top in tops} == {2}
-        async with session.get(f"{stack.url}/info") as response:
-            assert response.status == 200
+    async def post(self, session: aiohttp.ClientSession, route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """(status, answer)."""
+        async with session.post(self.url + route, json=body) as response:
+            return response.status, await response.json()
 
-
-async def test_a_grammar_is_kept(demo_model: Path, version: str, session: aiohttp.ClientSession) -> None:
-    with serving(demo_model, version) as stack:
-        grammar = {"type": "regex", "value": "(yes|no), [0-9]{3}"}
-        body = {"inputs": WORDS, "parameters": {"max_new_tokens": 20, "grammar": grammar}}
-        status, answer = await post(session, f"{stack.url}/generate", body)
+    async def arrival(self, session: aiohttp.ClientSession, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The request that arrives at the engine."""
+        before = len(read_log(self.log).of("request"))
+        status, answer = await self.post(session, route, body)
         assert status == 200, answer
-        assert answer["generated_text"][:2] in ("ye", "no")
-        assert answer["generated_text"][-3:].isdigit()
+        (request,) = read_log(self.log).of("request")[before:]
+        return dict(request)
 
 
-async def test_what_cannot_be_had_is_refused_by_name(
-    demo_model: Path, version: str, session: aiohttp.ClientSession
-) -> None:
-    with serving(demo_model, version) as stack:
-        refused = {"typical_p": 0.5}
-        if version == "1.2":
-            refused |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 7}
-        for name, value in refused.items():
-            parameters = {"max_new_tokens": 5, "do_sample": True, name: value}
-            status, answer = await post(session, f"{stack.url}/generate", {"inputs": WORDS, "parameters": parameters})
-            assert status == 422
-            assert f"`{name}` is not supported by this engine" in answer["error"]
+@pytest.fixture(scope="module", params=VERSIONS)
+def server(
+    request: pytest.FixtureRequest, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("standin") / "log"
+    with serving(demo_model, request.param, log=log) as stack:
+        yield Server(request.param, stack, log)
 
 
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+async def test_generate_and_stream(server: Server, session: aiohttp.ClientSession) -> None:
+    body: dict[str, Any] = {"inputs": WORDS, "parameters": {"max_new_tokens": 5, "details": True}}
+    status, answer = await server.post(session, "/generate", body)
+    assert (status, answer["generated_text"]) == (200, WORDS)
+    assert answer["details"]["finish_reason"] == "length"
+    assert all(token["logprob"] <= 0 for token in answer["details"]["tokens"])
+    async with session.post(f"{server.url}/generate_stream", json=body) as response:
+        pieces = [json.loads(line[5:]) async for line in response.content if line.startswith(b"data:")]
+    assert "".join(piece["token"]["text"] for piece in pieces) == WORDS
+    assert pieces[-1]["generated_text"] == WORDS
+
+
+async def test_a_grammar_constrains_the_text(server: Server, session: aiohttp.ClientSession) -> None:
+    grammar = {"type": "regex", "value": "(yes|no), [0-9]{3}"}
+    body = {"inputs": WORDS, "parameters": {"max_new_tokens": 20, "grammar": grammar}}
+    status, answer = await server.post(session, "/generate", body)
+    assert status == 200, answer
+    assert answer["generated_text"][:2] in ("ye", "no")
+    assert answer["generated_text"][-3:].isdigit()
+
+
+async def test_tgi_parameters_reach_the_engine(server: Server, session: aiohttp.ClientSession) -> None:
+    parameters = {"max_new_tokens": 7, "temperature": 0.5, "top_k": 5, "top_p": 0.875, "top_n_tokens": 3, "stop": ["x"]}
+    expected = {"max_tokens": 7, "temperature": 0.5, "top_k": 5, "top_p": 0.875, "logprobs": 3, "end_id": EOS}
+    if server.version == "1.3":
+        parameters |= {"seed": 42, "repetition_penalty": 1.25, "decoder_input_details": True, "details": True}
+        expected |= {"seed": 42, "repetition_penalty": 1.25, "prompt_logprobs": 1}
+    request = await server.arrival(session, "/generate", {"inputs": WORDS, "parameters": parameters})
+    assert {name: request["sampling"].get(name) for name in expected} == expected
+
+
+async def test_openai_parameters_reach_the_engine(server: Server, session: aiohttp.ClientSession) -> None:
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 9}
+    body = chat | {"temperature": 0.75, "logit_bias": {"5": 2.0}, "logprobs": True, "top_logprobs": 4}
+    expected = {"max_tokens": 9, "temperature": 0.75, "embedding_bias": {"5": 2.0}, "logprobs": 4}
+    if server.version == "1.3":
+        body |= {"min_p": 0.125, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3, "seed": 5}
+        expected |= {"min_p": 0.125, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3, "seed": 5}
+    request = await server.arrival(session, "/v1/chat/completions", body)
+    assert {name: request["sampling"].get(name) for name in expected} == expected
+    request = await server.arrival(session, "/v1/chat/completions", chat | {"temperature": 0, "ignore_eos": True})
+    assert {"top_k": 1, "ignore_eos": True}.items() <= request["sampling"].items()
+
+
+async def test_unsupported_parameters_are_refused_by_name(server: Server, session: aiohttp.ClientSession) -> None:
+    refused: dict[str, object] = {"typical_p": 0.5, "watermark": True}
+    if server.version == "1.2":
+        refused |= {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 7, "decoder_input_details": True}
+    for name, value in refused.items():
+        parameters = {"max_new_tokens": 5, "do_sample": True, "details": True, name: value}
+        status, answer = await server.post(session, "/generate", {"inputs": WORDS, "parameters": parameters})
+        assert status == 422
+        assert f"`{name}` is not supported by this engine" in answer["error"]
+
+
+async def test_cache_salts(server: Server, session: aiohttp.ClientSession) -> None:
+    """Salts of clients are kept apart, and do not reach the engine as given."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 2}
+    salts = []
+    for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}):
+        salts.append((await server.arrival(session, "/v1/chat/completions", body | salt))["with"].get("cache_salt"))
+    assert salts[0] == salts[2] != salts[1]
+    assert salts[3] is None
+    assert salts[0] != "a"
+
+
+# ---------------------------------------------------------------------------------------------------------------- load
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 async def test_a_client_that_leaves_has_its_request_aborted(
     demo_model: Path, version: str, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
+
+    async def leave_early(url: str) -> None:
+        body = {"inputs": WORDS, "parameters": {"max_new_tokens": 5000}}
+        async with session.post(f"{url}/generate_stream", json=body) as response:
+            await response.content.readline()
+
     with serving(demo_model, version, log=log, step_ms=5) as stack:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(8):
-                tasks.create_task(leave_early(session, stack.url))
+                tasks.create_task(leave_early(stack.url))
         async with asyncio.timeout(20):
-            while read_log(log).unfinished:  # noqa: ASYNC110 - another process says so in a file
+            while read_log(log).unfinished:  # noqa: ASYNC110 - another process writes the file
                 await asyncio.sleep(0.02)
         assert read_log(log).ends["cancelled"] == 8
 
 
-async def leave_early(session: aiohttp.ClientSession, url: str) -> None:
-    body = {"inputs": WORDS, "parameters": {"max_new_tokens": 5000}}
-    async with session.post(f"{url}/generate_stream", json=body) as response:
-        await response.content.readline()
-
-
-async def test_one_request_too_many_is_refused(demo_model: Path, version: str, session: aiohttp.ClientSession) -> None:
-    with serving(demo_model, version, "--max-concurrent-requests", "4", step_ms=20) as stack:
+async def test_overload_is_refused(demo_model: Path, session: aiohttp.ClientSession) -> None:
+    with serving(demo_model, "1.2", "--max-concurrent-requests", "4", step_ms=20) as stack:
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
             await streams.open(stack.url, 4, max_new_tokens=60)
@@ -138,11 +180,11 @@ async def test_one_request_too_many_is_refused(demo_model: Path, version: str, s
         assert {(stream.end, stream.tokens) for stream in streams.streams} == {("finished", 60)}
 
 
-async def test_more_than_run_at_once_wait_in_the_routers_queue(
-    demo_model: Path, version: str, session: aiohttp.ClientSession, tmp_path: Path
+async def test_requests_beyond_the_batch_size_wait_in_the_routers_queue(
+    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    with serving(demo_model, version, "--max-batch-size", "4", log=log, step_ms=2) as stack:
+    with serving(demo_model, "1.3", "--max-batch-size", "4", log=log, step_ms=2) as stack:
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
             await streams.open(stack.url, 20, max_new_tokens=30)
@@ -152,7 +194,11 @@ async def test_more_than_run_at_once_wait_in_the_routers_queue(
     assert (entries.ends["length"] >= 20, entries.unfinished) == (True, set())
 
 
-async def test_sigterm_lets_running_streams_finish_and_the_engine_shuts_down(
+# ------------------------------------------------------------------------------------------------ shutdown and failures
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_sigterm_finishes_running_streams_and_shuts_the_engine_down(
     demo_model: Path, version: str, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -170,20 +216,20 @@ async def test_sigterm_lets_running_streams_finish_and_the_engine_shuts_down(
     assert read_log(log).of("shutdown")
 
 
-def test_an_engine_that_hangs_when_it_is_to_end_is_ended(demo_model: Path, version: str) -> None:
-    with serving(demo_model, version, "--shutdown-timeout", "1", hang_shutdown=1, workers=1) as stack:
+def test_an_engine_that_hangs_at_shutdown_is_killed(demo_model: Path) -> None:
+    with serving(demo_model, "1.2", "--shutdown-timeout", "1", hang_shutdown=1, workers=1) as stack:
         children = stack.children()
         stack.launcher.send_signal(signal.SIGTERM)
         assert stack.wait() == ExitCode.STOPPED
         _, alive = psutil.wait_procs(children, timeout=5)
-        assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 @pytest.mark.parametrize("victim", ["launcher", "router", "shard"])
-async def test_a_killed_process_leaves_nothing_behind(
-    victim: str, demo_model: Path, version: str, session: aiohttp.ClientSession
+async def test_a_killed_process_leaves_no_processes_behind(
+    victim: str, demo_model: Path, session: aiohttp.ClientSession
 ) -> None:
-    with serving(demo_model, version, "--max-shard-restarts", "0", step_ms=10, workers=1) as stack:
+    with serving(demo_model, "1.2", "--max-shard-restarts", "0", step_ms=10, workers=1) as stack:
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
             await streams.open(stack.url, 16, max_new_tokens=3000)
@@ -192,14 +238,14 @@ async def test_a_killed_process_leaves_nothing_behind(
             await streams.all_ended()
         assert {stream.end for stream in streams.streams} <= {"error", "closed"}
         _, alive = await asyncio.to_thread(psutil.wait_procs, children, 20)
-        assert [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+        assert [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-@pytest.mark.parametrize("victim", ["shard", "worker"])
-async def test_streams_go_on_when_the_engine_is_lost(
-    victim: str, demo_model: Path, version: str, session: aiohttp.ClientSession
+@pytest.mark.parametrize(("version", "victim"), [("1.3", "shard"), ("1.2", "worker"), ("1.3", "worker")])
+async def test_streams_continue_on_another_replica(
+    version: str, victim: str, demo_model: Path, session: aiohttp.ClientSession
 ) -> None:
-    """A shard that is killed, or its worker process, which nobody else would notice."""
+    """After a kill of the shard, or of its worker process, whose death only the watchdog notices."""
     with serving(demo_model, version, "--num-replicas", "2", step_ms=10, workers=1) as stack:
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)

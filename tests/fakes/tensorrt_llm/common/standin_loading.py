@@ -53,6 +53,11 @@ class Standin:
         llm._executor = None
 
 
+async def tokens(result: Any) -> list[int]:  # noqa: ANN401 - a RequestOutput
+    """The tokens of the first sequence at the end."""
+    return list((await result).outputs[0].token_ids)
+
+
 @contextmanager
 def standing_in(version: str) -> Iterator[Standin]:
     """`import tensorrt_llm` gives the stand-in of this version."""
