@@ -1,4 +1,4 @@
-"""Model folders as TensorRT-LLM knows them, whole and changed, and a tensorrt_llm that must not be imported."""
+"""Model folders of the kinds that TensorRT-LLM knows, and a tensorrt_llm that must not be imported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ENGINE: dict[str, Any] = {
         },
     },
 }
-"""config.json as trtllm-build of 1.2.1 writes it: the keys that are read, and some that are not."""
+"""config.json as trtllm-build of 1.2.1 writes it: the keys that are read, and some others."""
 RANKS = {"rank0.engine": b"plan", "rank1.engine": b"plan"}
 HUGGING_FACE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
 CHECKPOINT = {"architecture": "LlamaForCausalLM", "dtype": "float16", "mapping": {"world_size": 1}}
@@ -56,7 +56,7 @@ OLD_ENGINE = {"builder_config": {"name": "llama", "precision": "float16", "tenso
 
 
 def engine(**changes: object) -> dict[str, Any]:
-    """ENGINE with changes at dotted places, dots written as two underscores; a value of `...` takes the key away."""
+    """Return ENGINE with changes at nested keys, joined by two underscores; the value `...` removes the key."""
     config = copy.deepcopy(ENGINE)
     for place, value in changes.items():
         change(config, place.split("__"), value)
@@ -77,7 +77,7 @@ def mapping(**sizes: object) -> dict[str, Any]:
 
 
 def fill(folder: Path, config: object, files: Mapping[str, bytes]) -> Path:
-    """A folder with `config`, an object or the bytes of its file, and `files`."""
+    """Write `config`, an object or the bytes of its file, and `files` to a folder."""
     folder.mkdir(exist_ok=True)
     if config is not None:
         (folder / "config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
@@ -87,7 +87,7 @@ def fill(folder: Path, config: object, files: Mapping[str, bytes]) -> Path:
 
 
 def poison(folder: Path, name: str) -> None:
-    """A package in `folder` that leaves a mark there when it is imported."""
+    """Write a package to `folder` that leaves a mark there when it is imported."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text(
         "from pathlib import Path\nPath(__file__).parents[1].joinpath('mark').touch()\nraise RuntimeError('imported')\n"
@@ -96,7 +96,7 @@ def poison(folder: Path, name: str) -> None:
 
 @contextmanager
 def nothing_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A poisoned tensorrt_llm in `folder` is the one there is: it stays untouched, whoever might swallow its error."""
+    """Put a poisoned tensorrt_llm in `folder` on the path, and assert that it was not imported, even if the error is caught."""
     poison(folder, "tensorrt_llm")
     monkeypatch.delitem(sys.modules, "tensorrt_llm", raising=False)
     monkeypatch.syspath_prepend(folder)

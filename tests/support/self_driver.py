@@ -1,4 +1,4 @@
-"""Drives an engine that schedules for itself: whole prompts in, tokens out, with no blocks, chunks or grants."""
+"""Drives a self-scheduling engine: whole prompts in, tokens out, without blocks, chunks or grants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from text_generation_shard.engine import Engine, Scheduling, StepResult, WarmUpL
 
 
 class SelfDriver(Driver):
-    """A Driver that holds slots alone: what a step engine would be told, this engine decides."""
+    """A Driver that only allocates slots; the engine schedules itself."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, num_blocks=0)
@@ -28,6 +28,6 @@ class SelfDriver(Driver):
 
 
 def driver_for(engine: Engine, limits: WarmUpLimits) -> Driver:
-    """The driver for this kind of engine, warmed up."""
+    """Warm the engine up and return a driver for its kind of scheduling."""
     num_blocks = engine.warm_up(limits)
     return SelfDriver(engine) if engine.info.scheduling is Scheduling.SELF else Driver(engine, num_blocks)

@@ -1,4 +1,4 @@
-"""The stand-in for TensorRT-LLM, in this process or in others: which version is imported, and how it behaves."""
+"""Make the stand-in for TensorRT-LLM importable, in this process or in others."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ CONFIG = {
 
 
 def path_of(version: str) -> Path:
-    """The folder to import `tensorrt_llm` from."""
+    """Return the folder to import `tensorrt_llm` from."""
     return FAKES / f"v{version.replace('.', '_')}"
 
 
 def model_folder(folder: Path, **changes: object) -> Path:
-    """A Hugging Face folder without weights, which the stand-in does not miss."""
+    """Write a Hugging Face folder without weights, which the stand-in does not need."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     return folder
 
 
-def read_log(path: Path) -> Any:  # noqa: ANN401 - its class is the stand-in's, which is on no path here
-    """What a stand-in wrote to the file that TRTLLM_STANDIN_LOG names: trtllm_standin.inspection.Log."""
+def read_log(path: Path) -> Any:  # noqa: ANN401 - its class is not importable here
+    """Read the file that TRTLLM_STANDIN_LOG names, as trtllm_standin.inspection.Log."""
     spec = importlib.util.spec_from_file_location("standin_inspection", FAKES / "common/trtllm_standin/inspection.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module.Log.read(path)
 
 
 @contextmanager
 def importable(version: str, monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator[None]:
-    """Let this process import one version, fresh; `settings` are the stand-in's, in lower case and without prefix."""
+    """Make one release importable in this process; `settings` are the stand-in's, in lower case without prefix."""
     for name, value in settings.items():
         monkeypatch.setenv(f"TRTLLM_STANDIN_{name.upper()}", str(value))
     monkeypatch.syspath_prepend(str(path_of(version)))

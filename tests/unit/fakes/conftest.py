@@ -1,4 +1,4 @@
-"""The stand-ins for tensorrt_llm, as tests of them use them."""
+"""Fixtures for tests of the stand-in for tensorrt_llm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from standin_loading import VERSIONS, Standin, standing_in
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take no time, unless a test says so."""
+    """Steps take no time by default."""
     monkeypatch.setenv("TRTLLM_STANDIN_STEP_MS", "0")
 
 
@@ -55,7 +55,7 @@ def set_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """A folder with a configuration and a tokenizer of bytes: ids 0 and 1 are the model's end tokens, 0 the tokenizer's."""
+    """A folder with a configuration and a byte tokenizer. Tokens 0 and 1 end a text; 0 is the tokenizer's EOS token."""
     folder = tmp_path / "model"
     folder.mkdir()
     tokenizer = write_tokenizer(folder)

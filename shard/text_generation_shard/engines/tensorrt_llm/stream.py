@@ -51,7 +51,7 @@ class StreamUpdate:
 
 
 class Stream:
-    """One request, from sequence to end. `read` runs on the event loop; the engine's thread reads attributes."""
+    """One request, from submission to end. `read` runs on the event loop; the engine's thread reads attributes."""
 
     __slots__ = (
         "_max_tokens",

@@ -1,4 +1,4 @@
-"""Imports either stand-in within a process that needs both, one after the other: two packages of one name.
+"""Imports both releases of the stand-in in one process, one after the other.
 
 Elsewhere the folder v1_2 or v1_3 on PYTHONPATH is enough.
 """
@@ -22,7 +22,7 @@ _loaded: dict[str, dict[str, ModuleType]] = {}
 
 @dataclass
 class Standin:
-    """One release, in the place of the real package."""
+    """One release."""
 
     version: str
     package: Any
@@ -30,26 +30,26 @@ class Standin:
 
     @property
     def request_error(self) -> type[RuntimeError]:
-        """What a failed request raises."""
+        """The class RequestError."""
         found: type[RuntimeError] = self.find("tensorrt_llm.executor.utils", "RequestError")
         return found
 
-    def find(self, module: str, name: str) -> Any:  # noqa: ANN401 - whatever it is
-        """A name in one of its modules."""
+    def find(self, module: str, name: str) -> Any:  # noqa: ANN401 - of any type
+        """Return a name of one of its modules."""
         return getattr(importlib.import_module(module), name)
 
     def llm(self, model: str | Path = "model", **kwargs: Any) -> Any:  # noqa: ANN401 - as LLM takes and gives them
-        """An LLM, without a tokenizer unless it is asked for; shut down when the stand-in is let go."""
+        """Construct an LLM, by default without a tokenizer; it is shut down at the end."""
         llm = self.package.LLM(model, **{"skip_tokenizer_init": True} | kwargs)
         self.made.append(llm)
         return llm
 
     def params(self, **kwargs: Any) -> Any:  # noqa: ANN401 - as SamplingParams takes them
-        """SamplingParams for ids alone, with no end token."""
+        """Construct SamplingParams for ids, without an end token."""
         return self.package.SamplingParams(**{"end_id": -1, "max_tokens": 8, "detokenize": False} | kwargs)
 
     def abandon(self, llm: Any) -> None:  # noqa: ANN401 - an LLM
-        """Leave alone an LLM that cannot be shut down: its threads end with the process."""
+        """Do not shut down an LLM that would hang; its threads end with the process."""
         llm._executor = None
 
 
@@ -60,7 +60,7 @@ async def tokens(result: Any) -> list[int]:  # noqa: ANN401 - a RequestOutput
 
 @contextmanager
 def standing_in(version: str) -> Iterator[Standin]:
-    """`import tensorrt_llm` gives the stand-in of this version."""
+    """Make `import tensorrt_llm` find this release."""
     kept = _ours()
     path = sys.path[:]
     _forget()
@@ -79,7 +79,7 @@ def standing_in(version: str) -> Iterator[Standin]:
 
 
 def folder_of(version: str) -> Path:
-    """The folder for PYTHONPATH."""
+    """Return the folder for PYTHONPATH."""
     return FAKES / f"v{version.replace('.', '_')}"
 
 

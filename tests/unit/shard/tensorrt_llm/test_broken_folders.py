@@ -1,4 +1,4 @@
-"""Broken model folders, a table of them: each is refused in one line that says what to do, and nothing is imported."""
+"""Broken model folders: each is refused in one line with advice, and TensorRT-LLM is not imported."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _nothing_is_imported(tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 
 @dataclass(frozen=True)
 class Broken:
-    """A folder, how it is to be served, and words of the one line that refuses it."""
+    """A folder, the circumstances, and words of the error."""
 
     words: tuple[str, ...]
     config: object = None
@@ -49,7 +49,7 @@ class Broken:
 AGAIN = "build the engines again with trtllm-build"
 DOWNLOAD = "copy or download the folder again"
 BROKEN = {
-    # What is no JSON object.
+    # config.json is not a JSON object.
     "empty config": Broken(("config.json is empty", DOWNLOAD), b""),
     "blank config": Broken(("config.json is empty", DOWNLOAD), b" \n"),
     "config cut off": Broken(("is no JSON", DOWNLOAD), json.dumps(ENGINE).encode()[:300]),
@@ -59,7 +59,7 @@ BROKEN = {
     "number too long": Broken(("is no JSON", DOWNLOAD), b'{"version": 1' + b"0" * 5000 + b"}"),
     "a list": Broken(("does not hold a JSON object", DOWNLOAD), []),
     "a string": Broken(("does not hold a JSON object", DOWNLOAD), "engine"),
-    # What is no model, or not all of one.
+    # Not a model, or incomplete.
     "no config": Broken(("has no config.json", "name the folder of a model"), None, {}),
     "engines without config": Broken(("has engines but no config.json", "copy the whole folder"), None),
     "an object of something else": Broken(
@@ -74,7 +74,7 @@ BROKEN = {
     "Hugging Face for GPUs there are not": Broken(
         ("4 GPUs", "only 2 can be seen", "CUDA_VISIBLE_DEVICES", "--num-shard"), HUGGING_FACE, world_size=4, gpus=2
     ),
-    # What has to be built first.
+    # Not built yet, or too old.
     "checkpoint": Broken(
         ("not built yet", "run trtllm-build --checkpoint_dir {} --output_dir {}-engine", "tensorrt-llm <= 1.2"),
         CHECKPOINT,
@@ -95,7 +95,7 @@ BROKEN = {
     "no version": Broken(("version is missing", AGAIN), engine(version=...)),
     "version null": Broken(("version is missing", AGAIN), engine(version=None)),
     "version a number": Broken(("version is 1.2, not a name", AGAIN), engine(version=1.2)),
-    "version none": Broken(("version is 'none'", AGAIN), engine(version="none")),
+    "version not one": Broken(("version is 'none'", AGAIN), engine(version="none")),
     "version of many lines": Broken(("version is '1.2\\n3'", AGAIN), engine(version="1.2\n3")),
     "older engine": Broken(
         ("built by TensorRT-LLM 1.1.0", "1.2.1 is installed", f"{AGAIN} of 1.2.1", "install tensorrt-llm 1.1.0"),
@@ -185,7 +185,7 @@ BROKEN = {
     "no tokens_per_block": Broken(
         ("tokens_per_block is missing", AGAIN), engine(build_config__plugin_config__tokens_per_block=...)
     ),
-    # What lies beside it.
+    # generation_config.json and EOS tokens.
     "generation_config broken": Broken(
         ("generation_config.json is no JSON", DOWNLOAD), ENGINE, RANKS | {"generation_config.json": b"{"}
     ),
@@ -199,7 +199,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=list(BROKEN))
-def test_a_broken_folder_is_refused_in_one_line_that_says_what_to_do(tmp_path: Path, broken: Broken) -> None:
+def test_broken_folders_are_refused_in_one_line(tmp_path: Path, broken: Broken) -> None:
     folder = fill(tmp_path / "model", broken.config, broken.files)
     with pytest.raises(EngineError) as refusal:
         check_folder(inspect_folder(folder), world_size=broken.world_size, installed=broken.installed, gpus=broken.gpus)
@@ -210,8 +210,8 @@ def test_a_broken_folder_is_refused_in_one_line_that_says_what_to_do(tmp_path: P
     assert "\n" not in line
 
 
-def test_neither_tensorrt_llm_nor_torch_is_imported_by_a_process_of_its_own(tmp_path: Path) -> None:
-    """In a process that has imported nothing else: every folder of the table, and one of each good kind."""
+def test_neither_tensorrt_llm_nor_torch_is_imported(tmp_path: Path) -> None:
+    """In a new process: every folder of the table, and a valid one of each kind."""
     folders = [
         (str(fill(tmp_path / f"model-{i}", broken.config, broken.files)), broken.installed, broken.world_size)
         for i, broken in enumerate(BROKEN.values())

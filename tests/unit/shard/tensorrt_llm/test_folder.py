@@ -1,4 +1,4 @@
-"""Model folders of every kind are known for what they are, however odd, and nothing is imported for it."""
+"""The kind of a model folder and its values are read without an import of TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def check(folder: Path, world_size: int = 2, installed: str | None = "1.2.1", gp
     return found
 
 
-# ------------------------------------------------------------------------------------------------------- whole folders
+# ------------------------------------------------------------------------------------------------------- valid folders
 
 
-def test_compiled_engines_tell_what_was_settled_when_they_were_built(tmp_path: Path) -> None:
+def test_compiled_engines(tmp_path: Path) -> None:
     generation = json.dumps({"eos_token_id": [128001, 128008, 128009]}).encode()
     found = check(fill(tmp_path, ENGINE, RANKS | {"generation_config.json": generation}))
     built = found.engine
@@ -69,7 +69,7 @@ def test_compiled_engines_tell_what_was_settled_when_they_were_built(tmp_path: P
     ],
     ids=str,
 )
-def test_eos_is_what_generation_config_says_else_config(
+def test_eos_tokens_of_compiled_engines(
     tmp_path: Path, own: object, generation: dict[str, Any] | None, ids: tuple[int, ...]
 ) -> None:
     config = engine() if own is ... else engine(pretrained_config__eos_token_id=own)
@@ -81,11 +81,11 @@ def test_eos_is_what_generation_config_says_else_config(
 
 @pytest.mark.parametrize("installed", ["1.2.1", "1.2.0", "1.2.0rc3", "1.2.1+cu130", "1.2", None, "unknown"])
 @pytest.mark.parametrize("gpus", [2, 8, None])
-def test_engines_run_on_their_own_version(tmp_path: Path, installed: str | None, gpus: int | None) -> None:
+def test_engines_run_on_the_version_that_built_them(tmp_path: Path, installed: str | None, gpus: int | None) -> None:
     assert check(fill(tmp_path, ENGINE, RANKS), installed=installed, gpus=gpus).kind is FolderKind.ENGINE
 
 
-def test_engines_of_any_version_are_taken_where_none_is_known(tmp_path: Path) -> None:
+def test_engines_of_any_version_are_accepted_if_the_installed_one_is_unknown(tmp_path: Path) -> None:
     assert check(fill(tmp_path, engine(version="1.1.0"), RANKS), installed=None).kind is FolderKind.ENGINE
 
 
@@ -93,7 +93,7 @@ def test_engines_of_any_version_are_taken_where_none_is_known(tmp_path: Path) ->
     "config",
     [
         engine(build_config__kv_cache_type="PAGED"),
-        # The builder cuts max_input_len down to max_seq_len, and says that it is of no effect.
+        # The builder reduces max_input_len to max_seq_len.
         engine(build_config__max_input_len=4096),
         engine(build_config__max_num_tokens=64 * 4096),
         engine(build_config__max_num_tokens=64),
@@ -105,7 +105,7 @@ def test_engines_of_any_version_are_taken_where_none_is_known(tmp_path: Path) ->
     ],
     ids=lambda config: None,
 )
-def test_what_the_builder_may_write_is_taken(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_unusual_builds_are_accepted(tmp_path: Path, config: dict[str, Any]) -> None:
     assert check(fill(tmp_path, config, RANKS)).kind is FolderKind.ENGINE
 
 
@@ -127,14 +127,12 @@ def test_hugging_face_folders_are_served_by_every_version(
     ],
     ids=str,
 )
-def test_a_checkpoint_is_known_before_it_is_refused(
-    tmp_path: Path, config: dict[str, Any], files: dict[str, bytes]
-) -> None:
+def test_checkpoints(tmp_path: Path, config: dict[str, Any], files: dict[str, bytes]) -> None:
     found = inspect_folder(fill(tmp_path, config, files))
     assert (found.kind, found.architecture) == (FolderKind.CHECKPOINT, "LlamaForCausalLM")
 
 
-def test_an_engine_of_old_is_known_before_it_is_refused(tmp_path: Path) -> None:
+def test_engines_before_0_8(tmp_path: Path) -> None:
     assert inspect_folder(fill(tmp_path, OLD_ENGINE, {})).kind is FolderKind.OLD_ENGINE
 
 
@@ -191,7 +189,7 @@ def test_the_poison_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         __import__("tensorrt_llm")
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_paths_without_a_model_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="nowhere does not exist"):
         inspect_folder(tmp_path / "nowhere")
     (tmp_path / "file").write_bytes(b"{}")
@@ -204,14 +202,14 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
         inspect_folder(Path("/\0"))
 
 
-def test_a_rank_that_is_no_file_is_missing(tmp_path: Path) -> None:
+def test_a_rank_that_is_a_folder_is_missing(tmp_path: Path) -> None:
     folder = fill(tmp_path, ENGINE, {"rank0.engine": b"plan"})
     (folder / "rank1.engine").mkdir()
     with pytest.raises(EngineError, match=r"rank1\.engine is missing"):
         check(folder)
 
 
-def test_ranks_are_looked_for_in_vain_once_however_many_there_should_be(tmp_path: Path) -> None:
+def test_the_search_for_ranks_ends_at_the_first_missing_one(tmp_path: Path) -> None:
     many = 2**31 - 1
     folder = fill(tmp_path, mapping(world_size=many, tp_size=many), RANKS)
     with pytest.raises(EngineError, match=r"rank2\.engine is missing"):
@@ -221,12 +219,12 @@ def test_ranks_are_looked_for_in_vain_once_however_many_there_should_be(tmp_path
 # ------------------------------------------------------------------------------------------------------- random damage
 
 
-def places(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def keys_in(config: dict[str, Any], above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     found = []
     for key, value in config.items():
         found.append((*above, key))
         if isinstance(value, dict):
-            found += places(value, (*above, key))
+            found += keys_in(value, (*above, key))
     return found
 
 
@@ -246,10 +244,10 @@ configs = st.sampled_from([ENGINE, HUGGING_FACE, CHECKPOINT, OLD_ENGINE])
 
 @st.composite
 def damaged(draw: st.DrawFn) -> dict[str, Any]:
-    """A config in which some values are others, or gone."""
+    """A config with some values replaced or removed."""
     config: dict[str, Any] = copy.deepcopy(draw(configs))
     for _ in range(draw(st.integers(1, 3))):
-        keys = draw(st.sampled_from(places(config) or [("version",)]))
+        keys = draw(st.sampled_from(keys_in(config) or [("version",)]))
         here = config
         for key in keys[:-1]:
             here = here[key]
@@ -261,7 +259,7 @@ def damaged(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def outcome(config: object) -> None:
-    """Whatever the folder says: it is refused in one line, or told what it is."""
+    """Assert that the folder is refused in one line, or accepted."""
     with tempfile.TemporaryDirectory() as path:
         folder = fill(Path(path), config, RANKS | {"rank0.safetensors": b"weights"})
         try:
@@ -276,17 +274,17 @@ def outcome(config: object) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(config=damaged())
-def test_damaged_configs_are_refused_or_understood(config: dict[str, Any]) -> None:
+def test_damaged_configs(config: dict[str, Any]) -> None:
     outcome(config)
 
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=200) | st.integers(0, 1200).map(lambda end: json.dumps(ENGINE).encode()[:end]))
-def test_damaged_files_are_refused_or_understood(data: bytes) -> None:
+def test_damaged_files(data: bytes) -> None:
     outcome(data)
 
 
 @settings(max_examples=100, deadline=None)
 @given(value=values)
-def test_whatever_json_it_is(value: object) -> None:
+def test_any_json(value: object) -> None:
     outcome(json.dumps(value).encode())

@@ -1,4 +1,4 @@
-"""--trtllm-options: read from a file or from itself, every wrong name refused with the right one, values passed as they are."""
+"""--trtllm-options: read from a file or inline; unknown names are refused with the nearest known one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KNOWN: Mapping[str, Collection[str] | None] = {
     "kv_cache_config": frozenset({"enable_block_reuse", "free_gpu_memory_fraction", "host_cache_size", "dtype"}),
     "cuda_graph_config": ["batch_sizes", "max_batch_size", "enable_padding"],
 }
-"""Some keywords of tensorrt_llm.LLM, two of them with the fields of their models."""
+"""Some keywords of tensorrt_llm.LLM; two with the fields of their models."""
 
 YAML = """
-# what an operator writes
+# an example
 max_num_tokens: 4096
 kv_cache_config:
   enable_block_reuse: false
@@ -51,7 +51,7 @@ OPTIONS = {
 
 
 def refusal(text: str) -> str:
-    """The one line that refuses it."""
+    """Return the error."""
     with pytest.raises(EngineError) as refused:
         read_options(text)
     line = str(refused.value)
@@ -63,7 +63,7 @@ def refusal(text: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
-def test_a_file_and_the_text_itself_are_read_alike(tmp_path: Path) -> None:
+def test_file_and_inline_text(tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     path.write_text(YAML)
     assert read_options(str(path)) == OPTIONS
@@ -81,11 +81,11 @@ def test_a_file_and_the_text_itself_are_read_alike(tmp_path: Path) -> None:
         " \n{max_num_tokens: 4096,}",
     ],
 )
-def test_yaml_and_json_in_every_form(text: str) -> None:
+def test_yaml_and_json(text: str) -> None:
     assert read_options(text) == {"max_num_tokens": 4096}
 
 
-def test_json_keeps_its_own_numbers(tmp_path: Path) -> None:
+def test_json_numbers(tmp_path: Path) -> None:
     """YAML 1.1 reads a string there."""
     path = tmp_path / "options.json"
     path.write_text('{"kv_cache_config": {"free_gpu_memory_fraction": 9e-1}}')
@@ -137,7 +137,7 @@ def test_nothing_asked_for_is_nothing(tmp_path: Path, text: str) -> None:
     ],
     ids=lambda value: None,
 )
-def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+def test_malformed_text_is_refused_in_one_line(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
     line = refusal(text)
     for word in words:
         assert word in line
@@ -149,7 +149,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path, text: str, w
         assert in_file.removeprefix(f"--trtllm-options: {path}: ") == line.removeprefix("--trtllm-options: ")
 
 
-def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "options.yaml"
     assert f"{path}: there is no such file" in refusal(str(path))
     assert "'{max_num_tokens: 4096}'" in refusal("max_num_tokens=4096")
@@ -167,7 +167,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> None:
 @given(
     text=st.text(alphabet=st.sampled_from("ab1: \n\t-[]{}&*!#|>'\"%@`,?~<=.é\0"), max_size=30) | st.text(max_size=30)
 )
-def test_whatever_the_text_it_is_read_or_refused(text: str) -> None:
+def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         options = read_options(text)
     except EngineError as refused:
@@ -185,7 +185,7 @@ json_values = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(options=st.dictionaries(st.text(max_size=8), json_values, max_size=4), indent=st.sampled_from([None, 2, "\t"]))
-def test_json_comes_back_as_it_went_in(options: dict[str, object], indent: int | str | None) -> None:
+def test_json_round_trip(options: dict[str, object], indent: int | str | None) -> None:
     assert read_options(json.dumps(options, indent=indent)) == options
 
 
@@ -202,7 +202,7 @@ def complaint(options: Mapping[str, object], known: Mapping[str, Collection[str]
 
 
 @pytest.mark.parametrize("known", [KNOWN, None], ids=["known", "not known"])
-def test_what_is_ours_is_refused_with_what_to_use_instead(known: Mapping[str, Collection[str] | None] | None) -> None:
+def test_reserved_options_are_refused_with_the_alternative(known: Mapping[str, Collection[str] | None] | None) -> None:
     for name, instead in RESERVED.items():
         assert (
             complaint({"max_num_tokens": 1, name: 1}, known) == f"--trtllm-options: {name} is not set here: {instead}"
@@ -246,18 +246,18 @@ def test_what_is_ours_is_refused_with_what_to_use_instead(known: Mapping[str, Co
     ],
     ids=lambda value: None,
 )
-def test_unknown_names_are_refused_with_the_nearest(options: dict[str, object], line: str) -> None:
+def test_unknown_names_are_refused_with_the_nearest_one(options: dict[str, object], line: str) -> None:
     assert complaint(options) == f"--trtllm-options: {line}"
     check_options(options, None)
 
 
-def test_known_names_pass_whatever_their_values() -> None:
+def test_values_are_not_checked() -> None:
     check_options(
         {
             "max_batch_size": "many",
             "kv_cache_config": {"free_gpu_memory_fraction": None, "dtype": {"nested": [1]}},
             "cuda_graph_config": None,
-            "speculative_config": {"whatever": "it has"},
+            "speculative_config": {"any": "field"},
         },
         KNOWN,
     )

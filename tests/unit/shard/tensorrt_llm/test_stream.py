@@ -1,4 +1,4 @@
-"""One request, read from the engine's cumulative outputs, with everything that those do."""
+"""Updates of a stream, from the cumulative outputs of the engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Output:
 
     def say(self, *token_ids: int, reason: str | None = None, stop: int | None = None) -> Output:
         self.completion.token_ids += token_ids
-        self.completion.logprobs += [{token: Logprob(-token / 10), 999: Logprob(-0.05)} for token in token_ids]
+        self.completion.logprobs += [{999: Logprob(-0.05), token: Logprob(-token / 10)} for token in token_ids]
         self.completion.finish_reason, self.completion.stop_reason = reason, stop
         return self
 
@@ -57,7 +57,7 @@ def read(stream: Stream, output: Output) -> StreamUpdate:
     return update
 
 
-def test_what_was_told_is_not_told_again() -> None:
+def test_tokens_are_reported_once() -> None:
     stream, output = Stream(SEQUENCE), Output()
     assert read(stream, output.say(7)).token_ids == [7]
     assert stream.read(output) is None  # type: ignore[arg-type]
@@ -66,39 +66,37 @@ def test_what_was_told_is_not_told_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "reason", "told", "finish"),
+    ("tokens", "reason", "reported", "finish"),
     [
         ((7, EOS), "stop", [7, EOS], FinishReason.EOS_TOKEN),
         ((7, STOP), "stop", [7, STOP], FinishReason.STOP_SEQUENCE),
-        ((7, STOP, 8, 9), None, [7, STOP], FinishReason.STOP_SEQUENCE),  # the engine did not look for it
+        ((7, STOP, 8, 9), None, [7, STOP], FinishReason.STOP_SEQUENCE),  # the engine ignored it
         ((6, 7, 8, 9, 10, 11), "length", [6, 7, 8, 9, 10, 11], FinishReason.LENGTH),
         ((6, 7, 8, 9, 10, EOS), "stop", [6, 7, 8, 9, 10, EOS], FinishReason.LENGTH),
         ((6, 7, 8, 9, 10, 11, 12, 13), None, [6, 7, 8, 9, 10, 11], FinishReason.LENGTH),
     ],
     ids=["eos", "stop", "stop unseen", "length", "length wins", "too many"],
 )
-def test_it_ends_where_it_should(
-    tokens: tuple[int, ...], reason: str | None, told: list[int], finish: FinishReason
-) -> None:
+def test_ends(tokens: tuple[int, ...], reason: str | None, reported: list[int], finish: FinishReason) -> None:
     stream = Stream(SEQUENCE)
     update = read(stream, Output().say(*tokens, reason=reason))
-    assert (update.token_ids, update.finish, update.failure) == (told, finish, None)
-    assert len(update.logprobs) == len(told)
+    assert (update.token_ids, update.finish, update.failure) == (reported, finish, None)
+    assert len(update.logprobs) == len(reported)
     assert stream.ended
     assert stream.ended_by_engine is (reason is not None)
 
 
-def test_a_stop_that_was_cut_off_is_the_token_it_ends_with() -> None:
+def test_a_removed_stop_token_is_reported() -> None:
     stream, output = Stream(SEQUENCE), Output()
     read(stream, output.say(7, 8))
-    output.completion.token_ids = [7]  # a stop of two tokens, of which one had been told
+    output.completion.token_ids = [7]  # a stop sequence of two tokens, one of them reported
     output.completion.finish_reason, output.completion.stop_reason = "stop", STOP
     update = read(stream, output)
     assert (update.token_ids, update.finish) == ([STOP], FinishReason.STOP_SEQUENCE)
     assert math.isnan(update.logprobs[0])
 
 
-def test_no_stop_counts_before_the_least_number_of_tokens() -> None:
+def test_min_new_tokens() -> None:
     stream = Stream(replace(SEQUENCE, stopping=replace(SEQUENCE.stopping, min_new_tokens=3)))
     update = read(stream, Output().say(EOS, STOP, 7))
     assert (update.token_ids, update.finish) == ([EOS, STOP, 7], None)
@@ -109,10 +107,8 @@ def test_no_stop_counts_before_the_least_number_of_tokens() -> None:
     [(EOS, None, FinishReason.EOS_TOKEN), (EOS, EOS, FinishReason.EOS_TOKEN), (STOP, STOP, FinishReason.STOP_SEQUENCE)],
     ids=["end_id", "another eos", "stop"],
 )
-def test_an_engine_that_stops_before_the_least_number_of_tokens_has_stopped(
-    token: int, stop: int | None, finish: FinishReason
-) -> None:
-    """It holds off end_id alone, and not always that (PR #12166); the token is there, and is not told twice."""
+def test_an_engine_may_stop_before_min_new_tokens(token: int, stop: int | None, finish: FinishReason) -> None:
+    """The samplers hold off end_id only, and not always (PR #12166). The token is reported once."""
     stream, output = Stream(replace(SEQUENCE, stopping=replace(SEQUENCE.stopping, min_new_tokens=5))), Output()
     read(stream, output.say(7))
     update = read(stream, output.say(8, token, reason="stop", stop=stop))
@@ -121,7 +117,7 @@ def test_an_engine_that_stops_before_the_least_number_of_tokens_has_stopped(
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "timeout", "length", "stop", "not_finished"])
-def test_an_end_that_no_token_explains_is_an_error_and_never_a_finish(reason: str) -> None:
+def test_an_end_without_a_token_is_an_error(reason: str) -> None:
     stream, output = Stream(SEQUENCE), Output()
     read(stream, output.say(7))
     update = read(stream, output.say(reason=reason))
@@ -130,14 +126,14 @@ def test_an_end_that_no_token_explains_is_an_error_and_never_a_finish(reason: st
     assert update.failure[0] is FailureCode.STEP
 
 
-def test_nothing_follows_the_end() -> None:
+def test_nothing_is_reported_after_the_end() -> None:
     stream, output = Stream(SEQUENCE), Output()
     read(stream, output.say(EOS, reason="stop"))
     assert stream.read(output.say(8)) is None  # type: ignore[arg-type]
     assert stream.fail(FailureCode.STEP, "too late") is None
 
 
-def test_a_token_of_unknown_probability_is_not_a_number() -> None:
+def test_missing_logprobs_are_nan() -> None:
     output = Output().say(7, 8)
     output.completion.logprobs = [{7: Logprob(-0.7)}]
     update = read(Stream(SEQUENCE), output)
@@ -145,19 +141,19 @@ def test_a_token_of_unknown_probability_is_not_a_number() -> None:
     assert math.isnan(update.logprobs[1])
 
 
-def test_bare_log_probabilities_are_read_too() -> None:
+def test_logprobs_without_rank() -> None:
     output = Output().say(7, 8)
     output.completion.logprobs = [-0.5, -1.5]
     assert read(Stream(SEQUENCE), output).logprobs == [-0.5, -1.5]
 
 
-def test_the_most_probable_come_best_first() -> None:
+def test_top_tokens_are_sorted() -> None:
     update = read(Stream(replace(SEQUENCE, logprobs=LogprobOptions(2))), Output().say(7))
     assert update.tops == [((999, 7), (-0.05, -0.7))]
     assert read(Stream(replace(SEQUENCE, logprobs=LogprobOptions(1))), Output().say(7)).tops == [((999,), (-0.05,))]
 
 
-def test_prompt_scores_are_about_the_token_after() -> None:
+def test_prompt_logprobs_are_for_the_next_token() -> None:
     stream = Stream(replace(SEQUENCE, logprobs=LogprobOptions(prompt=True, prompt_top_n=1)))
     output = Output().say(7)
     output.completion.prompt_logprobs = [
@@ -173,8 +169,8 @@ def test_prompt_scores_are_about_the_token_after() -> None:
     assert read(stream, output.say(8)).prompt_scores is None
 
 
-def test_prompt_scores_come_with_a_token() -> None:
-    """Alone they would be nothing to report."""
+def test_prompt_logprobs_are_reported_with_a_token() -> None:
+    """Without a token there is no report."""
     stream, output = Stream(replace(SEQUENCE, logprobs=LogprobOptions(prompt=True))), Output()
     output.completion.prompt_logprobs = [-1.2, -1.3, -0.7]
     assert stream.read(output) is None  # type: ignore[arg-type]
@@ -183,11 +179,11 @@ def test_prompt_scores_come_with_a_token() -> None:
     assert scores.logprobs[1:] == [-1.2, -1.3]
 
 
-def test_prompt_scores_of_a_part_are_of_its_end() -> None:
-    """Tokens that came from the cache were not computed."""
+def test_prompt_logprobs_of_a_cached_prompt() -> None:
+    """Cached tokens have none."""
     stream, output = Stream(replace(SEQUENCE, logprobs=LogprobOptions(prompt=True))), Output().say(7)
     output.completion.prompt_logprobs = [-1.3, -0.7]
     scores = read(stream, output).prompt_scores
     assert scores is not None
-    assert [math.isnan(one) for one in scores.logprobs] == [True, True, False]
+    assert [math.isnan(value) for value in scores.logprobs] == [True, True, False]
     assert scores.logprobs[2] == -1.3

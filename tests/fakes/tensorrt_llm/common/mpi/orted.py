@@ -1,5 +1,4 @@
-"""Starts the worker processes, as Open MPI's daemon does; writes to its standard output when they are there, and the rank of
-each that ends."""
+"""Starts the worker processes, as Open MPI's daemon does. Prints "ready", then the rank of each process that ends."""
 
 from __future__ import annotations
 
@@ -10,12 +9,12 @@ import sys
 
 
 def main() -> None:
-    """Run as many as the first argument says, until all have ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a session of its own: they hear of nothing but the pipe
+    """Run as many as the first argument says until all have ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a session of its own
     command = [sys.executable, "-S", "-m", "mpi4py.futures.server"]
     processes = [subprocess.Popen(command) for _ in range(int(sys.argv[1]))]
     ranks = {process.pid: rank for rank, process in enumerate(processes)}
-    print("ready", flush=True)  # as the library waits for all ranks to say so
+    print("ready", flush=True)  # the library waits for all ranks
     while ranks:
         pid, _ = os.wait()
         print(ranks.pop(pid), flush=True)

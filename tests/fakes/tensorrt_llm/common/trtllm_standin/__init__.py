@@ -1,19 +1,20 @@
-"""What the two stand-ins for NVIDIA's tensorrt_llm have in common: an engine that repeats its prompts, with the real traps.
+"""A stand-in for NVIDIA's tensorrt_llm: an engine that repeats its prompts, with the traps of the real library.
 
-`v1_2/` and `v1_3/` beside this folder each hold a package `tensorrt_llm` for PYTHONPATH, with the signatures of that
-release; `signatures-1.2.json` and `signatures-1.3.json` say where each of those was read. Nothing here computes a model.
-What is imitated is how the library behaves towards its caller. Where a behaviour is odd, the comment beside it names
-where it was read, in repository NVIDIA/TensorRT-LLM unless another is named:
+`v1_2/` and `v1_3/` beside this folder each hold a package `tensorrt_llm` for PYTHONPATH. `signatures-1.2.json` and
+`signatures-1.3.json` record the signatures of these releases with their sources; the classes of the package are built from them
+(`recorded`, `package`). `release` lists the differences in behaviour. No model is computed.
+
+Comments name the source of each trap. Files are those of the repository NVIDIA/TensorRT-LLM unless another one is named:
 
     result.py, llm.py, sampling_params.py    1.2.1, as rendered in the documentation branch (gh-pages, 1.2.1/_modules)
-    py_executor.py, base_worker.py, proxy.py, executor.py, llmapi/utils.py    of commits near 1.2.1
-    "main"                                   the same files in 2026, towards 1.3
+    py_executor.py, base_worker.py, proxy.py, executor.py, llmapi/utils.py    commits near 1.2.1
+    "main"                                   the same files in 2026, before 1.3
 
-What is not imitated is refused with NotImplementedError, never ignored: LoRA, disaggregated serving, beam search with a
-width above 1, any capacity policy but GUARANTEED_NO_EVICT, building engines.
+Only what the shard uses is imitated; everything else raises NotImplementedError: synchronous reading, several sequences per
+request, beam search, stop strings, text, LoRA, disaggregated serving, other capacity policies than GUARANTEED_NO_EVICT, building
+engines.
 
-The layers, from the caller down: `llm` (checks and submits), `executor` (hands requests over, keeps results),
-`results` (folds what arrives), `engine` (the loop, in a thread of its own), `scheduler` (who runs), `sequences` and
-`choice` (which token is next). `settings` names the environment variables that set the pace and break things;
-`inspection` tells a test in another process what arrived.
+Layers, from the caller down: `llm` (checks and submits), `executor` (holds requests), `results` (items as the caller reads them),
+`engine` (the loop, in its own thread), `scheduler` (the batch of an iteration), `sequences` and `choice` (the next token). `settings` lists the
+environment variables that set the pace and cause failures; `inspection` reports to a test in another process what arrived.
 """

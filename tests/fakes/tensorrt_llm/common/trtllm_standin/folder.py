@@ -1,4 +1,4 @@
-"""What a model folder says: sizes and end tokens, from config.json and generation_config.json."""
+"""Sizes and end tokens of a model folder, from config.json and generation_config.json."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 1 << 20
-"""Where no folder tells: larger than any tokenizer's, so that ids of whatever tokenizer pass."""
+"""Default; larger than any tokenizer's vocabulary."""
 MAX_POSITIONS = 32768
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the stand-in needs to know of a model."""
+    """The properties of a model that matter here."""
 
     vocab_size: int = VOCAB_SIZE
     max_positions: int = MAX_POSITIONS
     eos_token_ids: tuple[int, ...] = ()
-    """From generation_config.json, else config.json; the first is the tokenizer's, as far as one can tell."""
+    """From generation_config.json, else config.json."""
 
 
 def read_model(folder: Path) -> ModelFacts:
-    """Facts of the model in `folder`; defaults where it is no folder, or says nothing. Raises ValueError if its
-    config.json is no JSON."""
+    """Read the folder; defaults if it is missing. Raises ValueError if config.json is not JSON."""
     config = read_json(folder / "config.json")
     inner = {**config, **config.get("text_config", {})}
     ends = read_json(folder / "generation_config.json").get("eos_token_id", inner.get("eos_token_id"))
@@ -36,10 +35,8 @@ def read_model(folder: Path) -> ModelFacts:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty where there is no such file."""
+    """Return the object in `path`; empty if there is no such file."""
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object")
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found

@@ -1,66 +1,73 @@
-"""Guided decoding: answers that really keep to a schema, an expression or a grammar, by llguidance.
+"""Guided decoding that really follows its guide, by llguidance, and the tokenizer that it needs.
 
-Both backends of the library are served by it: xgrammar's grammars are translated. Source of the guides' forms:
-_torch/pyexecutor/grammar_matcher.py, LLGuidanceMatcherFactory.
+Source of the guides' forms: _torch/pyexecutor/grammar_matcher.py, LLGuidanceMatcherFactory.
 """
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer as RawTokenizer
 
 from trtllm_standin.choice import ChoiceError, Chooser
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
-    from trtllm_standin.tokenizer import Tokenizer
+from trtllm_standin.folder import read_json, read_model
 
 CLOSING = ('"', "}", "]")
-"""Tried first, so that an answer ends."""
+"""Texts tried first, so that an answer ends."""
+
+
+class Tokenizer:
+    """The part of `tensorrt_llm.llmapi.tokenizer.TokenizerBase` that is used here."""
+
+    def __init__(self, folder: Path) -> None:
+        self.text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        """The content of the file."""
+        self._raw = RawTokenizer.from_str(self.text)
+        named = read_json(folder / "tokenizer_config.json").get("eos_token")
+        content = named.get("content") if isinstance(named, dict) else named
+        found = None if content is None else self._raw.token_to_id(content)
+        self.eos_token_id = found if found is not None else next(iter(read_model(folder).eos_token_ids), None)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text."""
+        return list(self._raw.encode(text).ids)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        return str(self._raw.decode(token_ids))
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer in `folder`; None if there is none, about which the library only warns (llm_utils.py)."""
+    return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
 
 
 class GuidedDecoder:
-    """Makes choosers that stay within a guide."""
+    """Makes choosers that follow a guide."""
 
     def __init__(self, backend: str, tokenizer: Tokenizer | None) -> None:
-        # py_executor_creator.py, get_guided_decoding_config: without a tokenizer the executor is not made.
+        # py_executor_creator.py, get_guided_decoding_config: without a tokenizer the executor is not created.
         assert tokenizer is not None, "tokenizer is not None"
-        from llguidance import LLTokenizer
-
         self._tokenizer = LLTokenizer(tokenizer.text, eos_token=tokenizer.eos_token_id)
         self._backend = backend
 
     def chooser(self, params: Any, end_id: int, min_tokens: int, inner: Chooser) -> Chooser:  # noqa: ANN401 - GuidedDecodingParams
-        """One that chooses as `inner` where the guide allows it. Raises ValueError for a guide that cannot be used."""
-        from llguidance import LLMatcher
-
+        """Return a chooser that follows `inner` where the guide allows it. Raises ValueError for an invalid guide."""
         matcher = LLMatcher(self._tokenizer, self._grammar(params), log_level=0)
         if matcher.is_error():
             raise ValueError(f"LLGuidance matcher error: {matcher.get_error()}")
         return GuidedChooser(matcher, self._tokenizer, end_id, min_tokens, inner)
 
     def _grammar(self, params: Any) -> str:  # noqa: ANN401 - GuidedDecodingParams
-        from llguidance import LLMatcher
-
-        if params.json_object:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
         if params.json:
-            schema = params.json if isinstance(params.json, str | dict) else params.json.model_json_schema()
-            return LLMatcher.grammar_from_json_schema(schema if isinstance(schema, str) else json.dumps(schema))
+            return LLMatcher.grammar_from_json_schema(params.json)
         if params.regex:
             return LLMatcher.grammar_from_regex(params.regex)
-        if params.grammar:
-            return LLMatcher.grammar_from_lark(self._lark(params.grammar))
-        raise ValueError("Unsupported guide type: structural_tag.")
-
-    def _lark(self, grammar: str) -> str:
-        """xgrammar takes EBNF as GGML writes it; llguidance takes Lark, and the library hands it over as it is."""
-        if self._backend == "llguidance":
-            return grammar
-        from llguidance.gbnf_to_lark import gbnf_to_lark
-
-        return str(gbnf_to_lark(grammar))
+        if params.grammar and self._backend == "llguidance":
+            return LLMatcher.grammar_from_lark(params.grammar)
+        raise NotImplementedError("the stand-in imitates json, regex, and with llguidance grammar")
 
 
 class GuidedChooser:
@@ -81,13 +88,11 @@ class GuidedChooser:
         if self._matcher.is_stopped() or (self._matcher.is_accepting() and len(generated) >= self._min_tokens):
             return self._end_id
         allowed = self._matcher.compute_logit_bias()
-        token = next((t for t in self._wishes(generated) if t < len(allowed) and allowed[t]), None)
+        wanted = (*self._closing, self._inner.choose(generated))
+        token = next((t for t in wanted if t < len(allowed) and allowed[t]), None)
         if token is None:
             plain = (t for t, bias in enumerate(allowed) if bias and not self._tokenizer.is_special_token(t))
             token = next(plain, self._end_id)
         if token != self._end_id and not self._matcher.consume_token(token):
             raise ChoiceError(f"LLGuidance matcher error: {self._matcher.get_error()}")
         return token
-
-    def _wishes(self, generated: list[int]) -> list[int]:
-        return [*self._closing, self._inner.choose(generated)]

@@ -1,15 +1,13 @@
-"""Lets a test see what reached the stand-in, from another process too: one line of JSON for each event.
+"""Reports to a test, also in another process, what reached the stand-in: one line of JSON per event.
 
-    {"event": "llm", "version", "arguments"}                    an LLM was made, with these arguments
-    {"event": "request", "id", "prompt", "sampling", "with"}    generate_async: `sampling` holds the fields of
-                                                                SamplingParams that differ from their defaults, before
-                                                                the library changes any; `with` the other arguments
-    {"event": "abort", "id"}
-    {"event": "end", "id", "reason", "tokens"}                  stop, length, cancelled, error; `dropped` for one that
-                                                                was cancelled while it waited, and is never answered
-    {"event": "shutdown", "active", "waiting"}                  what was still there when shutdown began
-
-Nothing leaked if every request has an end: `Log.unfinished` is empty.
+{"event": "llm", "version", "arguments"}                    an LLM was constructed
+{"event": "request", "id", "prompt", "sampling", "with"}    generate_async: `sampling` has the fields of SamplingParams
+                                                            that differ from their defaults, before the library
+                                                            modifies them; `with` some of the other arguments
+{"event": "abort", "id"}
+{"event": "end", "id", "reason", "tokens"}                  stop, length, cancelled, error; `dropped`: cancelled while
+                                                            it waited, never answered
+{"event": "shutdown", "active", "waiting"}                  what was left when shutdown began
 """
 
 from __future__ import annotations
@@ -23,70 +21,68 @@ from typing import Any
 
 
 class Recorder:
-    """Writes events to a file, or nowhere. A line is one write to a file opened to append: processes may share it."""
+    """Writes events to a file, if any. A line is one write to a file opened to append, so processes may share it."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if path else -1
 
-    def write(self, event: str, **fields: Any) -> None:  # noqa: ANN401 - whatever JSON holds
-        """Add a line. From any thread."""
+    def write(self, event: str, **fields: Any) -> None:  # noqa: ANN401 - any JSON
+        """Add a line. May be called from any thread."""
         if self._file >= 0:
             os.write(self._file, json.dumps({"event": event, **fields}, default=plain).encode() + b"\n")
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody reads it: what is dear to describe need not be described otherwise."""
+        """True if events are written."""
         return self._file >= 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Log:
-    """What a stand-in wrote so far."""
+    """The events so far."""
 
     events: tuple[dict[str, Any], ...]
 
     @classmethod
     def read(cls, path: Path) -> Log:
-        """The whole lines of a file that may still grow."""
+        """Read the complete lines of a file that may still grow."""
         text = path.read_text() if path.exists() else ""
         return cls(tuple(json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")))
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """Events of one kind, in order."""
+        """Return the events of a kind, in order."""
         return [entry for entry in self.events if entry["event"] == event]
 
     @property
     def ends(self) -> Counter[str]:
-        """Reason → how many requests ended so."""
+        """Reason → number of requests that ended so."""
         return Counter(entry["reason"] for entry in self.of("end"))
 
     @property
     def unfinished(self) -> set[int]:
-        """Ids of requests that have not ended."""
+        """Ids of requests without an end."""
         return {entry["id"] for entry in self.of("request")} - {entry["id"] for entry in self.of("end")}
 
 
 def changed_fields(params: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass of either release
-    """The fields of a SamplingParams that a caller set to something else than their defaults."""
+    """Return the fields that differ from their defaults."""
     default = type(params)()
     values = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     return {name: plain(value) for name, value in values.items() if not _is_equal(value, getattr(default, name))}
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - anything to JSON
-    """`value` as JSON may hold it: a bias over the vocabulary as the entries that are not zero."""
+    """Return `value` as JSON; a tensor becomes index → value of the entries that are not zero."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return changed_fields(value)
     if hasattr(value, "nonzero") and hasattr(value, "tolist"):
         flat = value.reshape(-1)
         indices = flat.nonzero().reshape(-1).tolist()
         return {str(index): float(flat[index]) for index in indices}
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json", exclude_unset=True)
     if value is None or isinstance(value, str | int | float | bool | list | tuple | dict):
         return value
     return repr(value)
 
 
-def _is_equal(value: Any, other: Any) -> bool:  # noqa: ANN401 - tensors included, which compare by element
+def _is_equal(value: Any, other: Any) -> bool:  # noqa: ANN401 - tensors compare by element
     return value is other if hasattr(value, "nonzero") else bool(value == other)

@@ -1,114 +1,154 @@
-"""What generate_async returns: a handle that folds items in as it is read, and yields itself. 1.2.1: executor/result.py."""
+"""Objects that callers read: results, statistics, errors. 1.2.1: executor/result.py, executor/utils.py."""
 
 from __future__ import annotations
 
-import time
+import json
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Generator
-from queue import Empty
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
 
-from trtllm_standin.completion import CompletionOutput, extend, fold
-from trtllm_standin.errors import ErrorResponse, RequestError
-from trtllm_standin.queues import ends_of, make_queue
-from trtllm_standin.responses import Response
+from trtllm_standin.queues import AsyncQueue, wake_readers
 
 if TYPE_CHECKING:
     from trtllm_standin.executor import GenerationExecutor
 
-NO_LOOP = "The asyncio event loop was not present during initialization, so async operations are not available."
+STATS_TIMEOUT_S = 2.0
 
 
-class GenerationResultBase:
-    """The outputs of one request, and how items are folded into them."""
+class RequestError(RuntimeError):
+    """The failure of one request."""
 
-    __module__ = "tensorrt_llm.executor.result"
+    __module__ = "tensorrt_llm.executor.utils"
 
-    id: int
-    sampling_params: Any
-    tokenizer: Any
-    _outputs: list[CompletionOutput]
-    _done: bool
-    _background_errors: deque[Exception]
-    _executor: weakref.ref[GenerationExecutor]
+
+class EngineDeadError(RuntimeError):
+    """The engine's workers are gone; every pending result raises it. Main only, PR #15816; not a RequestError."""
+
+    __module__ = "tensorrt_llm.executor"
+
+
+class ErrorResponse(NamedTuple):
+    """The item of a failed request."""
+
+    client_id: int
+    error_msg: str
+    request_id: int
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log-probability of a candidate, and its rank from 1."""
+
+    logprob: float
+    rank: int | None = None
+
+
+TokenLogprobs = list[dict[int, Logprob]]
+
+
+class FinishReason(Enum):
+    """The reasons why a sequence ends; names as in `tensorrt_llm.bindings.executor`, values as in `finish_reason`."""
+
+    END_ID = "stop"
+    STOP_WORDS = "stop words"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+class Response:
+    """Output of one sequence in one iteration. Rare fields have their default on the class, so that they cost nothing."""
+
+    finish: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    """One entry per token; None if not requested."""
+    prompt_logprobs: TokenLogprobs | None = None
+
+    def __init__(self, tokens: list[int], cached_tokens: int) -> None:
+        self.tokens = tokens
+        self.cached_tokens = cached_tokens
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """The cumulative output: `token_ids` is one list that grows, until a stop token is removed from its end."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] | None = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: TokenLogprobs | list[float] | None = field(default_factory=list)
+    prompt_logprobs: TokenLogprobs | list[float] | None = field(default_factory=list)
+    finish_reason: Literal["stop", "length", "timeout", "cancelled"] | None = None
+    stop_reason: int | str | None = None
+    generation_logits: Any = None
+    additional_context_outputs: dict[str, Any] | None = None
+    additional_generation_outputs: dict[str, Any] | None = None
+    disaggregated_params: Any = None
+    request_perf_metrics: Any = None
+    _postprocess_result: Any = None
+    _last_text_len: int = field(default=0, init=False)
+    _last_token_ids_len: int = field(default=0, init=False)
+    _last_logprobs_len: int = field(default=0, init=False)
+    _incremental_states: dict[str, Any] | None = field(default=None, init=False)
 
     @property
-    def outputs(self) -> list[CompletionOutput]:
-        """One a sequence; `n` of `best_of`."""
-        return self._outputs[: self.sampling_params.n]
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids or ())
 
     @property
-    def finished(self) -> bool:
-        """Whether all sequences have ended. Stays False after a RequestError."""
-        return self._done
+    def text_diff(self) -> str:
+        """Text is not imitated."""
+        return ""
 
-    def clear_logprob_params(self) -> None:
-        """Nothing is kept here that would have to be cleared."""
+    @property
+    def token_ids_diff(self) -> list[int]:
+        """Tokens of the last item; unreliable after a stop token was removed."""
+        return (self.token_ids or [])[self._last_token_ids_len :]
 
-    def record_stats(self, output: CompletionOutput, stats: dict[str, float] | None = None) -> None:
-        """Not imitated: `metrics_dict` stays empty."""
+    @property
+    def logprobs_diff(self) -> list[Any]:
+        """Log-probabilities of the last item."""
+        return list(self.logprobs or [])[self._last_logprobs_len :]
 
-    def do_tracing(self, output: CompletionOutput, req_perf_metrics_dict: dict[str, float] | None = None) -> None:
-        """Not imitated."""
-
-    def _handle_sequence(self, output: CompletionOutput, response: Response) -> None:
-        params = self.sampling_params
-        stops = params._get_stop_reasons_and_words() if response.finish is not None else ()
-        fold(output, response, stops, params.include_stop_str_in_output)
-
-    def _handle_response(self, response: Response | ErrorResponse | BaseException) -> None:
-        if not isinstance(response, Response):
-            self._fail(response)
-        self._done = response.is_final
-        self.decoding_iter = iteration = response.iteration
-        self.cached_tokens = response.cached_tokens
-        output = self._outputs[response.index]
-        if response.is_plain and self.tokenizer is None:
-            extend(output, response)
-        else:
-            self._handle_sequence(output, response)
-        self.avg_decoded_tokens_per_iter = output.length / iteration if iteration else None
-        # Looked at after each item: whoever reads first gets what happened to the engine.
-        if self._background_errors and (executor := self._executor()) is not None:
-            executor.handle_background_error()
-
-    def _fail(self, response: ErrorResponse | BaseException) -> NoReturn:
-        """Raise what came in the place of tokens.
-
-        The request is not marked done (result.py raises before it gets there), and the executor knows it no more: to ask
-        for another item is to wait for ever.
-        """
-        error = RequestError(response.error_msg) if isinstance(response, ErrorResponse) else response
-        self._last_error: str | None = str(error)
-        # utils.py, print_traceback_on_error: each of them shows on stderr as well.
-        traceback.print_exception(error)
-        raise error
+    def extend(self, response: Response, stop_token_ids: list[int], keeps_stop: bool) -> None:
+        """Add a response."""
+        tokens, logprobs = self.token_ids, self.logprobs
+        assert tokens is not None
+        assert logprobs is not None
+        self._last_token_ids_len, self._last_logprobs_len = len(tokens), len(logprobs)
+        tokens += response.tokens
+        if response.logprobs is not None:
+            logprobs += response.logprobs  # type: ignore[arg-type]
+            # 1.2.1 asserts so for every item. The last item of a cancelled request may hold a token without
+            # log-probabilities: an error of this request that is not a RequestError.
+            assert len(logprobs) == len(tokens), f"logprobs length: {len(logprobs)} != output.length: {len(tokens)}"
+        if response.prompt_logprobs is not None:
+            self.prompt_logprobs = response.prompt_logprobs
+        if response.finish is FinishReason.STOP_WORDS:
+            self.finish_reason, self.stop_reason = "stop", tokens[-1]
+            if not keeps_stop and tokens[-1] in stop_token_ids:
+                # A new, shorter list. The log-probabilities of the removed token stay (result.py trims before).
+                self.token_ids = tokens[:-1]
+        elif response.finish is not None:
+            self.finish_reason = response.finish.value  # type: ignore[assignment]
 
 
-class DetokenizedGenerationResultBase(GenerationResultBase):
-    """With text, where there is a tokenizer and the request wants it."""
-
-    __module__ = "tensorrt_llm.executor.result"
-
-    def _handle_sequence(self, output: CompletionOutput, response: Response) -> None:
-        super()._handle_sequence(output, response)
-        if self.tokenizer is None:
-            return
-        output._last_text_len = len(output.text)
-        special = self.sampling_params.skip_special_tokens
-        output.text = self.tokenizer.decode(output.token_ids, skip_special_tokens=special)
+CompletionOutput.__module__ = Logprob.__module__ = "tensorrt_llm.executor.result"
+ErrorResponse.__module__ = "tensorrt_llm.executor.utils"
 
 
-class GenerationResult(GenerationResultBase):
-    """The results of one request, to be read.
+class RequestOutput:
+    """A request: adds items to its output as it is iterated, and yields itself.
 
-    Leaving an `async for` does not stop the request (issues #10879, #6298): call `abort`. Whoever made it inside a
-    running loop reads it there; made outside one, it can only be read synchronously.
+    Leaving the iteration does not stop the request (issues #10879, #6298): call `abort`. It is read on the event loop on which it
+    was made.
     """
 
-    __module__ = "tensorrt_llm.executor.result"
+    __module__ = "tensorrt_llm.llmapi.llm"
 
     def __init__(
         self,
@@ -116,149 +156,124 @@ class GenerationResult(GenerationResultBase):
         prompt_token_ids: list[int],
         sampling_params: Any,  # noqa: ANN401 - SamplingParams of either release
         executor: GenerationExecutor,
-        *,
-        trace_headers: Any = None,  # noqa: ANN401 - passed through
     ) -> None:
-        self.id = request_id
+        self.request_id = self.id = request_id
+        self.prompt: str | None = None
+        self.prompt_token_ids = prompt_token_ids
         self.sampling_params = sampling_params
-        self.postproc_params: Any = None
-        self.disaggregated_params: Any = None
-        self.trace_headers = trace_headers
-        self.decoding_iter = 0
+        self.outputs = [CompletionOutput(0)]
+        self.finished = False
+        """True after the last item; not after an error."""
         self.cached_tokens = 0
-        self.avg_decoded_tokens_per_iter: float | None = None
-        self.metrics_dict: dict[str, float] = {}
-        self.use_trtllm_sampler = executor.uses_trtllm_sampler
-        self.tokenizer: Any = None
-        self._prompt_token_ids = prompt_token_ids
-        self._prompt: str | None = None
-        self._outputs = [CompletionOutput(i) for i in range(sampling_params.best_of or sampling_params.n)]
-        self._done = False
         self._aborted = False
-        self._last_error: str | None = None
         self._background_errors = executor.errors
-        # A weak reference: after the LLM is gone, abort fails with AttributeError (result.py).
+        # After the LLM is gone, abort fails with AttributeError (result.py).
         self._executor = weakref.ref(executor)
-        self.inlet = make_queue()
-        """Where the engine puts items."""
-        self.aqueue, self.queue = ends_of(self.inlet)
-
-    @property
-    def request_id(self) -> int:
-        """The number it is known by."""
-        return self.id
-
-    @property
-    def prompt(self) -> str | None:
-        """The text it was asked with, if it was a text."""
-        return self._prompt
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        """The prompt."""
-        return self._prompt_token_ids
-
-    @property
-    def context_logits(self) -> Any:  # noqa: ANN401 - a tensor
-        """Not imitated."""
-        return None
-
-    @property
-    def mm_embedding_handle(self) -> dict[str, Any] | None:
-        """Not imitated."""
-        return None
+        self.aqueue = AsyncQueue()
+        """The engine puts items here."""
 
     def abort(self) -> None:
-        """Ask the engine to stop. A cancelled item follows – or none at all, for a request that still waits."""
+        """Stop the request. A cancelled item follows, or none if the request still waits in the queue."""
         executor = self._executor()
-        executor.abort_request(self.id)  # type: ignore[union-attr]  # the AttributeError of result.py
+        executor.abort_request(self.request_id)  # type: ignore[union-attr]  # the AttributeError of result.py
         self._aborted = True
 
     def aborted(self) -> bool:
-        """Whether `abort` was called, whatever came of it."""
+        """True if `abort` was called."""
         return self._aborted
 
-    def result(self, timeout: float | None = None) -> Self:
-        """Wait, in this thread, until all is there. At 1.2.1 the timeout is ignored."""
-        while not self._done:
-            self._result_step()
-        return self
-
     async def aresult(self) -> Self:
-        """Wait until all is there."""
-        while not self._done:
+        """Wait for the end."""
+        while not self.finished:
             await self.__anext__()
         return self
 
+    def result(self, timeout: float | None = None) -> NoReturn:
+        """Not imitated."""
+        raise NotImplementedError("the stand-in does not imitate synchronous reading")
+
     def __await__(self) -> Generator[Any, None, Self]:
         return self.aresult().__await__()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Self:
-        if self._done:
-            raise StopIteration
-        self._result_step()
-        return self
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Self:
-        if self._done:
+        if self.finished:
             raise StopAsyncIteration
         queue = self.aqueue
-        assert queue is not None, NO_LOOP
-        while not queue.items or queue.is_tainted:
+        while not queue.items:
             await queue.arrival()
-        self._handle_response(queue.items.popleft())
+        self._handle(queue.items.popleft())
         return self
 
     def __hash__(self) -> int:
-        return hash(self.id)
+        return hash(self.request_id)
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(request_id={self.id}, outputs={self.outputs}, finished={self._done})"
+    def _handle(self, response: Response | ErrorResponse | BaseException) -> None:
+        if not isinstance(response, Response):
+            self._fail(response)
+        self.finished = response.finish is not None
+        self.cached_tokens = response.cached_tokens
+        params = self.sampling_params
+        self.outputs[0].extend(response, params.stop_token_ids or [], params.include_stop_str_in_output)
+        # Checked after each item: the first reader gets the error of the engine.
+        if self._background_errors and (executor := self._executor()) is not None:
+            executor.handle_background_error()
 
-    def _exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            self.result(timeout)
-        except RuntimeError as error:
-            return error
-        return None
-
-    def _result_step(self, timeout: float | None = None) -> None:
-        response = self.queue.get(timeout=timeout)
-        if response is None:
-            raise Empty
-        self._handle_response(response)
+    def _fail(self, response: ErrorResponse | BaseException) -> NoReturn:
+        """Raise the error. The request is not marked as finished, and reading on waits forever (result.py)."""
+        error = RequestError(response.error_msg) if isinstance(response, ErrorResponse) else response
+        # utils.py, print_traceback_on_error: errors are printed as well.
+        traceback.print_exception(error)
+        raise error
 
 
-class TimedGenerationResult(GenerationResult):
-    """As main has it: `result` keeps to its timeout, and what failed can be looked up."""
+class IterationResult:
+    """Statistics as they come, until none has come for `timeout` seconds. Two readers take each other's entries."""
 
     __module__ = "tensorrt_llm.executor.result"
 
-    @property
-    def error(self) -> str | None:
-        """What the request failed with."""
-        return self._last_error
+    def __init__(self) -> None:
+        self._done = False
+        self._timeout = STATS_TIMEOUT_S
+        self.aqueue = AsyncQueue()
 
-    def result(self, timeout: float | None = None) -> Self:
-        """Wait, in this thread, until all is there. Raises TimeoutError after `timeout` seconds in all."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._done:
-            try:
-                self._result_step(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-            except Empty:
-                raise TimeoutError(f"request {self.id} is not finished after {timeout} s") from None
+    def set_timeout(self, timeout: float) -> None:
+        """Set the seconds to wait for an entry."""
+        self._timeout = timeout
+
+    def mark_undone(self) -> None:
+        """Allow reading again: once it has timed out, it stays empty, no matter what arrives."""
+        self._done = False
+
+    def __aiter__(self) -> Self:
         return self
 
-    def record_stats(
-        self, output: CompletionOutput, stats: dict[str, float] | None = None, sequence_index: int = 0
-    ) -> None:
-        """Not imitated: `metrics_dict` stays empty."""
+    async def __anext__(self) -> dict[str, Any]:
+        if self._done:
+            raise StopAsyncIteration
+        try:
+            entry: dict[str, Any] = json.loads(await self.aqueue.get(self._timeout))
+        except TimeoutError:
+            self._done = True
+            raise StopAsyncIteration from None
+        return entry
+
+    def add(self, entries: list[str]) -> None:
+        """Add entries, as JSON. May be called from any thread."""
+        self.aqueue.items.extend(entries)
+        wake_readers([self.aqueue])
+
+
+class NothingYet:
+    """Returned in its place before the first request: an empty iterable without set_timeout."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        raise StopAsyncIteration

@@ -1,43 +1,39 @@
-"""Who runs in an iteration: a waiting queue, the active requests, and their place in the KV cache.
+"""The scheduler of iterations: the waiting queue, the active requests, the KV cache.
 
-As py_executor.py near 1.2.1 does it: what was submitted is fetched into `waiting`; up to `max_batch_size` sequences are
-active; of these, in order, those run whose whole prompt and answer fit in the KV cache (GUARANTEED_NO_EVICT), as far as
-the iteration's token budget goes.
+As near 1.2.1 (py_executor.py): submitted requests wait; up to `max_batch_size` are active; of these, in order, those run whose
+whole prompt and output fit in the KV cache (GUARANTEED_NO_EVICT), within the token budget of the iteration.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 
-from trtllm_standin.pool import BlockPool, PrefixCache
-from trtllm_standin.sequences import Request, Sequence
+from trtllm_standin.sequences import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine was built for."""
+    """The limits of an engine."""
 
     max_batch_size: int
     max_num_tokens: int
     max_seq_len: int
-    max_beam_width: int
     chunked_prefill: bool
     vocab_size: int
     num_blocks: int
     block_size: int
     stream_interval: int
     reuses_blocks: bool
-    by_priority: bool
 
 
 @dataclass(slots=True)
 class Batch:
-    """One iteration's work."""
+    """The work of one iteration."""
 
     sampling: list[Sequence] = field(default_factory=list)
-    """Those that get tokens: all but prompts that go on in the next iteration."""
+    """Sequences that get tokens: all except prompts that continue in the next iteration."""
     context_sequences: int = 0
     context_tokens: int = 0
     generation_sequences: int = 0
@@ -46,70 +42,73 @@ class Batch:
         return bool(self.context_sequences or self.generation_sequences)
 
 
-class WaitingQueue:
-    """Requests that were fetched and are not active: first come first, or by priority (main, PR #12362)."""
+class PrefixCache:
+    """The most recently computed whole blocks.
 
-    def __init__(self, *, by_priority: bool) -> None:
-        self._by_priority = by_priority
-        self._fifo: deque[Request] = deque()
-        self._heap: list[tuple[float, int, Request]] = []
+    A block is identified by all tokens up to its end and by the salt of its request (cache_salt, 1.2.1: llm.py).
+    """
 
-    def __len__(self) -> int:
-        return len(self._fifo) + len(self._heap)
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self._capacity = capacity
+        self._block_size = block_size
+        self._known: OrderedDict[int, None] = OrderedDict()
 
-    def push(self, request: Request) -> None:
-        """Add a request."""
-        if self._by_priority:
-            heapq.heappush(self._heap, (-request.priority, request.id, request))
-        else:
-            self._fifo.append(request)
+    def match(self, prompt: AnySequence[int], salt: str | None) -> int:
+        """Return the number of cached tokens at the front: whole blocks, never the last token."""
+        matched = 0
+        for key in self._keys(prompt[:-1], salt):
+            if key not in self._known:
+                break
+            self._known.move_to_end(key)
+            matched += self._block_size
+        return matched
 
-    def pop(self) -> Request:
-        """The next one."""
-        return heapq.heappop(self._heap)[2] if self._by_priority else self._fifo.popleft()
+    def store(self, tokens: AnySequence[int], salt: str | None) -> None:
+        """Add the whole blocks of a sequence."""
+        for key in self._keys(tokens, salt):
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > self._capacity:
+            self._known.popitem(last=False)
 
-    def drop(self, request: Request) -> bool:
-        """Take one out; whether it was there."""
-        if self._by_priority:
-            before = len(self._heap)
-            self._heap = [entry for entry in self._heap if entry[2] is not request]
-            heapq.heapify(self._heap)
-            return len(self._heap) < before
-        try:
-            self._fifo.remove(request)
-        except ValueError:
-            return False
-        return True
+    def _keys(self, tokens: AnySequence[int], salt: str | None) -> list[int]:
+        keys = []
+        key = hash(salt)
+        for end in range(self._block_size, len(tokens) + 1, self._block_size):
+            key = hash((key, tuple(tokens[end - self._block_size : end])))
+            keys.append(key)
+        return keys
 
 
 class Scheduler:
-    """Requests, from the fetch to their end. Used by the engine's thread only."""
+    """Sequences from submission to end. Used by the engine's thread only."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks, limits.block_size)
-        self.cache = PrefixCache(limits.num_blocks, limits.block_size)
-        self.waiting = WaitingQueue(by_priority=limits.by_priority)
+        self.used_blocks = 0
+        self.waiting: deque[Sequence] = deque()
         self.active: list[Sequence] = []
+        self._cache = PrefixCache(limits.num_blocks, limits.block_size)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return not self.active and not len(self.waiting)
+        """True if there is nothing to do."""
+        return not self.active and not self.waiting
 
-    def activate(self) -> list[tuple[Request, str]]:
-        """Let in what waits, as far as there are places. Returns those that are refused, and why."""
+    def activate(self) -> list[tuple[Sequence, str]]:
+        """Admit waiting sequences up to the batch size. Return those that are refused, and why."""
         refused = []
-        while len(self.waiting) and len(self.active) < self.limits.max_batch_size:
-            request = self.waiting.pop()
-            if problem := self._problem(request):
-                refused.append((request, problem))
+        while self.waiting and len(self.active) < self.limits.max_batch_size:
+            sequence = self.waiting.popleft()
+            prompt = sequence.request.prompt
+            if min(prompt) < 0 or max(prompt) >= self.limits.vocab_size:  # py_executor.py, _validate_request
+                refused.append((sequence, "Token ID out of range"))
             else:
-                self.active += request.sequences
+                self.active.append(sequence)
         return refused
 
     def schedule(self) -> Batch:
-        """Choose who runs, and give those who start their blocks."""
+        """Choose the sequences that run, and allocate the blocks of those that start."""
         batch = Batch([sequence for sequence in self.active if sequence.is_generating])
         batch.generation_sequences = len(batch.sampling)
         if batch.generation_sequences == len(self.active):
@@ -119,7 +118,7 @@ class Scheduler:
             if sequence.is_generating:
                 continue
             if not self._start(sequence):
-                break  # The capacity scheduler stops at the first that does not fit.
+                break  # the capacity scheduler stops at the first that does not fit
             chunk = self._chunk(sequence, budget)
             if chunk <= 0:
                 break
@@ -133,43 +132,30 @@ class Scheduler:
         return batch
 
     def end(self, ended: list[Sequence]) -> None:
-        """Forget sequences, and what they held."""
+        """Remove sequences and free their blocks."""
         for sequence in ended:
-            if sequence.is_started:
-                self.pool.release(sequence.blocks)
-                sequence.is_started = False
-                if self.limits.reuses_blocks and sequence.is_generating:
-                    self.cache.store([*sequence.request.prompt, *sequence.generated], sequence.request.salt)
+            self.used_blocks -= sequence.blocks
+            sequence.blocks = 0
+            if self.limits.reuses_blocks and sequence.is_generating:
+                self._cache.store([*sequence.request.prompt, *sequence.generated], sequence.request.salt)
         gone = set(map(id, ended))
         self.active = [sequence for sequence in self.active if id(sequence) not in gone]
 
-    def _problem(self, request: Request) -> str | None:
-        """py_executor.py, _validate_request: why a request is refused when it becomes active."""
-        limits = self.limits
-        if request.beam_width != limits.max_beam_width:
-            return (
-                f"Request beam width {request.beam_width} is not equal to max_beam_width {limits.max_beam_width}. "
-                "This is not supported!"
-            )
-        if min(request.prompt) < 0 or max(request.prompt) >= limits.vocab_size:
-            return "Token ID out of range"
-        return None
-
     def _start(self, sequence: Sequence) -> bool:
-        if sequence.is_started:
+        if sequence.blocks:
             return True
         request = sequence.request
-        blocks = self.pool.needed(len(request.prompt) + request.limit)
-        if not self.pool.reserve(blocks):
+        blocks = -(-(len(request.prompt) + request.limit) // self.limits.block_size)
+        if self.used_blocks + blocks > self.limits.num_blocks:
             return False
+        self.used_blocks += blocks
         sequence.blocks = blocks
-        sequence.is_started = True
         if self.limits.reuses_blocks:
-            sequence.cached = sequence.prefilled = self.cache.match(request.prompt, request.salt)
+            sequence.cached = sequence.prefilled = self._cache.match(request.prompt, request.salt)
         return True
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        """Prompt tokens to compute now: all that is left, or with chunked prefill as many whole blocks as fit."""
+        """Return the prompt tokens to compute now: the rest, or with chunked prefill the whole blocks that fit."""
         left = len(sequence.request.prompt) - sequence.prefilled
         if left <= budget:
             return left
@@ -179,4 +165,4 @@ class Scheduler:
         sequence.is_generating = True
         sequence.score_prompt()
         if self.limits.reuses_blocks:
-            self.cache.store(sequence.request.prompt, sequence.request.salt)
+            self._cache.store(sequence.request.prompt, sequence.request.salt)

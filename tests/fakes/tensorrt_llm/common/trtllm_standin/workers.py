@@ -1,8 +1,7 @@
-"""Worker processes: real ones, one a rank, that do nothing but live – so that a test can kill one, and see it watched.
+"""Worker processes, one per rank. They do nothing; a test can kill one.
 
-As with MPI_Comm_spawn under Open MPI, they are grandchildren: a helper process of the caller's starts them, under the
-command line `python -m mpi4py.futures.server`. All of them end when the caller does, however it ends: they read a pipe
-that only the caller could close.
+As with MPI_Comm_spawn under Open MPI, a helper process of the caller starts them, with the command line `python -m
+mpi4py.futures.server`. They end with the caller: they read a pipe that only the caller holds open.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Workers:
     """The processes of `count` ranks."""
 
     def __init__(self, count: int, lost: Callable[[int], None]) -> None:
-        """Start them; call `lost` with a rank when its process ends, from a thread of its own. Raises RuntimeError."""
+        """Start them. A thread calls `lost` with a rank when its process ends. Raises RuntimeError."""
         self._is_stopping = False
         self._helper = subprocess.Popen(
             [sys.executable, "-S", str(FOLDER / "orted.py"), str(count)],
@@ -37,7 +36,7 @@ class Workers:
         threading.Thread(target=self._listen, args=(lost,), name="trtllm-standin-mpi", daemon=True).start()
 
     def stop(self) -> None:
-        """Let them end, and wait until they have."""
+        """End them and wait for them."""
         self._is_stopping = True
         assert self._helper.stdin is not None
         self._helper.stdin.close()

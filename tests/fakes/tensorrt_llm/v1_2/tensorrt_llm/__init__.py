@@ -1,6 +1,4 @@
-"""Stands in for NVIDIA's tensorrt_llm 1.2.1: see the package trtllm_standin in the folder common."""
-
-from __future__ import annotations
+"""The stand-in for NVIDIA's tensorrt_llm, release 1.2: see the package trtllm_standin in the folder common."""
 
 import sys
 from pathlib import Path
@@ -9,7 +7,6 @@ COMMON = str(Path(__file__).resolve().parents[2] / "common")
 if COMMON not in sys.path:
     sys.path.append(COMMON)
 
-from tensorrt_llm.llmapi import LLM, SamplingParams  # noqa: E402 - the path has to be there first
-from tensorrt_llm.version import __version__  # noqa: E402 - see above
+from trtllm_standin.package import install  # noqa: E402 - found on the path added above
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+install("1.2")

@@ -1,1 +1,1 @@
-"""In the place of mpi4py, for the worker processes alone: so that they bear the name of the real ones."""
+"""Stands in for mpi4py in the worker processes, so that they have the command line of the real ones."""

@@ -1,4 +1,4 @@
-"""A worker process: lives until the process that its standard input comes from has gone."""
+"""A worker process: lives until its standard input is closed."""
 
 from __future__ import annotations
 

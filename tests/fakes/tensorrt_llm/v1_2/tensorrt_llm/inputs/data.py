@@ -1,7 +1,0 @@
-"""What a prompt may be."""
-
-from __future__ import annotations
-
-from trtllm_standin.requests import PromptInputs, TextPrompt, TokensPrompt, prompt_inputs
-
-__all__ = ["PromptInputs", "TextPrompt", "TokensPrompt", "prompt_inputs"]

@@ -1,5 +1,0 @@
-"""The version, where the library keeps it."""
-
-from __future__ import annotations
-
-__version__ = "1.3.0rc28"
