@@ -1,8 +1,8 @@
-"""What router and shard cost under the TensorRT-LLM engine, over its stand-in: make bench-trtllm.
+"""Processor time per token of router and shard with TensorRT-LLM's stand-in: make bench-trtllm.
 
-128 streams of 200 tokens, 20 ms a step; processor time of each process, from /proc, divided by the tokens. The shard's holds the
-stand-in's own engine, which in life is another process. What that takes is measured alone, read by a loop that throws tokens
-away, and subtracted.
+128 streams of 200 tokens, 20 ms per step; processor time of each process, from /proc, divided by the tokens. The shard's process
+includes the stand-in's engine, which in production is another process. Its time is measured separately, with a reader that
+discards the tokens, and subtracted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT_TOKENS = 100
 
 
 def main() -> None:
-    """Print one table a version; or, told so by ourselves, what the stand-in alone takes."""
+    """Print one table per release; with --alone, the time that the stand-in takes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, help="folder with config.json and tokenizer.json")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
@@ -61,13 +61,13 @@ def main() -> None:
 
 
 def environ(version: str) -> dict[str, str]:
-    """The environment of a process that is to find this stand-in."""
+    """Return the environment of a process that imports this stand-in."""
     return os.environ | {"PYTHONPATH": str(FAKES / version), "TRTLLM_STANDIN_STEP_MS": str(STEP_MS)}
 
 
 @contextmanager
 def servers(model: Path, version: str) -> Iterator[tuple[int, int, int]]:
-    """A shard and a router: their pids (router's first), the router's port."""
+    """Run a shard and a router; yield the pid of the router, the pid of the shard, the port of the router."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -95,33 +95,33 @@ def servers(model: Path, version: str) -> Iterator[tuple[int, int, int]]:
 
 
 def start(version: str, command: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A command of ours that finds the stand-in."""
+    """Start a command of this project that imports the stand-in."""
     path = Path(sys.executable).with_name(command)
     return subprocess.Popen([str(path), "--log-level=error", *arguments], env=environ(version))
 
 
 async def alone(model: Path) -> float:
-    """Microseconds of processor time a token that the stand-in takes, with a reader that does nothing."""
+    """Return the processor time per token of the stand-in, in µs, with a reader that discards tokens."""
     from tensorrt_llm import LLM, SamplingParams
 
     llm = LLM(str(model), skip_tokenizer_init=True, max_batch_size=STREAMS)
 
-    async def one(number: int, tokens: int) -> None:
+    async def run(number: int, tokens: int) -> None:
         sampling = SamplingParams(max_tokens=tokens, end_id=-1, ignore_eos=True, logprobs=1, detokenize=False)
         prompt = list(range(number, number + PROMPT_TOKENS))
         async for _ in llm.generate_async({"prompt_token_ids": prompt}, sampling, streaming=True):
             pass
 
-    async def all_of_them(tokens: int) -> float:
+    async def run_all(tokens: int) -> float:
         before = resource.getrusage(resource.RUSAGE_SELF)
         async with asyncio.TaskGroup() as tasks:
             for number in range(STREAMS):
-                tasks.create_task(one(number, tokens))
+                tasks.create_task(run(number, tokens))
         after = resource.getrusage(resource.RUSAGE_SELF)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    await all_of_them(20)
-    spent = await all_of_them(TOKENS_A_STREAM)
+    await run_all(20)
+    spent = await run_all(TOKENS_A_STREAM)
     llm.shutdown()
     return spent / (STREAMS * TOKENS_A_STREAM) * 1e6
 

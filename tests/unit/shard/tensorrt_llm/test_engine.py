@@ -266,7 +266,7 @@ def test_statistics_while_busy_and_idle(built: Build) -> None:
     driver = SelfDriver(engine)
     running = driver.admit(PROMPT, 1000)
     while engine.used_blocks == 0:
-        driver.step()
+        assert driver.step() is not None
     assert (engine.used_blocks, engine.running, engine.queued) == (32, 1, 0)
     driver.release(running)
     deadline = time.monotonic() + 20
