@@ -17,7 +17,7 @@ MIN_SHARED_TOKENS = 64
 _PREFIX_BYTES = MIN_SHARED_TOKENS * TOKEN_BYTES
 
 MIN_PREFILL_SHARE = 0.5
-"""Prefill may lengthen a step by this share of its decode time, whatever the target: prompts always advance."""
+"""Prefill may lengthen a step by this share of its decode time even above the target: prompts always advance."""
 MARGIN = 0.9
 """Share of the target that is aimed at: estimates follow a change one or two steps late."""
 DECODE_STEPS = 8
@@ -25,7 +25,7 @@ DECODE_STEPS = 8
 MAX_RISE, DECAY = 2.0, 0.25
 """Limit of a rise of the estimated cost of a prompt token in one step; share of a fall that is believed."""
 MAX_GROWTH = 4
-"""Limit of a budget relative to the largest chunk measured: the cost of many tokens cannot be told from few."""
+"""Limit of a budget relative to the largest chunk measured: few tokens do not show the cost of many."""
 
 
 def share_budget(prompts: Sequence[ScheduledSequence], budget: int) -> Iterator[tuple[ScheduledSequence, int]]:

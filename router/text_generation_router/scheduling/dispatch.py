@@ -21,7 +21,7 @@ from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
 Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
-"""Why a sequence is skipped: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
+"""The reason to skip a sequence: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
 leader, until `replica` has prefill room."""
 
 

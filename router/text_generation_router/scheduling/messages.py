@@ -12,7 +12,7 @@ from text_generation_router.request import Request, RequestId, TokenId
 
 
 class JoinReason(Enum):
-    """Why queued requests joined running ones. The values are TGI's."""
+    """The reason why queued requests joined running ones. The values are TGI's."""
 
     BACKPRESSURE = "backpressure"
     """The queue reached the waiting-served ratio."""
@@ -62,7 +62,7 @@ class SchedulerOutput:
     prefill: tuple[tuple[int, int], ...] = ()
     """(slot, prompt tokens to compute in the next step)."""
     join_reason: JoinReason | None = None
-    """Why the placements join running sequences; None if there are none of either."""
+    """The reason why placements join running sequences; None without both."""
 
 
 @dataclass(slots=True)

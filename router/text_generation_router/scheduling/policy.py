@@ -11,7 +11,7 @@ from text_generation_router.scheduling.messages import JoinReason
 
 
 class Dispatch(Enum):
-    """How to choose a replica for a request, among those with room."""
+    """The rule by which a replica is chosen among those with room."""
 
     PREFIX = "prefix"
     """Longest cached prefix minus pending work: see `dispatch`."""

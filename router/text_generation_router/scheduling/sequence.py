@@ -60,7 +60,7 @@ class ScheduledSequence:
     expiry: Key = (inf, 0)
     """(time at which it expires in the queue, arrival)."""
     requeued: bool = False
-    """It was preempted or lost its replica: it goes before all others."""
+    """True if it was preempted or lost its replica: it goes before all others."""
     skipped: bool = False
     charged_tokens: int = 0
     """Tokens charged to its tenant."""
