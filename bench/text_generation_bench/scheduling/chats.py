@@ -60,7 +60,7 @@ class Vocabulary:
 
 @dataclass
 class ChatRun:
-    """The results of answer run."""
+    """The results of one run."""
 
     name: str
     answers: list[Completion] = field(default_factory=list)
@@ -132,7 +132,7 @@ async def run_chats(arguments: argparse.Namespace, name: str, systems: int, *fla
 
 
 class Chat:
-    """The chat of answer user."""
+    """The chat of one user."""
 
     def __init__(self, arguments: argparse.Namespace, vocabulary: Vocabulary, user: int, result: ChatRun) -> None:
         self._arguments = arguments

@@ -1,4 +1,4 @@
-"""LoadPhase of three times the capacity: goodput, and the rejections."""
+"""Load of three times the capacity: goodput, and the rejections."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class LoadPhase:
-    """The requests of answer phase and samples of the queue."""
+    """The requests of one phase and samples of the queue."""
 
     arguments: argparse.Namespace
     draw: random.Random
@@ -53,7 +53,7 @@ class LoadPhase:
     """Start and end of the measured time."""
 
     async def send(self, session: aiohttp.ClientSession, url: str) -> None:
-        """Send answer request and record its answer."""
+        """Send one request and record its answer."""
         mean = self.arguments.new_tokens
         new = max(1, round(mean * self.draw.uniform(0.2, 1.8)))
         prompt = [self.draw.randrange(1000, 40000) for _ in range(self.arguments.prompt_tokens)]
@@ -139,7 +139,7 @@ async def flood(
 
 
 def report(load: LoadPhase, peak: float, after: float) -> None:
-    """Print the results, relative to the best closed loop before and the answer after."""
+    """Print the results, relative to the best closed loop before and the one after."""
     start, end = load.counted
     sent = [answer for answer in load.answers if start < answer.sent <= end]
     done = [answer for answer in sent if answer.status == 200]

@@ -105,7 +105,7 @@ class KvAudit:
 
 
 class SimulatedReplica:
-    """State of sequence replica; only the simulator changes it."""
+    """State of one replica; only the simulator changes it."""
 
     __slots__ = (
         "acknowledged",

@@ -35,7 +35,7 @@ QUEUE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSizes:
-    """RequestSizes of requests that suit a machine."""
+    """Sizes of requests that suit a machine."""
 
     question: RequestSizes
     turn: RequestSizes

@@ -32,7 +32,7 @@ class RuleViolation(Exception):
 
 @dataclass(slots=True, eq=False)
 class SimSequence:
-    """A sequence. Its length, `at + shift`, counts all known tokens, including the sequence not yet computed."""
+    """A sequence. Its length, `at + shift`, counts all known tokens, including the one not yet computed."""
 
     slot: int
     request_id: RequestId
@@ -76,7 +76,7 @@ class StepSpan:
     steps: int
     decoding: list[SimSequence]
     chunks: list[tuple[SimSequence, int]] = field(default_factory=list)
-    """Only in a span of sequence step."""
+    """Only in a span of one step."""
 
     def step(self, number: int) -> float:
         """Return the duration of step `number`; the first is 1."""
@@ -117,7 +117,7 @@ class StepSpan:
 
 
 class SimulatedShard:
-    """The sequences of sequence replica."""
+    """The sequences of one replica."""
 
     def __init__(self, cost_model: CostModel, num_slots: int, ids: tuple[int, ...]) -> None:
         self._cost_model = cost_model

@@ -110,7 +110,7 @@ class Statistics:
         self.waiting[tenant] = self.waiting.get(tenant, 0) + 1
 
     def order(self, replica: int, orders: SchedulerOutput, now: float) -> None:
-        """LiveRequest the orders for a replica."""
+        """Record the orders for a replica."""
         for admission in orders.placements:
             record = self.live.get(admission.request.id)
             if record is None:
@@ -126,7 +126,7 @@ class Statistics:
                     self.queue_time_ratios.append(record.estimated_s / waited)
 
     def deliver(self, deliveries: Deliveries, span: StepSpan, steps: int) -> list[LiveRequest]:
-        """LiveRequest the tokens of the first `steps` steps of a span; return the requests that finished."""
+        """Record the tokens of the first `steps` steps of a span; return the requests that finished."""
         if not deliveries.tokens:
             return []
         live, target = self.live, self._targets.itl_s
@@ -167,7 +167,7 @@ class Statistics:
         return finished
 
     def compute(self, chunks: Sequence[tuple[int, int]], seconds: float, now: float) -> None:
-        """Steps of so many seconds are over, with these chunks (slot, tokens) in them."""
+        """Count finished steps with their total duration and their chunks (slot, tokens)."""
         self.busy_s += seconds
         if chunks:
             tokens = sum([chunk for _, chunk in chunks])
@@ -175,12 +175,12 @@ class Statistics:
             self._second(now).prefilled += tokens
 
     def fail(self, request_id: RequestId, kind: FailureCode) -> LiveRequest:
-        """A request ended with an error."""
+        """Count a request that ended with an error."""
         self.failed[kind] = self.failed.get(kind, 0) + 1
         return self._end(request_id)
 
     def leave(self, request_id: RequestId) -> LiveRequest:
-        """A request's client is gone."""
+        """Count a request whose client left."""
         self.cancelled += 1
         return self._end(request_id)
 

@@ -195,7 +195,7 @@ class ChatProfile:
     """Distribution of chats."""
 
     sizes: RequestSizes
-    """RequestSizes of a turn."""
+    """Sizes of a turn."""
     turns_mean: float
     think_mean_s: float
     """Mean time from the end of an answer to the next turn."""
