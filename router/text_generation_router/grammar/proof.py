@@ -155,7 +155,7 @@ def _applied_schemas(root: Schema) -> list[Schema]:
         waiting = [item for item in inner if id(item) not in done]
         if not waiting:
             done[id(schema)] = stack.pop()
-        elif id(schema) in entered or any(id(item) in entered for item in waiting):
+        elif any(id(item) in entered for item in waiting):
             raise not_compilable("recursive references are not supported")
         else:
             entered.add(id(schema))

@@ -23,7 +23,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from text_generation_router.errors import Overloaded
@@ -38,18 +38,7 @@ PATIENCE_S = 1.0
 NICENESS = 5
 REAP_INTERVAL_S = 0.01
 CLOSED = "the sandbox is closed"
-ENVIRONMENT = (
-    "PATH",
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "LD_LIBRARY_PATH",
-    "TZ",
-    "TZDIR",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "LC_TIME",
-)
+ENV_NAMES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TZDIR", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")  # fmt: skip
 """The environment variables that a worker gets: no tokens and no keys."""
 
 
@@ -77,6 +66,8 @@ class _Crashed(SandboxError):
 class _Call:
     payload: bytes
     answer: asyncio.Future[bytes]
+    patience: asyncio.TimerHandle = field(init=False)
+    """Refuses the call, unless a worker takes it in time."""
     is_repeated: bool = False
     """The first worker that did it died."""
 
@@ -166,19 +157,15 @@ class Sandbox:
             raise Overloaded
         loop = asyncio.get_running_loop()
         call = _Call(payload, loop.create_future())
+        call.patience = loop.call_later(PATIENCE_S, call.settle, Overloaded())
         self._waiting.append(call)
         self._dispatch()
-        patience = loop.call_later(PATIENCE_S, self._give_up, call)
         try:
             return await call.answer
         finally:
-            patience.cancel()
+            call.patience.cancel()
             if call in self._waiting:
                 self._waiting.remove(call)
-
-    def _give_up(self, call: _Call) -> None:
-        if call in self._waiting and not call.is_repeated:
-            call.settle(Overloaded())
 
     def _break(self, reason: str) -> None:
         """Refuse all calls, also those that wait or run."""
@@ -191,6 +178,7 @@ class Sandbox:
         while self._idle and self._waiting:
             call = self._waiting.popleft()
             if not call.answer.done():
+                call.patience.cancel()
                 worker = self._idle.pop()
                 worker.call = call
                 worker.ask(call.payload, self._timeout_s)
@@ -314,6 +302,6 @@ def _start_process(factory: str) -> tuple[subprocess.Popen[bytes], socket.socket
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
             stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            env={name: os.environ[name] for name in ENV_NAMES if name in os.environ},
         )
         return process, ours.dup()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest, Overloaded, Unhealthy
+from text_generation_router.grammar import compiler as compiler_module
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.grammar.forms import regex_grammar, schema_grammar
 from text_generation_router.grammar.schema import read_schema
@@ -20,6 +23,8 @@ GOOD = regex_grammar("[a-z]+")
 UNREAD = Grammar(GrammarKind.JSON_SCHEMA, "{")
 """A text that no form produces: the job raises an error."""
 REFUSED_WITHIN_S = 3.0
+PROMPT_S = 0.8
+"""Enough for an ordinary compile on a busy machine, too short for a slow one."""
 
 
 @pytest.fixture
@@ -74,17 +79,40 @@ async def test_an_error_of_the_job_is_a_refusal(sandbox: Sandbox) -> None:
         await GrammarCompiler(sandbox).prove(UNREAD)
 
 
+async def test_a_refusal_because_of_an_error_expires(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "TIMEOUT_CACHED_S", 0.05)
+    compiler = GrammarCompiler(sandbox)
+    with pytest.raises(InvalidRequest):
+        await compiler.prove(UNREAD)
+    await sandbox.close()
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await compiler.prove(UNREAD)
+            except InvalidRequest:
+                await asyncio.sleep(0.01)
+            except Unhealthy:
+                break
+
+
 async def test_a_compile_that_takes_too_long_is_killed_and_the_next_one_goes_on(demo_model: Path) -> None:
-    tables = {f"t{number}": {"type": "string", "const": f"{number}"} for number in range(2500)}
-    slow = schema_grammar(read_schema({"properties": tables}))
-    async with grammar_sandbox(demo_model / "tokenizer.json", workers=1, timeout_s=0.2) as sandbox:
+    slow = schema_grammar(
+        read_schema(
+            {"properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]*{i}[^{i % 9}]+$"} for i in range(2600)}}
+        )
+    )
+    async with grammar_sandbox(demo_model / "tokenizer.json", workers=1, timeout_s=PROMPT_S) as sandbox:
         compiler = GrammarCompiler(sandbox)
         start = time.perf_counter()
         with pytest.raises(InvalidRequest) as refusal:
             await compiler.prove(slow)
         assert time.perf_counter() - start < REFUSED_WITHIN_S
         assert str(refusal.value) == "Input validation error: cannot compile regex from schema: it takes too long"
-        await compiler.prove(GOOD)
+        async with asyncio.timeout(60):
+            for number in count():  # until the new worker is ready
+                with suppress(Overloaded, InvalidRequest):
+                    await compiler.prove(regex_grammar(f"{number}"))
+                    break
 
 
 async def test_too_many_different_grammars_at_once_are_refused(demo_model: Path) -> None:

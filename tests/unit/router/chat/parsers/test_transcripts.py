@@ -177,6 +177,10 @@ MISTRAL: dict[str, tuple[str, list[Event]]] = {
         f'[TOOL_CALLS][{WEATHER}, {{"name": "rm"}}]',
         [*call(0, "get_weather", BROOKLYN), *text(', {"name": "rm"}]')],
     ),
+    "an array that breaks off, then another": (
+        f"[TOOL_CALLS][{WEATHER}, no [TOOL_CALLS][{WEATHER}]",
+        [*call(0, "get_weather", BROOKLYN), *text(", no "), *call(1, "get_weather", BROOKLYN)],
+    ),
     "cut between": (f"[TOOL_CALLS][{WEATHER}, ", call(0, "get_weather", BROOKLYN)),
     "brackets in text": ("a[0] = [TOOL", text("a[0] = [TOOL")),
 }
