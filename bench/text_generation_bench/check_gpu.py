@@ -28,8 +28,8 @@ from typing import TypedDict, cast
 import torch
 from torch import Tensor
 
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import WarmUpLimits
 from text_generation_shard.engines.torch.build import build_torch_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor, Launched

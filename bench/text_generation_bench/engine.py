@@ -12,9 +12,9 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from text_generation_proto.values import Stopping
+from text_generation_proto.values import Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, NewSequence, Orders, WarmUpLimits
+from text_generation_shard.engine import Engine, NewSequence, Orders
 from text_generation_shard.engines import build_engine
 
 ROUNDS = 3

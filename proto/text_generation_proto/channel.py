@@ -1,13 +1,13 @@
-"""Addresses and gRPC channel settings: the same on both ends, so that neither earns the other's GOAWAY.
+"""gRPC channel settings of both sides, which have to match.
 
-A client that pings faster than its server allows is cut off with `too_many_pings`, and every call with it. The server
-here allows a ping every 10 s and counts no strikes; the client pings every 30 s.
+A server closes the connection (GOAWAY, `too_many_pings`) of a client that pings more often than the server allows, and every call
+on it fails. The server here allows a ping every 10 s and counts no strikes; the client pings every 30 s.
 """
 
 from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Far above the largest message we send: prompt log-probabilities of a whole batch of the longest prompts."""
+"""Far above the largest message: prompt log-probabilities for a full batch of the longest prompts."""
 
 _LENGTHS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -20,10 +20,10 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # The default back-off reaches two minutes; a shard that restarts is back in seconds.
+    # The default backoff grows to two minutes; a restarting shard is back in seconds.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Unix sockets must not go through an HTTP proxy of the environment.
+    # Unix sockets must not go through an HTTP proxy configured in the environment.
     ("grpc.enable_http_proxy", 0),
 )
 

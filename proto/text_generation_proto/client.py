@@ -1,4 +1,4 @@
-"""An asyncio client for a shard, for the router and for people who talk to a shard directly.
+"""An asyncio client for a shard, for the router and for direct use.
 
     async with ShardClient.connect("unix:///tmp/text-generation-server-0") as shard:
         print(await shard.info())
@@ -7,8 +7,8 @@
             async for token in session.generate([1, 2, 3], max_new_tokens=8):
                 print(token.id, token.logprob)
 
-`ShardClient.run` is the bare stream of shard.proto, for a scheduler of your own. A `Session` is a small one: it gives
-each sequence its whole worst case of KV blocks at admission and prefills prompts whole, so it never preempts.
+`ShardClient.run` is the plain stream of shard.proto, for a scheduler of your own. `Session` is a small scheduler: it assigns
+each sequence the KV blocks for its maximum length and prefills whole prompts, so it never preempts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RunCall = grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]
 
 
 class SequenceFailed(Exception):
-    """The shard ended this sequence with an error."""
+    """The shard ended the sequence with an error."""
 
 
 class SessionClosed(Exception):
@@ -37,7 +37,7 @@ class SessionClosed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class GeneratedToken:
     """One new token; `finish_reason` (a value of pb.FinishReason) is set on the last."""
 
     id: int
@@ -46,7 +46,7 @@ class Token:
 
 
 class ShardClient:
-    """One shard. Errors are grpc.aio.AioRpcError, with the codes that shard.proto names."""
+    """A client of one shard. Errors are grpc.aio.AioRpcError with the codes named in shard.proto."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -55,7 +55,7 @@ class ShardClient:
     @classmethod
     @asynccontextmanager
     async def connect(cls, address: str) -> AsyncIterator[ShardClient]:
-        """A client for `address` (unix:///path or host:port). Connects when first used; closes with the block."""
+        """Open a channel to `address` (unix:///path or host:port). Connects on first use."""
         async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
             yield cls(channel)
 
@@ -69,17 +69,17 @@ class ShardClient:
                         if reply.status == health_pb2.HealthCheckResponse.SERVING:
                             return
                 except grpc.aio.AioRpcError:
-                    # The shard went away between two states; wait_for_ready waits for the next connection.
+                    # The connection was lost; wait_for_ready waits for the next one.
                     await asyncio.sleep(0.1)
 
     async def serving(self) -> AsyncIterator[bool]:
-        """Whether the shard's health is SERVING: now, and at each change. Raises grpc.aio.AioRpcError when it is gone."""
+        """Yield True if the shard's health is SERVING, now and after each change. Raises grpc.aio.AioRpcError when it is gone."""
         health = health_pb2_grpc.HealthStub(self._channel)
         async for reply in health.Watch(health_pb2.HealthCheckRequest()):
             yield reply.status == health_pb2.HealthCheckResponse.SERVING
 
     async def info(self, timeout: float = 10.0) -> pb.InfoResponse:
-        """What the engine is and can do."""
+        """Return the description of the engine."""
         return await self._stub.Info(pb.InfoRequest(), timeout=timeout)
 
     async def warm_up(
@@ -90,7 +90,7 @@ class ShardClient:
         max_batch_total_tokens: int = 0,
         timeout: float = 600.0,
     ) -> pb.WarmUpResponse:
-        """Allocate the KV pool; zeros leave the sizes to the engine."""
+        """Warm the engine up and allocate the KV pool; zeros leave sizes to the engine."""
         request = pb.WarmUpRequest(
             max_batch_prefill_tokens=max_batch_prefill_tokens,
             max_batch_size=max_batch_size,
@@ -99,13 +99,13 @@ class ShardClient:
         return await self._stub.WarmUp(request, timeout=timeout)
 
     def run(self) -> RunCall:
-        """The bare stream: write Orders, read StepReports. The shard serves one at a time."""
+        """Open the plain stream: write Orders, read StepReports. A shard serves one at a time."""
         call: RunCall = self._stub.Run()
         return call
 
     @asynccontextmanager
     async def session(self, pool: pb.WarmUpResponse, max_slots: int = 16) -> AsyncIterator[Session]:
-        """A session over `pool`, as WarmUp returned it; at most `max_slots` sequences at once, the rest wait."""
+        """Open a session over `pool`, the result of `warm_up`. At most `max_slots` sequences run at once; others wait."""
         call = self.run()
         session = Session(call, pool, max_slots)
         failure: BaseException | None = None
@@ -127,12 +127,12 @@ class ShardClient:
 class _Open:
     slot: int
     blocks: list[int]
-    tokens: asyncio.Queue[Token | Exception] = field(default_factory=asyncio.Queue)
+    tokens: asyncio.Queue[GeneratedToken | Exception] = field(default_factory=asyncio.Queue)
     released_by: int = 0
 
 
 class Session:
-    """Runs sequences on one Run stream, each to its end or until its iterator is closed."""
+    """Runs sequences on one Run stream, each until its end or until its iterator is closed."""
 
     def __init__(self, call: RunCall, pool: pb.WarmUpResponse, max_slots: int) -> None:
         self._call = call
@@ -154,11 +154,11 @@ class Session:
         sampling: pb.Sampling | None = None,
         eos_token_ids: Sequence[int] = (),
         grammar: pb.Grammar | None = None,
-    ) -> AsyncIterator[Token]:
-        """The tokens that follow `prompt`, greedy unless `sampling` says otherwise, spelling `grammar` if given.
+    ) -> AsyncIterator[GeneratedToken]:
+        """Yield the tokens that follow `prompt`: greedy by default, constrained by `grammar` if given.
 
-        Waits for a slot and blocks. Raises ValueError if the pool can never hold it, SequenceFailed, SessionClosed.
-        Close the iterator early (`aclose`, or leave the function that loops) and the sequence is released.
+        Waits for a slot and blocks. Raises ValueError if the pool is too small for it, SequenceFailed, SessionClosed.
+        Closing the iterator early (`aclose`, or leaving the function that loops) releases the sequence.
         """
         needed = -(-(len(prompt) + max_new_tokens - 1) // self._block_size)
         if needed > self._num_blocks:
@@ -222,7 +222,7 @@ class Session:
         for slot, count in zip(report.slots, counts, strict=True):
             for position in range(at, at + count):
                 last = position == at + count - 1
-                token = Token(
+                token = GeneratedToken(
                     report.token_ids[position], report.logprobs[position], reasons.get(slot) if last else None
                 )
                 if sequence := self._open.get(slot):

@@ -121,3 +121,12 @@ class LogprobOptions:
 SAMPLING_PARAMETERS = parameters_of(Sampling)
 STOPPING_PARAMETERS = parameters_of(Stopping)
 LOGPROB_PARAMETERS = parameters_of(LogprobOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpLimits:
+    """The largest step that an engine prepares for. Zero leaves a limit to the engine."""
+
+    max_batch_prefill_tokens: int = 0
+    max_batch_size: int = 0
+    max_batch_total_tokens: int = 0

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model as ApiModel
 from text_generation_router.api.assemble import assemble
@@ -31,7 +32,7 @@ from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.shards.join import CannotJoin, ReplicaInfo, WarmUpLimits, join, merge_capabilities
+from text_generation_router.shards.join import CannotJoin, ReplicaInfo, join, merge_capabilities
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()

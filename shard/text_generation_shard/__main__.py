@@ -1,4 +1,4 @@
-"""`text-generation-shard`: parse, set up logs, serve, exit code."""
+"""The `text-generation-shard` command: parse settings, set up logs, serve, exit."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ log = structlog.get_logger()
 
 
 SWITCH_INTERVAL = 0.0005
-"""Seconds after which a thread that computes lets another in. The engine's must not wait 5 ms, Python's default, for the one
+"""Seconds after which a busy thread releases the GIL. The engine's thread must not wait 5 ms, Python's default, for the thread
 that writes its reports."""
 
 
 def main() -> None:
-    """Run a shard until it is told to stop."""
+    """Run a shard until a signal stops it."""
     config = parse_config(ShardConfig)
-    # Rank 0 listens for its group as well, while that gathers.
+    # Rank 0 also listens for its group while that connects.
     served = (config.address,) if config.rank else (config.group_address, config.address)
     paths = [path for path in map(socket_path, served) if path is not None]
 
     def leave_nothing() -> None:
         for path in paths:
             remove_socket(path)
-        # What an engine has started: nobody else knows of it.
+        # Processes that an engine started are unknown to the launcher.
         kill(descendants())
 
     sys.setswitchinterval(SWITCH_INTERVAL)
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
     configure_logging(config, config.process_name)
-    # Only now what takes its time to import: the lifeline is being watched.
+    # Slow imports come after the start of the lifeline watch.
     from text_generation_shard.serve import serve
 
     async def serve_and_exit() -> None:
@@ -54,8 +54,8 @@ def main() -> None:
             code = ExitCode.BUG
         leave_nothing()
         sys.stderr.flush()
-        # At once: an engine thread stuck in a device call must not keep the process, nor a health watch that is still
-        # open be cancelled with a traceback of gRPC's.
+        # Exit at once: an engine thread stuck in a device call must not keep the process alive, and an open health watch must
+        # not be cancelled with a traceback from gRPC.
         os._exit(int(code))
 
     asyncio.run(serve_and_exit())

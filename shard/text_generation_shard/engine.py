@@ -25,6 +25,7 @@ from text_generation_proto.values import (
     LogprobOptions,
     Sampling,
     Stopping,
+    WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, Matcher
 
@@ -68,15 +69,6 @@ class EngineInfo:
     """(field of Sampling, Stopping or LogprobOptions that this engine does not support, reason)."""
     reserves_max_length: bool = False
     """Self-scheduling engines: admits a sequence only if KV blocks for prompt + max_new_tokens are free."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUpLimits:
-    """The largest step to prepare for. Zero leaves a limit to the engine."""
-
-    max_batch_prefill_tokens: int = 0
-    max_batch_size: int = 0
-    max_batch_total_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

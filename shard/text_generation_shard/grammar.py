@@ -1,9 +1,9 @@
-"""Grammars: what a sequence's new tokens must spell, as a matcher that walks along with them.
+"""Grammars: constraints on the new tokens of a sequence, compiled to matchers that advance with it.
 
-llguidance does the work: it reads the model's tokenizer.json once and turns a JSON schema, a regular expression or Lark
-rules into an automaton over its tokens. Building runs on a thread of its own, with the GIL released, at low priority,
-within llguidance's limits of size; what is too large, or slow to say which tokens are allowed, is refused. `masks` asks
-the matchers what may come next.
+llguidance does the work: it reads the model's tokenizer.json once and compiles a JSON schema, a regular expression or Lark
+rules to an automaton over its tokens. Compilation runs on threads of its own, with the GIL released, at low priority, within
+llguidance's size limits. A grammar that is too large, or whose masks take too long, is refused. `step.masks` computes the allowed
+tokens.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ log = structlog.get_logger()
 
 
 MASK_BUDGET_S = 0.05
-"""CPU time of a grammar's first mask, at most: it tells what later ones will cost. A JSON schema's takes 0.1 ms."""
+"""Limit of the CPU time of a grammar's first mask, which predicts the cost of later ones. A JSON schema's takes 0.1 ms."""
 CLOSING = ('"', "}", "]")
 MAX_MESSAGE = 300
 
 
 class GrammarError(Exception):
-    """A grammar that cannot be served; one line for the client."""
+    """The grammar cannot be used; the message is one line for the client."""
 
 
 @dataclass(slots=True)
 class Matcher:
-    """Where a sequence stands in its grammar. Used by one thread at a time."""
+    """The state of one sequence in its grammar. Used by one thread at a time."""
 
     raw: LLMatcher
 
     def accept(self, token_id: int) -> None:
-        """Go one token on. A token that the grammar does not allow shows as `problem`."""
+        """Advance by one token. A token that the grammar does not allow sets `problem`."""
         self.raw.consume_token(token_id)
 
     @property
     def may_end(self) -> bool:
-        """Whether what was spelled so far is a whole text of the grammar."""
+        """True if the text so far is complete."""
         return self.raw.is_accepting()
 
     @property
     def problem(self) -> str | None:
-        """Why the matcher cannot go on, in one line; None if it can."""
+        """The error that stopped the matcher, in one line; None if there is none."""
         return _one_line(self.raw.get_error()) if self.raw.is_error() else None
 
 
 class Grammars:
-    """Builds matchers over one tokenizer, beside whatever else runs."""
+    """Builds matchers for one tokenizer, in the background."""
 
     def __init__(self, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
         self.vocab_size: int = tokenizer.vocab_size
@@ -72,26 +72,26 @@ class Grammars:
         self.closing_token_ids = tuple(
             token_ids[0] for text in CLOSING if len(token_ids := tokenizer.tokenize_str(text)) == 1
         )
-        """Tokens that close what is open in JSON."""
+        """Tokens that close a JSON string, object or array."""
         self._tokenizer = tokenizer
         self._limits = limits
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar", initializer=_yield_to_the_engine)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar", initializer=_lower_priority)
 
     @property
     def kinds(self) -> tuple[GrammarKind, ...]:
-        """What `build` takes."""
+        """The grammar kinds that `build` supports."""
         return (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is a control token, that spells no text."""
+        """Return True for a control token, which has no text."""
         return self._tokenizer.is_special_token(token_id)
 
     def build(self, grammar: Grammar, generated: Sequence[int] = ()) -> Future[Matcher]:
-        """A matcher that has gone over the `generated` tokens, in a moment. Fails with GrammarError. From any thread."""
+        """Compile a matcher and advance it by the `generated` tokens. Fails with GrammarError. May be called from any thread."""
         return self._pool.submit(self._build, grammar, generated)
 
     def close(self) -> None:
-        """Build nothing more."""
+        """Cancel compilations that have not started."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _build(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
@@ -109,14 +109,14 @@ class Grammars:
         seconds = time.thread_time() - started
         if raw.is_error():
             raise GrammarError(f"the grammar cannot be used: {_one_line(raw.get_error())}")
-        # A sequence that comes back was let in before.
+        # A sequence that was preempted or moved passed this check before.
         if seconds > MASK_BUDGET_S and not generated:
             raise GrammarError("the grammar takes too long to follow: repeat less, or fewer times")
         return Matcher(raw)
 
 
 def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | None:
-    """Grammars over the tokenizer.json in `folder`; None where there is none, or none that llguidance reads.
+    """Load the tokenizer.json in `folder`; return None if there is none, or llguidance cannot read it.
 
     Takes a quarter of a second for 50 thousand tokens.
     """
@@ -134,20 +134,20 @@ def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | 
 
 
 def _load_tokenizer(text: str, eos_token_ids: list[int]) -> LLTokenizer:
-    """Raises ValueError if `text` is no tokenizer.json that llguidance reads."""
+    """Raises ValueError if llguidance cannot read `text` as a tokenizer.json."""
     from llguidance import LLTokenizer
 
     if eos_token_ids:
         with suppress(ValueError):
             return LLTokenizer(text, eos_token=eos_token_ids)
-    # It may be that the model's vocabulary goes on beyond the tokenizer's, and its EOS tokens with it.
+    # The model's vocabulary, and so its EOS tokens, may be larger than the tokenizer's.
     tokenizer = LLTokenizer(text)
     known = [token_id for token_id in eos_token_ids if token_id < tokenizer.vocab_size]
     return LLTokenizer(text, eos_token=known) if known else tokenizer
 
 
 def _definition(grammar: Grammar) -> str:
-    """The grammar as llguidance takes it. Raises GrammarError."""
+    """Return the grammar in llguidance's format. Raises GrammarError."""
     from llguidance import LLMatcher
 
     match grammar.kind:
@@ -166,8 +166,8 @@ def _definition(grammar: Grammar) -> str:
             raise GrammarError("the grammar is of no known kind")
 
 
-def _yield_to_the_engine() -> None:
-    """Let this thread have what others leave of the CPU. On Linux, niceness is a thread's own."""
+def _lower_priority() -> None:
+    """Give this thread only the CPU time that others leave. On Linux, niceness is per thread."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 

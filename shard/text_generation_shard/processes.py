@@ -1,4 +1,4 @@
-"""Processes below this one, as /proc tells of them."""
+"""The descendants of this process, read from /proc."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process; its start tells it from another with the same number."""
+    """A process, identified by its id and start time, because ids are reused."""
 
     pid: int
     started: int
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs; a zombie does not."""
+        """True if it runs; False for a zombie."""
         read = _stat(self.pid)
         return read is not None and read[1] == self.started and read[2] != "Z"
 
 
 def descendants() -> list[Process]:
-    """All processes below this one."""
+    """Return all descendants of this process."""
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (read := _stat(int(entry.name))) is not None:
@@ -40,7 +40,7 @@ def descendants() -> list[Process]:
 
 
 def kill(processes: Iterable[Process]) -> None:
-    """End them at once."""
+    """Kill processes."""
     for process in processes:
         if process.is_alive:
             with suppress(ProcessLookupError, PermissionError):
@@ -48,9 +48,9 @@ def kill(processes: Iterable[Process]) -> None:
 
 
 def _stat(pid: int) -> tuple[int, int, str] | None:
-    """(parent, start, state) of a process; None if there is none."""
+    """Return (parent, start time, state) of a process; None if there is none."""
     try:
-        # The name in parentheses may hold spaces and parentheses of its own.
+        # The name in parentheses may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -58,7 +58,7 @@ def _stat(pid: int) -> tuple[int, int, str] | None:
 
 
 def command(pid: int) -> str:
-    """The command line of a process, its words with spaces between; "" if there is none."""
+    """Return the command line of a process, joined with spaces; "" if there is none."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
     except OSError:

@@ -10,8 +10,9 @@ import structlog
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, report_to_pb
-from text_generation_shard.engine import EngineError, InsufficientMemory, StepResult, WarmUpLimits
+from text_generation_shard.engine import EngineError, InsufficientMemory, StepResult
 from text_generation_shard.session import EngineSession, SessionOwner
 
 log = structlog.get_logger()

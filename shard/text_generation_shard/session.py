@@ -25,7 +25,8 @@ from typing import ParamSpec, TypeVar
 
 import structlog
 
-from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult, WarmUpLimits
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult
 
 log = structlog.get_logger()
 

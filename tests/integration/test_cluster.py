@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from shard_server import ServedShard, running, serve_engine
 
-from text_generation_proto.values import FinishReason
+from text_generation_proto.values import FinishReason, WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, ServingError, Unhealthy
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
@@ -23,7 +23,7 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards import replica
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.shards.join import WarmUpLimits, join
+from text_generation_router.shards.join import join
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import StepResult
 from text_generation_shard.engines.echo import EchoEngine

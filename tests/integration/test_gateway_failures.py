@@ -9,8 +9,9 @@ import pytest
 from gateway_server import Gateway, ask, echo, rest, serve_gateway, slow_echo
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import InsufficientMemory, StepResult, WarmUpLimits
+from text_generation_shard.engine import InsufficientMemory, StepResult
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from engine_driver import Driver, Stream
 
-from text_generation_proto.values import Sampling
+from text_generation_proto.values import Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import WarmUpLimits
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 

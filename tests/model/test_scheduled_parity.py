@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from shard_server import running, serve_engine
 
-from text_generation_proto.values import FinishReason, Sampling
+from text_generation_proto.values import FinishReason, Sampling, WarmUpLimits
 from text_generation_router.errors import ServingError
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
@@ -21,7 +21,7 @@ from text_generation_router.request import LogprobJson, Request, RequestId, TopT
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.shards.join import WarmUpLimits, join
+from text_generation_router.shards.join import join
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine

@@ -18,6 +18,7 @@ import aiohttp
 from aiohttp import web
 from shard_server import running, serve_engine
 
+from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import Model, assemble
 from text_generation_router.api.core.admission import Permits
@@ -28,7 +29,7 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.shards.join import WarmUpLimits, join
+from text_generation_router.shards.join import join
 from text_generation_router.text.tokenizer import Tokenizer
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from engine_driver import Driver, Stream
 
-from text_generation_shard.engine import Engine, Scheduling, StepResult, WarmUpLimits
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.engine import Engine, Scheduling, StepResult
 
 
 class SelfDriver(Driver):

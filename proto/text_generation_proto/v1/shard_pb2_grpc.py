@@ -55,16 +55,16 @@ class ShardServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Info(self, request, context):
-        """What the engine is and what it can do. Answers from the moment the shard listens.
+        """Describes the engine. UNAVAILABLE while the model loads.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WarmUp(self, request, context):
-        """Runs the worst-case step, measures how much KV cache fits, allocates it. Must come before Run; ends any running
-        session's memory, so it is refused (FAILED_PRECONDITION) while a Run stream is open.
-        RESOURCE_EXHAUSTED: the limits asked for do not fit.
+        """Runs the largest step, measures how much KV cache fits, and allocates it. Required before Run. It replaces the KV
+        cache, so it is refused (FAILED_PRECONDITION) while a Run stream is open.
+        RESOURCE_EXHAUSTED: the requested limits do not fit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ class ShardServicer(object):
 
     def Run(self, request_iterator, context):
         """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open.
-        When the stream ends, however it ends, the shard drops every sequence it holds, and what its KV blocks held is void.
+        When the stream ends for any reason, the shard drops every sequence, and the contents of all KV blocks are void.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,10 +18,11 @@ import grpc
 import structlog
 
 from text_generation_proto.client import ShardClient
+from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, TenantId, TokenListener
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards.join import CannotJoin, ReplicaInfo, WarmUpLimits, join, merge_capabilities
+from text_generation_router.shards.join import CannotJoin, ReplicaInfo, join, merge_capabilities
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.shards.observer import StepObserver
 from text_generation_router.shards.replica import ClusterContext, ReplicaSession, ShardLost

@@ -9,22 +9,13 @@ import grpc
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_proto.values import GrammarKind
+from text_generation_proto.values import GrammarKind, WarmUpLimits
 from text_generation_router.scheduling.messages import ReplicaSpec
 from text_generation_router.shards.convert import grammar_kinds_from_pb
 
 
 class CannotJoin(Exception):
     """The shard answers but cannot serve as configured; one clear line."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarmUpLimits:
-    """Limits of the steps that a shard prepares for. Zero leaves the choice to the engine."""
-
-    max_batch_prefill_tokens: int = 0
-    max_batch_size: int = 0
-    max_batch_total_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from text_generation_proto.values import FailureCode
+from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
     EngineInfo,
@@ -24,7 +24,6 @@ from text_generation_shard.engine import (
     StepResult,
     SynchronousEngine,
     TopTokens,
-    WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, load_grammars
 from text_generation_shard.step.kv_ledger import KVLedger

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from text_generation_proto.values import FailureCode, LogprobOptions
+from text_generation_proto.values import FailureCode, LogprobOptions, WarmUpLimits
 from text_generation_shard.checks import NO_BLOCKS, meant_for_steps, sequence_problem
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
@@ -25,7 +25,6 @@ from text_generation_shard.engine import (
     StepResult,
     SynchronousEngine,
     TopTokens,
-    WarmUpLimits,
 )
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.grammar import Grammars, Matcher
@@ -36,7 +35,7 @@ class _Sequence:
     """A sequence, queued or running."""
 
     new: NewSequence
-    """Its prompt includes the tokens generated before a preemption."""
+    """Includes in its prompt the tokens generated before a preemption."""
     blocks: list[int] = field(default_factory=list)
     to_prefill: int = 0
     """Prompt tokens not ordered yet."""
@@ -95,7 +94,7 @@ class SelfSchedulingEcho(SynchronousEngine):
         for slot in orders.release:
             self._drop(slot)
         for new in orders.admit:
-            if problem := self._admission_problem(new):
+            if problem := self._new_sequence_problem(new):
                 failed.append(self._refuse(new.slot, problem))
             else:
                 held = self._held[new.slot] = _Sequence(new)
@@ -244,7 +243,7 @@ class SelfSchedulingEcho(SynchronousEngine):
         self._free += held.blocks
         held.blocks = []
 
-    def _admission_problem(self, new: NewSequence) -> str | None:
+    def _new_sequence_problem(self, new: NewSequence) -> str | None:
         if new.slot in self._held:
             return f"slot {new.slot} is taken"
         if new.blocks or new.computed_tokens:

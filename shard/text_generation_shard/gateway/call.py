@@ -10,7 +10,7 @@ from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.values import FinishReason
 from text_generation_shard.engine import NewSequence, PromptScores, TopTokens
 from text_generation_shard.gateway.request import CallFailed, GatewayRequest
-from text_generation_shard.gateway.stop_strings import StopStringFinder, Vocabulary
+from text_generation_shard.gateway.stop_strings import GatewayTokenizer, StopStringFinder
 
 _FINISH_REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
 CANCELLED = "cancelled"
@@ -119,8 +119,8 @@ class SequenceOutput:
 class GatewayCall:
     """A request and the outputs of its sequences. `changed` is set whenever an output has changed."""
 
-    def __init__(self, request: GatewayRequest, vocabulary: Vocabulary | None) -> None:
-        """`vocabulary` is needed if the request has stop strings."""
+    def __init__(self, request: GatewayRequest, tokenizer: GatewayTokenizer | None) -> None:
+        """`tokenizer` is needed if the request has stop strings."""
         self.request = request
         self.changed = asyncio.Event()
         self.outputs = [
@@ -128,7 +128,7 @@ class GatewayCall:
                 index,
                 sequence,
                 self.changed.set,
-                finder=_finder(request, sequence, vocabulary),
+                finder=_finder(request, sequence, tokenizer),
                 keep_stop=request.keep_stop,
             )
             for index, sequence in enumerate(request.sequences)
@@ -218,10 +218,12 @@ class GatewayCall:
         return scored
 
 
-def _finder(request: GatewayRequest, sequence: NewSequence, vocabulary: Vocabulary | None) -> StopStringFinder | None:
-    if not request.stops or vocabulary is None:
+def _finder(
+    request: GatewayRequest, sequence: NewSequence, tokenizer: GatewayTokenizer | None
+) -> StopStringFinder | None:
+    if not request.stops or tokenizer is None:
         return None
-    decoder = vocabulary.decoder_after(sequence.prompt)
+    decoder = tokenizer.decoder_after(sequence.prompt)
     return StopStringFinder(
         request.stops, decoder.step, keep=request.keep_stop, min_tokens=sequence.stopping.min_new_tokens
     )

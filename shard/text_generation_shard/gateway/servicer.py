@@ -24,16 +24,10 @@ from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.gateway import trtllm_service_pb2_grpc
 from text_generation_shard.engine import Engine, Scheduling
 from text_generation_shard.gateway.call import GatewayCall
-from text_generation_shard.gateway.describe import (
-    NoTokenizer,
-    archive_chunks,
-    build_archive,
-    model_info,
-    server_info,
-)
+from text_generation_shard.gateway.describe import NoTokenizer, archive_chunks, build_archive, model_info, server_info
 from text_generation_shard.gateway.request import CallFailed, GatewayRequest, read_request, refused
 from text_generation_shard.gateway.session import MAX_WAITING, CallRegistry
-from text_generation_shard.gateway.stop_strings import NoVocabulary, Vocabulary
+from text_generation_shard.gateway.stop_strings import GatewayTokenizer, UnusableTokenizer
 from text_generation_shard.session import SessionOwner
 
 log = structlog.get_logger()
@@ -62,7 +56,7 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         self._folder = model_folder
         self._tensor_parallel = tensor_parallel
         self._calls = CallRegistry(owner, max_waiting)
-        self._vocabulary: Vocabulary | None = None
+        self._tokenizer: GatewayTokenizer | None = None
         self._archive: bytes | None = None
         self._reading = asyncio.Lock()
 
@@ -72,7 +66,7 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         engine = await self._engine(context)
         try:
             parsed = read_request(request, engine.info)
-            call = GatewayCall(parsed, await self._vocabulary_for(parsed))
+            call = GatewayCall(parsed, await self._tokenizer_for(parsed))
             async with self._calls.running(call, engine):
                 await _answer(call, context)
         except CallFailed as failure:
@@ -158,17 +152,17 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
         return engine
 
-    async def _vocabulary_for(self, request: GatewayRequest) -> Vocabulary | None:
+    async def _tokenizer_for(self, request: GatewayRequest) -> GatewayTokenizer | None:
         """Return the tokenizer if `request` has stop strings. Raises CallFailed if there is none."""
         if not request.stops:
             return None
         async with self._reading:
-            if self._vocabulary is None:
+            if self._tokenizer is None:
                 try:
-                    self._vocabulary = await asyncio.to_thread(Vocabulary.load, self._folder)
-                except NoVocabulary as error:
+                    self._tokenizer = await asyncio.to_thread(GatewayTokenizer.load, self._folder)
+                except UnusableTokenizer as error:
                     raise refused(f"stop is not supported: {error}; stop_token_ids are served") from error
-        return self._vocabulary
+        return self._tokenizer
 
 
 async def _answer(call: GatewayCall, context: GenerateContext) -> None:

@@ -17,8 +17,8 @@ from dataclasses import replace
 import grpc
 import structlog
 
-from text_generation_proto.values import FailureCode
-from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult, TopTokens, WarmUpLimits
+from text_generation_proto.values import FailureCode, WarmUpLimits
+from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult, TopTokens
 from text_generation_shard.gateway.call import GatewayCall, SequenceOutput
 from text_generation_shard.gateway.request import CallFailed
 from text_generation_shard.session import EngineSession, SessionOwner

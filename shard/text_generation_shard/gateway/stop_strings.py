@@ -134,34 +134,34 @@ class _Matcher:
         return complete
 
 
-class NoVocabulary(Exception):
+class UnusableTokenizer(Exception):
     """The tokenizer is missing or cannot be read; the message is one line."""
 
 
-class Vocabulary:
+class GatewayTokenizer:
     """The tokenizer of the model. Immutable, so calls share it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     @classmethod
-    def load(cls, folder: Path | None) -> Vocabulary:
-        """Read tokenizer.json from the model folder. Takes up to a second. Raises NoVocabulary."""
+    def load(cls, folder: Path | None) -> GatewayTokenizer:
+        """Read tokenizer.json from the model folder. Takes up to a second. Raises UnusableTokenizer."""
         if folder is None or not (folder / "tokenizer.json").is_file():
-            raise NoVocabulary("the model folder has no tokenizer.json")
+            raise UnusableTokenizer("the model folder has no tokenizer.json")
         from tokenizers import Tokenizer
 
         try:
             return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
         except Exception as error:  # the library raises nothing more precise
-            raise NoVocabulary(f"the model folder's tokenizer.json cannot be read: {error}") from error
+            raise UnusableTokenizer(f"the model folder's tokenizer.json cannot be read: {error}") from error
 
-    def decoder_after(self, prompt: Sequence[int]) -> Decoder:
+    def decoder_after(self, prompt: Sequence[int]) -> IncrementalDecoder:
         """Return a decoder of the tokens that follow `prompt`."""
-        return Decoder(self._tokenizer, prompt[-CONTEXT_TOKENS:])
+        return IncrementalDecoder(self._tokenizer, prompt[-CONTEXT_TOKENS:])
 
 
-class Decoder:
+class IncrementalDecoder:
     """Decodes the new tokens of one sequence. Control tokens are decoded too: they can be stop strings."""
 
     __slots__ = ("_context", "_ids", "_length", "_stream", "_tokenizer")

@@ -1,11 +1,11 @@
-"""What each KV block of a pool holds, and whose it is: for an engine without a model, whose tokens would never tell.
+"""KVLedger: the contents and the owner of each KV block, for an engine without a model.
 
-A block has at most one *writer*, the sequence it was given to, and any number of *readers*, sequences that were told its
-tokens are computed already. The ledger refuses a block that somebody else may still write or read, and cached tokens that
-are not in the blocks named: either would be a wrong text, later and elsewhere, in an engine with a model.
+A block has at most one *writer*, the sequence it was assigned to, and any number of *readers*, sequences admitted with its tokens
+as computed. The ledger rejects a block that another sequence may still write or read, and cached tokens that are not in the blocks
+named. In an engine with a model either error would show later, as a wrong text.
 
-A step costs nothing here: a sequence's tokens are looked up in the sequence itself while it lives, and written down when
-it ends or when somebody wants to share them.
+A step costs nothing here: the tokens of a live sequence are read from the sequence itself. They are copied when it ends or when
+another sequence wants to share them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from text_generation_shard.engine import NewSequence
 
 
 class Holder(Protocol):
-    """A sequence: its tokens, of which the first `computed` sit in `blocks`. Compared and hashed by identity."""
+    """A sequence: the first `computed` of its tokens are in `blocks`. Compared and hashed by identity."""
 
     tokens: list[int]
     blocks: list[int]
@@ -32,43 +32,43 @@ class Holder(Protocol):
 class _Writer:
     holder: Holder
     first: int
-    """Index, in its block table, of the first block that it writes; those before are read only."""
+    """Index in its block table of the first block that it writes; earlier ones are read only."""
     recorded: int
-    """Index of the first block whose tokens are not all written down."""
+    """Index of the first block whose tokens are not all recorded."""
 
 
 class KVLedger:
-    """See the module. Blocks are numbered 0 <= block < num_blocks, which callers check."""
+    """Checks assignments of blocks. Callers check that 0 <= block < num_blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self._tenants: dict[Holder, _Writer] = {}
+        self._holders: dict[Holder, _Writer] = {}
         self._writers: dict[int, _Writer] = {}
         self._readers: dict[int, int] = {}
-        """How many sequences read a block; no entry for none."""
-        self._contents = self._nothing()
+        """Number of sequences that read a block; no entry for 0."""
+        self._contents = self._empty()
 
-    def _nothing(self) -> npt.NDArray[np.int32]:
-        """[blocks, tokens in a block] token id + 1; 0 where nobody knows. Memory is taken when it is written."""
+    def _empty(self) -> npt.NDArray[np.int32]:
+        """Return [blocks, tokens per block] of token id + 1, 0 if unknown. Memory is committed when written."""
         return np.zeros((self._num_blocks, self._block_size), dtype=np.int32)
 
     def clear(self) -> None:
-        """Nobody holds anything, and no block holds a token."""
-        self._tenants.clear()
+        """Forget all owners and contents."""
+        self._holders.clear()
         self._writers.clear()
         self._readers.clear()
-        self._contents = self._nothing()
+        self._contents = self._empty()
 
-    def admission_problem(self, admission: NewSequence) -> str | None:
-        """What is wrong with the blocks of an admission; None if nothing is."""
-        own = admission.computed_tokens // self._block_size
-        if len(set(admission.blocks)) < len(admission.blocks):
+    def new_sequence_problem(self, new: NewSequence) -> str | None:
+        """Return the problem with the blocks of a new sequence; None if there is none."""
+        own = new.computed_tokens // self._block_size
+        if len(set(new.blocks)) < len(new.blocks):
             return "a KV block is given twice"
-        return self.grant_problem(admission.blocks[own:]) or self._cached_problem(admission)
+        return self.grant_problem(new.blocks[own:]) or self._cached_problem(new)
 
     def grant_problem(self, blocks: Sequence[int]) -> str | None:
-        """What is wrong with blocks that a sequence is to write; None if nothing is."""
+        """Return the problem with blocks to be written; None if there is none."""
         if len(set(blocks)) < len(blocks):
             return "a KV block is given twice"
         if self._writers.keys().isdisjoint(blocks) and self._readers.keys().isdisjoint(blocks):
@@ -77,22 +77,22 @@ class KVLedger:
         return f"KV block {taken} is held already"
 
     def admit(self, holder: Holder) -> None:
-        """`holder` reads the blocks that are computed in full, and writes the others."""
+        """Register `holder` as a reader of the fully computed blocks and as the writer of the others."""
         first = holder.computed // self._block_size
-        writer = self._tenants[holder] = _Writer(holder, first, first)
+        writer = self._holders[holder] = _Writer(holder, first, first)
         for block in holder.blocks[:first]:
             self._readers[block] = self._readers.get(block, 0) + 1
         self.grant(holder, holder.blocks[first:])
-        # Of the block it begins in the tokens before its own are there already.
+        # The first block it writes may already hold computed tokens.
         self._record(writer)
 
     def grant(self, holder: Holder, blocks: Sequence[int]) -> None:
-        """`holder` writes these too."""
-        self._writers.update(dict.fromkeys(blocks, self._tenants[holder]))
+        """Register `holder` as the writer of more blocks."""
+        self._writers.update(dict.fromkeys(blocks, self._holders[holder]))
 
     def end(self, holder: Holder) -> None:
-        """`holder` is gone; what it computed stays until its blocks are given to another."""
-        writer = self._tenants.pop(holder)
+        """Remove `holder`. Its blocks keep their contents until they are assigned again."""
+        writer = self._holders.pop(holder)
         self._record(writer)
         for block in holder.blocks[writer.first :]:
             del self._writers[block]
@@ -105,22 +105,22 @@ class KVLedger:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
 
-    def _cached_problem(self, admission: NewSequence) -> str | None:
-        if not (computed := admission.computed_tokens):
+    def _cached_problem(self, new: NewSequence) -> str | None:
+        if not (computed := new.computed_tokens):
             return None
-        blocks = admission.blocks[: self._blocks_for(computed)]
+        blocks = new.blocks[: self._blocks_for(computed)]
         for writer in {writer for block in blocks if (writer := self._writers.get(block)) is not None}:
             self._record(writer)
         held = self._contents[list(blocks)].reshape(-1)[:computed]
-        wrong = np.flatnonzero(held != np.array(admission.prompt[:computed], dtype=np.int32) + 1)
+        wrong = np.flatnonzero(held != np.array(new.prompt[:computed], dtype=np.int32) + 1)
         if wrong.size:
-            place = int(wrong[0])
-            block = blocks[place // self._block_size]
-            return f"the KV blocks given do not hold the prompt: token {place}, in block {block}, is another"
+            index = int(wrong[0])
+            block = blocks[index // self._block_size]
+            return f"the KV blocks given do not hold the prompt: token {index}, in block {block}, is another"
         return None
 
     def _record(self, writer: _Writer) -> None:
-        """Write down what a sequence computed since it was last asked; blocks it has not come to hold nothing."""
+        """Record the tokens computed since the last call. Blocks not reached yet hold nothing."""
         holder, start = writer.holder, writer.recorded
         if not (blocks := holder.blocks[start:]):
             return

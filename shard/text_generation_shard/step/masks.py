@@ -1,7 +1,7 @@
-"""Which tokens the grammars of a step's sequences allow next, for all of them at once.
+"""Token masks: the tokens that grammars allow next, for all sequences of a step at once.
 
-The masks hang on tokens that are known before the step begins: an engine starts them, runs its forward pass, and only
-then takes the result. llguidance computes them in parallel with the GIL released.
+Masks depend only on tokens known before the step begins: an engine starts them, runs its forward pass, and takes the result
+after it. llguidance computes them in parallel with the GIL released.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ Bits = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What may follow a sequence."""
+    """The tokens that may follow a sequence."""
 
     allowed: Bits
-    """[vocabulary] False where a token would leave the grammar."""
+    """[vocabulary] False for tokens that the grammar forbids."""
     may_end: bool
-    """Whether the text is whole as it is."""
+    """True if the text so far is complete."""
     is_complete: bool = False
-    """Nothing but the end may follow: whichever end token is chosen, the sequence is over."""
+    """True if only an end token may follow: the sequence ends with it."""
     failure: str | None = None
-    """Why there is no mask."""
+    """The reason if there is no mask."""
 
 
 class TokenMasks:
-    """Computes masks over a vocabulary of `vocab_size`: the model's, which may be another than the tokenizer's."""
+    """Computes masks over the model's vocabulary of `vocab_size`, which may differ in size from the tokenizer's."""
 
     def __init__(self, grammars: Grammars, vocab_size: int) -> None:
         self._ends = _ids(grammars.end_token_ids, vocab_size)
         self._words = -(-grammars.vocab_size // 32)
-        # What the tokenizer does not know, the grammar cannot allow.
+        # The grammar cannot allow tokens that the tokenizer does not have.
         self._vocab_size = vocab_size
         self._known = min(grammars.vocab_size, vocab_size)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
         self._executor: LLExecutor | None = None
 
     def start(self, sequences: Sequences[Sequence]) -> Future[dict[int, Mask]]:
-        """Slot → mask, in a moment, of those `sequences` that have a matcher. Until then nobody may touch these."""
+        """Compute masks by slot for the sequences with a matcher. The matchers must not be used until the result is there."""
         constrained = [(s, s.matcher) for s in sequences if s.matcher is not None]
         return self._thread.submit(self._compute, constrained)
 
     def close(self) -> None:
-        """Compute nothing more."""
+        """Cancel computations that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compute(self, constrained: list[tuple[Sequence, Matcher]]) -> dict[int, Mask]:
@@ -67,8 +67,8 @@ class TokenMasks:
 
             self._executor = LLExecutor(num_threads=min(os.cpu_count() or 1, MAX_THREADS))
         packed = np.zeros((len(constrained), self._words), dtype=np.int32)
-        places = [(matcher.raw, row) for row, (_, matcher) in enumerate(constrained)]
-        self._executor.unsafe_compute_mask_ptr(places, packed.ctypes.data, self._words * 4, len(constrained))
+        matchers = [(matcher.raw, row) for row, (_, matcher) in enumerate(constrained)]
+        self._executor.unsafe_compute_mask_ptr(matchers, packed.ctypes.data, self._words * 4, len(constrained))
         unpacked = np.unpackbits(packed.view(np.uint8), axis=1, bitorder="little", count=self._known).view(np.bool_)
         allowed = np.zeros((len(constrained), self._vocab_size), dtype=np.bool_)
         allowed[:, : self._known] = unpacked
@@ -78,7 +78,7 @@ class TokenMasks:
         }
 
     def _finish(self, allowed: Bits, sequence: Sequence, matcher: Matcher) -> Mask:
-        """Settle who may end: llguidance allows its own end tokens, the sequence has a say too."""
+        """Replace llguidance's end tokens with those of the sequence, and apply min_new_tokens."""
         if problem := matcher.problem:
             return Mask(allowed, may_end=False, failure=f"the grammar cannot be followed: {problem}")
         may_end = matcher.may_end
@@ -93,7 +93,7 @@ class TokenMasks:
         if sequence.suppressed:
             early = allowed.copy()
             early[_ids(sequence.suppressed, self._vocab_size)] = False
-            # Where nothing but a stop token fits, the grammar stands over min_new_tokens.
+            # If only a stop token fits, the grammar takes precedence over min_new_tokens.
             return Mask(early if early.any() else allowed, may_end)
         allowed[eos] = may_end
         return Mask(allowed, may_end)

@@ -81,7 +81,7 @@ class SequenceTable:
         for slot in orders.release:
             self._remove(slot)
         for new in orders.admit:
-            if problem := self._admission_problem(new):
+            if problem := self._new_sequence_problem(new):
                 # A slot in a failure is free afterwards. A sequence admitted to a taken slot ends the other one too, or
                 # two sequences would share a slot on the wire.
                 self._remove(new.slot)
@@ -274,13 +274,13 @@ class SequenceTable:
                 sequence.matcher, sequence.pending_matcher = future.result(), None
         return failed
 
-    def _admission_problem(self, new: NewSequence) -> str | None:
+    def _new_sequence_problem(self, new: NewSequence) -> str | None:
         if new.slot in self.sequences:
             return f"slot {new.slot} is taken"
         return (
             sequence_problem(new, self.info)
             or self._blocks_problem(new.blocks)
-            or (None if self.ledger is None else self.ledger.admission_problem(new))
+            or (None if self.ledger is None else self.ledger.new_sequence_problem(new))
         )
 
     def _grant_problem(self, blocks: tuple[int, ...]) -> str | None:

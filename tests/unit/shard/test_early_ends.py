@@ -8,9 +8,9 @@ import math
 import pytest
 from engine_driver import Driver
 
-from text_generation_proto.values import FinishReason, Sampling, Stopping
+from text_generation_proto.values import FinishReason, Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, WarmUpLimits
+from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
 
 TINY_LLAMA = {

@@ -14,9 +14,9 @@ import pytest
 from engine_driver import Driver
 from self_driver import SelfDriver, driver_for
 
-from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping
+from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, NewSequence, Orders, WarmUpLimits
+from text_generation_shard.engine import Engine, NewSequence, Orders
 from text_generation_shard.engines import build_engine
 
 TINY_LLAMA = {

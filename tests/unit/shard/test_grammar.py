@@ -15,9 +15,17 @@ from engine_driver import Driver, Stream
 from tokenizers import Tokenizer
 
 from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
-from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Sampling, Stopping
+from text_generation_proto.values import (
+    FailureCode,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Sampling,
+    Stopping,
+    WarmUpLimits,
+)
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, NewSequence, Orders, StepResult, WarmUpLimits
+from text_generation_shard.engine import Engine, NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.grammar import GrammarError, Matcher, load_grammars
 from text_generation_shard.session import EngineSession

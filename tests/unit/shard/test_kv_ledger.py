@@ -9,9 +9,9 @@ from engine_driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from text_generation_proto.values import FailureCode, Stopping
+from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import NewSequence, Orders, WarmUpLimits
+from text_generation_shard.engine import NewSequence, Orders
 from text_generation_shard.engines import build_engine
 from text_generation_shard.step.kv_ledger import KVLedger
 
@@ -220,7 +220,7 @@ def test_the_ledger_agrees_with_a_record_of_every_token(
             right = all(world.cells.get((blocks[i // 4], i % 4)) == tokens[i] for i in range(computed))
             expected = right and len(set(blocks)) == len(blocks) and not (held | read) & set(own)
             admission = NewSequence(0, tuple(tokens), Stopping(1), blocks=tuple(blocks), computed_tokens=computed)
-            assert (world.ledger.admission_problem(admission) is None) is expected
+            assert (world.ledger.new_sequence_problem(admission) is None) is expected
             if expected:
                 holder = Held(list(tokens), list(blocks), computed)
                 world.ledger.admit(holder)

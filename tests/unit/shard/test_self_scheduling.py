@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from self_driver import SelfDriver
 
-from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Stopping
+from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, Scheduling, StepResult, WarmUpLimits
+from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, Scheduling, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 from text_generation_shard.grammar import Matcher

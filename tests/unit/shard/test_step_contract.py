@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from engine_driver import Driver
 
-from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping
+from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, NewSequence, Orders, WarmUpLimits
+from text_generation_shard.engine import Engine, NewSequence, Orders
 from text_generation_shard.engines import build_engine
 
 TINY_LLAMA = {

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from text_generation_proto.values import FailureCode, Stopping
+from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
 from text_generation_shard.checks import NO_BLOCKS, meant_for_steps, sequence_problem
 from text_generation_shard.engine import (
     EngineError,
@@ -30,7 +30,6 @@ from text_generation_shard.engine import (
     Orders,
     StepResult,
     TopTokens,
-    WarmUpLimits,
 )
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.library import Library

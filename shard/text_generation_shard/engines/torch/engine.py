@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from text_generation_proto.values import FailureCode
+from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.engine import (
     EngineInfo,
     Failure,
@@ -31,7 +31,6 @@ from text_generation_shard.engine import (
     StepResult,
     SynchronousEngine,
     TopTokens,
-    WarmUpLimits,
 )
 from text_generation_shard.engines.torch.events import DeviceEvent, EventRecorder
 from text_generation_shard.engines.torch.executor import Executor, Launched

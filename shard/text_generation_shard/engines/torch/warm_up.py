@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from text_generation_proto.values import Sampling, Stopping
-from text_generation_shard.engine import EngineInfo, InsufficientMemory, NewSequence, Orders, WarmUpLimits
+from text_generation_proto.values import Sampling, Stopping, WarmUpLimits
+from text_generation_shard.engine import EngineInfo, InsufficientMemory, NewSequence, Orders
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 HARDEST_SAMPLING = Sampling(greedy=False, top_p=1 - 1e-9)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from text_generation_shard.step.chosen import Chosen, ChosenToken
 
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard, StepSpan
@@ -14,6 +13,7 @@ from text_generation_proto.values import FinishReason, Stopping
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_shard import engine
+from text_generation_shard.step.rows import SamplerOutput
 from text_generation_shard.step.table import SequenceTable
 
 BLOCK, SLOTS, BLOCKS = 4, 4, 4096
@@ -75,17 +75,17 @@ class BothShards:
 
     def real_step(self) -> engine.StepResult:
         rows = self.real.rows()
-        chosen = []
+        sampled: list[int] = []
         for row in rows.others:
             if row.samples:
                 slot = row.sequence.slot
                 arrival = self.by_slot[slot]
                 at = self.generated[slot]
                 last = at + 1 == arrival.new_tokens < arrival.max_new_tokens
-                chosen.append(ChosenToken(EOS if last else POOL.ids[arrival.answer_at + at], 0.0))
+                sampled.append(EOS if last else POOL.ids[arrival.answer_at + at])
                 self.generated[slot] += 1
         self.real.begin(rows)
-        return self.real.advance(rows, Chosen.of(chosen))
+        return self.real.advance(rows, SamplerOutput(sampled, [0.0] * len(sampled)))
 
     def compare(self, steps: int) -> None:
         """Run up to `steps` steps as one span of the simulated shard and singly on the real one; compare the results."""

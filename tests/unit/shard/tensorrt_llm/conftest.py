@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from standin import VERSIONS, importable, model_folder
 
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import WarmUpLimits
 from text_generation_shard.engines.tensorrt_llm.build import build
 from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 

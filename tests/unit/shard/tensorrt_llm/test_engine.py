@@ -18,9 +18,17 @@ from model_folders import ENGINE, RANKS, fill
 from self_driver import SelfDriver
 from standin import importable, read_log
 
-from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Sampling, Stopping
+from text_generation_proto.values import (
+    FailureCode,
+    FinishReason,
+    Grammar,
+    GrammarKind,
+    Sampling,
+    Stopping,
+    WarmUpLimits,
+)
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineError, InsufficientMemory, NewSequence, Orders, WarmUpLimits
+from text_generation_shard.engine import EngineError, InsufficientMemory, NewSequence, Orders
 from text_generation_shard.engines.tensorrt_llm.build import build
 from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
 

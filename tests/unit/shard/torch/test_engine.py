@@ -10,9 +10,9 @@ import pytest
 from engine_driver import Driver
 from poisoned_checkpoint import POISON, write_poisoned_checkpoint
 
-from text_generation_proto.values import FailureCode, Sampling
+from text_generation_proto.values import FailureCode, Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineError, InsufficientMemory, WarmUpLimits
+from text_generation_shard.engine import EngineError, InsufficientMemory
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 

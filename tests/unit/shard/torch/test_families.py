@@ -11,8 +11,8 @@ from engine_driver import Driver
 from full_grid import full
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import WarmUpLimits
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.model_config import ARCHITECTURES

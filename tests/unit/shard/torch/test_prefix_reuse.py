@@ -13,9 +13,8 @@ from full_grid import full
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
-from text_generation_proto.values import FinishReason, Sampling
+from text_generation_proto.values import FinishReason, Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import WarmUpLimits
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.model_config import ARCHITECTURES

@@ -21,8 +21,9 @@ from tiny_checkpoint import (
     write_checkpoint,
 )
 
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineError, WarmUpLimits
+from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.quantization import Fp8Scheme, UnsupportedSchemeError, read_scheme

@@ -17,9 +17,9 @@ from engine_driver import Driver, Stream
 from full_grid import full
 from poisoned_checkpoint import POISON, write_poisoned_checkpoint
 
-from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping
+from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, Orders, WarmUpLimits
+from text_generation_shard.engine import Engine, Orders
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.build import engine_info
 from text_generation_shard.engines.torch.cuda.build import build_on_cuda

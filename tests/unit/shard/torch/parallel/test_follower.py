@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import structlog
 
+from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineError, Orders, WarmUpLimits
+from text_generation_shard.engine import EngineError, Orders
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.cuda.parallel.channel import LeaderChannel, accept_followers, connect_to_leader
 from text_generation_shard.engines.torch.cuda.parallel.follower import FollowerEngine

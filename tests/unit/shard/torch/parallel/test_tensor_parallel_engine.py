@@ -14,9 +14,9 @@ import torch
 from engine_driver import Driver, Stream
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from text_generation_proto.values import Sampling
+from text_generation_proto.values import Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, WarmUpLimits
+from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.cuda.parallel.channel import GroupBroken
 

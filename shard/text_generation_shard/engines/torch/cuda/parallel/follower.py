@@ -13,15 +13,8 @@ from typing import Protocol
 
 import structlog
 
-from text_generation_shard.engine import (
-    EngineError,
-    EngineInfo,
-    Failure,
-    Orders,
-    StepResult,
-    SynchronousEngine,
-    WarmUpLimits,
-)
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.engine import EngineError, EngineInfo, Failure, Orders, StepResult, SynchronousEngine
 from text_generation_shard.engines.torch.cuda.parallel.channel import GOODBYE, FollowerChannel, GroupBroken
 
 CLOSE_TIMEOUT = 5.0
