@@ -144,6 +144,7 @@ LLAMA: dict[str, tuple[str, list[Event]]] = {
         f'{PARAMETERS}; {{"name": "stop", "parameters": {{}}}}\n{{"name": "stop"}};',
         [*call(0, "get_weather", BROOKLYN), *call(1, "stop", "{}"), *call(2, "stop", "{}")],
     ),
+    "two semicolons": (f"{PARAMETERS};; {WEATHER}", [*call(0, "get_weather", BROOKLYN), *text(f";; {WEATHER}")]),
     "text, then tagged": (
         f"Sure: <|python_tag|>{PARAMETERS}",
         [*text("Sure: "), *call(0, "get_weather", BROOKLYN)],
