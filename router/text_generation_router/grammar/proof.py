@@ -38,6 +38,8 @@ from text_generation_router.grammar.tools import EMBEDDED_SCHEMA
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
+MAX_COUNT = 10_000
+"""Limit of `minItems` and its like. llguidance needs none, but another engine's grammar library may write them out."""
 NUM_WALKS, NUM_STEPS = 3, 40
 """Texts that are tried, and tokens of each."""
 SLOW_COMPILE_S = 0.5
@@ -129,6 +131,9 @@ def _check_schema(root: Schema) -> None:
         # Free property names may occur twice in a text, and a name that occurs twice counts once.
         if schema.get("minProperties", 0) > len(schema.get("required", ())) + 1:
             raise not_compilable("`minProperties` is supported up to one more than `required` has names")
+        for keyword in ("minItems", "minLength", "minProperties"):
+            if schema.get(keyword, 0) > MAX_COUNT:
+                raise not_compilable(f"`{keyword}` is more than {MAX_COUNT}")
         step = schema.get("multipleOf")
         if isinstance(step, float) and not (step * 2**20).is_integer():
             raise not_compilable(f"`multipleOf` {step} is no binary fraction: validators find 0.07 no multiple of 0.01")
