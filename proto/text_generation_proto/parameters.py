@@ -21,7 +21,7 @@ class Api(Enum):
     TGI = "tgi"
     CHAT = "chat"
     COMPLETIONS = "completions"
-    MESSAGES = "messages"
+    MESSAGES = "anthropic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,10 @@ class Parameter:
     """Allowed values other than the neutral one; None: any."""
     names: Mapping[Api, str]
     """The name in the request bodies of each API that has it."""
+    samples: bool
+    """It shapes the draw of a token: TGI samples if it is set, OpenAI ignores it at temperature 0."""
+    off: Range | None
+    """Values that mean the neutral one in the APIs of OpenAI and Anthropic."""
 
     def allows(self, value: float) -> bool:
         """Return True if `value` is neutral or in range."""
@@ -82,16 +86,19 @@ def parameter(
     neutral: T,
     values: Range | None = None,
     *,
-    tgi: str | None = None,
-    openai: str | None = None,
-    chat: str | None = None,
-    completions: str | None = None,
-    anthropic: str | None = None,
+    samples: bool = False,
+    off: Range | None = None,
+    **names: str,
 ) -> T:
-    """Define a dataclass field that is a request parameter. `openai` names it in both OpenAI APIs."""
-    given = {Api.TGI: tgi, Api.CHAT: chat or openai, Api.COMPLETIONS: completions or openai, Api.MESSAGES: anthropic}
-    names = {api: name for api, name in given.items() if name is not None}
-    defined: T = field(default=neutral, metadata={"range": values, "names": names})
+    """Define a dataclass field that is a request parameter.
+
+    `names` has the keys tgi, chat, completions and anthropic; `openai` stands for chat and completions.
+    """
+    if (openai := names.pop("openai", None)) is not None:
+        names |= {"chat": openai, "completions": openai}
+    by_api = {Api(api): name for api, name in names.items()}
+    metadata = {"range": values, "names": by_api, "samples": samples, "off": off}
+    defined: T = field(default=neutral, metadata=metadata)
     return defined
 
 
@@ -103,4 +110,4 @@ def parameters_of(values: type) -> tuple[Parameter, ...]:
 def _described(values: type) -> Iterator[Parameter]:
     for defined in fields(values):
         if "names" in defined.metadata:
-            yield Parameter(defined.name, defined.default, defined.metadata["range"], defined.metadata["names"])
+            yield Parameter(defined.name, defined.default, **defined.metadata)

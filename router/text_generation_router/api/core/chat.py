@@ -101,7 +101,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Answer:
+class ParsedAnswer:
     """A whole answer."""
 
     finish: Finish
@@ -131,10 +131,10 @@ class ChatRequest:
         calls = any(isinstance(event, ToolCallStart) for event in events)
         return events, AnswerEnd(finish_of(ending, calls=calls), ending)
 
-    def answer(self, ending: Ending) -> Answer:
+    def answer(self, ending: Ending) -> ParsedAnswer:
         """Return a finished text as an answer."""
         events, end = self.read(ending)
-        answer = Answer(end.finish, ending)
+        answer = ParsedAnswer(end.finish, ending)
         for event in events:
             match event:
                 case TextDelta(text):

@@ -20,13 +20,13 @@ def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
     spent = [generation.spent(now) for generation in generations]
     prompts = [generation.request.prompt for generation in generations if generation.request is not None]
     return {
-        "x-total-time": _milliseconds(sum(one.total_s for one in spent)),
-        "x-validation-time": _milliseconds(sum(one.validation_s for one in spent)),
-        "x-queue-time": _milliseconds(sum(one.queue_s for one in spent)),
-        "x-inference-time": _milliseconds(sum(one.inference_s for one in spent)),
-        "x-time-per-token": _milliseconds(sum(one.per_token_s for one in spent)),
+        "x-total-time": _milliseconds(sum(times.total_s for times in spent)),
+        "x-validation-time": _milliseconds(sum(times.validation_s for times in spent)),
+        "x-queue-time": _milliseconds(sum(times.queue_s for times in spent)),
+        "x-inference-time": _milliseconds(sum(times.inference_s for times in spent)),
+        "x-time-per-token": _milliseconds(sum(times.per_token_s for times in spent)),
         "x-prompt-tokens": str(sum(len(prompt) for prompt in prompts)),
-        "x-generated-tokens": str(sum(one.generated_tokens for one in spent)),
+        "x-generated-tokens": str(sum(times.generated_tokens for times in spent)),
         "x-cached-tokens": str(_cached_tokens(generations)),
     }
 

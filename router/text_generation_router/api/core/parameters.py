@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 from text_generation_proto.parameters import Api, Parameter
@@ -89,12 +90,10 @@ def open_sampling(body: object, api: Api, logit_bias: Mapping[TokenId, float] | 
     """Return the sampling of OpenAI and Anthropic: greedy at temperature 0; a filter that keeps all tokens is off."""
     given = {"seed": None, **given_sampling(body, api)}
     greedy = given.get("temperature") == 0.0
-    if greedy:
-        given.pop("temperature")
-    if greedy or given.get("top_p", 0.0) >= 1.0:
-        given.pop("top_p", None)
-    if greedy or given.get("top_k") == -1:
-        given.pop("top_k", None)
+    for parameter in SAMPLING_PARAMETERS:
+        is_off = parameter.off is not None and given.get(parameter.field, nan) in parameter.off
+        if is_off or (greedy and parameter.samples):
+            given.pop(parameter.field, None)
     if given["seed"] is not None:
         given["seed"] %= 2**64
     biases = logit_bias or {}

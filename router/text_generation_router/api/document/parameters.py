@@ -1,4 +1,4 @@
-"""The request headers that every generating route reads, for the OpenAPI document: those of `api/http/caller.py`."""
+"""The request headers of `api/http/caller.py`, for the OpenAPI document. Every generating route reads them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def _header(name: str, description: str, schema: Json) -> Json:
 
 
 CALLER_HEADERS: Json = {
-    one["name"]: one
-    for one in (
-        _header(TENANT[0], "Whom the request is for; counts where keys do not tell callers apart.", _TENANT),
-        _header(TENANT[1], "The same by its older name.", _TENANT),
+    header["name"]: header
+    for header in (
+        _header(TENANT[0], "The tenant of the request; used if callers have no keys of their own.", _TENANT),
+        _header(TENANT[1], "The older name of the tenant header.", _TENANT),
         _header(
             PRIORITY,
-            "How urgent the request is; it wins over the body.",
-            {"type": "string", "enum": [one.name.lower() for one in Priority]},
+            "The priority of the request; wins over the body's.",
+            {"type": "string", "enum": [priority.name.lower() for priority in Priority]},
         ),
-        _header(FIRST_TOKEN[0], "Milliseconds in which the first token is hoped for.", _MILLISECONDS),
-        _header(FIRST_TOKEN[1], "The same by its other name.", _MILLISECONDS),
-        _header(QUEUE_TIMEOUT, "Milliseconds the request may wait in the queue.", _MILLISECONDS),
-        _header(REQUEST_TIMEOUT, "Milliseconds in which the answer must be whole.", _MILLISECONDS),
+        _header(FIRST_TOKEN[0], "Milliseconds until the first token is wanted.", _MILLISECONDS),
+        _header(FIRST_TOKEN[1], "Another name of the header above.", _MILLISECONDS),
+        _header(QUEUE_TIMEOUT, "Milliseconds that the request may wait in the queue.", _MILLISECONDS),
+        _header(REQUEST_TIMEOUT, "Milliseconds until the answer must be whole.", _MILLISECONDS),
         _header(
             GRPC_TIMEOUT,
-            "The same as gRPC writes it: digits and one of H, M, S, m, u, n.",
+            "The request timeout in gRPC's form: digits and one of H, M, S, m, u, n.",
             {"type": "string", "pattern": "^[1-9][0-9]{0,6}[Smun]$|^[1-9][0-9]{0,2}[HM]$"},
         ),
     )
 }
-"""By name. The schemas promise no more than is taken: half a millisecond, say, is a timeout too."""
+"""Headers by name. The server accepts more than the schemas promise, such as half a millisecond."""

@@ -53,13 +53,13 @@ def _tgi(limits: Limits) -> Json:
 
 
 def _openai(api: Api) -> Json:
-    """Return the ranges that hold in every body. A filter that keeps all tokens, or has no tokens to filter, is off."""
-    return _ranges(api) | {"temperature": {"minimum": 0}, "top_p": {}, "top_k": {}}
+    """Return the ranges that hold in every body. Parameters of the draw are ignored at temperature 0."""
+    return _ranges(api, samples=False) | {"temperature": {"minimum": 0}}
 
 
-def _ranges(api: Api) -> Json:
+def _ranges(api: Api, *, samples: bool = True) -> Json:
     return {
         parameter.names[api]: parameter.range.json_schema
         for parameter in SAMPLING_PARAMETERS
-        if api in parameter.names and parameter.range is not None
+        if api in parameter.names and parameter.range is not None and (samples or not parameter.samples)
     }

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from text_generation_router.api.core.chat import Answer, ChatPreparer, ChatRequest
+from text_generation_router.api.core.chat import ChatPreparer, ChatRequest, ParsedAnswer
 from text_generation_router.api.core.headers import compute_time_header, cost_headers, timing_headers
 from text_generation_router.api.core.ids import named, new_call_id
 from text_generation_router.api.core.quality_of_service import QosFields
@@ -100,7 +100,7 @@ class ChatRoutes:
         head = named("chatcmpl-", body.model, self._serving.settings)
         return await whole_answer(head, "chat.completion", choices, usage(chat.prompt_tokens, generated, cached))
 
-    def _choice(self, index: int, body: ChatBody, answer: Answer, collector: Collector) -> Json:
+    def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> Json:
         message: Json = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning

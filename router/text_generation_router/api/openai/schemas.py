@@ -1,6 +1,6 @@
 """Request bodies of OpenAI's dialect: as lenient as its clients need. `null` is absence everywhere, unknown fields are ignored.
 
-Fields of other servers (vLLM's `ignore_eos`, `min_tokens`, `top_k`, …) are accepted because benchmark and evaluation tools
+Fields of other servers (vLLM's `ignore_eos`, `min_tokens`, …) are accepted because benchmark and evaluation tools
 send them.
 """
 

@@ -9,8 +9,6 @@ from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.tgi.schemas import GenerateParameters
 from text_generation_router.errors import InvalidRequest
 
-_IMPLY_SAMPLING = ("temperature", "top_k", "top_p", "typical_p")
-
 
 def check_whole(parameters: GenerateParameters, limits: Limits) -> None:
     """Check rules 0a and 0b, of replies sent whole. Raises InvalidRequest."""
@@ -37,16 +35,15 @@ def to_options(parameters: GenerateParameters) -> GenerationOptions:
     """
     given = given_sampling(parameters, Api.TGI)
     best_of = parameters.best_of or 1
-    if best_of > 1 and not (parameters.do_sample or any(field in given for field in _IMPLY_SAMPLING)):
-        raise InvalidRequest("you must use sampling when `best_of` is > 1")
+    present = [parameter for parameter in SAMPLING_PARAMETERS if parameter.field in given]
     sampled = parameters.do_sample
-    for parameter in SAMPLING_PARAMETERS:
-        if parameter.field not in given:
-            continue
+    if best_of > 1 and not (sampled or any(parameter.samples for parameter in present)):
+        raise InvalidRequest("you must use sampling when `best_of` is > 1")
+    for parameter in present:
         value = given[parameter.field]
         if parameter.range is not None and value not in parameter.range:
             raise InvalidRequest(f"{parameter.label(Api.TGI)} {parameter.range.rule}")
-        sampled = sampled or (parameter.field in _IMPLY_SAMPLING and value != parameter.neutral)
+        sampled = sampled or (parameter.samples and value != parameter.neutral)
     return GenerationOptions(
         api=Api.TGI,
         sampling=Sampling(**{"greedy": not sampled, "seed": None, **given}),
