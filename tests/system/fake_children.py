@@ -72,6 +72,10 @@ def main():
 """A router with a health route only."""
 
 
+TIMEOUT = 60.0
+"""Seconds to wait for a message or a log record."""
+
+
 class Journal:
     """The messages of the fake processes, in order."""
 
@@ -79,14 +83,26 @@ class Journal:
         self.path = folder / "journal"
         os.mkfifo(self.path)
         # Opened for reading and writing: reading never ends, and no writer blocks.
-        self._file = os.fdopen(os.open(self.path, os.O_RDWR), "r")
+        self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
+        self._unread = b""
 
     async def next(self) -> str:
-        """Wait for the next message."""
-        return (await asyncio.to_thread(self._file.readline)).strip()
+        """Wait for the next message. Raises TimeoutError after TIMEOUT seconds."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(TIMEOUT):
+            while b"\n" not in self._unread:
+                readable = asyncio.Event()
+                loop.add_reader(self._pipe, readable.set)
+                try:
+                    await readable.wait()
+                finally:
+                    loop.remove_reader(self._pipe)
+                self._unread += os.read(self._pipe, 1 << 16)
+        message, self._unread = self._unread.split(b"\n", 1)
+        return message.decode()
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._pipe)
 
     def argv(self, script: str) -> tuple[str, ...]:
         """Return a command line that runs `script`, which can `say` messages."""
@@ -110,11 +126,12 @@ class LogRecords:
         raise structlog.DropEvent
 
     async def next(self, event: str) -> MutableMapping[str, Any]:
-        """Wait for the next record of an event; drop the records before it."""
-        while True:
-            record = await self._records.get()
-            if record["event"] == event:
-                return record
+        """Wait for the next record of an event; drop the records before it. Raises TimeoutError."""
+        async with asyncio.timeout(TIMEOUT):
+            while True:
+                record = await self._records.get()
+                if record["event"] == event:
+                    return record
 
     def rest(self, event: str) -> list[MutableMapping[str, Any]]:
         """Return all remaining records of an event."""
