@@ -107,7 +107,7 @@ def rotate_and_append(
 
 @cache
 def _tile(num_pieces: int, head_dim: int, many_tokens: bool) -> tuple[int, int, int, int]:  # noqa: FBT001 – a cache key
-    """Heads of a program, half a head's width as a power of two, programs of a token, and warps of a program."""
+    """Return heads per program, half of head_dim as a power of two, programs per token, and warps per program."""
     half_block = triton.next_power_of_2(head_dim // 2)
     warp = 32 * _ELEMENTS_PER_THREAD
     group = max((4 if many_tokens else 1) * warp // half_block, 1)
@@ -115,7 +115,7 @@ def _tile(num_pieces: int, head_dim: int, many_tokens: bool) -> tuple[int, int, 
     return group, half_block, triton.cdiv(num_pieces, group), max(group * half_block // warp, 1)
 
 
-# These are read a number at a time, from anywhere in a buffer: aligned or not, the compiled kernel is the same.
+# Read one number at a time, at any offset of a buffer: the same compiled kernel serves aligned and unaligned pointers.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots", "block_tables"])
 def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     qkv: tl.tensor,
@@ -171,7 +171,7 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     rotated = queries + token * queries_stride + elements
     tl.store(rotated, first.to(queries.dtype.element_ty), mask=is_query & inside)
     tl.store(rotated + HALF, second.to(queries.dtype.element_ty), mask=is_query & inside)
-    # A block's keys and values of all heads lie one after another, as they do in qkv. A cache may have more than 2³¹ elements.
+    # The keys and values of all heads are contiguous in a block, as in qkv. A cache may have more than 2³¹ elements.
     pieces = block.to(tl.int64) * (2 * NUM_KV_HEADS) + (heads - NUM_HEADS)
     targets = cache_layer + (pieces * BLOCK_SIZE + position % BLOCK_SIZE) * (2 * HALF) + columns
     is_cached = is_real & ~is_query
