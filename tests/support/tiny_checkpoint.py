@@ -1,4 +1,4 @@
-"""Random checkpoints of a tiny decoder, as they lie on disk: whole, or rounded to FP8 as compressed-tensors and ModelOpt do."""
+"""Random checkpoints of a tiny decoder on disk: unquantized, or in FP8 like those of compressed-tensors and ModelOpt."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ COMPRESSED_DYNAMIC: dict[str, Any] = {
     "ignore": ["lm_head"],
     "kv_cache_scheme": None,
 }
-"""As llm-compressor's scheme FP8_DYNAMIC leaves it."""
+"""As written by llm-compressor's scheme FP8_DYNAMIC."""
 MODELOPT_STATIC: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 
 
 def random_tensors(changes: dict[str, Any] | None = None, seed: int = 3) -> dict[str, Tensor]:
-    """The tensors of CONFIG with changes, in float32, large enough for logits far from uniform."""
+    """Return the tensors of CONFIG with changes, in float32, large enough for logits far from uniform."""
     config = CONFIG | (changes or {})
     generator = torch.Generator().manual_seed(seed)
 
@@ -82,7 +82,7 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], changes: dict[str
 
 
 def quantized(tensors: dict[str, Tensor], *, per_row: bool, input_scale: float | None = None) -> dict[str, Tensor]:
-    """The projections in FP8, each with weight_scale, and input_scale if there is one (it grows from one to the next)."""
+    """Quantize the projections to FP8, with weight_scale, and with input_scale if given (different for each projection)."""
     quantized = dict(tensors)
     for name in [name for name in tensors if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight")]:
         weight = tensors[name]
@@ -97,7 +97,7 @@ def quantized(tensors: dict[str, Tensor], *, per_row: bool, input_scale: float |
 
 
 def dequantized(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the tensors of `quantized` stand for, in float32 and without scales."""
+    """Return the tensors of `quantized` in float32, multiplied by their scales."""
     return {
         name: tensor.float() * tensors[f"{name}_scale"] if tensor.dtype == FP8 else tensor
         for name, tensor in tensors.items()

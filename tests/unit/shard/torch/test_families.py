@@ -6,33 +6,20 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import transformers
 from engine_driver import Driver
 from full_grid import full
+from tiny_transformers import SHAPE as TINY_SHAPE
+from tiny_transformers import random_model, save
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
-from text_generation_shard.engines.torch.model_config import ARCHITECTURES
 
 NEW_TOKENS = 16
 LENGTHS = (1, 16, 31, 50, 200)
-SHAPE = {
-    "vocab_size": 331,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.4,  # far from uniform logits, so that there are no near ties
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+SHAPE = TINY_SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama, tied": LlamaConfig(**SHAPE | {"tie_word_embeddings": True}),
@@ -91,16 +78,9 @@ class Pair:
 
 @pytest.fixture(scope="module", params=[full(name) if name in ALSO_COVERED else name for name in CONFIGS])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    torch.manual_seed(5)
-    config = CONFIGS[request.param]
-    model = getattr(transformers, ARCHITECTURES[config.model_type])(config).eval()
-    for name, weight in model.named_parameters():
-        # Norms and biases are initialized to ones and zeros, which would hide a mix-up.
-        if weight.ndim == 1:
-            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
-    engine = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=16))
+    model = random_model(CONFIGS[request.param])
+    folder = save(model, tmp_path_factory.mktemp("checkpoint"))
+    engine = build_engine(ShardConfig(model_path=folder, device="cpu", max_batch_size=16))
     prompts = [tuple(torch.randint(0, SHAPE["vocab_size"], (length,)).tolist()) for length in LENGTHS]
     reference = []
     with torch.inference_mode():

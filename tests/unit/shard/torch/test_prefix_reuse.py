@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from engine_driver import Driver, Stream
 from full_grid import full
+from tiny_transformers import SHAPE, random_model, save
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
@@ -17,21 +17,7 @@ from text_generation_proto.values import FinishReason, Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
-from text_generation_shard.engines.torch.model_config import ARCHITECTURES
 
-SHAPE = {
-    "vocab_size": 331,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.4,  # far from uniform logits, so that there are no near ties
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
 CONFIGS: dict[str, PretrainedConfig] = {
     "full attention": LlamaConfig(**SHAPE),
     "sliding window": MistralConfig(**SHAPE, sliding_window=19),
@@ -57,12 +43,9 @@ IDS = ["greedy", "seeded", "prompt penalized", "output penalized"]
     scope="module", params=[full("full attention"), full("sliding window"), "sliding window in some layers"]
 )
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
-    torch.manual_seed(5)
-    config = CONFIGS[request.param]
-    folder = tmp_path_factory.mktemp("checkpoint")
-    getattr(transformers, ARCHITECTURES[config.model_type])(config).save_pretrained(folder)
+    folder = save(random_model(CONFIGS[request.param]), tmp_path_factory.mktemp("checkpoint"))
     # Few slots, so that they are reused.
-    return build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=6))
+    return build_engine(ShardConfig(model_path=folder, device="cpu", max_batch_size=6))
 
 
 @pytest.fixture

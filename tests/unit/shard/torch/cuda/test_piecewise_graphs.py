@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from text_generation_proto.values import Stopping
-from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import NewSequence, Orders
+from text_generation_shard.engines.torch.build import engine_info
 from text_generation_shard.engines.torch.cuda.graphs import ForwardOutput, GraphPool
 from text_generation_shard.engines.torch.cuda.layers import ModelWeights
 from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
@@ -163,21 +165,8 @@ def make_runner(folder: Path, device: torch.device) -> Runner:
 def rig(tmp_path: Path, device: torch.device) -> Rig:
     torch.manual_seed(5)
     folder = write_checkpoint(tmp_path, random_tensors(CHANGES), CHANGES)
-    info = EngineInfo(
-        engine="torch",
-        model_id="",
-        model_type="mistral",
-        dtype="float32",
-        device=str(device),
-        scheduling=Scheduling.STEP,
-        vocab_size=CONFIG["vocab_size"],
-        max_sequence_length=MAX_LENGTH,
-        max_slots=SLOTS,
-        block_size=BLOCK_SIZE,
-        eos_token_ids=(),
-        suggested_prefill_tokens=MAX_LENGTH,
-        max_top_n_tokens=0,
-    )
+    config = ShardConfig(model_path=str(folder), max_batch_size=SLOTS)
+    info = engine_info(config, read_model_config(folder), device, None)
     table = SequenceTable(info)
     table.num_blocks = BLOCKS
     return Rig(make_runner(folder, device), make_runner(folder, device), table, device)

@@ -99,35 +99,30 @@ def test_a_leader_that_closes_says_goodbye(path: Path) -> None:
             follower.receive()
 
 
-def test_a_leader_detects_a_lost_follower(path: Path) -> None:
-    with group(path, 3) as (leader, (_, second)):
+def test_a_lost_follower_is_named_by_broadcast_and_gather(path: Path) -> None:
+    with group(path, 3) as (leader, (first, second)):
+        first.answer(1)
         second.close()
+        with pytest.raises(GroupBroken, match=r"^rank 2 is gone$"):
+            leader.gather()
         with pytest.raises(GroupBroken, match=r"^rank 2 is gone"):
             leader.broadcast(1)
         with pytest.raises(GroupBroken):
             second.receive()
 
 
-def test_the_lost_process_is_named(path: Path) -> None:
+def test_lost_reports_the_lost_process(path: Path) -> None:
     with group(path, 3) as (leader, (first, second)):
         assert leader.lost(0.0) is None
         assert second.lost(0.0) is None
         with ThreadPoolExecutor(1) as pool:
-            seen = pool.submit(leader.lost, SOON)
+            lost = pool.submit(leader.lost, SOON)
             second.close()
-            assert seen.result() == "rank 2 is gone"
+            assert lost.result() == "rank 2 is gone"
         assert second.lost(SOON) is None
         leader.close()
         assert first.lost(SOON) == "rank 0 is gone"
         assert leader.lost(SOON) is None
-
-
-def test_gather_raises_when_a_follower_is_lost(path: Path) -> None:
-    with group(path, 3) as (leader, (first, second)):
-        first.answer(1)
-        second.close()
-        with pytest.raises(GroupBroken, match=r"^rank 2 is gone$"):
-            leader.gather()
 
 
 FOLLOWER = """

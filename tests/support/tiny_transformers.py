@@ -1,0 +1,43 @@
+"""Shapes of tiny transformers models, and their checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+from text_generation_shard.engines.torch.model_config import ARCHITECTURES
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 331,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.4,  # far from uniform logits, so that there are no near ties
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model of `config` with random weights, the same each time."""
+    torch.manual_seed(5)
+    model = getattr(transformers, ARCHITECTURES[config.model_type])(config).eval()
+    for name, weight in model.named_parameters():
+        # Norms and biases are initialized to ones and zeros, which would hide a mix-up.
+        if weight.ndim == 1:
+            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path) -> str:
+    """Write the checkpoint of `model`; return its folder."""
+    model.save_pretrained(folder)
+    return str(folder)
