@@ -1,4 +1,4 @@
-"""`text-generation-router`: parse, set up logs, serve, exit code."""
+"""The `text-generation-router` command."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = structlog.get_logger()
 
 
 def main() -> None:
-    """Run a router until it is told to stop."""
+    """Run a router until a stop signal; exit with an ExitCode."""
     config = parse_config(RouterConfig)
     follow_parent(config.lifeline_fd)
     configure_logging(config, "router")
-    # Only now what takes its time to import: the lifeline is being watched.
+    # Slow imports come after the lifeline is watched.
     import uvloop
 
     from text_generation_router.serve import serve
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in a group of groups."""
+    """Return the first error in nested groups."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -44,11 +44,11 @@ class Outcome(Enum):
     """The end of a failed generation: the values of `reason` in `text_generation_requests_finished_total`."""
 
     REFUSED = "refused"
-    """It never reached the queue."""
+    """Rejected before it was queued."""
     ERROR = "error"
-    """It was queued and could not be finished."""
+    """Queued, but not finished."""
     EXPIRED = "expired"
-    """Its deadline passed."""
+    """Ended by its deadline."""
     CANCELLED = "cancelled"
     """The client left before the response was complete."""
 
@@ -58,7 +58,7 @@ class TgiBody(Enum):
 
     JSON = "JSON"
     TEXT = "plain text"
-    """As TGI's web framework answers before TGI's own code runs."""
+    """The form of TGI's web framework, which answers before TGI's own code runs."""
     EMPTY = "empty"
 
 

@@ -1,4 +1,4 @@
-"""The router's composition root: connect, warm up, serve, drain."""
+"""The composition root of the router: connect to the shards, warm them up, serve HTTP, drain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
-from text_generation_router.api.assemble import Model as ApiModel
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Limits, Settings
@@ -38,12 +37,14 @@ from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 log = structlog.get_logger()
 
 VERSION = version("text-generation-trtllm")
-LAST_WORDS_S = 0.3
-"""Time for the error events of streams that are cut short to reach their clients."""
+LAST_EVENTS_S = 0.3
+"""Seconds for the error events of aborted streams to reach their clients."""
+QUEUED_KV_CACHES = 8
+"""Default limit of queued work, in sizes of all KV caches."""
 
 
 async def serve(config: RouterConfig) -> ExitCode:
-    """Serve until told to stop. Raises CannotServe."""
+    """Serve until a stop signal. Raises CannotServe."""
     signals = StopSignals()
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path), config.validation_workers)
@@ -60,7 +61,9 @@ async def serve(config: RouterConfig) -> ExitCode:
     log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
     try:
         async with assemble(
-            _api_model(config, model, tokenizer, templates),
+            tokenizer,
+            templates,
+            model.grammar_kinds,
             cluster,
             Permits(config.max_concurrent_requests, cluster.estimated_wait),
             metrics,
@@ -71,9 +74,9 @@ async def serve(config: RouterConfig) -> ExitCode:
                     serving,
                     chats,
                     healthy=lambda: cluster.connected and not cluster.draining,
-                    info=_model_info(config, model, templates),
+                    info=_model_info(model, templates),
                 )
-            except ValueError as error:  # an AIP_* path that is none, or is taken
+            except ValueError as error:  # an AIP_* path that is invalid or taken
                 raise CannotServe(str(error)) from error
             run_cluster = partial(cluster.run, config.shard_address, joined, _warm_up_limits(config))
             return await _serve_http(config, app, cluster, run_cluster, signals)
@@ -84,38 +87,14 @@ async def serve(config: RouterConfig) -> ExitCode:
 
 
 def _settings(config: RouterConfig, limits: Limits) -> Settings:
-    return Settings(
-        limits=limits,
-        payload_limit=config.payload_limit,
-        compute_type=config.compute_type,
-        cors_allow_origin=config.cors_allow_origin,
-        api_keys=_api_keys(config),
-        vertex_predict_routes=(config.aip_predict_route,) if config.aip_predict_route else (),
-        vertex_health_routes=(config.aip_health_route,) if config.aip_health_route else (),
-        model_id=_model_id(config),
-        fingerprint=f"{VERSION}-{config.docker_label or 'native'}",
-        max_client_batch_size=config.max_client_batch_size,
-        queue_timeout_s=config.queue_timeout,
-        request_timeout_s=config.request_timeout,
-        salt_per_tenant=config.prefix_cache_per_tenant,
-    )
-
-
-def _api_keys(config: RouterConfig) -> ApiKeys:
     try:
-        return ApiKeys(config.api_key)
+        return Settings(limits, config, ApiKeys(config.api_key), VERSION)
     except ValueError as error:
         raise CannotServe(str(error)) from error
 
 
-def _model_info(config: RouterConfig, model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
+def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
     return ModelInfo(
-        model_id=_model_id(config),
-        model_sha=config.revision,
-        version=VERSION,
-        validation_workers=config.validation_workers,
-        max_client_batch_size=config.max_client_batch_size,
-        docker_label=config.docker_label or None,
         engine=model.info.engine,
         dtype=model.info.dtype,
         device_type=model.info.device.partition(":")[0],
@@ -124,12 +103,8 @@ def _model_info(config: RouterConfig, model: ReplicaInfo, templates: ChatTemplat
     )
 
 
-def _model_id(config: RouterConfig) -> str:
-    return config.model_id or config.model_path
-
-
 def _load_templates(config: RouterConfig) -> ChatTemplates:
-    """Raises ChatTemplateError."""
+    """Load the chat templates. Raises ChatTemplateError."""
     return ChatTemplates.load(
         Path(config.model_path),
         tokenizer_config=Path(config.tokenizer_config_path) if config.tokenizer_config_path else None,
@@ -137,20 +112,8 @@ def _load_templates(config: RouterConfig) -> ChatTemplates:
     )
 
 
-def _api_model(config: RouterConfig, model: ReplicaInfo, tokenizer: Tokenizer, templates: ChatTemplates) -> ApiModel:
-    grammars = bool(model.grammar_kinds) and not config.disable_grammar_support
-    return ApiModel(
-        tokenizer,
-        templates,
-        grammar_vocabulary=Path(config.model_path) / "tokenizer.json" if grammars else None,
-        grammar_kinds=model.grammar_kinds,
-        tool_call_parser=config.tool_call_parser,
-        reasoning=config.split_reasoning,
-    )
-
-
 class StopSignals:
-    """SIGTERM, SIGINT or SIGHUP: the first asks to drain, a second one to hurry."""
+    """Events set by SIGTERM, SIGINT or SIGHUP: `stop` by the first signal, `hurry` by the second."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
@@ -164,9 +127,9 @@ class StopSignals:
 
 
 async def _join_all(config: RouterConfig, signals: StopSignals) -> list[ReplicaInfo | None] | None:
-    """Wait for the shards and warm them up, side by side; None if told to stop meanwhile.
+    """Connect to the shards and warm them up, all at once; None after a stop signal.
 
-    One that does not answer is gone on without, as long as another does. Raises CannotServe.
+    A shard that does not answer is None in the list. Raises CannotServe if none answers.
     """
     async with asyncio.TaskGroup() as tasks:
         joining = tasks.create_task(_first_joins(config))
@@ -183,15 +146,15 @@ async def _first_joins(config: RouterConfig) -> list[ReplicaInfo | None]:
     failures: list[CannotJoin] = []
     async with asyncio.TaskGroup() as tasks:
         joins = [tasks.create_task(_first_join(address, config, failures)) for address in config.shard_address]
-    joined = [one.result() for one in joins]
-    present = [one for one in joined if one is not None]
+    joined = [task.result() for task in joins]
+    present = [info for info in joined if info is not None]
     if failures:
         raise CannotServe(str(failures[0]))
     if not present:
         raise CannotServe(f"no shard answers at {', '.join(config.shard_address)}")
     like = merge_capabilities(present)
-    for number, one in enumerate(present):
-        if difference := one.differs_from(like):
+    for number, info in enumerate(present):
+        if difference := info.differs_from(like):
             raise CannotServe(f"the shards serve different things; one of number {number}: {difference}")
     return joined
 
@@ -216,16 +179,16 @@ def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:
 
 
 def check_honoured(config: RouterConfig, model: ReplicaInfo) -> None:
-    """The engine can do what the operator wants of every request. Raises CannotServe."""
+    """Check that the engine supports the settings. Raises CannotServe."""
     if config.prefix_cache_per_tenant and "cache_salt" in model.unsupported:
         reason = model.unsupported["cache_salt"]
         raise CannotServe(f"`prefix_cache_per_tenant` is not supported by this engine: {reason}")
 
 
 def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
-    """The limits of one request: the operator's, else what model and KV cache allow. Raises CannotServe."""
+    """Return the limits of one request: the settings, else the limits of model and KV cache. Raises CannotServe."""
     capacity = model.pool.num_blocks * model.pool.block_size
-    # The last new token needs no place in the KV cache, but one token more is not worth a special case.
+    # The last new token needs no KV, but a limit larger by one token is not worth a special case.
     allowed = min(capacity, model.info.max_sequence_length)
     total = config.max_total_tokens or allowed
     longest = total - 1 if config.max_input_tokens is None else config.max_input_tokens
@@ -238,7 +201,7 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
             f"`max_total_tokens`({total}) is more than the model's {model.info.max_sequence_length} positions"
         )
     most_tops = config.max_top_n_tokens
-    if "top_n" not in model.unsupported:  # there the engine's own reason says more than a limit of 0
+    if "top_n" not in model.unsupported:  # else the engine's reason is more useful than a limit of 0
         most_tops = min(most_tops, model.info.max_top_n_tokens)
     return Limits(
         max_best_of=config.max_best_of,
@@ -251,14 +214,10 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
     )
 
 
-QUEUED_POOLS = 8
-"""Work that may wait by default, in fillings of the KV caches."""
-
-
 def _cluster(config: RouterConfig, joined: Sequence[ReplicaInfo | None], limits: Limits) -> tuple[Cluster, Metrics]:
-    present = [one for one in joined if one is not None]
+    present = [replica for replica in joined if replica is not None]
     info = present[0].info
-    capacity = sum(one.pool.num_blocks * one.pool.block_size for one in present)
+    capacity = sum(replica.pool.num_blocks * replica.pool.block_size for replica in present)
     policy = Policy(
         max_batch_prefill_tokens=config.max_batch_prefill_tokens or info.suggested_prefill_tokens,
         max_batch_size=min(config.max_batch_size or info.max_slots, info.max_slots),
@@ -268,7 +227,7 @@ def _cluster(config: RouterConfig, joined: Sequence[ReplicaInfo | None], limits:
         prefix_caching=config.prefix_caching,
         dispatch=Dispatch(config.dispatch),
         tenant_weights={TenantId(name): weight for name, weight in config.tenant_weights.items()},
-        max_queued_tokens=config.max_queued_tokens or QUEUED_POOLS * capacity,
+        max_queued_tokens=config.max_queued_tokens or QUEUED_KV_CACHES * capacity,
         max_moves=config.max_request_moves,
     )
     scheduler = Scheduler(policy, len(joined))
@@ -291,10 +250,10 @@ async def _serve_http(
         app,
         handler_cancellation=True,
         access_log=None,
-        # What is no HTTP at all is the client's business; what our handlers raise, our middleware logs.
+        # Malformed HTTP is not worth a log line; errors of handlers are logged by the middleware.
         logger=_silent(),
-        # Later than our own: who is cut short is to hear of it.
-        shutdown_timeout=config.graceful_termination_timeout + 2 * LAST_WORDS_S,
+        # Later than our own timeout, so that aborted streams still get their error event.
+        shutdown_timeout=config.graceful_termination_timeout + 2 * LAST_EVENTS_S,
     )
     await runner.setup()
     async with asyncio.TaskGroup() as tasks:
@@ -305,10 +264,10 @@ async def _serve_http(
             return ExitCode.STOPPED
         try:
             await _listen(runner, config)
-            # What lives as long as the process is no work for the garbage collector.
+            # Objects that live as long as the process need no garbage collection.
             gc.collect()
             gc.freeze()
-            # Tokens are freed by reference counts: looking for cycles every few hundred of them finds none.
+            # Tokens are freed by reference counting; frequent searches for cycles would find none.
             gc.set_threshold(50_000, 20, 50)
             await signals.stop.wait()
         finally:
@@ -338,7 +297,7 @@ async def _listen(runner: web.AppRunner, config: RouterConfig) -> None:
 
 
 async def _opened(cluster: Cluster, signals: StopSignals) -> bool:
-    """Wait for a replica; False if told to stop meanwhile."""
+    """Wait until a replica serves; False after a stop signal."""
     async with asyncio.TaskGroup() as tasks:
         opened, stopping = tasks.create_task(cluster.opened()), tasks.create_task(signals.stop.wait())
         await asyncio.wait((opened, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -348,13 +307,13 @@ async def _opened(cluster: Cluster, signals: StopSignals) -> bool:
 
 
 async def _drain(runner: web.AppRunner, cluster: Cluster, signals: StopSignals, timeout_s: float) -> None:
-    """Stop accepting, let what runs finish, within `timeout_s` and unless told to hurry; who is cut short is told."""
+    """Accept no new connections and let requests finish, for `timeout_s` or until a second signal; then fail the rest."""
     async with asyncio.TaskGroup() as tasks:
         cleanup = tasks.create_task(runner.cleanup())
         hurry = tasks.create_task(signals.hurry.wait())
         await asyncio.wait((cleanup, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not cleanup.done():
             cluster.give_up("the server was stopped")
-            await asyncio.wait([cleanup], timeout=LAST_WORDS_S)
+            await asyncio.wait([cleanup], timeout=LAST_EVENTS_S)
         cleanup.cancel()
         hurry.cancel()

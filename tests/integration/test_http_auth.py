@@ -1,4 +1,4 @@
-"""Nobody without a key gets anything but the probes: not the body read, not even a 404."""
+"""Without a valid key only the probes answer; no body is read, and unknown routes answer 401."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from http_stack import Stack, serve
 from structlog.testing import capture_logs
-
-from text_generation_router.api.http.caller import ApiKeys
 
 KEY = "sk-Secret-1"
 BEARER = {"authorization": f"Bearer {KEY}"}
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model, settings={"api_keys": ApiKeys([KEY, "sk-other"])}) as stack:
+    async with serve(demo_model, settings={"api_key": [KEY, "sk-other"]}) as stack:
         yield stack
 
 
 async def ask(stack: Stack, head: str) -> tuple[int, bytes]:
-    """Status and the whole answer to a request written by hand."""
+    """Status and bytes of the response to a raw request."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
     writer.write(f"{head}\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
     answer = await reader.read()
@@ -76,16 +78,16 @@ async def test_every_route_but_the_probes_needs_a_key(stack: Stack) -> None:
         "PATCH /info",
     ],
 )
-async def test_no_way_of_writing_a_path_gets_around_the_key(stack: Stack, line: str) -> None:
+async def test_no_spelling_of_a_path_avoids_the_key(stack: Stack, line: str) -> None:
     status, _ = await ask(stack, f"{line} HTTP/1.1")
     assert status == 401
 
 
-async def test_a_probe_is_a_probe_however_it_is_written(stack: Stack) -> None:
+async def test_an_escaped_path_of_a_probe_needs_no_key(stack: Stack) -> None:
     assert (await ask(stack, "GET /%68ealth?x HTTP/1.1"))[0] == 200
 
 
-async def test_with_the_key_a_route_that_is_not_there_is_not_found(stack: Stack) -> None:
+async def test_with_a_key_an_unknown_route_is_404(stack: Stack) -> None:
     async with stack.client.get("/nowhere", headers=BEARER) as response:
         assert response.status == 404
     async with stack.client.get("/info", headers={"x-api-key": "sk-other"}) as response:
@@ -94,7 +96,7 @@ async def test_with_the_key_a_route_that_is_not_there_is_not_found(stack: Stack)
         assert response.status == 401
 
 
-async def test_a_refusal_speaks_the_routes_dialect(stack: Stack) -> None:
+async def test_a_refusal_uses_the_dialect_of_the_route(stack: Stack) -> None:
     async with stack.client.post("/generate", json={"inputs": "a"}) as response:
         assert (response.status, await response.read()) == (401, b"")
     async with stack.client.post("/v1/chat/completions", json={}) as response:
@@ -105,7 +107,7 @@ async def test_a_refusal_speaks_the_routes_dialect(stack: Stack) -> None:
         assert (await response.json())["error"]["type"] == "authentication_error"
 
 
-async def test_the_body_is_not_even_asked_for(stack: Stack) -> None:
+async def test_the_body_is_not_requested(stack: Stack) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
     head = "POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 2\r\n"
     writer.write(f"{head}expect: 100-continue\r\n\r\n".encode())
@@ -115,7 +117,7 @@ async def test_the_body_is_not_even_asked_for(stack: Stack) -> None:
     writer.close()
 
 
-async def test_no_key_is_ever_told_or_logged(stack: Stack) -> None:
+async def test_no_key_is_returned_or_logged(stack: Stack) -> None:
     with capture_logs() as records:
         async with stack.client.get("/info", headers={"authorization": "Bearer sk-wrong", "x-api-key": "no"}) as one:
             text = f"{await one.text()} {one.headers}"
@@ -125,16 +127,16 @@ async def test_no_key_is_ever_told_or_logged(stack: Stack) -> None:
     assert not any(key in text + str(records) for key in (KEY, "sk-other", "sk-wrong"))
 
 
-async def test_without_keys_everybody_is_let_in(demo_model: Path) -> None:
+async def test_without_configured_keys_every_request_is_accepted(demo_model: Path) -> None:
     async with serve(demo_model) as stack, stack.client.get("/info") as response:
         assert response.status == 200
 
 
-async def test_a_route_the_platform_names_is_refused_as_its_twin(demo_model: Path) -> None:
+async def test_routes_named_by_vertex_ai_require_keys_like_the_others(demo_model: Path) -> None:
     settings = {
-        "api_keys": ApiKeys([KEY]),
-        "vertex_predict_routes": ("/v1/e:predict",),
-        "vertex_health_routes": ("/v1/e",),
+        "api_key": [KEY],
+        "aip_predict_route": "/v1/e:predict",
+        "aip_health_route": "/v1/e",
     }
     async with serve(demo_model, settings=settings) as stack:
         async with stack.client.post("/v1/e:predict", json={"instances": []}) as response:

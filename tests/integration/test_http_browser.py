@@ -1,4 +1,4 @@
-"""What every response carries: leave for browsers to read it, and the name of the request it answers."""
+"""CORS headers and request ids on every response."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 from http_stack import Stack, serve
 from structlog.testing import capture_logs
 
-from text_generation_router.api.http.caller import ApiKeys
-
 ORIGIN = "http://a.example"
-KEYS = {"api_keys": ApiKeys(["key"])}
+KEYS = {"api_key": ["key"]}
 BEARER = {"authorization": "Bearer key"}
 
 
@@ -22,7 +20,7 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
         yield stack
 
 
-async def test_a_preflight_needs_no_key_and_may_ask_for_any_header(stack: Stack) -> None:
+async def test_a_preflight_needs_no_key_and_allows_any_header(stack: Stack) -> None:
     asked = "authorization, content-type, x-stainless-os"
     headers = {
         "origin": ORIGIN,
@@ -39,7 +37,7 @@ async def test_a_preflight_needs_no_key_and_may_ask_for_any_header(stack: Stack)
             assert "x-request-id" in response.headers
 
 
-async def test_a_preflight_that_asks_for_no_header_is_told_the_usual_ones(stack: Stack) -> None:
+async def test_a_preflight_without_headers_lists_the_usual_ones(stack: Stack) -> None:
     headers = {"origin": ORIGIN, "access-control-request-method": "GET"}
     async with stack.client.options("/info", headers=headers) as response:
         allowed = response.headers["access-control-allow-headers"].split(",")
@@ -60,7 +58,7 @@ async def test_a_browser_may_read_errors_and_our_headers(stack: Stack) -> None:
         assert response.headers["access-control-allow-origin"] == "*"
 
 
-async def test_other_origins_may_not(demo_model: Path) -> None:
+async def test_other_origins_are_not_allowed(demo_model: Path) -> None:
     async with serve(demo_model, settings={"cors_allow_origin": (ORIGIN,)}) as stack:
         for origin, allowed in ((ORIGIN, ORIGIN), ("http://b.example", None), (None, None)):
             headers = {} if origin is None else {"origin": origin}
@@ -70,7 +68,7 @@ async def test_other_origins_may_not(demo_model: Path) -> None:
                 assert ("access-control-expose-headers" in response.headers) == (allowed is not None)
 
 
-async def test_every_answer_names_its_request(stack: Stack) -> None:
+async def test_every_response_has_the_request_id(stack: Stack) -> None:
     named = {"x-request-id": "mine-1", **BEARER}
     body = {"inputs": "a", "parameters": {"max_new_tokens": 2}}
     for method, path, json, status in (
@@ -93,7 +91,7 @@ async def test_every_answer_names_its_request(stack: Stack) -> None:
         assert one.headers["x-request-id"] != two.headers["x-request-id"]
 
 
-async def test_the_record_has_both_names(stack: Stack) -> None:
+async def test_the_log_has_request_id_and_trace_id(stack: Stack) -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"x-request-id": "mine-3", "traceparent": f"00-{trace}-00f067aa0ba902b7-01", **BEARER}
     with capture_logs() as records:

@@ -18,8 +18,6 @@ from openai.types.responses import ResponseUsage
 from sse_client import chunks, post
 from structlog.testing import capture_logs
 
-from text_generation_router.api.http.caller import ApiKeys
-
 Json = dict[str, Any]
 TEXT = " the" * 200
 """Of 200 tokens: whole blocks of them, and a rest."""
@@ -162,7 +160,7 @@ async def test_another_salt_is_another_prompt(stack: Stack) -> None:
 
 async def test_tenants_share_unless_they_are_kept_apart(demo_model: Path) -> None:
     for apart in (False, True):
-        settings = {"api_keys": ApiKeys(["one", "two"]), "salt_per_tenant": apart}
+        settings = {"api_key": ["one", "two"], "prefix_cache_per_tenant": apart}
         async with serve(demo_model, settings=settings) as stack:
             assert await cached(stack, {"x-api-key": "one"}) == 0
             assert (await cached(stack, {"x-api-key": "two"}) == 0) == apart

@@ -96,7 +96,7 @@ async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:
     assert reply == {
         "object": "chat.completion",
         "model": "my-model",
-        "system_fingerprint": "native",
+        "system_fingerprint": "0.0.0-native",
         "choices": [
             {
                 "index": 0,

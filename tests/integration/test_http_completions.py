@@ -52,7 +52,7 @@ async def test_a_reply_has_openais_shape(stack: Stack) -> None:
     assert reply == {
         "object": "text_completion",
         "model": "m",
-        "system_fingerprint": "native",
+        "system_fingerprint": "0.0.0-native",
         "choices": [{"index": 0, "text": "Hello thereHello", "logprobs": None, "finish_reason": "length"}],
         "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, **NONE_CACHED},
     }

@@ -85,7 +85,7 @@ async def test_a_request_does_not_wait_for_longer_than_it_may(
             assert (response.status, response.content_type) == (408, "application/json")
             assert (await response.json())["error_type"] == "timeout"
         assert not running.done()
-        assert stack.scheduler.waiting == 0
+        assert stack.scheduler.stats().waiting == 0
         await running
         assert counted(stack, 'tgi_request_failure{err="timeout"}') == 1
 
@@ -117,7 +117,7 @@ async def test_a_hope_for_the_first_token_ends_nothing(demo_model: Path) -> None
 
 
 async def test_nobody_gets_more_time_than_the_operator_gives(demo_model: Path) -> None:
-    async with serve(demo_model, settings={"request_timeout_s": 0.1}, echo_step_ms=5) as stack:
+    async with serve(demo_model, settings={"request_timeout": 0.1}, echo_step_ms=5) as stack:
         for more in ({}, {"timeout": 1000.0}):
             body = GENERATE.body("one two three four", MANY) | more
             async with stack.client.post("/generate", json=body, headers={"grpc-timeout": "1H"}) as response:
@@ -175,12 +175,12 @@ async def test_urgent_work_goes_before_bulk(demo_model: Path) -> None:
             await until(lambda: stack.scheduler.stats().running == 1)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(one("bulk", {}, {"service_tier": "flex"}))
-                await until(lambda: stack.scheduler.waiting == 1)
+                await until(lambda: stack.scheduler.stats().waiting == 1)
                 tasks.create_task(one("default", {}, {"service_tier": "auto"}))
-                await until(lambda: stack.scheduler.waiting == 2)
+                await until(lambda: stack.scheduler.stats().waiting == 2)
                 tasks.create_task(one("urgent", {}, {"priority": -1}))
-                await until(lambda: stack.scheduler.waiting == 3)
+                await until(lambda: stack.scheduler.stats().waiting == 3)
                 tasks.create_task(one("most urgent", {"x-smg-priority": "system"}, {"priority": 5}))
-                await until(lambda: stack.scheduler.waiting == 4)
+                await until(lambda: stack.scheduler.stats().waiting == 4)
             await running.read()
         assert order == ["most urgent", "urgent", "default", "bulk"]

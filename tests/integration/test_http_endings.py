@@ -116,9 +116,9 @@ async def test_leaving_the_queue_frees_everything(demo_model: Path, route: str) 
     async with serve(demo_model, max_batch_size=1, echo_step_ms=5) as stack:
         first = await connect(stack, asking_for(MANY))
         second = await connect(stack, asking_for(MANY), route)
-        await until(lambda: stack.scheduler.waiting == 1)
+        await until(lambda: stack.scheduler.stats().waiting == 1)
         second.close()
-        await until(lambda: stack.scheduler.waiting == 0)
+        await until(lambda: stack.scheduler.stats().waiting == 0)
         assert stack.scheduler.stats().running == 1
         first.close()
         await stack.assert_empty()

@@ -166,7 +166,7 @@ async def test_gauges_show_what_runs_and_waits(demo_model: Path) -> None:
     ):
         await until(lambda: stack.scheduler.stats().used_tokens > 0)
         second = tasks.create_task(stack.generate("Hello", max_new_tokens=1))
-        await until(lambda: stack.scheduler.waiting == 1)
+        await until(lambda: stack.scheduler.stats().waiting == 1)
         samples = await scrape(stack)
         second.cancel()
         assert value(samples, "trtllm_num_requests_running") == value(samples, "tgi_batch_current_size") == 1

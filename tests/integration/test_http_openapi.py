@@ -1,4 +1,4 @@
-"""The OpenAPI document is about this very server: all of its routes, and answers as it gives them."""
+"""The OpenAPI document lists every route, and responses match it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+import pytest_asyncio
 from http_stack import Stack, serve
-
-from text_generation_router.api.http.caller import ApiKeys
 
 Json = dict[str, Any]
 HELLO: Json = {"inputs": "Hello there"}
@@ -23,7 +22,10 @@ CHAT: Json = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 
 INFER: Json = {"inputs": [{"name": "a", "shape": [1], "datatype": "BYTES", "data": ["hi"]}], "parameters": BEST}
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
     async with serve(demo_model) as stack:
         yield stack
@@ -36,7 +38,7 @@ async def document_of(stack: Stack, headers: dict[str, str] | None = None) -> Js
         return document
 
 
-async def test_it_lists_every_route_of_the_contract(stack: Stack) -> None:
+async def test_it_lists_every_route(stack: Stack) -> None:
     paths = (await document_of(stack))["paths"]
     served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert served >= {
@@ -69,7 +71,7 @@ async def test_it_lists_every_route_of_the_contract(stack: Stack) -> None:
     }
 
 
-async def test_every_reference_leads_somewhere_and_every_operation_has_a_name(stack: Stack) -> None:
+async def test_every_reference_resolves_and_every_operation_has_an_id(stack: Stack) -> None:
     document = await document_of(stack)
     for reference in set(re.findall(r"'\$ref': '([^']*)'", str(document))):
         found: Any = document
@@ -120,7 +122,9 @@ async def test_every_reference_leads_somewhere_and_every_operation_has_a_name(st
         ("post", "/v1/completions", {"prompt": 1}, 422),
     ],
 )
-async def test_answers_are_as_described(stack: Stack, method: str, path: str, body: Json | None, status: int) -> None:
+async def test_responses_match_their_schema(
+    stack: Stack, method: str, path: str, body: Json | None, status: int
+) -> None:
     document = await document_of(stack)
     template = next(one for one in document["paths"] if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", one), path))
     described = document["paths"][template][method]["responses"][str(status)]
@@ -143,7 +147,7 @@ STREAMS: list[tuple[str, Json]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
-async def test_events_are_as_described(stack: Stack, path: str, body: Json) -> None:
+async def test_events_match_their_schema(stack: Stack, path: str, body: Json) -> None:
     document = await document_of(stack)
     answers = document["paths"][path]["post"]["responses"]["200"]["content"]
     schema = {
@@ -159,9 +163,9 @@ async def test_events_are_as_described(stack: Stack, path: str, body: Json) -> N
         jsonschema.validate(json.loads(event), schema, cls=jsonschema.Draft202012Validator)
 
 
-async def test_keys_are_asked_for_where_they_are_needed(demo_model: Path, stack: Stack) -> None:
+async def test_every_route_except_probes_requires_a_key(demo_model: Path, stack: Stack) -> None:
     assert "securitySchemes" not in (await document_of(stack))["components"]
-    async with serve(demo_model, settings={"api_keys": ApiKeys(["key"])}) as locked:
+    async with serve(demo_model, settings={"api_key": ["key"]}) as locked:
         document = await document_of(locked, {"x-api-key": "key"})
     assert set(document["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
     assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
@@ -176,7 +180,7 @@ async def test_keys_are_asked_for_where_they_are_needed(demo_model: Path, stack:
 
 
 @pytest.mark.parametrize("path", ["/docs", "/docs/"])
-async def test_the_page_needs_nothing_from_elsewhere(stack: Stack, path: str) -> None:
+async def test_the_page_loads_nothing_from_other_servers(stack: Stack, path: str) -> None:
     async with stack.client.get(path) as response:
         assert response.content_type == "text/html"
         policy = response.headers["content-security-policy"]
@@ -200,7 +204,7 @@ async def test_no_other_file_is_served(stack: Stack) -> None:
             assert response.status == 404
 
 
-async def test_every_body_has_a_limit_and_must_be_json(stack: Stack) -> None:
+async def test_every_body_has_a_size_limit_and_must_be_json(stack: Stack) -> None:
     taking = [path for path, methods in (await document_of(stack))["paths"].items() if "post" in methods]
     assert len(taking) > 10
     headers = {"content-type": "application/json"}
@@ -212,7 +216,7 @@ async def test_every_body_has_a_limit_and_must_be_json(stack: Stack) -> None:
             assert (path, response.status) == (path, 415)
 
 
-async def test_whoever_asks_for_text_learns_of_timeouts_and_of_when_to_come_again(stack: Stack) -> None:
+async def test_routes_that_generate_document_timeouts_and_retry_after(stack: Stack) -> None:
     document = await document_of(stack)
     generating = ["/generate", "/generate_stream", "/", "/v1/chat/completions", "/v1/completions", "/v1/responses"]
     generating += ["/v1/messages", "/invocations", "/vertex", "/v2/models/{name}/versions/{version}/infer"]
@@ -232,7 +236,7 @@ async def test_whoever_asks_for_text_learns_of_timeouts_and_of_when_to_come_agai
     assert "exclusiveMinimum" not in schemas["UnjudgedParameters"]["properties"]["timeout"]
 
 
-async def test_a_header_that_is_as_described_is_taken(stack: Stack) -> None:
+async def test_documented_header_values_are_accepted(stack: Stack) -> None:
     described = (await document_of(stack))["components"]["parameters"]
     for name, one in described.items():
         schema = one["schema"]

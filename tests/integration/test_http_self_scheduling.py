@@ -60,7 +60,7 @@ async def test_equal_salts_arrive_as_equal_and_none_as_none(demo_model: Path) ->
 
 
 async def test_tenants_that_are_kept_apart_are_so_in_the_engine_and_not_by_name(demo_model: Path) -> None:
-    async with serve(demo_model, build=Salted.build, settings={"salt_per_tenant": True}) as stack:
+    async with serve(demo_model, build=Salted.build, settings={"prefix_cache_per_tenant": True}) as stack:
         told = await salts(stack, ("acme", None), ("umbrella", None), ("acme", None), ("acme", "pepper"))
     assert told[0] == told[2]
     assert len({*told}) == 3

@@ -13,7 +13,6 @@ import pytest
 from every_dialect import GENERATE, STREAMED, VERBATIM, WHOLE, Asking, name
 from http_stack import Stack, serve, until
 
-from text_generation_router.api.http.caller import ApiKeys
 from text_generation_router.request import TenantId
 
 MANY = 1500
@@ -66,7 +65,7 @@ async def test_a_queue_that_is_full_refuses_before_an_answer_begins(
     ):
         async with endless(stack, 1, {}):
             waiting = tasks.create_task(stack.generate("one two three", max_new_tokens=5))
-            await until(lambda: stack.scheduler.waiting == 1)
+            await until(lambda: stack.scheduler.stats().waiting == 1)
             async with stack.client.post(asking.path, json=body("one two three", 5)) as response:
                 assert (response.status, response.content_type) == (429, "application/json")
                 assert int(response.headers["retry-after"]) >= 1
@@ -113,9 +112,7 @@ async def test_a_browsers_page_may_read_when_to_come_again(demo_model: Path) -> 
 async def test_a_tenant_that_fills_the_building_only_shuts_itself_out(
     demo_model: Path, keys: tuple[str, ...], flood: dict[str, str], other: dict[str, str]
 ) -> None:
-    async with serve(
-        demo_model, max_concurrent_requests=2, settings={"api_keys": ApiKeys(keys)}, echo_step_ms=5
-    ) as stack:
+    async with serve(demo_model, max_concurrent_requests=2, settings={"api_key": keys}, echo_step_ms=5) as stack:
         async with endless(stack, 2, flood):
             assert await status_of(stack, flood) == 429
             assert await status_of(stack, other) == 200
@@ -125,7 +122,7 @@ async def test_a_tenant_that_fills_the_building_only_shuts_itself_out(
 
 
 async def test_with_several_keys_a_header_makes_nobody_else_of_a_caller(demo_model: Path) -> None:
-    settings = {"api_keys": ApiKeys(["one", "two"])}
+    settings = {"api_key": ["one", "two"]}
     async with serve(demo_model, max_concurrent_requests=1, settings=settings, echo_step_ms=5) as stack:
         async with endless(stack, 1, {"x-api-key": "one"}):
             pretending = {"x-api-key": "one", "x-llm-d-inference-fairness-id": "somebody else"}

@@ -16,13 +16,14 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from api_settings import api_settings
 from shard_server import running, serve_engine
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
-from text_generation_router.api.assemble import Model, assemble
+from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.admission import Permits
-from text_generation_router.api.core.settings import Limits, Settings
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.metrics import Metrics
@@ -66,7 +67,8 @@ class Stack:
         await self.generate("Are you there?", max_new_tokens=1)
         await until(lambda: self.engine.running == 0)
         assert self.permits.in_use == 0
-        assert (self.scheduler.waiting, self.scheduler.stats().running, self.scheduler.stats().used_blocks) == (0, 0, 0)
+        stats = self.scheduler.stats()
+        assert (stats.waiting, stats.running, stats.used_blocks) == (0, 0, 0)
         assert self.engine.used_blocks == 0
 
 
@@ -100,7 +102,7 @@ async def serve(
     build: Callable[[ShardConfig], Engine] = EchoEngine.build,
     **echo: float,
 ) -> AsyncIterator[Stack]:
-    """Serve `model`'s tokenizer; `settings` are those of the API, `policy` the scheduler's, `echo` those of the engine, which
+    """Serve `model`'s tokenizer; `settings` are fields of RouterConfig or Settings, `policy` the scheduler's, `echo` those of the engine, which
     `build` makes; 0: its own pool.
 
     With `grammars` the echo engine follows them, and workers are started that compile them.
@@ -123,37 +125,30 @@ async def serve(
             )
             cluster = Cluster(scheduler, metrics.steps)
             permits = Permits(max_concurrent_requests, cluster.estimated_wait)
-            api_model = Model(
-                tokenizer,
-                ChatTemplates.load(model, override=chat_template),
-                grammar_vocabulary=model / "tokenizer.json" if grammars else None,
-                grammar_kinds=joined.grammar_kinds,
-                tool_call_parser=tool_call_parser,
-                reasoning=reasoning,
-            )
+            config = {
+                "model_id": "echo",
+                "model_path": str(model),
+                "disable_grammar_support": not grammars,
+                "tool_call_parser": tool_call_parser,
+                "split_reasoning": reasoning,
+            }
             async with (
                 running(cluster, partial(cluster.run, [address], [joined], warm_up)),
                 assemble(
-                    api_model,
+                    tokenizer,
+                    ChatTemplates.load(model, override=chat_template),
+                    joined.grammar_kinds,
                     cluster,
                     permits,
                     metrics,
-                    replace(Settings(limits, model_id="echo"), **(settings or {})),
+                    api_settings(limits, **(config | (settings or {}))),
                 ) as (serving, chats),
                 _listening(
                     create_app(
                         serving,
                         chats,
                         healthy=healthy,
-                        info=ModelInfo(
-                            "echo",
-                            version="0.0.0",
-                            validation_workers=2,
-                            max_client_batch_size=4,
-                            engine=joined.info.engine,
-                            dtype=joined.info.dtype,
-                            device_type=joined.info.device,
-                        ),
+                        info=ModelInfo(joined.info.engine, joined.info.dtype, joined.info.device),
                     )
                 ) as port,
                 aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,

@@ -1,4 +1,4 @@
-"""The HTTP API, put together: which route is whose, and what is around them all."""
+"""The HTTP application: handlers, routes, middleware."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from text_generation_router.api.tgi.service import ModelInfo, ServiceRoutes
 def create_app(
     serving: Serving, chats: ChatPreparer, *, healthy: Callable[[], bool], info: ModelInfo
 ) -> web.Application:
-    """The application. Run it with `handler_cancellation=True`: a client that leaves must end its request."""
+    """Return the application. Run it with `handler_cancellation=True`, so that a client that leaves ends its request."""
     settings, metrics = serving.settings, serving.metrics
     generate = GenerateRoutes(serving)
     chat = ChatRoutes(serving, chats)
@@ -40,18 +40,18 @@ def create_app(
         *cloud_routes(
             SageMakerRoutes(generate, chat, completions),
             VertexRoutes(serving, generate, chat),
-            KServeRoutes(serving, generate, healthy, info.version),
+            KServeRoutes(serving, generate, healthy),
             service,
             settings,
         ),
     ]
     docs = DocsRoutes()
     table += docs.routes()
-    docs.describe(table, info.version, keys=bool(settings.api_keys), limits=settings.limits)
+    docs.describe(table, settings.version, keys=bool(settings.api_keys), limits=settings.limits)
 
-    app = web.Application(client_max_size=settings.payload_limit)
+    app = web.Application(client_max_size=settings.config.payload_limit)
     probes = add_routes(app, table)
-    cors = Cors(settings.cors_allow_origin)
+    cors = Cors(settings.config.cors_allow_origin)
     app.middlewares.extend([answering(metrics), cors.middleware(), settings.api_keys.middleware(probes)])
     app.on_response_prepare.extend([cors.add_headers, add_request_id])
     return app

@@ -1,58 +1,60 @@
-"""Every route there is, a line each: where it is, who answers, what it takes and what it says.
+"""The table of routes: method, path, handler, body, response, operations.
 
-The server and its OpenAPI document are both made from this table.
+The server and its OpenAPI document are both made from it. To add a route, write a handler and its row here.
 """
 
 from __future__ import annotations
 
-from text_generation_router.api.anthropic import answers as anthropic
+from text_generation_router.api.anthropic import events as anthropic
 from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
-from text_generation_router.api.cloud.kserve import InferBody, KServeRoutes
+from text_generation_router.api.cloud.kserve import InferAnswer, InferBody, KServeRoutes, LiveAnswer, ServerMetadata
 from text_generation_router.api.cloud.sagemaker import InvocationBody, SageMakerRoutes
-from text_generation_router.api.cloud.vertex import VertexBody, VertexRoutes
+from text_generation_router.api.cloud.vertex import VertexAnswer, VertexBody, VertexRoutes
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.document import answers
+from text_generation_router.api.core.tokens import ChatTokenizeAnswer, SimpleToken
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route
 from text_generation_router.api.openai import answers as openai
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
 from text_generation_router.api.openai.responses import ResponsesRoutes
+from text_generation_router.api.openai.responses_events import ResponseAnswer, ResponseEvent
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, CompletionBody
+from text_generation_router.api.tgi import service as about
 from text_generation_router.api.tgi.generate import GenerateRoutes
+from text_generation_router.api.tgi.replies import GenerateAnswer, StreamEvent
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody
 from text_generation_router.api.tgi.service import ServiceRoutes
-from text_generation_router.api.tgi.service_schemas import DetokenizeBody, TokenizeBody
 from text_generation_router.errors import Operation
 
 _CHAT = Operation.GENERATE | Operation.TEMPLATE
 
 
 def service_routes(service: ServiceRoutes) -> list[Route]:
-    """About the service."""
+    """Routes about the service."""
     return [
         Route("GET", "/", service.health, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/health", service.health, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/ping", service.health, "Service", operations=Operation.HEALTH, probe=True),
-        Route("GET", "/info", service.info, "Service", answer=answers.InfoAnswer),
+        Route("GET", "/info", service.info, "Service", answer=about.InfoAnswer),
         Route("GET", "/metrics", service.metrics, "Service", answer=str, content_type="text/plain"),
-        Route("GET", "/tokenizer_info", service.tokenizer_info, "Service", answer=answers.TokenizerInfo),
+        Route("GET", "/tokenizer_info", service.tokenizer_info, "Service", answer=about.TokenizerInfo),
         Route(
             "POST",
             "/detokenize",
             service.detokenize,
             "Service",
-            body=DetokenizeBody,
-            answer=answers.DetokenizeAnswer,
+            body=about.DetokenizeBody,
+            answer=about.DetokenizeAnswer,
             operations=Operation.TOKENIZE,
         ),
     ]
 
 
 def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoutes) -> list[Route]:
-    """TGI's own."""
+    """TGI's routes."""
     return [
         Route(
             "POST",
@@ -60,8 +62,8 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             generate.compat,
             "TGI",
             body=CompatGenerateBody,
-            answer=list[answers.GenerateAnswer],
-            events=answers.StreamEvent,
+            answer=list[GenerateAnswer],
+            events=StreamEvent,
             operations=Operation.GENERATE,
         ),
         Route(
@@ -70,7 +72,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             generate.generate,
             "TGI",
             body=GenerateBody,
-            answer=answers.GenerateAnswer,
+            answer=GenerateAnswer,
             operations=Operation.GENERATE,
         ),
         Route(
@@ -79,7 +81,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             generate.generate_stream,
             "TGI",
             body=GenerateBody,
-            events=answers.StreamEvent,
+            events=StreamEvent,
             operations=Operation.GENERATE,
         ),
         Route(
@@ -87,8 +89,8 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             "/tokenize",
             service.tokenize,
             "TGI",
-            body=TokenizeBody,
-            answer=list[answers.SimpleToken] | answers.TokenIdsAnswer,
+            body=about.TokenizeBody,
+            answer=list[SimpleToken] | about.TokenIdsAnswer,
             operations=Operation.TOKENIZE,
         ),
         Route(
@@ -97,7 +99,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             chat.tokenize,
             "TGI",
             body=ChatTokenizeBody,
-            answer=answers.ChatTokenizeAnswer,
+            answer=ChatTokenizeAnswer,
             operations=Operation.TOKENIZE | Operation.TEMPLATE,
         ),
     ]
@@ -106,7 +108,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
 def openai_routes(
     chat: ChatRoutes, completions: CompletionRoutes, responses: ResponsesRoutes, service: ServiceRoutes
 ) -> list[Route]:
-    """OpenAI's."""
+    """OpenAI's routes."""
     return [
         Route(
             "POST",
@@ -134,26 +136,26 @@ def openai_routes(
             responses.create,
             "OpenAI",
             body=ResponsesBody,
-            answer=openai.ResponseAnswer,
-            events=openai.ResponseEvent,
+            answer=ResponseAnswer,
+            events=ResponseEvent,
             operations=_CHAT,
         ),
         Route("GET", "/v1/responses/{id}", responses.stored, "OpenAI", operations=Operation.FIND),
         Route("DELETE", "/v1/responses/{id}", responses.stored, "OpenAI", operations=Operation.FIND),
-        Route("GET", "/v1/models", service.models, "OpenAI", answer=answers.ModelsAnswer),
+        Route("GET", "/v1/models", service.models, "OpenAI", answer=about.ModelsAnswer),
         Route(
             "GET",
             "/v1/models/{model:.+}",
             service.one_model,
             "OpenAI",
-            answer=answers.ModelAnswer,
+            answer=about.ModelAnswer,
             operations=Operation.FIND,
         ),
     ]
 
 
 def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
-    """Anthropic's."""
+    """Anthropic's routes."""
     return [
         Route(
             "POST",
@@ -180,7 +182,7 @@ def anthropic_routes(messages: MessagesRoutes) -> list[Route]:
 def cloud_routes(
     sagemaker: SageMakerRoutes, vertex: VertexRoutes, kserve: KServeRoutes, service: ServiceRoutes, settings: Settings
 ) -> list[Route]:
-    """What cloud platforms call: SageMaker, Vertex AI, KServe."""
+    """Routes of cloud platforms: SageMaker, Vertex AI, KServe."""
     model = "/v2/models/{name}/versions/{version}"
     return [
         Route(
@@ -189,8 +191,8 @@ def cloud_routes(
             sagemaker.invoke,
             "SageMaker",
             body=InvocationBody,
-            answer=list[answers.GenerateAnswer] | openai.ChatAnswer | openai.CompletionAnswer,
-            events=answers.StreamEvent | openai.ChatChunk | openai.CompletionAnswer,
+            answer=list[GenerateAnswer] | openai.ChatAnswer | openai.CompletionAnswer,
+            events=StreamEvent | openai.ChatChunk | openai.CompletionAnswer,
             speaks=(Dialect.TGI, Dialect.OPENAI),
             operations=_CHAT | Operation.COMPLETE,
         ),
@@ -201,35 +203,36 @@ def cloud_routes(
                 vertex.predict,
                 "Vertex AI",
                 body=VertexBody,
-                answer=answers.VertexAnswer,
+                answer=VertexAnswer,
                 speaks=(Dialect.TGI,),
                 operations=_CHAT | Operation.PREDICT,
             )
-            for path in dict.fromkeys(("/vertex", *settings.vertex_predict_routes))
+            for path in dict.fromkeys(("/vertex", settings.config.aip_predict_route))
+            if path
         ),
         *(
             Route("GET", path, service.health, "Vertex AI", operations=Operation.HEALTH, probe=True)
-            for path in settings.vertex_health_routes
-            if path not in ("/", "/health", "/ping")
+            for path in (settings.config.aip_health_route,)
+            if path not in ("", "/", "/health", "/ping")
         ),
-        Route("GET", "/v2", kserve.server, "KServe", answer=answers.ServerMetadata),
-        Route("GET", "/v2/health/live", kserve.live, "KServe", answer=answers.LiveAnswer, probe=True),
+        Route("GET", "/v2", kserve.server, "KServe", answer=ServerMetadata),
+        Route("GET", "/v2/health/live", kserve.live, "KServe", answer=LiveAnswer, probe=True),
         Route(
             "GET",
             "/v2/health/ready",
             kserve.ready,
             "KServe",
-            answer=answers.LiveAnswer,
+            answer=LiveAnswer,
             operations=Operation.HEALTH,
             probe=True,
         ),
-        Route("GET", model, kserve.model, "KServe", answer=answers.ServerMetadata),
+        Route("GET", model, kserve.model, "KServe", answer=ServerMetadata),
         Route(
             "GET",
             f"{model}/ready",
             kserve.ready,
             "KServe",
-            answer=answers.LiveAnswer,
+            answer=LiveAnswer,
             operations=Operation.HEALTH,
             probe=True,
         ),
@@ -239,7 +242,7 @@ def cloud_routes(
             kserve.infer,
             "KServe",
             body=InferBody,
-            answer=answers.InferAnswer,
+            answer=InferAnswer,
             operations=Operation.GENERATE | Operation.INFER,
         ),
     ]

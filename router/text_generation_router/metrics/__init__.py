@@ -11,9 +11,10 @@ counted per token: the cost is per step or per request.
 from __future__ import annotations
 
 from text_generation_router.metrics.instruments import Registry
-from text_generation_router.metrics.pool import add_scheduler_readings, scheduler_status
+from text_generation_router.metrics.pool import add_scheduler_readings
 from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.steps import StepMetrics
+from text_generation_router.scheduling.messages import SchedulerStats
 from text_generation_router.scheduling.scheduler import Scheduler
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -31,9 +32,9 @@ class Metrics:
         self.steps = StepMetrics(self._registry)
         add_scheduler_readings(self._registry, scheduler)
 
-    def status(self) -> dict[str, object]:
-        """Replicas and prefix caches, for /info."""
-        return scheduler_status(self._scheduler)
+    def scheduler_stats(self) -> SchedulerStats:
+        """The statistics of the scheduler, for /info."""
+        return self._scheduler.stats()
 
     def exposition(self) -> bytes:
         """Every metric in Prometheus' text format."""

@@ -97,18 +97,3 @@ def add_scheduler_readings(registry: Registry, scheduler: Scheduler) -> None:
 
 def _read(scheduler: Scheduler, read: Callable[[SchedulerStats], float]) -> float:
     return read(scheduler.stats())
-
-
-def scheduler_status(scheduler: Scheduler) -> dict[str, object]:
-    """Replicas and prefix caches, for /info."""
-    stats = scheduler.stats()
-    return {
-        "replicas": stats.num_replicas,
-        "replicas_serving": stats.serving_replicas,
-        "prefix_cache": {
-            "query_tokens": stats.prompt_tokens,
-            "hit_tokens": stats.hit_tokens,
-            "hit_rate": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
-            "cached_tokens": stats.cached_blocks * stats.block_size,
-        },
-    }

@@ -1,26 +1,94 @@
-"""What a Messages stream says, to the byte:
+"""Writer of messages in Anthropic's dialect, complete or streamed:
 
     message_start
     content_block_start, content_block_delta …, content_block_stop      for each block: text, tool_use or thinking
-    message_delta (why it ended, usage), message_stop
+    message_delta (stop reason, usage), message_stop
 
-A failure is an event `error` in place of the rest. Thoughts are not signed: their signature is empty.
+An error is an event `error` in place of the rest.
 """
 
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, Literal
 
 import orjson
+from pydantic import ConfigDict, with_config
 
 from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named
+from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
 from text_generation_router.api.http.dialects import anthropic_error_event
 from text_generation_router.errors import ServingError
 
-Json = dict[str, Any]
+
+class TextContentBlock(ResponseBody):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContentBlock(ResponseBody):
+    """Reasoning, with --split-reasoning."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """Always empty: reasoning is not signed."""
+
+
+class ToolUseContentBlock(ResponseBody):
+    """A tool call."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] | WrittenJson
+
+
+Block = TextContentBlock | ThinkingContentBlock | ToolUseContentBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessageUsage(ResponseBody):
+    """Token counts; the three of the prompt add up to it."""
+
+    input_tokens: int
+    """Prompt tokens that were neither read from the cache nor written to it."""
+    cache_creation_input_tokens: int
+    """Always 0: writing to the cache costs the client nothing here."""
+    cache_read_input_tokens: int
+    """Prompt tokens found in the prefix cache."""
+    output_tokens: int
+
+
+class MessageAnswer(ResponseBody):
+    """A complete message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Block]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+@with_config(ConfigDict(extra="allow", use_attribute_docstrings=True))
+class MessageEvent(ResponseBody):
+    """A named event of a streamed message; the last is message_stop or error."""
+
+    type: str
+
+
+class TokenCount(ResponseBody):
+    """Length of a prompt."""
+
+    input_tokens: int
+
 
 _DELTAS = {
     Kind.TEXT: (b"text_delta", b"text"),
@@ -29,12 +97,12 @@ _DELTAS = {
 }
 
 
-class MessageScript(Script):
-    """Writes a message down."""
+class MessageScript(Script[Block]):
+    """Writes one message."""
 
     def __init__(self, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:
         super().__init__()
-        self._message: Json = {
+        self._message: MessageAnswer = {
             "id": named.id,
             "type": "message",
             "role": "assistant",
@@ -42,15 +110,16 @@ class MessageScript(Script):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            "usage": usage(prompt_tokens, 0, 0),
         }
         self._prompt_tokens = prompt_tokens
         self._cached_tokens = cached_tokens
-        self._block: Json = {}
-        """The open block, as it began."""
+        self._block: Block
+        """The open block."""
         self._delta_head = b""
         """A delta of the open block, up to what it adds."""
 
-    def whole(self) -> Json:
+    def whole(self) -> MessageAnswer:
         return self._message
 
     def begin(self) -> bytes:
@@ -73,33 +142,41 @@ class MessageScript(Script):
         return _event("content_block_start", index=index, content_block=self._block)
 
     def text_delta(self, delta: str) -> bytes:
-        # Formatted by hand, and only the text is escaped.
+        # Formatted by hand; only the text is escaped.
         return b"%b%b}}\n\n" % (self._delta_head, orjson.dumps(delta))
 
     reasoning_delta = text_delta
     arguments_delta = text_delta
 
-    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[Json, bytes]:
-        value = whole_input(text) if kind is Kind.CALL else text
-        field = {Kind.TEXT: "text", Kind.REASONING: "thinking", Kind.CALL: "input"}[kind]
-        return self._block | {field: value}, _event("content_block_stop", index=len(self.blocks))
+    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[Block, bytes]:
+        block = self._block
+        match block["type"]:
+            case "text":
+                block["text"] = text
+            case "thinking":
+                block["thinking"] = text
+            case "tool_use":
+                block["input"] = whole_input(text)
+        return block, _event("content_block_stop", index=len(self.blocks))
 
     def ended(self, end: AnswerEnd) -> bytes:
-        reason = stop_reason(end)
-        stop = {"stop_reason": reason, "stop_sequence": end.ending.stop if reason == "stop_sequence" else None}
-        counts = self._usage(end.ending.generated_tokens)
-        self._message |= {"content": self.blocks, **stop, "usage": counts}
-        return _event("message_delta", delta=stop, usage=counts) + _event("message_stop")
+        message = self._message
+        reason = message["stop_reason"] = stop_reason(end)
+        sequence = message["stop_sequence"] = end.ending.stop if reason == "stop_sequence" else None
+        message["usage"] = self._usage(end.ending.generated_tokens)
+        message["content"] = self.blocks
+        stop = {"stop_reason": reason, "stop_sequence": sequence}
+        return _event("message_delta", delta=stop, usage=message["usage"]) + _event("message_stop")
 
     def failure(self, error: ServingError) -> bytes:
         return anthropic_error_event(error)
 
-    def _usage(self, generated_tokens: int) -> Json:
+    def _usage(self, generated_tokens: int) -> MessageUsage:
         return usage(self._prompt_tokens, generated_tokens, self._cached_tokens())
 
 
-def stop_reason(end: AnswerEnd) -> str:
-    """Why an answer ended, in Anthropic's words."""
+def stop_reason(end: AnswerEnd) -> StopReason:
+    """The stop reason in Anthropic's terms."""
     match end.finish:
         case Finish.LENGTH:
             return "max_tokens"
@@ -109,21 +186,18 @@ def stop_reason(end: AnswerEnd) -> str:
             return "end_turn" if end.ending.stop is None else "stop_sequence"
 
 
-def whole_input(arguments: str) -> Json | orjson.Fragment:
-    """A call's input as an object. One that was cut short by the answer's length is empty: half of it would mislead."""
+def whole_input(arguments: str) -> dict[str, Any] | orjson.Fragment:
+    """The input of a call as an object; empty if the length limit cut it, because half of it would mislead."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return {}
-    # As the model wrote it: what can be read may be too deep to be written again.
+    # As the model wrote it: a value that can be parsed may be too deep to write.
     return orjson.Fragment(arguments) if isinstance(value, dict) else {}
 
 
-def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Json:
-    """The counts. A prompt is the sum of its three: Anthropic's `input_tokens` are those that no cache was used for.
-
-    None is ever said to have been written to the cache, which costs the client nothing here.
-    """
+def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> MessageUsage:
+    """Token counts."""
     return {
         "input_tokens": prompt_tokens - cached_tokens,
         "cache_creation_input_tokens": 0,

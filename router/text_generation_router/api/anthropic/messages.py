@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import orjson
 from aiohttp import web
 
-from text_generation_router.api.anthropic.events import MessageScript
+from text_generation_router.api.anthropic.events import MessageScript, TokenCount
 from text_generation_router.api.anthropic.input import to_conversation, to_options
 from text_generation_router.api.anthropic.schemas import CountTokensBody, MessagesBody
 from text_generation_router.api.core.blocks import CachedTokens
@@ -14,7 +13,7 @@ from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.one_answer import answer
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.bodies import json_response, parse_body
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.text.tokenizer import tokenizer_errors
 
@@ -45,4 +44,5 @@ class MessagesRoutes:
         prompt = await self._chats.prompt(to_conversation(body))
         with tokenizer_errors():
             ids = await self._serving.tokenizer.encode_ids(prompt, add_special_tokens=False)
-        return web.Response(body=orjson.dumps({"input_tokens": len(ids)}), content_type="application/json")
+        count: TokenCount = {"input_tokens": len(ids)}
+        return json_response(count)

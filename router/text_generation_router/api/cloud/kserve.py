@@ -7,9 +7,8 @@ as in TGI, or a string, as in the protocol.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
-import orjson
 from aiohttp import web
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
@@ -17,7 +16,7 @@ from typing_extensions import TypeAliasType
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import Body, UInt64, parse_body
+from text_generation_router.api.http.bodies import Body, ResponseBody, UInt64, json_response, parse_body
 from text_generation_router.api.http.record import RECORD
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
@@ -29,7 +28,6 @@ MAX_INPUTS = 1024
 Byte = Annotated[int, Field(ge=0, le=255)]
 Bytes = TypeAliasType("Bytes", Annotated[list[Byte], FailFast()])
 Strings = TypeAliasType("Strings", Annotated[list[str], FailFast(), Field(max_length=MAX_INPUTS)])
-Json = dict[str, object]
 
 
 class InferInput(Body):
@@ -81,34 +79,77 @@ class InferBody(QosFields):
     """The names of the outputs, one per input; default: the names of the inputs."""
 
 
+class LiveAnswer(ResponseBody):
+    """The answer of both probes."""
+
+    live: bool
+
+
+class ServerMetadata(ResponseBody):
+    """Metadata of the server or of a model."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class InferOutput(ResponseBody):
+    """One output in the form of its input: bytes as numbers, or texts."""
+
+    name: str
+    shape: list[int]
+    datatype: Literal["BYTES"]
+    data: list[int] | list[str]
+
+
+class InferAnswer(ResponseBody):
+    """The outputs, one per input."""
+
+    id: str | None
+    outputs: list[InferOutput]
+
+
 class KServeRoutes:
     """Handlers in KServe's dialect."""
 
-    def __init__(self, serving: Serving, generate: GenerateRoutes, healthy: Callable[[], bool], version: str) -> None:
+    def __init__(self, serving: Serving, generate: GenerateRoutes, healthy: Callable[[], bool]) -> None:
         self._serving = serving
         self._generate = generate
         self._healthy = healthy
-        self._version = version
+
+    def _live(self) -> web.Response:
+        answer: LiveAnswer = {"live": True}
+        return json_response(answer)
 
     async def live(self, request: web.Request) -> web.StreamResponse:
-        """GET /v2/health/live: the process is alive."""
-        return _json({"live": True})
+        """GET /v2/health/live: the process answers."""
+        return self._live()
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         """GET /v2/health/ready: the server can generate."""
         if not self._healthy():
             raise Unhealthy
-        return _json({"live": True})
+        return self._live()
 
     async def server(self, request: web.Request) -> web.StreamResponse:
         """GET /v2: describe the server."""
         extensions = ["health", "models", "metrics"]
-        return _json({"name": "text-generation-inference", "version": self._version, "extensions": extensions})
+        answer: ServerMetadata = {
+            "name": "text-generation-inference",
+            "version": self._serving.settings.version,
+            "extensions": extensions,
+        }
+        return json_response(answer)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """GET /v2/models/{name}/versions/{version}: describe the model; every name is accepted."""
         named: Mapping[str, str] = request.match_info
-        return _json({"name": named["name"], "version": named["version"], "extensions": ["infer", "ready"]})
+        answer: ServerMetadata = {
+            "name": named["name"],
+            "version": named["version"],
+            "extensions": ["infer", "ready"],
+        }
+        return json_response(answer)
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
         """POST /v2/models/{name}/versions/{version}/infer: generate a text per input, in order; one failure fails all."""
@@ -120,12 +161,15 @@ class KServeRoutes:
         count = sum(len(texts) for texts in prompts)
         if count > MAX_INPUTS:  # before they count as generations
             raise InvalidRequest(f"`inputs` must have at most {MAX_INPUTS} texts in all. Given: {count}")
-        answers = iter(await self._generate_all(request, [text for texts in prompts for text in texts], body))
-        outputs = [
-            _output(name, item, [next(answers) for _ in texts])
-            for name, item, texts in zip(names, body.inputs, prompts, strict=True)
-        ]
-        return _json({"id": body.id or request[RECORD].http_request_id, "outputs": outputs})
+        texts = iter(await self._generate_all(request, [prompt for group in prompts for prompt in group], body))
+        answer: InferAnswer = {
+            "id": body.id or request[RECORD].http_request_id,
+            "outputs": [
+                _output(name, given, [next(texts) for _ in group])
+                for name, given, group in zip(names, body.inputs, prompts, strict=True)
+            ],
+        }
+        return json_response(answer)
 
     async def _generate_all(self, request: web.Request, prompts: Sequence[str], body: InferBody) -> list[str]:
         records = self._serving.start(request, len(prompts))
@@ -142,13 +186,9 @@ class KServeRoutes:
         return [reply["generated_text"] for reply in replies]
 
 
-def _output(name: str, given: InferInput, texts: Sequence[str]) -> Json:
-    """Return the output in the form of its input: strings or bytes."""
+def _output(name: str, given: InferInput, texts: Sequence[str]) -> InferOutput:
+    """As the input was given: strings for strings, bytes for bytes."""
     if given.data and isinstance(given.data[0], str):
         return {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": list(texts)}
     data = list(texts[0].encode())
     return {"name": name, "shape": [1, len(data)], "datatype": "BYTES", "data": data}
-
-
-def _json(value: Json) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type="application/json")

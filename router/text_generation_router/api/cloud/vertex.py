@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import orjson
 from aiohttp import web
 from pydantic import Discriminator, FailFast, Field, Tag
 
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.document.answers import VertexAnswer
-from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.bodies import ResponseBody, json_response, parse_body
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.schemas import ChatBody
@@ -65,6 +63,12 @@ class VertexBody(QosFields):
     """The prompts and conversations to answer."""
 
 
+class VertexAnswer(ResponseBody):
+    """One text per instance, in order."""
+
+    predictions: list[str]
+
+
 class VertexRoutes:
     """Handlers of the Vertex AI dialect."""
 
@@ -85,7 +89,8 @@ class VertexRoutes:
             texts = await all_of(
                 [self._text(instance, record, body) for instance, record in zip(instances, records, strict=True)]
             )
-        return web.json_response(VertexAnswer(predictions=texts).model_dump(), dumps=_dumps)
+        answer: VertexAnswer = {"predictions": texts}
+        return json_response(answer)
 
     def _permits_needed(self, instance: TextInstance | ChatBody) -> int:
         if isinstance(instance, TextInstance):
@@ -96,10 +101,5 @@ class VertexRoutes:
         if isinstance(instance, TextInstance):
             parameters = instance.parameters or VertexParameters()
             body = GenerateBody(inputs=instance.inputs, parameters=parameters, **instance.qos_fields)
-            text: str = (await self._generate.permitted_reply(body, record, around))["generated_text"]
-            return text
+            return (await self._generate.permitted_reply(body, record, around))["generated_text"]
         return await self._chat.text(instance, record, around)
-
-
-def _dumps(value: object) -> str:
-    return orjson.dumps(value).decode()

@@ -10,13 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Generic, TypeVar
 
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import ServingError
 
-Json = dict[str, Any]
+BlockT = TypeVar("BlockT")
+"""A block as the whole reply has it."""
 
 
 class Kind(Enum):
@@ -31,14 +32,14 @@ CachedTokens = Callable[[], int]
 """Returns the prompt tokens found in the KV cache; 0 before the first token."""
 
 
-class Script(ABC):
+class Script(ABC, Generic[BlockT]):
     """Writes one answer. A block is open from its first delta until another begins or the answer ends.
 
     Every method returns whole events for the stream; `end` or `failed` is the last call.
     """
 
     def __init__(self) -> None:
-        self.blocks: list[Json] = []
+        self.blocks: list[BlockT] = []
         """The closed blocks of the whole reply."""
         self._begun = False
         self._open: Kind | None = None
@@ -70,7 +71,7 @@ class Script(ABC):
         return self._begin() + self.failure(error)
 
     @abstractmethod
-    def whole(self) -> Json:
+    def whole(self) -> object:
         """Return the whole reply. Call after `end`."""
 
     @abstractmethod
@@ -94,7 +95,7 @@ class Script(ABC):
         """Add to the arguments of the open tool call."""
 
     @abstractmethod
-    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[Json, bytes]:
+    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[BlockT, bytes]:
         """Close a block with this text: return the block of the whole reply, and the events.
 
         `whole` is False if the answer was cut off inside the block.

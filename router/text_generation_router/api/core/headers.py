@@ -11,7 +11,7 @@ from text_generation_router.api.http.record import GenerationRecord, cached_toke
 
 def cost_headers(settings: Settings, characters: int) -> dict[str, str]:
     """Return the headers known in advance; `characters` is the length of the prompt."""
-    return {"x-compute-type": settings.compute_type, "x-compute-characters": str(characters)}
+    return {"x-compute-type": settings.config.compute_type, "x-compute-characters": str(characters)}
 
 
 def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
@@ -46,4 +46,4 @@ def _cached_tokens(generations: Sequence[GenerationRecord]) -> int:
     for generation in generations:
         if generation.request is not None:
             by_prompt.setdefault(id(generation.request.prompt), []).append(generation)
-    return sum(cached_tokens(answers) for answers in by_prompt.values())
+    return sum(cached_tokens(group) for group in by_prompt.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import orjson
 from aiohttp import web
@@ -27,7 +28,7 @@ async def answer(
     serving: Serving,
     chats: ChatPreparer,
     read: Callable[[], tuple[Conversation, GenerationOptions]],
-    script_of: Callable[[ChatRequest, CachedTokens], Script],
+    script_of: Callable[[ChatRequest, CachedTokens], Script[Any]],
     *,
     fields: QosFields,
     stream: bool,
@@ -49,14 +50,14 @@ async def answer(
         return web.Response(body=orjson.dumps(script.whole()), content_type="application/json", headers=headers)
 
 
-def read_whole(script: Script, chat: ChatRequest, ending: Ending) -> None:
+def read_whole(script: Script[Any], chat: ChatRequest, ending: Ending) -> None:
     """Write a finished text."""
     events, end = chat.read(ending)
     script.events(events)
     script.end(end)
 
 
-def script_sink(stream: EventStream, script: Script, chat: ChatRequest, record: GenerationRecord) -> Sink:
+def script_sink(stream: EventStream, script: Script[Any], chat: ChatRequest, record: GenerationRecord) -> Sink:
     """Return the sink of a streamed answer, without a parser if the answer is text only."""
     sink = ScriptSink(stream, script, record)
     return sink if chat.form.is_plain else Reader(chat.form.parser(), sink)
@@ -65,7 +66,7 @@ def script_sink(stream: EventStream, script: Script, chat: ChatRequest, record: 
 class ScriptSink:
     """Sends what a script writes. A sink of pieces for plain text, a sink of events behind a parser."""
 
-    def __init__(self, stream: EventStream, script: Script, record: GenerationRecord) -> None:
+    def __init__(self, stream: EventStream, script: Script[Any], record: GenerationRecord) -> None:
         self._stream = stream
         self._send = stream.send
         self._script = script

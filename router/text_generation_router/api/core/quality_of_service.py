@@ -70,12 +70,12 @@ def quality_of_service(caller: Caller, settings: Settings, *parts: QosFields | N
     fields = [part for part in parts if part is not None]
     priorities = (caller.priority, *(part.asked_priority for part in fields), Priority.DEFAULT)
     salt = next((part.cache_salt for part in fields if part.cache_salt is not None), "")
-    queue = (*_timeouts("queue_timeout", fields), settings.queue_timeout_s)
-    whole = (*_timeouts("timeout", fields), settings.request_timeout_s)
+    queue = (*_timeouts("queue_timeout", fields), settings.config.queue_timeout)
+    whole = (*_timeouts("timeout", fields), settings.config.request_timeout)
     return QualityOfService(
         tenant=caller.tenant,
         priority=next(priority for priority in priorities if priority is not None),
-        salt=_tenant_salt(caller.tenant, salt) if settings.salt_per_tenant else salt,
+        salt=_tenant_salt(caller.tenant, salt) if settings.config.prefix_cache_per_tenant else salt,
         first_token_by=caller.first_token_by,
         queue_by=_earliest(caller.queue_by, caller.arrived, queue),
         end_by=_earliest(caller.end_by, caller.arrived, whole),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from text_generation_router.api.http.caller import ApiKeys
+from text_generation_router.config import RouterConfig
 
 MODEL_ALIAS = "tgi"
 """The name that TGI's clients give to any model."""
@@ -31,36 +32,25 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The operator's settings, as the routes use them."""
+    """The operator's settings, and the values that the API derives from them once."""
 
     limits: Limits
-    payload_limit: int = 2_000_000
-    """Largest request body, in bytes."""
-    compute_type: str = "gpu+optimized"
-    """Value of the x-compute-type header."""
-    compat_return_full_text: bool = True
-    """POST /: the default of `return_full_text`; in TGI true for local models."""
-    model_id: str = ""
-    """The model's name in answers."""
-    fingerprint: str = "native"
-    """`system_fingerprint` of OpenAI answers: version and build."""
-    max_client_batch_size: int = 4
-    """The most prompts in one request."""
-    cors_allow_origin: tuple[str, ...] = ()
-    """Origins that browsers may call from; empty: any."""
+    config: RouterConfig
+    api_keys: ApiKeys
+    """The keys of `config`."""
+    version: str
+    """Version of the server."""
     keep_alive_s: float = 15.0
-    """Silence on a stream after which a comment is sent."""
+    """Seconds of silence on a stream after which a comment is sent."""
     stall_s: float = 60.0
-    """The connection of a client that reads nothing of its stream for so long is closed."""
-    queue_timeout_s: float = 0.0
-    """The longest wait in the queue, an upper bound of what requests ask for; 0: no bound."""
-    request_timeout_s: float = 0.0
-    """The longest time from a request's arrival to its end, an upper bound of what requests ask for; 0: no bound."""
-    salt_per_tenant: bool = False
-    """Keep tenants from sharing cached prompts."""
-    api_keys: ApiKeys = field(default_factory=ApiKeys)
-    """Keys that clients must have; empty: none is needed."""
-    vertex_predict_routes: tuple[str, ...] = ()
-    """Further paths of the prediction route: Vertex AI's AIP_PREDICT_ROUTE."""
-    vertex_health_routes: tuple[str, ...] = ()
-    """Further paths of the health route: Vertex AI's AIP_HEALTH_ROUTE."""
+    """Seconds after which a client that reads nothing is disconnected."""
+
+    @property
+    def model_id(self) -> str:
+        """Name of the model in responses."""
+        return self.config.model_id or self.config.model_path
+
+    @property
+    def fingerprint(self) -> str:
+        """`system_fingerprint` in OpenAI's dialect: version and build."""
+        return f"{self.version}-{self.config.docker_label or 'native'}"

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the routes' own table and the models that check their bodies."""
+"""The OpenAPI 3.1 document, made from the table of routes and the types of their bodies."""
 
 from __future__ import annotations
 
@@ -27,23 +27,26 @@ _SECURITY: Json = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 _HEADERS: Json = {
-    "x-request-id": {"description": "The request's own, or a new one.", "schema": {"type": "string", "maxLength": 128}}
+    "x-request-id": {
+        "description": "The id from the request, or a new one.",
+        "schema": {"type": "string", "maxLength": 128},
+    }
 }
 _RETRY_AFTER = "Retry-After"
 _OWN_HEADERS: Json = {
     _RETRY_AFTER: {
-        "description": "Seconds after which to try again.",
+        "description": "Seconds after which to retry.",
         "schema": {"type": "integer", "minimum": 1, "maximum": int(MAX_RETRY_AFTER_S)},
     }
 }
-"""Of some answers only."""
+"""Headers of some responses only."""
 _VARIABLE = re.compile(r"\{(\w+)(?::[^{}]*)?\}")
 _NAME = r"\1"
 _NO_WORD = re.compile(r"\W+")
 
 
 def document(table: Iterable[Route], version: str, *, keys: bool, limits: Limits | None = None) -> Json:
-    """The document of the routes in `table`; `keys`: whether they ask for an API key."""
+    """The document of the routes in `table`; `keys`: routes other than probes require an API key."""
     routes = [route for route in table if route.documented]
     schemas, components = _schemas(routes)
     if limits is not None:
@@ -72,15 +75,15 @@ def document(table: Iterable[Route], version: str, *, keys: bool, limits: Limits
 
 
 class _Schemas:
-    """The schema of each type that routes name."""
+    """The schemas of the types that routes name."""
 
     def __init__(self, schemas: Mapping[tuple[str, JsonSchemaMode], Json]) -> None:
         self._schemas = schemas
 
-    def takes(self, model: object) -> Json:
+    def request(self, model: object) -> Json:
         return self._schemas[repr(model), "validation"]
 
-    def answers(self, model: object) -> Json:
+    def response(self, model: object) -> Json:
         return self._schemas[repr(model), "serialization"]
 
 
@@ -108,14 +111,14 @@ def _operation(route: Route, schemas: _Schemas, *, needs_key: bool) -> Json:
     if parameters := _parameters(route):
         operation["parameters"] = parameters
     if route.body is not None:
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas.takes(route.body)}}}
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas.request(route.body)}}}
     if not needs_key:
         operation["security"] = []
     return operation
 
 
 def _parameters(route: Route) -> list[Json]:
-    """What it reads beside its body: the variables of its path, and the headers of those that ask for text."""
+    """The variables of the path and, for routes that generate, the request headers."""
     variables: list[Json] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in _VARIABLE.findall(route.path)
@@ -125,16 +128,16 @@ def _parameters(route: Route) -> list[Json]:
 
 
 def _summary(route: Route) -> str:
-    """The first line of the handler's docstring, without the path it begins with."""
+    """The first line of the handler's docstring, without the path before it."""
     first = (route.handler.__doc__ or "").partition("\n")[0]
     text = first.partition(": ")[2] if re.match(r"[A-Z]+ \S", first) and ": " in first else first
     return text[:1].upper() + text[1:]
 
 
-def _responses(route: Route, schemas: _Schemas, needs_key: bool) -> dict[int, Json]:  # noqa: FBT001 - of one caller
+def _responses(route: Route, schemas: _Schemas, needs_key: bool) -> dict[int, Json]:  # noqa: FBT001 - one caller
     responses: dict[int, Json] = {200: _good(route, schemas)}
     for dialect in route.dialects:
-        schema = schemas.answers(ERROR_ANSWERS[dialect])
+        schema = schemas.response(ERROR_ANSWERS[dialect])
         for error in (*route.errors, *((Unauthorized,) if needs_key else ())):
             _add_error(responses, dialect, error, schema)
     return responses
@@ -146,9 +149,9 @@ def _good(route: Route, schemas: _Schemas) -> Json:
     )
     content: Json = {}
     if route.answer is not None:
-        content[route.content_type] = {"schema": schemas.answers(route.answer)}
+        content[route.content_type] = {"schema": schemas.response(route.answer)}
     if route.events is not None:
-        data = {"type": "string", "contentMediaType": JSON, "contentSchema": schemas.answers(route.events)}
+        data = {"type": "string", "contentMediaType": JSON, "contentSchema": schemas.response(route.events)}
         content[_EVENTS] = {
             "schema": {
                 "type": "object",
@@ -181,7 +184,7 @@ def _add_error(responses: dict[int, Json], dialect: Dialect, error: type[Serving
 
 
 def _add_schema(response: Json, schema: Json) -> Json:
-    """One schema more of the JSON it may be; returns the description of that JSON."""
+    """Add a schema to those of the JSON body; return the description of that body."""
     media: Json = response.setdefault("content", {}).setdefault(JSON, {"schema": schema})
     known = media["schema"].get("anyOf", [media["schema"]])
     if schema not in known:

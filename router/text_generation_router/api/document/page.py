@@ -1,6 +1,6 @@
-"""The API's own documentation: the OpenAPI document, and Swagger UI over it, with every file served from here.
+"""The OpenAPI document, and a page that shows it with Swagger UI.
 
-The page asks nobody else for anything, and its policy lets it do no other.
+Every file comes from this server, and the page's content security policy allows no other source.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ _FILES = {
     "swagger-ui-bundle.js": "text/javascript",
     "favicon-32x32.png": "image/png",
 }
-"""What of Swagger UI's distribution the page needs. It comes in the package swagger-ui-py, which is never imported."""
+"""Files of Swagger UI that the page needs. They are in the package swagger-ui-py, which is never imported."""
 _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
 class DocsRoutes:
-    """Handlers that tell of the API itself."""
+    """Handlers of the documentation."""
 
     def __init__(self) -> None:
         self._document = b""
 
     def describe(self, table: list[Route], version: str, *, keys: bool, limits: Limits) -> None:
-        """Make the document of a whole table, these routes included."""
+        """Make the document of `table`, which includes these routes."""
         self._document = orjson.dumps(document(table, version, keys=keys, limits=limits))
 
     def routes(self) -> list[Route]:
-        """The lines of the table that are about the table."""
+        """The routes of the documentation."""
         return [
             Route("GET", "/api-doc/openapi.json", self.openapi, tag="Documentation", answer=dict[str, Any]),
             Route("GET", "/docs", self.page, tag="Documentation", answer=str, content_type="text/html"),
@@ -87,12 +87,12 @@ class DocsRoutes:
         return web.Response(body=self._document, content_type=JSON)
 
     async def page(self, request: web.Request) -> web.StreamResponse:
-        """GET /docs: this document, to read and to try."""
+        """GET /docs: a page to read and to try this document."""
         page = _PAGE.format(folder="" if request.path.endswith("/") else "docs/")
         return web.Response(text=page, content_type="text/html", headers=_HEADERS)
 
     async def start(self, request: web.Request) -> web.StreamResponse:
-        """GET /docs/start.js: a script of its own, for the policy allows none in the page."""
+        """GET /docs/start.js: the script of the page; the policy forbids inline scripts."""
         return web.Response(body=_START, content_type="text/javascript", headers=_HEADERS)
 
 

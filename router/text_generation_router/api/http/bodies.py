@@ -40,12 +40,16 @@ class Body(BaseModel):
 
 
 @with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True))
-class Answer(TypedDict):
+class ResponseBody(TypedDict):
     """Base of every response body: a dict at run time, checked by mypy, described in the OpenAPI document."""
 
 
+WrittenNumber = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(float))]
+"""A number, already written as JSON."""
 WrittenLogprob = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(float | None))]
 """A log-probability, already written as JSON; null if unknown."""
+WrittenJson = Annotated[orjson.Fragment, GetPydanticSchema(lambda _, schema_of: schema_of(Any))]
+"""Any value, already written as JSON."""
 
 
 _FLOAT32 = struct.Struct("<f")  # native "f" would turn 1e39 into infinity

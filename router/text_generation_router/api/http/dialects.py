@@ -16,23 +16,23 @@ from typing import Any, Literal, NotRequired
 import orjson
 from aiohttp import hdrs, web
 
-from text_generation_router.api.http.bodies import JSON, Answer
+from text_generation_router.api.http.bodies import JSON, ResponseBody
 from text_generation_router.errors import ServingError, TgiBody
 
 DONE = b"data: [DONE]\n\n"
 """Last event of every stream in OpenAI's dialect."""
 
 
-class ErrorAnswer(Answer):
+class ErrorAnswer(ResponseBody):
     """An error in TGI's dialect."""
 
     error: str
-    """What went wrong."""
+    """The text."""
     error_type: str
     """A stable name for it."""
 
 
-class OpenAIError(Answer):
+class OpenAIError(ResponseBody):
     """The error itself."""
 
     message: str
@@ -40,25 +40,25 @@ class OpenAIError(Answer):
     param: str | None
     code: str | None
     http_status_code: int
-    """As in TGI's chat streams."""
+    """The status, as TGI's chat streams have it."""
 
 
-class OpenAIErrorAnswer(Answer):
+class OpenAIErrorAnswer(ResponseBody):
     """An error in OpenAI's dialect."""
 
     error: OpenAIError
 
 
-class AnthropicError(Answer):
+class AnthropicError(ResponseBody):
     """The error itself."""
 
     type: str
     message: str
     details: NotRequired[dict[str, Any]]
-    """What the client can do about it."""
+    """Machine-readable reasons."""
 
 
-class AnthropicErrorAnswer(Answer):
+class AnthropicErrorAnswer(ResponseBody):
     """An error in Anthropic's dialect."""
 
     type: Literal["error"]

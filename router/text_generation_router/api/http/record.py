@@ -40,7 +40,7 @@ class GenerationRecord:
     first_token: float = 0.0
     """Time of the first token of any of its sequences; 0 before."""
     error: type[ServingError] | None = None
-    """Its own error, if the HTTP request continued without it."""
+    """The error of this generation alone, if the HTTP request continued."""
 
     def follow(self, times: Times) -> None:
         """Add a sequence that was queued for this generation."""

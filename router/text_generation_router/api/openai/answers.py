@@ -1,22 +1,32 @@
-"""What OpenAI's routes answer, for the OpenAPI document. Tests hold the real answers against it."""
+"""Responses in OpenAI's dialect: the types of chats and completions, and the parts that both write."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Literal, NotRequired
 
-from pydantic import ConfigDict, Field
+import orjson
 
-from text_generation_router.api.document.answers import Answer
+from text_generation_router.api.core.chat import Finish
+from text_generation_router.api.core.ids import Named
+from text_generation_router.api.http.bodies import ResponseBody, WrittenLogprob, WrittenNumber
+from text_generation_router.generation import Piece
+from text_generation_router.request import LogprobJson, TokenId
+from text_generation_router.text.tokenizer import Tokenizer
+
+IMPOSSIBLE = b"-9999.0"
+"""OpenAI's log-probability of an impossible token: its clients expect a number."""
 
 
-class PromptTokensDetails(Answer):
-    """What the prompt's tokens are."""
+class PromptTokensDetails(ResponseBody):
+    """Details of the prompt tokens."""
 
     cached_tokens: int
-    """Found in the KV cache, so that they were not computed."""
+    """Tokens found in the prefix cache."""
 
 
-class Usage(Answer):
+class Usage(ResponseBody):
     """Token counts."""
 
     prompt_tokens: int
@@ -25,39 +35,39 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TokenLogprob(Answer):
-    """A token that could have come."""
+class TokenLogprob(ResponseBody):
+    """An alternative token."""
 
     token: str
-    logprob: float
+    logprob: WrittenNumber
     bytes: list[int]
 
 
-class ContentLogprob(Answer):
-    """A token of the answer, and what else could have come in its place."""
+class ContentLogprob(ResponseBody):
+    """A generated token and its alternatives."""
 
     token: str
-    logprob: float | None
-    """Null where the engine does not know it."""
+    logprob: WrittenLogprob
+    """Null if the engine does not know it."""
     bytes: list[int]
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Answer):
-    """Log-probabilities of an answer's tokens."""
+class ChatLogprobs(ResponseBody):
+    """Log-probabilities of the tokens of a chat."""
 
     content: list[ContentLogprob]
     refusal: None
 
 
-class CalledFunction(Answer):
-    """A function, and the JSON object it is called with."""
+class CalledFunction(ResponseBody):
+    """A function and its arguments, a JSON object as text."""
 
     name: str
     arguments: str
 
 
-class CallAnswer(Answer):
+class CallAnswer(ResponseBody):
     """A tool call."""
 
     id: str
@@ -65,22 +75,28 @@ class CallAnswer(Answer):
     function: CalledFunction
 
 
-class AssistantMessage(Answer):
-    """What the model says."""
+class AssistantMessage(ResponseBody):
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
-    """Null beside tool calls that have no text."""
-    reasoning_content: str = ""
-    """What it thought, with --split-reasoning."""
-    tool_calls: list[CallAnswer] = Field(default=[])
+    """Null beside tool calls without text."""
+    reasoning_content: NotRequired[str]
+    """The reasoning, with --split-reasoning."""
+    tool_calls: NotRequired[list[CallAnswer]]
 
 
 ChatFinish = Literal["stop", "length", "tool_calls"]
+CHAT_FINISH: dict[Finish, ChatFinish] = {
+    Finish.STOP: "stop",
+    Finish.LENGTH: "length",
+    Finish.TOOL_CALLS: "tool_calls",
+}
+CompletionFinish = Literal["stop", "length"]
 
 
-class ChatChoice(Answer):
-    """One answer."""
+class ChatChoice(ResponseBody):
+    """One of the choices of a chat."""
 
     index: int
     message: AssistantMessage
@@ -88,8 +104,8 @@ class ChatChoice(Answer):
     finish_reason: ChatFinish
 
 
-class Headed(Answer):
-    """What every answer begins with."""
+class Headed(ResponseBody):
+    """The fields that every response begins with."""
 
     id: str
     created: int
@@ -99,41 +115,41 @@ class Headed(Answer):
 
 
 class ChatAnswer(Headed):
-    """A whole chat answer."""
+    """A complete chat."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
 
 
-class FunctionDelta(Answer):
-    """More of a call: its name comes first, its arguments in pieces."""
+class FunctionDelta(ResponseBody):
+    """The name of a called function, or more of its arguments."""
 
-    name: str = ""
+    name: NotRequired[str]
     arguments: str
 
 
-class CallDelta(Answer):
+class CallDelta(ResponseBody):
     """More of a tool call; id and type come with its name."""
 
     index: int
-    id: str = ""
-    type: Literal["function"] = "function"
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
     function: FunctionDelta
 
 
-class Delta(Answer):
-    """More of an answer."""
+class Delta(ResponseBody):
+    """More of a message."""
 
-    role: Literal["assistant"] = "assistant"
+    role: NotRequired[Literal["assistant"]]
     """In the first chunk."""
-    content: str = ""
-    reasoning_content: str = ""
-    tool_calls: list[CallDelta] = Field(default=[])
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CallDelta]]
 
 
-class ChunkChoice(Answer):
-    """More of one answer."""
+class ChunkChoice(ResponseBody):
+    """More of one choice."""
 
     index: int
     delta: Delta
@@ -142,59 +158,85 @@ class ChunkChoice(Answer):
 
 
 class ChatChunk(Headed):
-    """A part of a streamed chat. After the last one comes `[DONE]`."""
+    """A chunk of a streamed chat. [DONE] follows the last one."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
-    """Empty in the chunk that has the usage."""
+    """Empty in the chunk with the usage."""
     usage: Usage | None
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(ResponseBody):
     """Columns over the tokens of a text."""
 
     tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None]
+    token_logprobs: list[WrittenLogprob | None]
+    top_logprobs: list[dict[str, WrittenLogprob] | None]
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(ResponseBody):
     """One text."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    """Null in all chunks of a stream but the last."""
+    finish_reason: CompletionFinish | None
+    """Null in every chunk of a stream except the last."""
 
 
 class CompletionAnswer(Headed):
-    """Whole completions, in the order of their prompts; or a part of a streamed one, after which comes `[DONE]`."""
+    """Complete texts in the order of their prompts, or a chunk of a stream; [DONE] follows the last chunk."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None
 
 
-class ResponseAnswer(Answer):
-    """A response, as OpenAI's Responses API has it."""
-
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
-
-    id: str
-    object: Literal["response"]
-    created_at: float
-    status: Literal["completed", "incomplete", "failed", "in_progress"]
-    model: str
-    output: list[dict[str, Any]]
-    """Messages, function calls and reasoning."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    """Token counts of one or several choices; the prompt counts once for all choices."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
-class ResponseEvent(Answer):
-    """A named event of a streamed response; the last one is of type response.completed, .incomplete or .failed."""
+def content_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> ChatLogprobs:
+    """The `logprobs` of a choice. The token that ended the text is not part of its content."""
+    content: list[ContentLogprob] = []
+    for piece in pieces:
+        if not piece.special:
+            # Null is correct here: a generated token was possible, but the engine does not know how probable.
+            chosen = _token(piece.token_id, orjson.Fragment(piece.logprob), tokenizer)
+            tops = [_token(token_id, alternative(logprob), tokenizer) for token_id, logprob in piece.top]
+            content.append({**chosen, "top_logprobs": tops})
+    return {"content": content, "refusal": None}
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
-    type: str
-    sequence_number: int
+def alternative(logprob: LogprobJson) -> orjson.Fragment:
+    """The log-probability of a token that was not generated: always a number."""
+    return orjson.Fragment(IMPOSSIBLE if logprob == b"null" else logprob)
+
+
+async def whole_answer(
+    named: Named, kind: str, choices: Iterable[ChatChoice | CompletionChoice], usage: Usage
+) -> bytes:
+    """A ChatAnswer or CompletionAnswer as JSON. Each choice is made and written in turn.
+
+    Choices with log-probabilities are megabytes; other requests run between two of them.
+    """
+    written = []
+    for choice in choices:
+        written.append(orjson.dumps(choice))
+        await asyncio.sleep(0)
+    return b'%b,"choices":[%b],"usage":%b}' % (named.head(kind), b",".join(written), orjson.dumps(usage))
+
+
+def _token(token_id: TokenId, logprob: orjson.Fragment, tokenizer: Tokenizer) -> TokenLogprob:
+    return {
+        "token": tokenizer.token_text(token_id),
+        "logprob": logprob,
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import orjson
 from aiohttp import web
@@ -17,17 +16,20 @@ from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
+from text_generation_router.api.openai.answers import (
+    CHAT_FINISH,
+    AssistantMessage,
+    ChatChoice,
+    content_logprobs,
+    usage,
+    whole_answer,
+)
 from text_generation_router.api.openai.chat_chunks import ChatStream, Shown
-from text_generation_router.api.openai.chat_logprobs import content_logprobs
 from text_generation_router.api.openai.chat_messages import to_conversation
 from text_generation_router.api.openai.parameters import asked_grammar, chat_options
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, StreamOptions
-from text_generation_router.api.openai.usage import usage
-from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.request import QualityOfService
 from text_generation_router.text.tokenizer import tokenizer_errors
-
-Json = dict[str, Any]
 
 
 class ChatRoutes:
@@ -100,8 +102,8 @@ class ChatRoutes:
         head = named("chatcmpl-", body.model, self._serving.settings)
         return await whole_answer(head, "chat.completion", choices, usage(chat.prompt_tokens, generated, cached))
 
-    def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> Json:
-        message: Json = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
+    def _choice(self, index: int, body: ChatBody, answer: ParsedAnswer, collector: Collector) -> ChatChoice:
+        message: AssistantMessage = {"role": "assistant", "content": answer.text or (None if answer.calls else "")}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
@@ -113,5 +115,5 @@ class ChatRoutes:
             "index": index,
             "message": message,
             "logprobs": content_logprobs(collector.pieces, self._serving.tokenizer) if body.logprobs else None,
-            "finish_reason": answer.finish.value,
+            "finish_reason": CHAT_FINISH[answer.finish],
         }

@@ -1,11 +1,13 @@
-"""What a streamed chat says, to the byte. A choice's first chunk has the role, its last one the finish reason; then, once
-every choice has ended, the usage that was asked for, and [DONE]."""
+"""Writers of a streamed chat: ChatChunk events, exact to the byte.
+
+The first chunk of a choice has the role, its last one the finish reason. After every choice has ended follow the usage, if
+requested, and [DONE].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import orjson
 
@@ -14,30 +16,34 @@ from text_generation_router.api.core.ids import Named, new_call_id
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.api.openai.chat_logprobs import content_logprobs
-from text_generation_router.api.openai.usage import usage_json
+from text_generation_router.api.openai.answers import (
+    CHAT_FINISH,
+    ChatFinish,
+    Delta,
+    FunctionDelta,
+    content_logprobs,
+    usage,
+)
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Ending, Piece, Sink
 from text_generation_router.request import LogprobJson, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a stream shows beside its text."""
+    """The optional parts of a stream."""
 
     logprobs: bool = False
     usage: bool = False
-    """A last chunk with the counts."""
+    """A last chunk with the token counts."""
     running_usage: bool = False
-    """The counts so far on every chunk."""
+    """The token counts so far on every chunk."""
 
 
 class ChatStream:
-    """The chunks of one request, for all its choices."""
+    """The stream of one request, with all its choices."""
 
     def __init__(
         self,
@@ -58,22 +64,22 @@ class ChatStream:
         self._generated = 0
 
     def sinks(self) -> list[Sink]:
-        """One for each choice."""
-        choices = [ChoiceChunks(self, index, record) for index, record in enumerate(self._records)]
+        """The sink of each choice."""
+        choices = [ChatChoiceStream(self, index, record) for index, record in enumerate(self._records)]
         if self._chat.form.is_plain:
             return list(choices)
         return [Reader(self._chat.form.parser(), choice) for choice in choices]
 
     def head(self, index: int) -> bytes:
-        """The beginning of a chunk, up to its delta."""
+        """The start of a chunk, up to its delta."""
         return b'data: %b,"choices":[{"index":%d,"delta":' % (self._head, index)
 
     def usage(self, generated: int) -> bytes:
-        """The counts as JSON."""
-        return usage_json(self._chat.prompt_tokens, generated, cached_tokens(self._records))
+        """The token counts as JSON."""
+        return orjson.dumps(usage(self._chat.prompt_tokens, generated, cached_tokens(self._records)))
 
     def ended(self, generated: int) -> bytes:
-        """A choice ended; what is left to say once all have."""
+        """Count the end of a choice; return the events that follow the last one."""
         self._open -= 1
         self._generated += generated
         if self._open:
@@ -83,13 +89,13 @@ class ChatStream:
         return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, self.usage(self._generated), DONE)
 
     def close(self) -> None:
-        """Close the stream if no choice is left."""
+        """Close the stream if every choice has ended."""
         if not self._open:
             self.stream.close()
 
 
-class ChoiceChunks:
-    """The chunks of one choice: a sink of pieces where all is text, a sink of events where a parser stands between."""
+class ChatChoiceStream:
+    """The sink of one choice: of pieces without a parser, of a parser's events with one."""
 
     def __init__(self, chat: ChatStream, index: int, record: GenerationRecord) -> None:
         self._chat = chat
@@ -100,16 +106,16 @@ class ChoiceChunks:
         self._count = 0
         self._ids: list[str] = []
         self._unscored: list[Piece] = []
-        """Tokens whose log-probabilities are to be told with the next chunk: a parser may hold their text back."""
+        """Tokens whose log-probabilities belong to the next chunk: a parser may hold their text back."""
         self._first = (
             b'%b{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":' % self._head
         )
-        """Goes out with the first chunk that has something to say; its usage has no token of the answer yet."""
+        """Sent before the first chunk with content; its usage counts no new token."""
         if self._plain:
             self._first += b"null}\n\n"
 
     def on_piece(self, piece: Piece) -> None:
-        # The hot path of chat: formatted by hand, and only the text is escaped.
+        # The hot path of chats: a ChatChunk formatted by hand, in which only the text is escaped.
         self._count += 1
         ending = piece.ending
         if ending is None and self._plain:
@@ -121,7 +127,7 @@ class ChoiceChunks:
             )
             self._first = b""
             return
-        delta: Json = {"content": piece.delta}
+        delta: Delta = {"content": piece.delta}
         self._hold_logprobs(piece)
         if ending is not None:
             self._end(delta, finish_of(ending, calls=False), ending)
@@ -129,7 +135,7 @@ class ChoiceChunks:
             self._send(self._opening() + self._chunk(delta))
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
-        raise AssertionError("chats do not ask for them")
+        raise AssertionError("chats have no prompt log-probabilities")
 
     def on_events(self, events: Sequence[Event], piece: Piece) -> None:
         self._count += 1
@@ -144,9 +150,9 @@ class ChoiceChunks:
         self._record.failed(error)
         self._chat.stream.fail(error)
 
-    def _end(self, delta: Json, finish: Finish, ending: Ending) -> None:
+    def _end(self, delta: Delta, finish: Finish, ending: Ending) -> None:
         self._record.ending = ending
-        chunk = self._opening() + self._chunk(delta, finish.value)
+        chunk = self._opening() + self._chunk(delta, CHAT_FINISH[finish])
         self._send(chunk + self._chat.ended(ending.generated_tokens))
         self._chat.close()
 
@@ -163,7 +169,7 @@ class ChoiceChunks:
             return first
         return b"%b%b}\n\n" % (first, self._usage(0))
 
-    def _delta(self, event: Event) -> Json:
+    def _delta(self, event: Event) -> Delta:
         match event:
             case TextDelta(text):
                 return {"content": text}
@@ -171,13 +177,13 @@ class ChoiceChunks:
                 return {"reasoning_content": text}
             case ToolCallStart(index, name):
                 self._ids.append(new_call_id())
-                function = {"name": name, "arguments": ""}
+                function: FunctionDelta = {"name": name, "arguments": ""}
                 return {
                     "tool_calls": [{"index": index, "id": self._ids[index], "type": "function", "function": function}]
                 }
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.fragment}}]}
 
-    def _chunk(self, delta: Json, finish: str | None = None) -> bytes:
+    def _chunk(self, delta: Delta, finish: ChatFinish | None = None) -> bytes:
         unscored, self._unscored = self._unscored, []
         return b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
             self._head,

@@ -1,9 +1,11 @@
-"""What a streamed completion says, to the byte: a chunk a token, the choices as they come, then usage and [DONE]."""
+"""Writers of a streamed completion: CompletionAnswer events, exact to the byte.
+
+One chunk per token, the choices interleaved, then the usage, if requested, and [DONE].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import orjson
 
@@ -12,19 +14,16 @@ from text_generation_router.api.core.ids import Named
 from text_generation_router.api.http.dialects import DONE
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.api.openai.completion_logprobs import LogprobColumns
+from text_generation_router.api.openai.answers import CompletionFinish, CompletionLogprobs, alternative, usage
 from text_generation_router.api.openai.schemas import CompletionBody, StreamOptions
-from text_generation_router.api.openai.usage import usage_json
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import Piece, Sink
-from text_generation_router.request import LogprobJson, Request, TopToken
+from text_generation_router.request import LogprobJson, Request, TokenId, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
-
-Json = dict[str, Any]
 
 
 class CompletionStream:
-    """The chunks of one request, for all its choices."""
+    """The stream of one request, with all its choices."""
 
     def __init__(
         self, stream: EventStream, named: Named, body: CompletionBody, prompts: Sequence[str], tokenizer: Tokenizer
@@ -45,45 +44,45 @@ class CompletionStream:
         self._open = 0
 
     def sinks(self, requests: Sequence[Request], records: Sequence[GenerationRecord]) -> list[Sink]:
-        """One for each choice; a prompt's choices stand side by side."""
+        """The sink of each choice; the choices of a prompt are adjacent."""
         self._open = len(requests)
-        answers = len(requests) // len(self._prompts)
-        self._prompt_tokens = sum(len(request.prompt) for request in requests[::answers])
+        each = len(requests) // len(self._prompts)
+        self._prompt_tokens = sum(len(request.prompt) for request in requests[::each])
         self._records = by_prompt(records, len(self._prompts))
         return [
-            ChoiceChunks(self, index, request, record, self._prompts[index // answers])
+            CompletionChoiceStream(self, index, request, record, self._prompts[index // each])
             for index, (request, record) in enumerate(zip(requests, records, strict=True))
         ]
 
     def head(self, index: int) -> bytes:
-        """The beginning of a chunk, up to its text."""
+        """The start of a chunk, up to its text."""
         return b'data: %b,"choices":[{"index":%d,"text":' % (self._head, index)
 
     def ended(self, generated: int) -> bytes:
-        """A choice ended; what is left to say once all have."""
+        """Count the end of a choice; return the events that follow the last one."""
         self._open -= 1
         self._generated += 0 if self.hidden else generated
         if self._open:
             return b""
         if not self._usage:
             return DONE
-        usage = usage_json(self._prompt_tokens, self._generated, sum(map(cached_tokens, self._records)))
-        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, usage, DONE)
+        counts = orjson.dumps(usage(self._prompt_tokens, self._generated, sum(map(cached_tokens, self._records))))
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, counts, DONE)
 
     def close(self) -> None:
-        """Close the stream if no choice is left."""
+        """Close the stream if every choice has ended."""
         if not self._open:
             self.stream.close()
 
 
 def by_prompt(records: Sequence[GenerationRecord], prompts: int) -> list[Sequence[GenerationRecord]]:
-    """The generations of each of so many prompts: the same number for each, one prompt's beside each other."""
-    answers = len(records) // prompts
-    return [records[first : first + answers] for first in range(0, len(records), answers)]
+    """Split the generations by prompt: the same number for each, in order."""
+    each = len(records) // prompts
+    return [records[first : first + each] for first in range(0, len(records), each)]
 
 
-class ChoiceChunks:
-    """The chunks of one choice."""
+class CompletionChoiceStream:
+    """The sink of one choice."""
 
     def __init__(
         self, chunks: CompletionStream, index: int, request: Request, record: GenerationRecord, prompt: str
@@ -95,14 +94,14 @@ class ChoiceChunks:
         self._request = request
         self._record = record
         self._before = prompt if body.echo else ""
-        """What is still to be said before the first new text."""
+        """Text to send before the first new text."""
         tops = body.logprobs
         self._columns = None if tops is None else LogprobColumns(chunks.tokenizer, tops=tops)
         self._plain = self._columns is None and not chunks.running_usage and not chunks.hidden
         self._count = 0
 
     def on_piece(self, piece: Piece) -> None:
-        # The hot path of completions: formatted by hand, and only the text is escaped.
+        # The hot path of completions: a CompletionAnswer formatted by hand, in which only the text is escaped.
         self._count += 1
         if piece.ending is None and self._plain and not self._before:
             if piece.delta:
@@ -122,26 +121,26 @@ class ChoiceChunks:
         self._chunks.stream.fail(error)
 
     def _send_whole(self, piece: Piece) -> None:
-        """A chunk with everything that may be in one."""
+        """Send a chunk with every optional part."""
         hidden = self._chunks.hidden
         if self._columns is not None and not hidden:
             self._columns.add((piece,))
         text, self._before = self._before + ("" if hidden else piece.delta), ""
         ending, chunk = piece.ending, b""
         if text or ending is not None or self._columns is not None:
-            finish = None
+            finish: CompletionFinish | None = None
             if ending is not None:
                 finish = "length" if ending.reason is FinishReason.LENGTH else "stop"
-            usage = b"null"
+            counts = b"null"
             if self._chunks.running_usage:
                 generated = 0 if hidden else self._count
-                usage = usage_json(len(self._request.prompt), generated, self._record.cached_tokens)
+                counts = orjson.dumps(usage(len(self._request.prompt), generated, self._record.cached_tokens))
             chunk = b'%b%b,"logprobs":%b,"finish_reason":%b}],"usage":%b}\n\n' % (
                 self._head,
                 orjson.dumps(text),
                 orjson.dumps(None if self._columns is None else self._columns.take()),
                 orjson.dumps(finish),
-                usage,
+                counts,
             )
         if ending is not None:
             self._record.ending = ending
@@ -150,3 +149,63 @@ class ChoiceChunks:
             self._send(chunk)
         if ending is not None:
             self._chunks.close()
+
+
+class LogprobColumns:
+    """The `logprobs` of a completion: columns over its tokens. Offsets count characters from the start of the text."""
+
+    def __init__(self, tokenizer: Tokenizer, *, tops: int) -> None:
+        self._tokenizer = tokenizer
+        self._tops = tops
+        self._offset = 0
+        self._tokens: list[str] = []
+        self._logprobs: list[orjson.Fragment | None] = []
+        self._top: list[dict[str, orjson.Fragment] | None] = []
+        self._offsets: list[int] = []
+
+    def add_prompt(
+        self, ids: Sequence[TokenId], logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]
+    ) -> None:
+        """Add the tokens of the prompt; the first has no log-probability."""
+        for at, token_id in enumerate(ids):
+            logprob = logprobs[at] if at < len(logprobs) else b"null"
+            self._add(token_id, None if at == 0 or logprob == b"null" else logprob, tops[at] if at < len(tops) else ())
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Add new tokens."""
+        for piece in pieces:
+            self._add(piece.token_id, piece.logprob, piece.top)
+
+    def _add(self, token_id: TokenId, logprob: LogprobJson | None, top: Sequence[TopToken]) -> None:
+        text = self._tokenizer.token_text(token_id)
+        self._tokens.append(text)
+        self._offsets.append(self._offset)
+        self._offset += len(text)
+        if logprob is None:
+            self._logprobs.append(None)
+            self._top.append(None)
+            return
+        chosen = orjson.Fragment(logprob)
+        self._logprobs.append(chosen)
+        alternatives = {self._tokenizer.token_text(other): alternative(score) for other, score in top[: self._tops]}
+        # OpenAI always lists the generated token.
+        self._top.append(alternatives if text in alternatives else {**alternatives, text: chosen})
+
+    def copy(self) -> LogprobColumns:
+        """An independent copy."""
+        twin = LogprobColumns(self._tokenizer, tops=self._tops)
+        twin._offset = self._offset
+        twin._tokens, twin._logprobs = list(self._tokens), list(self._logprobs)
+        twin._top, twin._offsets = list(self._top), list(self._offsets)
+        return twin
+
+    def take(self) -> CompletionLogprobs:
+        """Return and remove the columns added since the last call."""
+        columns: CompletionLogprobs = {
+            "tokens": self._tokens,
+            "token_logprobs": self._logprobs,
+            "top_logprobs": self._top,
+            "text_offset": self._offsets,
+        }
+        self._tokens, self._logprobs, self._top, self._offsets = [], [], [], []
+        return columns

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from aiohttp import web
 
@@ -16,16 +15,12 @@ from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import cached_tokens
-from text_generation_router.api.openai.completion_chunks import CompletionStream, by_prompt
-from text_generation_router.api.openai.completion_logprobs import LogprobColumns
+from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, usage, whole_answer
+from text_generation_router.api.openai.completion_chunks import CompletionStream, LogprobColumns, by_prompt
 from text_generation_router.api.openai.parameters import completion_options
 from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBody
-from text_generation_router.api.openai.usage import usage
-from text_generation_router.api.openai.whole import whole_answer
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
 from text_generation_router.request import QualityOfService, Request, TokenId
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ class CompletionRoutes:
 
     @property
     def _limit(self) -> int:
-        return self._serving.settings.max_client_batch_size
+        return self._serving.settings.config.max_client_batch_size
 
     def _check(self, body: CompletionBody, prompts: Sequence[object]) -> None:
         """Check what concerns all prompts. Raises ServingError."""
@@ -108,7 +103,7 @@ class CompletionRoutes:
 
     def _choices(
         self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector]
-    ) -> Iterator[Json]:
+    ) -> Iterator[CompletionChoice]:
         left = iter(enumerate(collectors))
         for prompt in prompts:
             scored: LogprobColumns | None = None
@@ -122,10 +117,10 @@ class CompletionRoutes:
 
     def _choice(
         self, index: int, body: CompletionBody, prompt: Prompt, collector: Collector, scored: LogprobColumns | None
-    ) -> Json:
+    ) -> CompletionChoice:
         ending = collector.ended.result()
         text = "" if body.max_tokens == 0 else ending.text
-        logprobs: Json | None = None
+        logprobs: CompletionLogprobs | None = None
         if scored is not None:
             columns = scored.copy()
             if body.max_tokens != 0:

@@ -1,29 +1,172 @@
-"""What a Responses stream says, to the byte:
+"""Writer of responses in OpenAI's Responses API, complete or streamed:
 
     response.created, response.in_progress
-    a text        output_item.added, content_part.added, output_text.delta …, output_text.done, content_part.done, output_item.done
-    a reasoning   the same with reasoning_text.delta … and reasoning_text.done
-    a call        output_item.added, function_call_arguments.delta …, function_call_arguments.done, output_item.done
-    response.completed, or response.incomplete where the length ended it, or response.failed
+    text          output_item.added, content_part.added, output_text.delta …, output_text.done, content_part.done, output_item.done
+    reasoning     the same with reasoning_text.delta … and reasoning_text.done
+    call          output_item.added, function_call_arguments.delta …, function_call_arguments.done, output_item.done
+    response.completed, response.incomplete (ended by length) or response.failed
 
-Each is told by its name too and has the next `sequence_number`. No [DONE] follows.
+Every event carries its name and the next `sequence_number`. No [DONE] follows.
 """
 
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Any, Literal, NotRequired
 
 import orjson
+from pydantic import ConfigDict, with_config
 
 from text_generation_router.api.core.blocks import CachedTokens, Kind, Script
 from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named, new_call_id, now
+from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
 from text_generation_router.errors import InvalidRequest, ServingError
 
-Json = dict[str, Any]
+
+class OutputText(ResponseBody):
+    """The text of a message."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    """Always empty."""
+    logprobs: list[Any]
+    """Always empty."""
+
+
+class ReasoningText(ResponseBody):
+    """A text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class MessageItem(ResponseBody):
+    """A message of the model."""
+
+    id: str
+    type: Literal["message"]
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class ReasoningItem(ResponseBody):
+    """Reasoning of the model, with --split-reasoning."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    summary: list[Any]
+    """Always empty."""
+    content: list[ReasoningText]
+
+
+class CallItem(ResponseBody):
+    """A function call."""
+
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+    namespace: NotRequired[str]
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
+class InputTokensDetails(ResponseBody):
+    """Details of the prompt tokens."""
+
+    cached_tokens: int
+    """Tokens found in the prefix cache."""
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(ResponseBody):
+    """Details of the new tokens."""
+
+    reasoning_tokens: int
+    """0: not counted."""
+
+
+class ResponseUsage(ResponseBody):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(ResponseBody):
+    """The error of a failed response."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(ResponseBody):
+    """The reason of an incomplete response."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ReasoningSettings(ResponseBody):
+    """The requested reasoning."""
+
+    effort: str | None
+    summary: None
+
+
+class ResponseAnswer(ResponseBody):
+    """A response, with the settings that produced it."""
+
+    id: str
+    object: Literal["response"]
+    created_at: float
+    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    background: Literal[False]
+    completed_at: int | None
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: ReasoningSettings
+    service_tier: str
+    store: Literal[False]
+    temperature: float
+    text: WrittenJson
+    tool_choice: str | dict[str, Any]
+    tools: WrittenJson
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None
+    user: str | None
+
+
+@with_config(ConfigDict(extra="allow", use_attribute_docstrings=True))
+class ResponseEvent(ResponseBody):
+    """A named event of a streamed response; the last is response.completed, .incomplete or .failed."""
+
+    type: str
+    sequence_number: int
+
 
 _PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
 _DELTAS = {
@@ -33,117 +176,130 @@ _DELTAS = {
 }
 
 
-class ResponseScript(Script):
-    """Writes a response down."""
+class ResponseScript(Script[OutputItem]):
+    """Writes one response."""
 
     def __init__(self, body: ResponsesBody, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:
-        """Raises InvalidRequest for what cannot be repeated in the answer."""
+        """Raises InvalidRequest for a setting that cannot be repeated in the response."""
         super().__init__()
         self._response = _new_response(body, named)
         self._cached_tokens = cached_tokens
         self._places = callable_tools(body.tools or ()).places
         self._prompt_tokens = prompt_tokens
         self._sequence = 0
-        self._item: Json = {}
-        """The open item, as it began."""
+        self._item: OutputItem
+        """The open item."""
         self._delta_head = b""
         """A delta of the open item, up to its number."""
 
-    def whole(self) -> Json:
+    def whole(self) -> ResponseAnswer:
         return self._response
 
     def begin(self) -> bytes:
-        return self._say("response.created", response=self._response) + self._say(
+        return self._named("response.created", response=self._response) + self._named(
             "response.in_progress", response=self._response
         )
 
     def block_began(self, kind: Kind, name: str) -> bytes:
-        item: Json = {"id": _PREFIXES[kind] + secrets.token_hex(12)}
-        if kind is Kind.TEXT:
-            item |= {"type": "message", "status": "in_progress", "role": "assistant", "content": []}
-        elif kind is Kind.REASONING:
-            item |= {"type": "reasoning", "status": "in_progress", "summary": [], "content": []}
-        else:
-            namespace, own = self._places.get(name, (None, name))
-            item |= {
-                "type": "function_call",
-                "status": "in_progress",
-                "call_id": new_call_id(),
-                "name": own,
-                "arguments": "",
-            }
-            if namespace is not None:
-                item["namespace"] = namespace
-        self._item = item
+        self._item = item = self._new_item(kind, name)
         delta = {"type": _DELTAS[kind], **self._place(kind)} | ({"logprobs": []} if kind is Kind.TEXT else {})
         self._delta_head = b'event: %b\ndata: %b,"sequence_number":' % (
             _DELTAS[kind].encode(),
             orjson.dumps(delta)[:-1],
         )
-        began = self._say("response.output_item.added", output_index=len(self.blocks), item=item)
+        began = self._named("response.output_item.added", output_index=len(self.blocks), item=item)
         if kind is Kind.CALL:
             return began
-        return began + self._say("response.content_part.added", **self._place(kind), part=_part(kind, ""))
+        return began + self._named(
+            "response.content_part.added",
+            **self._place(kind),
+            part=_output_text("") if kind is Kind.TEXT else _reasoning_text(""),
+        )
 
     def text_delta(self, delta: str) -> bytes:
-        # Formatted by hand, and only the text is escaped.
+        # Formatted by hand; only the text is escaped.
         sequence, self._sequence = self._sequence, self._sequence + 1
         return b'%b%d,"delta":%b}\n\n' % (self._delta_head, sequence, orjson.dumps(delta))
 
     reasoning_delta = text_delta
     arguments_delta = text_delta
 
-    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[Json, bytes]:
-        item = self._item | {"status": "completed" if whole else "incomplete"}
-        place = self._place(kind)
-        if kind is Kind.CALL:
-            item["arguments"] = text
-            told = self._say("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
-        else:
-            part = _part(kind, text)
-            item["content"] = [part]
-            if kind is Kind.TEXT:
-                told = self._say("response.output_text.done", **place, text=text, logprobs=[])
-            else:
-                told = self._say("response.reasoning_text.done", **place, text=text)
-            told += self._say("response.content_part.done", **place, part=part)
-        return item, told + self._say("response.output_item.done", output_index=len(self.blocks), item=item)
+    def block_ended(self, kind: Kind, text: str, *, whole: bool) -> tuple[OutputItem, bytes]:
+        item, place = self._item, self._place(kind)
+        item["status"] = "completed" if whole else "incomplete"
+        match item["type"]:
+            case "function_call":
+                item["arguments"] = text
+                name = "response.function_call_arguments.done"
+                events = self._named(name, **place, name=item["name"], arguments=text)
+            case "message":
+                item["content"] = [_output_text(text)]
+                events = self._named("response.output_text.done", **place, text=text, logprobs=[])
+                events += self._named("response.content_part.done", **place, part=_output_text(text))
+            case "reasoning":
+                item["content"] = [_reasoning_text(text)]
+                events = self._named("response.reasoning_text.done", **place, text=text)
+                events += self._named("response.content_part.done", **place, part=_reasoning_text(text))
+        return item, events + self._named("response.output_item.done", output_index=len(self.blocks), item=item)
 
     def ended(self, end: AnswerEnd) -> bytes:
-        status = "completed"
+        response = self._response
+        response["status"] = "completed"
         if end.finish is Finish.LENGTH:
-            status = "incomplete"
-            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+            response["status"] = "incomplete"
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            self._response["completed_at"] = now()
-        self._response |= {
-            "status": status,
-            "output": self.blocks,
-            "usage": usage(self._prompt_tokens, end.ending.generated_tokens, self._cached_tokens()),
-        }
-        return self._say(f"response.{status}", response=self._response)
+            response["completed_at"] = now()
+        response["output"] = self.blocks
+        response["usage"] = _usage(self._prompt_tokens, end.ending.generated_tokens, self._cached_tokens())
+        return self._named(f"response.{response['status']}", response=response)
 
     def failure(self, error: ServingError) -> bytes:
         last = self.cut_off()
-        self._response |= {
-            "status": "failed",
-            "error": {"code": error.responses_code, "message": str(error)},
-            "output": self.blocks,
-        }
-        return last + self._say("response.failed", response=self._response)
+        self._response["status"] = "failed"
+        self._response["error"] = {"code": error.responses_code, "message": str(error)}
+        self._response["output"] = self.blocks
+        return last + self._named("response.failed", response=self._response)
 
-    def _place(self, kind: Kind) -> Json:
-        place = {"item_id": self._item["id"], "output_index": len(self.blocks)}
+    def _new_item(self, kind: Kind, name: str) -> OutputItem:
+        item_id = _PREFIXES[kind] + secrets.token_hex(12)
+        match kind:
+            case Kind.TEXT:
+                return {
+                    "id": item_id,
+                    "type": "message",
+                    "status": "in_progress",
+                    "role": "assistant",
+                    "content": [],
+                }
+            case Kind.REASONING:
+                return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+            case Kind.CALL:
+                namespace, own = self._places.get(name, (None, name))
+                call: CallItem = {
+                    "id": item_id,
+                    "type": "function_call",
+                    "status": "in_progress",
+                    "call_id": new_call_id(),
+                    "name": own,
+                    "arguments": "",
+                }
+                if namespace is not None:
+                    call["namespace"] = namespace
+                return call
+
+    def _place(self, kind: Kind) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._item["id"], "output_index": len(self.blocks)}
         return place if kind is Kind.CALL else place | {"content_index": 0}
 
-    def _say(self, name: str, /, **fields: object) -> bytes:
+    def _named(self, name: str, /, **fields: object) -> bytes:
         sequence, self._sequence = self._sequence, self._sequence + 1
         event = orjson.dumps({"type": name, "sequence_number": sequence, **fields})
         return b"event: %b\ndata: %b\n\n" % (name.encode(), event)
 
 
-def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Json:
-    """The counts; what is not counted apart is 0."""
+def _usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> ResponseUsage:
+    """Token counts; a count that is not kept is 0."""
     return {
         "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
@@ -153,14 +309,16 @@ def usage(prompt_tokens: int, generated_tokens: int, cached_tokens: int) -> Json
     }
 
 
-def _part(kind: Kind, text: str) -> Json:
-    if kind is Kind.REASONING:
-        return {"type": "reasoning_text", "text": text}
+def _output_text(text: str) -> OutputText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _new_response(body: ResponsesBody, named: Named) -> Json:
-    """A response that has only begun: what was asked for, with the defaults that were taken. Raises InvalidRequest."""
+def _reasoning_text(text: str) -> ReasoningText:
+    return {"type": "reasoning_text", "text": text}
+
+
+def _new_response(body: ResponsesBody, named: Named) -> ResponseAnswer:
+    """A response without output: the requested settings, with defaults. Raises InvalidRequest."""
     choice = body.tool_choice
     reasoning = body.reasoning
     return {
@@ -197,7 +355,7 @@ def _new_response(body: ResponsesBody, named: Named) -> Json:
 
 
 def _repeated(name: str, value: object) -> orjson.Fragment:
-    """What the client wrote, written once. Raises InvalidRequest: what can be read may be too deep to be written."""
+    """A value of the request, written once. Raises InvalidRequest: a value that can be parsed may be too deep to write."""
     try:
         return orjson.Fragment(orjson.dumps(value))
     except orjson.JSONEncodeError:
@@ -205,5 +363,5 @@ def _repeated(name: str, value: object) -> orjson.Fragment:
 
 
 def _number(value: float | None) -> float:
-    """What the client wrote: a float32 has seven digits."""
+    """The number as the client wrote it: a float32 has seven digits."""
     return 1.0 if value is None else float(f"{value:.7g}")

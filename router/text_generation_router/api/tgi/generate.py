@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import orjson
 from aiohttp import web
 
@@ -14,10 +12,8 @@ from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import tgi_error_event
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.tgi.parameters import check_streamed, check_whole, to_options
-from text_generation_router.api.tgi.replies import TokenEvents, whole_reply
+from text_generation_router.api.tgi.replies import GenerateAnswer, TokenEvents, whole_reply
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
-
-Json = dict[str, Any]
 
 
 class GenerateRoutes:
@@ -46,8 +42,8 @@ class GenerateRoutes:
     async def answer_compat(self, request: web.Request, body: CompatGenerateBody) -> web.StreamResponse:
         """Answer a body of POST / that another route parsed."""
         if body.parameters.return_full_text is None:
-            full_text = self._serving.settings.compat_return_full_text
-            parameters = body.parameters.model_copy(update={"return_full_text": full_text})
+            # TGI's default for local models.
+            parameters = body.parameters.model_copy(update={"return_full_text": True})
             body = body.model_copy(update={"parameters": parameters})
         if body.stream:
             return await self._streamed(request, body)
@@ -57,7 +53,7 @@ class GenerateRoutes:
             body=orjson.dumps([reply]), content_type="application/json", headers=self._headers_of_whole(body, record)
         )
 
-    async def reply(self, body: GenerateBody, record: GenerationRecord) -> Json:
+    async def reply(self, body: GenerateBody, record: GenerationRecord) -> GenerateAnswer:
         """Return the whole reply to a body. Raises ServingError."""
         with self._serving.take_permits([record], self.permits_needed(body.parameters)):
             return await self.permitted_reply(body, record)
@@ -69,7 +65,7 @@ class GenerateRoutes:
 
     async def permitted_reply(
         self, body: GenerateBody, record: GenerationRecord, around: QosFields | None = None
-    ) -> Json:
+    ) -> GenerateAnswer:
         """Return the whole reply for a caller that holds its permits (`permits_needed`).
 
         `around` is the body of several replies that this is one of.

@@ -1,13 +1,15 @@
-"""What TGI's routes say, to the byte: key order, omissions, 32-bit log-probabilities."""
+"""TGI's responses: their types, and their writers, exact to the byte: key order, omissions, 32-bit log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Literal, NotRequired
 
 import orjson
 
+from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.serving import Collector
+from text_generation_router.api.http.bodies import ResponseBody, WrittenLogprob
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.tgi.schemas import GenerateBody
@@ -16,11 +18,92 @@ from text_generation_router.generation import Ending, Piece
 from text_generation_router.request import LogprobJson, Request, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
+
+class GeneratedToken(ResponseBody):
+    """A generated token."""
+
+    id: int
+    text: str
+    logprob: WrittenLogprob
+    """Null if unknown, or if the token was impossible."""
+    special: bool
+
+
+class PrefillToken(ResponseBody):
+    """A token of the prompt."""
+
+    id: int
+    text: str
+    logprob: WrittenLogprob
+    """Null for the first token, and if the engine does not know it."""
+
+
+TgiFinishReason = Literal["length", "eos_token", "stop_sequence"]
+
+
+class BestOfSequence(ResponseBody):
+    """One of the sequences of `best_of` that were not chosen."""
+
+    generated_text: str
+    finish_reason: TgiFinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[GeneratedToken]
+    top_tokens: NotRequired[list[list[GeneratedToken]]]
+
+
+class Details(ResponseBody):
+    """Details of a generated text."""
+
+    finish_reason: TgiFinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PrefillToken]
+    tokens: list[GeneratedToken]
+    best_of_sequences: NotRequired[list[BestOfSequence]]
+    top_tokens: NotRequired[list[list[GeneratedToken]]]
+    cached_tokens: NotRequired[int]
+    """Prompt tokens found in the prefix cache; absent if none. Not part of TGI."""
+
+
+class GenerateAnswer(ResponseBody):
+    """A generated text."""
+
+    generated_text: str
+    details: NotRequired[Details]
+
+
+class StreamDetails(ResponseBody):
+    """Details of a streamed text."""
+
+    finish_reason: TgiFinishReason
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+    cached_tokens: NotRequired[int]
+    """Prompt tokens found in the prefix cache; absent if none. Not part of TGI."""
+
+
+class StreamEvent(ResponseBody):
+    """One token of a streamed text. The last event has the text and, if requested, details."""
+
+    index: int
+    token: GeneratedToken
+    top_tokens: NotRequired[list[GeneratedToken]]
+    generated_text: str | None
+    details: StreamDetails | None
+
+
+_REASONS: dict[FinishReason, TgiFinishReason] = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS_TOKEN: "eos_token",
+    FinishReason.STOP_SEQUENCE: "stop_sequence",
+}
 
 
 class TokenEvents:
-    """A sink that streams: one event a token."""
+    """The sink of a streamed text: one event per token."""
 
     def __init__(
         self, stream: EventStream, body: GenerateBody, tokenizer: Tokenizer, generation: GenerationRecord
@@ -33,7 +116,7 @@ class TokenEvents:
         self._index = 0
 
     def on_piece(self, piece: Piece) -> None:
-        # The hot path of the whole API: formatted by hand, and only the text is escaped.
+        # The hot path of the API: a StreamEvent formatted by hand, in which only the text is escaped.
         token_id, text, _, logprob, special, top, ending = piece
         self._index += 1
         if ending is None and not top:
@@ -43,11 +126,19 @@ class TokenEvents:
                 % (self._index, token_id, orjson.dumps(text), logprob, b"true" if special else b"false")
             )
             return
-        event: Json = {"index": self._index, "token": token_json(piece)}
+        generated = None if ending is None else _generated_text(ending, self._body)
+        details = self._details(ending) if ending is not None and self._body.parameters.details else None
+        event: StreamEvent
         if top:
-            event["top_tokens"] = top_tokens_json(top, self._tokenizer)
-        event["generated_text"] = None if ending is None else generated_text(ending, self._body)
-        event["details"] = self._details(ending) if ending is not None and self._body.parameters.details else None
+            event = {
+                "index": self._index,
+                "token": _token(piece),
+                "top_tokens": _top_tokens(top, self._tokenizer),
+                "generated_text": generated,
+                "details": details,
+            }
+        else:
+            event = {"index": self._index, "token": _token(piece), "generated_text": generated, "details": details}
         self._send(b"data: %b\n\n" % orjson.dumps(event))
         if ending is not None:
             self._generation.ending = ending
@@ -60,54 +151,48 @@ class TokenEvents:
         self._generation.failed(error)
         self._stream.fail(error)
 
-    def _details(self, ending: Ending) -> Json:
+    def _details(self, ending: Ending) -> StreamDetails:
         request = self._generation.request
         assert request is not None
-        details: Json = {
-            "finish_reason": ending.reason.value,
+        details: StreamDetails = {
+            "finish_reason": _REASONS[ending.reason],
             "generated_tokens": ending.generated_tokens,
-            "seed": reported_seed(request),
+            "seed": _reported_seed(request),
             "input_length": len(request.prompt),
         }
-        return details | _cached(self._generation.cached_tokens)
+        if cached := self._generation.cached_tokens:
+            details["cached_tokens"] = cached
+        return details
 
 
 def whole_reply(
     body: GenerateBody, best: Collector, others: Sequence[Collector], tokenizer: Tokenizer, cached_tokens: int
-) -> Json:
-    """The answer of /generate."""
-    reply: Json = {"generated_text": generated_text(best.ended.result(), body)}
+) -> GenerateAnswer:
+    """The response of /generate."""
+    reply: GenerateAnswer = {"generated_text": _generated_text(best.ended.result(), body)}
     if body.parameters.details or body.parameters.decoder_input_details:
-        details = _sequence(best, tokenizer)
-        top_tokens = details.pop("top_tokens", None)
+        details = _details(best, tokenizer)
         if others:
-            details["best_of_sequences"] = [
-                {"generated_text": generated_text(other.ended.result(), body), **_sequence(other, tokenizer)}
-                for other in others
-            ]
-        if top_tokens is not None:
-            details["top_tokens"] = top_tokens
-        reply["details"] = details | _cached(cached_tokens)
+            details["best_of_sequences"] = [_other(other, body, tokenizer) for other in others]
+        if best.request.logprobs.top_n:
+            details["top_tokens"] = [_top_tokens(piece.top, tokenizer) for piece in best.pieces]
+        if cached_tokens:
+            details["cached_tokens"] = cached_tokens
+        reply["details"] = details
     return reply
 
 
-def _cached(tokens: int) -> Json:
-    """TGI has no such field, so it is there only where it says something."""
-    return {"cached_tokens": tokens} if tokens else {}
-
-
-def generated_text(ending: Ending, body: GenerateBody) -> str:
-    """The text of a finished request, after its prompt where that was asked for."""
+def _generated_text(ending: Ending, body: GenerateBody) -> str:
+    """The text of a finished generation, after its prompt if requested."""
     return body.inputs + ending.text if body.parameters.return_full_text else ending.text
 
 
-def reported_seed(request: Request) -> int | None:
-    """The seed, where one was used."""
+def _reported_seed(request: Request) -> int | None:
+    """The seed, if the request was sampled."""
     return None if request.sampling.greedy else request.sampling.seed
 
 
-def token_json(piece: Piece) -> Json:
-    """One generated token."""
+def _token(piece: Piece) -> GeneratedToken:
     return {
         "id": piece.token_id,
         "text": piece.text,
@@ -116,7 +201,7 @@ def token_json(piece: Piece) -> Json:
     }
 
 
-def top_tokens_json(top: Iterable[TopToken], tokenizer: Tokenizer) -> list[Json]:
+def _top_tokens(top: Iterable[TopToken], tokenizer: Tokenizer) -> list[GeneratedToken]:
     """The most probable tokens of one position."""
     return [
         {
@@ -129,18 +214,32 @@ def top_tokens_json(top: Iterable[TopToken], tokenizer: Tokenizer) -> list[Json]
     ]
 
 
-def _sequence(collected: Collector, tokenizer: Tokenizer) -> Json:
+def _details(collected: Collector, tokenizer: Tokenizer) -> Details:
+    """Details of one sequence, without those that depend on others."""
     ending = collected.ended.result()
-    sequence: Json = {
-        "finish_reason": ending.reason.value,
+    return {
+        "finish_reason": _REASONS[ending.reason],
         "generated_tokens": ending.generated_tokens,
-        "seed": reported_seed(collected.request),
+        "seed": _reported_seed(collected.request),
         "prefill": [
             {"id": token_id, "text": tokenizer.token_text(token_id), "logprob": orjson.Fragment(logprob)}
             for token_id, logprob in zip(collected.request.prompt, collected.prompt_logprobs, strict=False)
         ],
-        "tokens": [token_json(piece) for piece in collected.pieces],
+        "tokens": [_token(piece) for piece in collected.pieces],
+    }
+
+
+def _other(collected: Collector, body: GenerateBody, tokenizer: Tokenizer) -> BestOfSequence:
+    """A sequence of `best_of` that was not chosen."""
+    details = _details(collected, tokenizer)
+    other: BestOfSequence = {
+        "generated_text": _generated_text(collected.ended.result(), body),
+        "finish_reason": details["finish_reason"],
+        "generated_tokens": details["generated_tokens"],
+        "seed": details["seed"],
+        "prefill": details["prefill"],
+        "tokens": details["tokens"],
     }
     if collected.request.logprobs.top_n:
-        sequence["top_tokens"] = [top_tokens_json(piece.top, tokenizer) for piece in collected.pieces]
-    return sequence
+        other["top_tokens"] = [_top_tokens(piece.top, tokenizer) for piece in collected.pieces]
+    return other

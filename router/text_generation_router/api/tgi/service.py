@@ -4,45 +4,163 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-import orjson
 from aiohttp import hdrs, web
+from pydantic import AliasChoices, FailFast, Field
 
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.parameters import check_token_ids
 from text_generation_router.api.core.settings import MODEL_ALIAS, Settings
 from text_generation_router.api.core.tokens import answer_tokens
-from text_generation_router.api.http.bodies import parse_body, parse_json
-from text_generation_router.api.tgi.service_schemas import DetokenizeBody, PromptBody, tokenize_body
+from text_generation_router.api.http.bodies import (
+    Body,
+    ResponseBody,
+    UInt32,
+    json_response,
+    parse_body,
+    parse_json,
+    validate,
+)
+from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import NotFound, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
 from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
 
+# ----------------------------------------------------------------------------------------------------------------- bodies
+
+
+class PromptBody(Body):
+    """Body of /tokenize in vLLM's form, which evaluation tools send."""
+
+    prompt: str
+    """The text."""
+    add_special_tokens: bool = True
+    """Include the tokens that the tokenizer puts around a text."""
+
+
+class UnjudgedParameters(GenerateParameters):
+    """Parameters of which only the types are checked."""
+
+
+class InputsBody(GenerateBody):
+    """Body of /tokenize in TGI's form: that of /generate, of which only `inputs` is used."""
+
+    inputs: str
+    """The text."""
+    parameters: UnjudgedParameters = UnjudgedParameters()
+
+
+TokenizeBody = InputsBody | PromptBody
+"""Body of /tokenize: TGI's with `inputs`, vLLM's with `prompt`."""
+
+
+class DetokenizeBody(Body):
+    """Body of /detokenize."""
+
+    ids: Annotated[list[UInt32], FailFast(), Field(validation_alias=AliasChoices("ids", "tokens"))]
+    """The tokens; `tokens` is vLLM's name for them."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- answers
+
+
+class TokenIdsAnswer(ResponseBody):
+    """Tokens of a `prompt`, in vLLM's form."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeAnswer(ResponseBody):
+    """A text, under our name and under vLLM's, which evaluation tools read."""
+
+    text: str
+    prompt: str
+
+
+class TokenizerInfo(ResponseBody):
+    """Properties of the tokenizer, for clients that render and count themselves."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
+class PrefixCacheAnswer(ResponseBody):
+    """Prompt tokens looked up and found in the prefix cache since start, and those in it now."""
+
+    query_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    cached_tokens: int
+
+
+class InfoAnswer(ResponseBody):
+    """The model, the limits and the replicas."""
+
+    model_id: str
+    model_sha: str | None
+    model_pipeline_tag: str | None
+    """Always null; present because TGI has it."""
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: str | None
+    """Always null; present because TGI has it."""
+    docker_label: str | None
+    model_dtype: str
+    model_device_type: str
+    """`cuda` or `cpu`."""
+    engine: str
+    """`tensorrt-llm`, `torch` or `echo`."""
+    unsupported: dict[str, str]
+    """Parameters that the engine does not support, by their name in the shard's protocol, with the reason."""
+    replicas: int
+    replicas_serving: int
+    prefix_cache: PrefixCacheAnswer
+
+
+class ModelAnswer(ResponseBody):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    """0, as in TGI."""
+    owned_by: str
+
+
+class ModelsAnswer(ResponseBody):
+    """The served models."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+# --------------------------------------------------------------------------------------------------------------- handlers
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What /info says beyond the limits."""
+    """Properties of the model and of the engine, for /info and /tokenizer_info."""
 
-    model_id: str
-    version: str
-    validation_workers: int
-    max_client_batch_size: int
-    model_sha: str | None = None
-    model_pipeline_tag: str | None = None
-    sha: str | None = None
-    docker_label: str | None = None
     engine: str = ""
-    """What computes: `tensorrt-llm`, `torch`, `echo`."""
+    """`tensorrt-llm`, `torch` or `echo`."""
     dtype: str = ""
     device_type: str = ""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """Texts of `bos_token` and its like."""
+    """Texts of `bos_token`, `eos_token`, ..."""
     chat_template: str | None = None
-
-    @property
-    def as_listed(self) -> dict[str, object]:
-        """As OpenAI lists models; `created` is what TGI says."""
-        return {"id": self.model_id, "object": "model", "created": 0, "owned_by": self.model_id}
 
 
 class ServiceRoutes:
@@ -58,28 +176,60 @@ class ServiceRoutes:
         info: ModelInfo,
     ) -> None:
         self._tokenizer = tokenizer
+        self._permits = permits
         self._metrics = metrics
         self._healthy = healthy
+        self._settings = settings
         self._limits = settings.limits
         self._model = info
-        self._info = _info(info, permits, settings)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """GET /health, /ping and /: whether tokens can be produced."""
+        """GET /health, /ping and /: 200 if a replica serves."""
         if not self._healthy():
             raise Unhealthy
         return web.Response()
 
     async def info(self, request: web.Request) -> web.StreamResponse:
-        """GET /info: what is served, and within which limits; how many replicas serve, and what they know by heart."""
-        return _json(self._info | self._metrics.status())
+        """GET /info: the model, the limits and the replicas."""
+        config, limits = self._settings.config, self._limits
+        stats = self._metrics.scheduler_stats()
+        answer: InfoAnswer = {
+            "model_id": self._settings.model_id,
+            "model_sha": config.revision,
+            "model_pipeline_tag": None,
+            "max_concurrent_requests": self._permits.limit,
+            "max_best_of": limits.max_best_of,
+            "max_stop_sequences": limits.max_stop_sequences,
+            "max_input_tokens": limits.max_input_tokens,
+            "max_total_tokens": limits.max_total_tokens,
+            "validation_workers": config.validation_workers,
+            "max_client_batch_size": config.max_client_batch_size,
+            "router": "text-generation-router",
+            "version": self._settings.version,
+            "sha": None,
+            "docker_label": config.docker_label or None,
+            # TGI had the next two up to version 2, and never the others.
+            "model_dtype": self._model.dtype,
+            "model_device_type": self._model.device_type,
+            "engine": self._model.engine,
+            "unsupported": dict(limits.unsupported),
+            "replicas": stats.num_replicas,
+            "replicas_serving": stats.serving_replicas,
+            "prefix_cache": {
+                "query_tokens": stats.prompt_tokens,
+                "hit_tokens": stats.hit_tokens,
+                "hit_rate": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
+                "cached_tokens": stats.cached_blocks * stats.block_size,
+            },
+        }
+        return json_response(answer)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """GET /metrics."""
+        """GET /metrics: metrics in Prometheus' text format."""
         return web.Response(body=self._metrics.exposition(), headers={hdrs.CONTENT_TYPE: CONTENT_TYPE})
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        """POST /tokenize: a text's tokens, and which bytes of the text each stands for."""
+        """POST /tokenize: the tokens of a text, with the bytes that each stands for."""
         body = tokenize_body(await parse_json(request))
         if isinstance(body, PromptBody):
             return await self._token_ids(body)
@@ -89,71 +239,50 @@ class ServiceRoutes:
         return await answer_tokens(request, text, encoding)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        """POST /detokenize: the text of tokens, special ones included.
-
-        It has two names: `text`, ours, and `prompt`, vLLM's, which evaluation tools read.
-        """
+        """POST /detokenize: the text of tokens, special ones included."""
         ids = (await parse_body(request, DetokenizeBody)).ids
         check_token_ids("ids", ids, self._limits)
         with tokenizer_errors():
             text = await self._tokenizer.decode(ids)
-        return _json({"text": text, "prompt": text})
+        answer: DetokenizeAnswer = {"text": text, "prompt": text}
+        return json_response(answer)
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:
-        """GET /tokenizer_info: what clients that write prompts themselves need to know."""
+        """GET /tokenizer_info: special tokens, chat template and longest sequence."""
         tokens = self._model.special_tokens
-        return _json(
-            {
-                "bos_token": tokens.get("bos_token"),
-                "eos_token": tokens.get("eos_token"),
-                "pad_token": tokens.get("pad_token"),
-                "chat_template": self._model.chat_template,
-                "model_max_length": self._limits.max_total_tokens,
-            }
-        )
+        answer: TokenizerInfo = {
+            "bos_token": tokens.get("bos_token"),
+            "eos_token": tokens.get("eos_token"),
+            "pad_token": tokens.get("pad_token"),
+            "chat_template": self._model.chat_template,
+            "model_max_length": self._limits.max_total_tokens,
+        }
+        return json_response(answer)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models: the one model there is."""
-        return _json({"object": "list", "data": [self._model.as_listed]})
+        """GET /v1/models: the served model."""
+        answer: ModelsAnswer = {"object": "list", "data": [self._listed()]}
+        return json_response(answer)
 
     async def one_model(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models/{model}: a model, if it is served; `tgi` is the one that is."""
+        """GET /v1/models/{model}: the served model, by its name or as `tgi`."""
         model_id = request.match_info["model"]
-        if model_id not in (self._model.model_id, MODEL_ALIAS):
+        if model_id not in (self._settings.model_id, MODEL_ALIAS):
             raise NotFound(f"The model `{model_id}` does not exist")
-        return _json(self._model.as_listed)
+        return json_response(self._listed())
+
+    def _listed(self) -> ModelAnswer:
+        model_id = self._settings.model_id
+        return {"id": model_id, "object": "model", "created": 0, "owned_by": model_id}
 
     async def _token_ids(self, body: PromptBody) -> web.Response:
-        """As vLLM answers."""
         with tokenizer_errors():
             ids = await self._tokenizer.encode_ids(body.prompt, add_special_tokens=body.add_special_tokens)
-        return _json({"count": len(ids), "max_model_len": self._limits.max_total_tokens, "tokens": ids})
+        answer: TokenIdsAnswer = {"count": len(ids), "max_model_len": self._limits.max_total_tokens, "tokens": ids}
+        return json_response(answer)
 
 
-def _json(value: object) -> web.Response:
-    return web.Response(body=orjson.dumps(value), content_type="application/json")
-
-
-def _info(info: ModelInfo, permits: Permits, settings: Settings) -> dict[str, object]:
-    limits = settings.limits
-    return {
-        "model_id": info.model_id,
-        "model_sha": info.model_sha,
-        "model_pipeline_tag": info.model_pipeline_tag,
-        "max_concurrent_requests": permits.limit,
-        "max_best_of": limits.max_best_of,
-        "max_stop_sequences": limits.max_stop_sequences,
-        "max_input_tokens": limits.max_input_tokens,
-        "max_total_tokens": limits.max_total_tokens,
-        "validation_workers": info.validation_workers,
-        "max_client_batch_size": info.max_client_batch_size,
-        "router": "text-generation-router",
-        "version": info.version,
-        "sha": info.sha,
-        "docker_label": info.docker_label,
-        # TGI had these two up to its version 2, and never the others.
-        "model_dtype": info.dtype,
-        "model_device_type": info.device_type,
-        "engine": info.engine,
-        "unsupported": dict(limits.unsupported),
-    }
+def tokenize_body(value: object) -> TokenizeBody:
+    """Validate a body of /tokenize in either form. Raises InvalidBody."""
+    vllm = isinstance(value, dict) and "prompt" in value and "inputs" not in value
+    return validate(value, PromptBody) if vllm else validate(value, InputsBody)

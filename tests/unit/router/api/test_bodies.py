@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import orjson
 import pytest
+from api_settings import api_settings
 from pydantic import BaseModel, BeforeValidator, FailFast, ValidationError
 from typing_extensions import TypeAliasType
 
@@ -15,7 +16,7 @@ from text_generation_router.api.anthropic.messages import MessagesRoutes
 from text_generation_router.api.cloud.kserve import KServeRoutes
 from text_generation_router.api.cloud.sagemaker import SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexRoutes
-from text_generation_router.api.core.settings import Limits, Settings
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.bodies import Body, validate
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
@@ -49,7 +50,7 @@ def bodies() -> list[type[Body]]:
             VertexRoutes.__new__(VertexRoutes),
             KServeRoutes.__new__(KServeRoutes),
             service,
-            Settings(LIMITS),
+            api_settings(LIMITS),
         ),
     ]
     taken = [route.body for route in table if route.body is not None]

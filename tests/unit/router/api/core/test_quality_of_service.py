@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from api_settings import api_settings
 
 from text_generation_router.api.anthropic.schemas import MessagesBody
 from text_generation_router.api.cloud.kserve import InferBody
 from text_generation_router.api.cloud.vertex import TextInstance, VertexBody
 from text_generation_router.api.core.quality_of_service import QosFields, TieredFields, quality_of_service
-from text_generation_router.api.core.settings import Limits, Settings
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.bodies import validate
 from text_generation_router.api.http.caller import Caller
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
@@ -20,7 +21,8 @@ from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateB
 from text_generation_router.errors import InvalidBody, InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
 
-SETTINGS = Settings(Limits(1, 1, 1, 10, 20))
+LIMITS = Limits(1, 1, 1, 10, 20)
+SETTINGS = api_settings(LIMITS)
 NOW = 1000.0
 CALLER = Caller(NOW)
 
@@ -80,7 +82,7 @@ def test_of_header_and_bodies_the_nearest_counts() -> None:
 
 
 def test_the_operators_timeouts_are_defaults_and_bounds() -> None:
-    settings = replace(SETTINGS, queue_timeout_s=5.0, request_timeout_s=60.0)
+    settings = api_settings(LIMITS, queue_timeout=5.0, request_timeout=60.0)
     for asked, due in (({}, (5, 60)), ({"queue_timeout": 9, "timeout": 99}, (5, 60)), ({"timeout": 1}, (5, 1))):
         service = quality_of_service(CALLER, settings, fields(**asked))
         assert (service.queue_by, service.end_by) == (NOW + due[0], NOW + due[1])
@@ -158,7 +160,7 @@ def test_a_salt_is_the_bodys_whoever_asks() -> None:
 
 
 def test_tenants_that_are_kept_apart_never_have_the_same_salt() -> None:
-    settings = replace(SETTINGS, salt_per_tenant=True)
+    settings = api_settings(LIMITS, prefix_cache_per_tenant=True)
     salts = {
         quality_of_service(replace(CALLER, tenant=TenantId(tenant)), settings, fields(cache_salt=salt)).salt
         for tenant in ("", "a", "ab")

@@ -1,4 +1,4 @@
-"""Which headers carry a key, and which keys are keys."""
+"""API keys: which headers carry one, and the name of a key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = ApiKeys(["sk-First", "second"])
         {"x-api-key": "other", "Authorization": "Bearer second"},
     ],
 )
-def test_any_key_in_either_header_is_enough(headers: dict[str, str]) -> None:
+def test_a_valid_key_in_either_header_is_accepted(headers: dict[str, str]) -> None:
     assert KEYS.admit(headers)
 
 
@@ -42,44 +42,44 @@ def test_any_key_in_either_header_is_enough(headers: dict[str, str]) -> None:
         {"x-api-key": "Bearer second"},
     ],
 )
-def test_anything_else_is_not(headers: dict[str, str]) -> None:
+def test_anything_else_is_rejected(headers: dict[str, str]) -> None:
     assert not KEYS.admit(headers)
 
 
 @pytest.mark.parametrize("key", ["", "two words", "naïve", "new\nline"])
-def test_a_key_no_header_can_carry_is_refused_without_being_told(key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(key: str) -> None:
     with pytest.raises(ValueError, match="visible ASCII") as refused:
         ApiKeys(["good", key])
     assert not key or key not in str(refused.value)
 
 
-def test_keys_are_not_kept() -> None:
+def test_only_digests_of_keys_are_kept() -> None:
     assert not any("second" in str(vars(KEYS)[name]) for name in vars(KEYS))
     assert bool(KEYS)
     assert not ApiKeys()
 
 
 @pytest.mark.parametrize("header", ["Bearer sk-First", "bearer sk-First"])
-def test_a_holder_is_told_by_the_key_wherever_it_stands(header: str) -> None:
+def test_the_name_of_a_key_does_not_depend_on_the_header(header: str) -> None:
     holder = KEYS.holder({"Authorization": header})
     assert holder == KEYS.holder({"x-api-key": "sk-First"}) == ApiKeys(["sk-First"]).holder({"x-api-key": "sk-First"})
     assert holder != KEYS.holder({"x-api-key": "second"})
 
 
-def test_a_holders_name_gives_no_key_away() -> None:
+def test_the_name_of_a_key_does_not_reveal_it() -> None:
     name = KEYS.holder({"x-api-key": "second"})
     assert name is not None
     assert len(name) == 16
     assert "second" not in name
-    # What the server judges keys by is not told either.
+    # Nor is it the digest that keys are compared by.
     assert not any(name in digest.hex() for digest in vars(KEYS)["_digests"])
 
 
-def test_a_stranger_holds_nothing() -> None:
+def test_without_a_valid_key_there_is_no_name() -> None:
     assert KEYS.holder({}) is None
     assert KEYS.holder({"x-api-key": "third"}) is None
 
 
 @pytest.mark.parametrize(("keys", "several"), [([], False), (["a"], False), (["a", "a"], False), (["a", "b"], True)])
-def test_one_key_tells_nobody_apart(keys: list[str], several: bool) -> None:
+def test_only_several_keys_distinguish_tenants(keys: list[str], several: bool) -> None:
     assert ApiKeys(keys).several is several

@@ -1,4 +1,4 @@
-"""What a request is called across services."""
+"""Request ids and trace ids from headers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PARENT = "00f067aa0ba902b7"
 
 
 @pytest.mark.parametrize("given", ["a", "req-1/2:3", "~" * 128])
-def test_a_clients_name_is_kept(given: str) -> None:
+def test_a_clients_id_is_kept(given: str) -> None:
     assert request_id({"x-request-id": given}) == given
 
 
 @pytest.mark.parametrize("given", [None, "", "a b", "a\tb", "é", "~" * 129, "\x7f"])
-def test_what_is_no_name_is_replaced(given: str | None) -> None:
+def test_an_invalid_id_is_replaced(given: str | None) -> None:
     headers = {} if given is None else {"x-request-id": given}
     made = request_id(headers)
     assert len(made) == 32
@@ -26,7 +26,7 @@ def test_what_is_no_name_is_replaced(given: str | None) -> None:
 @pytest.mark.parametrize(
     "given", [f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00", f"cc-{TRACE}-{PARENT}-01-what-the-future-will-be"]
 )
-def test_the_trace_of_a_traceparent(given: str) -> None:
+def test_a_valid_traceparent_has_a_trace_id(given: str) -> None:
     assert trace_id({"traceparent": given}) == TRACE
 
 
@@ -46,5 +46,5 @@ def test_the_trace_of_a_traceparent(given: str) -> None:
         f"00-{TRACE}-{PARENT}-01" + "-x" * 1000,
     ],
 )
-def test_what_is_no_traceparent_is_ignored(given: str) -> None:
+def test_an_invalid_traceparent_is_ignored(given: str) -> None:
     assert trace_id({"traceparent": given}) is None

@@ -1,4 +1,4 @@
-"""A bug in a handler is logged whole and told in one word, or ends the connection once an answer has begun."""
+"""An internal error in a handler is logged, and answered without details or by closing the connection."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def client() -> AsyncIterator[aiohttp.ClientSession]:
     await runner.cleanup()
 
 
-async def test_a_bug_is_a_500_that_gives_nothing_away(client: aiohttp.ClientSession) -> None:
+async def test_an_internal_error_is_a_500_without_details(client: aiohttp.ClientSession) -> None:
     with capture_logs() as records:
         async with client.get("/broken") as response:
             assert response.status == 500
@@ -50,7 +50,7 @@ async def test_a_bug_is_a_500_that_gives_nothing_away(client: aiohttp.ClientSess
     assert records[1]["status"] == 500
 
 
-async def test_a_bug_after_the_first_byte_ends_the_connection(client: aiohttp.ClientSession) -> None:
+async def test_an_internal_error_after_the_first_byte_closes_the_connection(client: aiohttp.ClientSession) -> None:
     with capture_logs() as records:
         async with client.get("/midway") as response:
             with pytest.raises(aiohttp.ClientPayloadError):

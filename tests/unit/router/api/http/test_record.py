@@ -1,4 +1,4 @@
-"""A request is one line in the log, however many generations it asks for; each of those is counted by itself."""
+"""A request leaves one log line; each of its generations is counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def metrics() -> Metrics:
 
 
 def nonzero(metrics: Metrics) -> dict[str, float]:
-    """tgi_request_count, _success, _failure and our reasons, where they are not zero."""
+    """tgi_request_count, _success, _failure and requests_finished_total, where not 0."""
     names = (
         "tgi_request_count",
         "tgi_request_success",
@@ -92,7 +92,7 @@ def test_a_generation_may_fail_alone(metrics: Metrics) -> None:
     assert logs[0]["error_type"] == "generation"
 
 
-def test_a_generation_whose_time_was_over_is_neither_an_error_nor_cancelled(metrics: Metrics) -> None:
+def test_an_expired_generation_is_neither_an_error_nor_cancelled(metrics: Metrics) -> None:
     record = Record()
     started(record, metrics, 1).failed(DeadlineExceeded("too late"))
     finish(record, a_post(), 200, metrics)
@@ -103,7 +103,7 @@ def test_a_generation_whose_time_was_over_is_neither_an_error_nor_cancelled(metr
     }
 
 
-def test_of_several_sequences_the_one_that_found_fewest_cached_tokens_counts(metrics: Metrics) -> None:
+def test_cached_tokens_are_the_minimum_over_the_sequences(metrics: Metrics) -> None:
     generation = Record().start(metrics)
     assert generation.cached_tokens == 0
     for times in (Times(1.0, 2.0, 16), Times(1.0, 2.0, 4), Times(1.0)):  # the last one is still in the queue
@@ -111,7 +111,7 @@ def test_of_several_sequences_the_one_that_found_fewest_cached_tokens_counts(met
     assert generation.cached_tokens == 4
 
 
-def test_answers_to_one_prompt_count_what_the_first_to_run_found(metrics: Metrics) -> None:
+def test_cached_tokens_of_several_choices_are_their_minimum(metrics: Metrics) -> None:
     record = Record()
     answers = [record.start(metrics) for _ in range(3)]
     assert cached_tokens(answers) == 0
@@ -121,7 +121,7 @@ def test_answers_to_one_prompt_count_what_the_first_to_run_found(metrics: Metric
     assert cached_tokens(answers[::2]) == 32
 
 
-def test_a_request_that_fails_as_a_whole_fails_all_its_generations(metrics: Metrics) -> None:
+def test_the_error_of_a_request_fails_all_its_generations(metrics: Metrics) -> None:
     record = Record()
     started(record, metrics, 1).ending = Ending(FinishReason.LENGTH, "", 5)
     started(record, metrics, 2)
@@ -134,19 +134,19 @@ def test_a_request_that_fails_as_a_whole_fails_all_its_generations(metrics: Metr
     }
 
 
-def test_an_answer_without_an_end_is_a_bug_and_counts_as_one(metrics: Metrics) -> None:
+def test_a_generation_without_an_end_counts_as_incomplete(metrics: Metrics) -> None:
     record = Record()
     started(record, metrics, 1)
     finish(record, a_post(), 200, metrics)
     assert nonzero(metrics)['tgi_request_failure{err="incomplete"}'] == 1
 
 
-def test_a_request_that_generates_nothing_counts_nowhere(metrics: Metrics) -> None:
+def test_a_request_without_generations_is_not_counted(metrics: Metrics) -> None:
     finish(Record(), a_post(), 200, metrics)
     assert nonzero(metrics) == {}
 
 
-def test_of_several_sequences_the_first_token_counts_once_and_the_first_times_stand(metrics: Metrics) -> None:
+def test_the_first_token_of_several_sequences_counts_once(metrics: Metrics) -> None:
     record = Record()
     generation = record.start(metrics)
     first, second = Times(queued=1.0), Times(queued=2.0)
