@@ -57,7 +57,7 @@ node-packages: ## Install the JavaScript clients for the tests, if there is npm
 	else echo "node-packages: npm not found: the JavaScript clients are not tested"; fi
 
 # Threads that wait at a barrier do not spin: tests share the cores with the servers they start.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 
 .PHONY: test
 test: check model node-packages ## Run the checks and the tests
