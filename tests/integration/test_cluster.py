@@ -214,3 +214,22 @@ async def test_after_the_end_requests_are_refused_at_once(tmp_path: Path) -> Non
         assert "the server was stopped" in str(running_one.error)
         with pytest.raises(Unhealthy):
             replicas.submit(1)
+
+
+@pytest.mark.timeout(60)
+async def test_a_stop_at_the_moment_of_a_loss_ends_the_cluster(tmp_path: Path) -> None:
+    class LostWhileStopping(StepMetrics):
+        def on_report(self, record: object) -> None:
+            if not serving.cancelling():
+                serving.cancel()
+                raise replica.ShardLost("lost while stopping")
+
+    cluster = Cluster(Scheduler(Policy(4096, 64)), LostWhileStopping(Registry()))
+    address, limits = f"unix://{tmp_path}/shard", WarmUpLimits()
+    async with serve_engine(EchoEngine.build(ShardConfig(engine="echo")), address) as shard:
+        joined = await join(shard.client, limits, address, timeout=20)
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(cluster.run([address], [joined], limits))
+            await cluster.opened()
+            cluster.submit(Request(RequestId(1), (1, 2, 3), 5), Listener())
+    assert serving.cancelled()

@@ -108,6 +108,10 @@ class ReplicaSession:
                 tasks.create_task(self._watch_health(client))
                 tasks.create_task(self._watch_silence())
         except (grpc.aio.AioRpcError, BaseExceptionGroup) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # A task group that fails drops a cancellation of the same moment: without this a router would not stop.
+                raise asyncio.CancelledError from error
             reasons = _loss_reasons(error)
             if not reasons:
                 raise
