@@ -33,7 +33,7 @@ START_TIMEOUT_S = 30.0
 """Time in which a worker must have created its job."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Pause before a worker that could not start is started again; doubled each time."""
-PATIENCE_S = 1.0
+MAX_WAIT_S = 1.0
 """Time that a call waits for a worker before it is refused with Overloaded."""
 NICENESS = 5
 REAP_INTERVAL_S = 0.01
@@ -66,7 +66,7 @@ class _Crashed(SandboxError):
 class _Call:
     payload: bytes
     answer: asyncio.Future[bytes]
-    patience: asyncio.TimerHandle = field(init=False)
+    wait_timer: asyncio.TimerHandle = field(init=False)
     """Refuses the call, unless a worker takes it in time."""
     is_repeated: bool = False
     """The first worker that did it died."""
@@ -149,7 +149,7 @@ class Sandbox:
     async def call(self, payload: bytes) -> bytes:
         """Do one job. Raises SandboxError; Overloaded if too many calls wait, or this one too long.
 
-        A caller that is cancelled leaves the line; a job that already runs goes on, and its result is dropped.
+        A caller that is cancelled leaves the queue; a job that already runs goes on, and its result is dropped.
         """
         if self._broken is not None:
             raise SandboxBroken(self._broken)
@@ -157,13 +157,13 @@ class Sandbox:
             raise Overloaded
         loop = asyncio.get_running_loop()
         call = _Call(payload, loop.create_future())
-        call.patience = loop.call_later(PATIENCE_S, call.settle, Overloaded())
+        call.wait_timer = loop.call_later(MAX_WAIT_S, call.settle, Overloaded())
         self._waiting.append(call)
         self._dispatch()
         try:
             return await call.answer
         finally:
-            call.patience.cancel()
+            call.wait_timer.cancel()
             if call in self._waiting:
                 self._waiting.remove(call)
 
@@ -178,7 +178,7 @@ class Sandbox:
         while self._idle and self._waiting:
             call = self._waiting.popleft()
             if not call.answer.done():
-                call.patience.cancel()
+                call.wait_timer.cancel()
                 worker = self._idle.pop()
                 worker.call = call
                 worker.ask(call.payload, self._timeout_s)

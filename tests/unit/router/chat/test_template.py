@@ -13,8 +13,8 @@ from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.errors import Overloaded, TemplateError
 
-PATIENT_S = 60.0
-HASTY_S = 0.5
+LONG_TIMEOUT_S = 60.0
+SHORT_TIMEOUT_S = 0.5
 
 
 def says(text: str, **more: object) -> Conversation:
@@ -22,13 +22,13 @@ def says(text: str, **more: object) -> Conversation:
 
 
 def a_renderer(
-    template: str, *, workers: int = 1, timeout_s: float = PATIENT_S, max_characters: int = 2_000_000
+    template: str, *, workers: int = 1, timeout_s: float = LONG_TIMEOUT_S, max_characters: int = 2_000_000
 ) -> TemplateRenderer:
     templates = ChatTemplates.load(Path("nowhere"), override=template + "\n")
     return TemplateRenderer(templates, workers=workers, timeout_s=timeout_s, max_characters=max_characters)
 
 
-async def refusal(template: str, *, timeout_s: float = PATIENT_S) -> str:
+async def refusal(template: str, *, timeout_s: float = LONG_TIMEOUT_S) -> str:
     async with a_renderer(template, timeout_s=timeout_s) as renderer:
         with pytest.raises(TemplateError) as caught:
             await renderer.render(says("Hello"))
@@ -108,7 +108,7 @@ async def test_a_bad_template_is_a_clear_error(template: str, message: str) -> N
     ],
 )
 async def test_a_template_that_never_ends_is_killed(template: str) -> None:
-    assert await refusal(template, timeout_s=HASTY_S) == "Template error: the template took too long"
+    assert await refusal(template, timeout_s=SHORT_TIMEOUT_S) == "Template error: the template took too long"
 
 
 async def test_a_template_that_is_refused_only_when_it_is_compiled_stops_the_start() -> None:
@@ -126,18 +126,18 @@ LOOPS_ON_DEMAND = (
 
 
 async def test_other_requests_are_served_while_a_template_loops_and_its_worker_is_replaced() -> None:
-    async with a_renderer(LOOPS_ON_DEMAND, workers=2, timeout_s=3 * HASTY_S) as renderer:
+    async with a_renderer(LOOPS_ON_DEMAND, workers=2, timeout_s=3 * SHORT_TIMEOUT_S) as renderer:
         async with asyncio.TaskGroup() as tasks:
             looping = tasks.create_task(refused(renderer))
             for _ in range(10):
                 assert await renderer.render(says("Hello")) == "Hello"
             assert not looping.done()
         await refused(renderer)  # by the second worker, or by the successor of the first
-        async with asyncio.timeout(PATIENT_S):
-            assert await patiently(renderer) == "again"
+        async with asyncio.timeout(LONG_TIMEOUT_S):
+            assert await render_when_ready(renderer) == "again"
 
 
-async def patiently(renderer: TemplateRenderer) -> str:
+async def render_when_ready(renderer: TemplateRenderer) -> str:
     """Return the prompt as soon as a worker is ready."""
     while True:
         with suppress(Overloaded):

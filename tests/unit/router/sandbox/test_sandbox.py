@@ -18,9 +18,9 @@ import uvloop
 from text_generation_router.errors import Overloaded
 from text_generation_router.sandbox.pool import Sandbox, SandboxError, SandboxOutOfMemory, SandboxTimeout
 
-PATIENT_S = 60.0
+LONG_TIMEOUT_S = 60.0
 """Time limit of jobs that must finish, also on a busy machine."""
-HASTY_S = 0.3
+SHORT_TIMEOUT_S = 0.3
 """Time limit of jobs that never end."""
 
 
@@ -34,7 +34,7 @@ def a_sandbox(
     config: dict[str, object] | None = None,
     *,
     workers: int = 1,
-    timeout_s: float = PATIENT_S,
+    timeout_s: float = LONG_TIMEOUT_S,
     max_waiting: int = 8,
 ) -> Sandbox:
     return Sandbox(
@@ -55,7 +55,7 @@ def a_pipe(folder: Path) -> Path:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENT_S):
+    async with asyncio.timeout(LONG_TIMEOUT_S):
         while not condition():  # noqa: ASYNC110 - no event says that a process has ended
             await asyncio.sleep(0.001)
 
@@ -88,7 +88,7 @@ def test_uvloop() -> None:
         payload = bytes(3 << 20)
         async with a_sandbox("echo") as sandbox:
             assert await sandbox.call(payload) == payload
-        async with a_sandbox(timeout_s=HASTY_S) as sandbox:
+        async with a_sandbox(timeout_s=SHORT_TIMEOUT_S) as sandbox:
             with pytest.raises(SandboxTimeout):
                 await sandbox.call(b"spin")
 
@@ -119,7 +119,7 @@ async def test_a_long_error_is_cut() -> None:
 
 
 async def test_a_job_that_does_not_end_is_killed_and_its_worker_replaced() -> None:
-    async with a_sandbox(timeout_s=HASTY_S) as sandbox:
+    async with a_sandbox(timeout_s=SHORT_TIMEOUT_S) as sandbox:
         [before] = sandbox.pids
         with pytest.raises(SandboxTimeout, match=r"took longer than 0\.3 s"):
             await sandbox.call(b"spin")
@@ -334,7 +334,7 @@ def test_a_worker_dies_with_its_router_in_the_middle_of_a_job() -> None:
         assert router.stdout is not None
         worker = psutil.Process(int(router.stdout.readline()))
         router.kill()
-    worker.wait(PATIENT_S)
+    worker.wait(LONG_TIMEOUT_S)
 
 
 def test_a_worker_imports_only_what_its_job_needs() -> None:
