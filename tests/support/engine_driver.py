@@ -1,4 +1,4 @@
-"""Drives an engine as a router would – slots, blocks, chunks, grants – one step at a time, and keeps what comes back."""
+"""Drives an engine like a router, with slots, blocks and prefill chunks, one step at a time, and collects the results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOGPROBS = {"top_n": "top_n", "prompt_logprobs": "prompt", "prompt_top_n": "pro
 
 @dataclass(eq=False)
 class Stream:
-    """A sequence, and what the engine said of it."""
+    """A sequence and its results."""
 
     slot: int
     prompt: tuple[int, ...]
@@ -68,9 +68,9 @@ class Driver:
         grammar: Grammar | None = None,
         **admission: object,
     ) -> Stream:
-        """A sequence with blocks for all it may compute, or for `granted` tokens; `shared` blocks come first.
+        """Admit a sequence with blocks for its longest output, or for `granted` tokens; `shared` blocks come first.
 
-        A grammar is waited for, as the shard's session would not.
+        Waits for the matcher of a grammar.
         """
         stopping = admission.pop("stopping", Stopping(max_new_tokens=new))
         assert isinstance(stopping, Stopping)
@@ -97,7 +97,7 @@ class Driver:
         return stream
 
     def grant(self, stream: Stream, tokens: int) -> None:
-        """Blocks for so many tokens more."""
+        """Allocate blocks for `tokens` more tokens."""
         blocks = [self._free_blocks.pop() for _ in range(self.blocks_for(tokens))]
         stream.blocks += blocks
         self._grants.append((stream.slot, tuple(blocks)))
@@ -107,7 +107,7 @@ class Driver:
         self._forget(stream)
 
     def preempt(self, stream: Stream, **admission: object) -> Stream:
-        """Release the sequence and admit it again with what it generated as part of its prompt."""
+        """Release the sequence and admit it again with its generated tokens appended to the prompt."""
         self.release(stream)
         left = replace(stream.stopping, max_new_tokens=stream.stopping.max_new_tokens - len(stream.tokens))
         return self.admit(
@@ -121,7 +121,7 @@ class Driver:
         )
 
     def step(self) -> StepResult | None:
-        """Send what is ordered, with the next chunk of every prompt, and run one step."""
+        """Send the pending orders and the next chunk of every prompt, and run one step."""
         prefill = []
         for stream in self.streams.values():
             if stream.to_prefill:

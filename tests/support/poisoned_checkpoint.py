@@ -1,4 +1,4 @@
-"""A checkpoint of a tiny Llama with one token that spoils whatever it is in."""
+"""A checkpoint of a tiny Llama with one token that gives NaN logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POISON = 199
 
 
 def write_poisoned_checkpoint(folder: Path) -> Path:
-    """The same one each time; returns its folder."""
+    """Write the checkpoint, the same each time; return its folder."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache and greedy choice, as plainly as they can be written, in any float dtype."""
+"""References of decode attention over a paged cache and of greedy sampling, in any float dtype."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ BLOCK_SIZE = 16
 
 
 def keys_and_values(cache_layer: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """[KV heads, length, head_dim] of each, from a layer [blocks, 2, KV heads, BLOCK_SIZE, head_dim] and one table."""
+    """Return keys and values [KV heads, length, head_dim] from a cache layer and a block table."""
     blocks = cache_layer[table[: -(-length // BLOCK_SIZE)].long()]
     keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
     return keys, values
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-    """[heads, head_dim]: what one query [heads, head_dim] that stands at the last key sees."""
+    """Return the attention [heads, head_dim] of one query [heads, head_dim] at the position of the last key."""
     if window is not None:
         keys, values = keys[:, -window:], values[:, -window:]
     share = query.shape[0] // keys.shape[0]
@@ -26,7 +26,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: in
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index of each row's maximum, and the logarithm of its probability."""
+    """Return the first index of each row's maximum, and its log-probability."""
     best = logits.max(1, keepdim=True).values
     tokens = (logits == best).int().argmax(1)
     return tokens, logits.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)

@@ -1,4 +1,4 @@
-"""What the element-wise kernels compute, in plain torch and for any float dtype: in float64 it judges them."""
+"""References of the element-wise kernels in plain torch, for any float dtype; tests use float64."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FLOAT32_ERROR = 1e-6
 
 
 def rounded_once(out: Tensor, reference: Tensor) -> bool:
-    """Whether `out` is float64 `reference` as computed in float32 and then rounded to `out`'s dtype.
+    """Return True if `out` is the float64 `reference`, computed in float32 and rounded once to the dtype of `out`.
 
-    Judged by ‖out − reference‖, which a second rounding makes larger by √2, and any NaN makes infinite. A near tie that
-    float32 rounds the other way leaves it as it is.
+    Compares ‖out − reference‖, which a second rounding increases by √2 and any NaN makes infinite. Near ties that float32
+    rounds differently do not matter.
     """
     smallest = _relative_error(reference.to(out.dtype), reference)
     return _relative_error(out, reference) < 1.05 * smallest + _FLOAT32_ERROR
@@ -26,19 +26,19 @@ def _relative_error(out: Tensor, reference: Tensor) -> float:
 
 
 def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`values` [..., width] with a root mean square of one in each row, times `weight` [width]."""
+    """Return `values` [..., width], scaled to a root mean square of 1 in each row, times `weight` [width]."""
     return values * (values.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
 def activate(gate_up: Tensor, kind: str) -> Tensor:
-    """act(gate) · up [tokens, inner] of `gate_up` [tokens, 2·inner]."""
+    """Return act(gate) · up [tokens, inner] for `gate_up` [tokens, 2·inner]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[kind](gate) * up
 
 
 def rotate(heads: Tensor, positions: Tensor, frequencies: Tensor, scale: float) -> Tensor:
-    """`heads` [tokens, heads, head_dim], each turned by its token's position: x·cos + rotate_half(x)·sin."""
-    angles = (positions.float().unsqueeze(1) * frequencies.float()).to(heads.dtype)  # float32 by definition
+    """Return x·cos + rotate_half(x)·sin for `heads` [tokens, heads, head_dim] at the tokens' positions."""
+    angles = (positions.float().unsqueeze(1) * frequencies.float()).to(heads.dtype)  # defined in float32
     cos = torch.cat((angles, angles), dim=-1).cos().unsqueeze(1) * scale
     sin = torch.cat((angles, angles), dim=-1).sin().unsqueeze(1) * scale
     first, second = heads.chunk(2, dim=-1)

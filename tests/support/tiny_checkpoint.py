@@ -39,7 +39,7 @@ COMPRESSED_DYNAMIC: dict[str, Any] = {
     "ignore": ["lm_head"],
     "kv_cache_scheme": None,
 }
-"""As written by llm-compressor's scheme FP8_DYNAMIC."""
+"""Config written by llm-compressor's scheme FP8_DYNAMIC."""
 MODELOPT_STATIC: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
 
 

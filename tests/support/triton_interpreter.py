@@ -1,7 +1,7 @@
-"""Triton's interpreter, made to run loops whose bounds a kernel has computed.
+"""A patch for Triton's interpreter, so that it runs loops with computed bounds.
 
-It turns a bound, an array of one number, into an integer in a way that NumPy took from 2.4 on only for arrays without a
-dimension (Triton 3.6; harmless where it is mended).
+The interpreter of Triton 3.6 converts a bound, an array of one element, to an integer, which NumPy 2.4 allows only for
+zero-dimensional arrays. The patch is harmless with versions that have fixed this.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 
 def allow_computed_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until `monkeypatch` is undone."""
+    """Apply the patch until `monkeypatch` is undone."""
     original = interpreter._patch_lang_tensor
 
     def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
