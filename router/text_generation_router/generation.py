@@ -1,6 +1,6 @@
-"""One request from token ids back to text: detokenizes, finds stop strings, tells a sink.
+"""Generation: turns the token ids of one request into text, finds stop strings, and feeds a sink.
 
-Cluster ── on_token(id, logprob) ──► Generation ── on_piece(text …) ──► Sink (an SSE stream, or a collector)
+Cluster ── on_token(id, logprob) ──► Generation ── on_output(text …) ──► Sink (an SSE stream, or a collector)
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ from text_generation_router.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """How a request ended normally."""
+class GenerationResult:
+    """The result of a request that ended normally."""
 
     reason: FinishReason
     text: str
-    """All new text, special tokens left out."""
+    """All new text, without special tokens."""
     generated_tokens: int
     stop: str | None = None
-    """The stop sequence that ended it."""
+    """The stop sequence that ended it, if one did."""
 
 
-class Piece(NamedTuple):
-    """One new token as a client sees it. The deltas joined are the ending's text."""
+class TokenOutput(NamedTuple):
+    """A new token and its text. The joined deltas are the text of the ending."""
 
     token_id: TokenId
     text: str
     """The token's own text, as TGI shows it: that of a special token too. Empty while a character is incomplete; the
     completing token carries it whole."""
     delta: str
-    """How much longer the generated text is now."""
+    """The addition to the generated text."""
     logprob: LogprobJson
     special: bool
     top: Sequence[TopToken]
-    ending: Ending | None
-    """Set on the last piece."""
+    ending: GenerationResult | None
+    """Set for the last token."""
 
 
 class Sink(Protocol):
-    """Where one request's pieces go. Called on the event loop; must neither block nor raise.
+    """The consumer of one request's tokens. Called on the event loop; must neither block nor raise.
 
-    A piece with an ending, or a failure, is the last call.
+    A output with an ending, or a failure, is the last call.
     """
 
-    def on_piece(self, piece: Piece) -> None: ...
+    def on_output(self, output: TokenOutput) -> None: ...
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
     def on_failure(self, error: ServingError) -> None: ...
 
 
 @dataclass(slots=True)
-class Times:
-    """When a request passed which point, in seconds of the monotonic clock; 0 until it did."""
+class GenerationTimes:
+    """Times of a request in seconds of the monotonic clock; 0 if not reached."""
 
     queued: float = 0.0
     scheduled: float = 0.0
     cached_tokens: int = 0
-    """Prompt tokens that were in the KV cache when it first left the queue."""
+    """Prompt tokens found in the KV cache when it first left the queue."""
     on_first_token: Callable[[float], None] | None = None
-    """Told of the first token as it comes, and when."""
+    """Called with the time of the first token when it arrives."""
 
 
 class Generation:
-    """The text side of one running request: hears of ids, speaks of pieces."""
+    """One running request: receives token ids, sends text to its sink."""
 
     __slots__ = ("_count", "_detokenizer", "_sink", "_special", "_stop_wins", "_stops", "_texts", "_visible", "times")
 
@@ -85,10 +85,10 @@ class Generation:
         self._sink = sink
         self._texts: list[str] = []
         self._count = 0
-        self.times = Times(queued=time.monotonic())
+        self.times = GenerationTimes(queued=time.monotonic())
 
     def on_scheduled(self, cached_tokens: int) -> None:
-        if not self.times.scheduled:  # one that was preempted or moved is scheduled again, and finds its own tokens
+        if not self.times.scheduled:  # a preempted or moved request is scheduled again, and hits its own tokens
             self.times.scheduled = time.monotonic()
             self.times.cached_tokens = cached_tokens
 
@@ -118,8 +118,8 @@ class Generation:
             delta = self._stops.feed(text) if text else ""
             stop = self._stops.matched
             if stop is not None:
-                # A token that is both the last allowed and the end of a stop string ends by length in TGI: the text has
-                # both. A text that was cut ended by what cut it.
+                # In TGI a token that is both the last allowed one and the end of a stop string ends by length. If the
+                # stop string is cut from the text (OpenAI), the reason is the stop string.
                 if reason is None or self._stop_wins:
                     reason = FinishReason.STOP_SEQUENCE
             elif reason is not None:
@@ -128,15 +128,17 @@ class Generation:
             self._texts.append(delta)
         ending = None
         if reason is not None:
-            ending = Ending(reason, "".join(self._texts), self._count, stop)
-        self._sink.on_piece(
-            Piece(token_id, delta if special is None else special, delta, logprob, special is not None, top, ending)
+            ending = GenerationResult(reason, "".join(self._texts), self._count, stop)
+        self._sink.on_output(
+            TokenOutput(
+                token_id, delta if special is None else special, delta, logprob, special is not None, top, ending
+            )
         )
         return ending is None
 
 
 @contextmanager
-def run_generation(cluster: Cluster, request: Request, tokenizer: Tokenizer, sink: Sink) -> Iterator[Times]:
+def run_generation(cluster: Cluster, request: Request, tokenizer: Tokenizer, sink: Sink) -> Iterator[GenerationTimes]:
     """Queue `request` and send its output to `sink`. Leaving the block cancels it. Raises ServingError if it is refused."""
     generation = Generation(request, tokenizer, sink)
     cluster.submit(request, generation)

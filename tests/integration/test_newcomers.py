@@ -11,7 +11,7 @@ import pytest
 from http_stack import serve
 
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import Piece, run_generation
+from text_generation_router.generation import TokenOutput, run_generation
 from text_generation_router.request import LogprobJson, Request, RequestId
 
 STEP_MS = 80.0
@@ -25,7 +25,7 @@ class Listener:
     def __init__(self, heard: Callable[[], None]) -> None:
         self._heard = heard
 
-    def on_piece(self, piece: Piece) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         self._heard()
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson]) -> None:

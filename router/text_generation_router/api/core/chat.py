@@ -1,7 +1,7 @@
 """Chats of every dialect: from a Conversation to requests, and from their text to events.
 
     Conversation ──template──► prompt ──preparer───► Request × n
-                                                        │ pieces
+                                                        │ outputs
     chat, responses, messages ◄── events ── Reader ◄────┘
 
 A dialect streams the events through an EventSink, or collects the text and calls `ChatRequest.answer`.
@@ -31,7 +31,7 @@ from text_generation_router.chat.events import (
 from text_generation_router.chat.parsers import ReasoningParser, create_parser, starts_in_reasoning
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import InvalidRequest, ServingError, ToolError
-from text_generation_router.generation import Ending, Piece
+from text_generation_router.generation import GenerationResult, TokenOutput
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TokenId, TopToken
 
@@ -51,7 +51,7 @@ class AnswerEnd:
     """The end of one answer."""
 
     finish: Finish
-    ending: Ending
+    ending: GenerationResult
 
 
 class EventSink(Protocol):
@@ -60,7 +60,7 @@ class EventSink(Protocol):
     `on_end` or `on_failure` is the last call.
     """
 
-    def on_events(self, events: Sequence[Event], piece: Piece) -> None:
+    def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
         """Take the events of one new token: often one, at times none or several."""
         ...
 
@@ -69,21 +69,21 @@ class EventSink(Protocol):
 
 
 class Reader:
-    """A sink of pieces that parses them into events."""
+    """A sink of outputs that parses them into events."""
 
     def __init__(self, parser: OutputParser, sink: EventSink) -> None:
         self._parser = parser
         self._sink = sink
         self._calls = False
 
-    def on_piece(self, piece: Piece) -> None:
-        events: Sequence[Event] = self._parser.feed(piece.delta) if piece.delta else ()
-        if piece.ending is not None:
+    def on_output(self, output: TokenOutput) -> None:
+        events: Sequence[Event] = self._parser.feed(output.delta) if output.delta else ()
+        if output.ending is not None:
             events = [*events, *self._parser.finish()]
         self._calls = self._calls or any(isinstance(event, ToolCallStart) for event in events)
-        self._sink.on_events(events, piece)
-        if piece.ending is not None:
-            self._sink.on_end(AnswerEnd(finish_of(piece.ending, calls=self._calls), piece.ending))
+        self._sink.on_events(events, output)
+        if output.ending is not None:
+            self._sink.on_end(AnswerEnd(finish_of(output.ending, calls=self._calls), output.ending))
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         raise AssertionError("chats request no prompt logprobs")
@@ -105,7 +105,7 @@ class ParsedAnswer:
     """A whole answer."""
 
     finish: Finish
-    ending: Ending
+    ending: GenerationResult
     text: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -124,14 +124,14 @@ class ChatRequest:
     def prompt_tokens(self) -> int:
         return len(self.requests[0].prompt)
 
-    def read(self, ending: Ending) -> tuple[Sequence[Event], AnswerEnd]:
+    def read(self, ending: GenerationResult) -> tuple[Sequence[Event], AnswerEnd]:
         """Return the events and the end of a finished text."""
         parser = self.form.parser()
         events = [*(parser.feed(ending.text) if ending.text else ()), *parser.finish()]
         calls = any(isinstance(event, ToolCallStart) for event in events)
         return events, AnswerEnd(finish_of(ending, calls=calls), ending)
 
-    def answer(self, ending: Ending) -> ParsedAnswer:
+    def answer(self, ending: GenerationResult) -> ParsedAnswer:
         """Return a finished text as an answer."""
         events, end = self.read(ending)
         answer = ParsedAnswer(end.finish, ending)
@@ -257,7 +257,7 @@ class ChatPreparer:
         )
 
 
-def finish_of(ending: Ending, *, calls: bool) -> Finish:
+def finish_of(ending: GenerationResult, *, calls: bool) -> Finish:
     """Return the finish reason. A text that hit its length limit never counts as a whole tool call."""
     if ending.reason is FinishReason.LENGTH:
         return Finish.LENGTH

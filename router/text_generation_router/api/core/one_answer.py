@@ -19,7 +19,7 @@ from text_generation_router.api.http.sse import EventStream
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.events import Event
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import Ending, Piece, Sink
+from text_generation_router.generation import GenerationResult, Sink, TokenOutput
 from text_generation_router.request import LogprobJson, TopToken
 
 
@@ -50,7 +50,7 @@ async def answer(
         return web.Response(body=orjson.dumps(script.whole()), content_type="application/json", headers=headers)
 
 
-def read_whole(script: Script[Any], chat: ChatRequest, ending: Ending) -> None:
+def read_whole(script: Script[Any], chat: ChatRequest, ending: GenerationResult) -> None:
     """Write a finished text."""
     events, end = chat.read(ending)
     script.events(events)
@@ -64,7 +64,7 @@ def script_sink(stream: EventStream, script: Script[Any], chat: ChatRequest, rec
 
 
 class ScriptSink:
-    """Sends what a script writes. A sink of pieces for plain text, a sink of events behind a parser."""
+    """Sends what a script writes. A sink of outputs for plain text, a sink of events behind a parser."""
 
     def __init__(self, stream: EventStream, script: Script[Any], record: GenerationRecord) -> None:
         self._stream = stream
@@ -73,9 +73,9 @@ class ScriptSink:
         self._text = script.text
         self._record = record
 
-    def on_piece(self, piece: Piece) -> None:
-        event = self._text(piece.delta) if piece.delta else b""
-        ending = piece.ending
+    def on_output(self, output: TokenOutput) -> None:
+        event = self._text(output.delta) if output.delta else b""
+        ending = output.ending
         if ending is None:
             if event:
                 self._send(event)
@@ -85,7 +85,7 @@ class ScriptSink:
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         raise AssertionError("these dialects request no prompt logprobs")
 
-    def on_events(self, events: Sequence[Event], piece: Piece) -> None:
+    def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
         if events:
             self._send(self._script.events(events))
 

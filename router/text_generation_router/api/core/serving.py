@@ -17,7 +17,7 @@ from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import Draining, ServingError
-from text_generation_router.generation import Ending, Piece, Sink, Times, run_generation
+from text_generation_router.generation import GenerationResult, GenerationTimes, Sink, TokenOutput, run_generation
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
 from text_generation_router.shards.cluster import Cluster
@@ -29,17 +29,17 @@ class Collector:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.pieces: list[Piece] = []
+        self.outputs: list[TokenOutput] = []
         self.prompt_logprobs: Sequence[LogprobJson] = ()
         self.prompt_tops: Sequence[Sequence[TopToken]] = ()
-        self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[GenerationResult] = asyncio.get_running_loop().create_future()
         """The end of the request, or its failure."""
-        self.times = Times()
+        self.times = GenerationTimes()
 
-    def on_piece(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        if piece.ending is not None and not self.ended.done():
-            self.ended.set_result(piece.ending)
+    def on_output(self, output: TokenOutput) -> None:
+        self.outputs.append(output)
+        if output.ending is not None and not self.ended.done():
+            self.ended.set_result(output.ending)
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         self.prompt_logprobs = logprobs
@@ -53,7 +53,7 @@ class Collector:
     @property
     def mean_logprob(self) -> float:
         """The rank of `best_of`: the mean over tokens with a known log-probability, or -inf without one."""
-        known = [float(piece.logprob) for piece in self.pieces if piece.logprob != b"null"]
+        known = [float(output.logprob) for output in self.outputs if output.logprob != b"null"]
         return sum(known) / len(known) if known else float("-inf")
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from text_generation_router.api.http.caller import Caller
 from text_generation_router.errors import IncompleteGeneration, ServingError
-from text_generation_router.generation import Ending, Times
+from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics, RequestMetrics, Spent
 from text_generation_router.request import Request
 
@@ -32,17 +32,17 @@ class GenerationRecord:
     metrics: RequestMetrics
     caller: Caller = field(default_factory=Caller)
     request: Request | None = None
-    ending: Ending | None = None
-    times: Times = field(default_factory=Times)
+    ending: GenerationResult | None = None
+    times: GenerationTimes = field(default_factory=GenerationTimes)
     """Times of the sequence that was returned, or of the first one queued."""
-    sequences: list[Times] = field(default_factory=list)
+    sequences: list[GenerationTimes] = field(default_factory=list)
     """Times of every sequence queued for it."""
     first_token: float = 0.0
     """Time of the first token of any of its sequences; 0 before."""
     error: type[ServingError] | None = None
     """The error of this generation alone, if the HTTP request continued."""
 
-    def follow(self, times: Times) -> None:
+    def follow(self, times: GenerationTimes) -> None:
         """Add a sequence that was queued for this generation."""
         if not self.times.queued:
             self.times = times

@@ -11,7 +11,7 @@ import orjson
 from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.api.http.bodies import ResponseBody, WrittenLogprob, WrittenNumber
-from text_generation_router.generation import Piece
+from text_generation_router.generation import TokenOutput
 from text_generation_router.request import LogprobJson, TokenId
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -203,14 +203,14 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
     }
 
 
-def content_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> ChatLogprobs:
+def content_logprobs(outputs: Sequence[TokenOutput], tokenizer: Tokenizer) -> ChatLogprobs:
     """The `logprobs` of a choice. The token that ended the text is not part of its content."""
     content: list[ContentLogprob] = []
-    for piece in pieces:
-        if not piece.special:
+    for output in outputs:
+        if not output.special:
             # Null is correct here: a generated token was possible, but the engine does not know how probable.
-            chosen = _token(piece.token_id, orjson.Fragment(piece.logprob), tokenizer)
-            tops = [_token(token_id, alternative(logprob), tokenizer) for token_id, logprob in piece.top]
+            chosen = _token(output.token_id, orjson.Fragment(output.logprob), tokenizer)
+            tops = [_token(token_id, alternative(logprob), tokenizer) for token_id, logprob in output.top]
             content.append({**chosen, "top_logprobs": tops})
     return {"content": content, "refusal": None}
 

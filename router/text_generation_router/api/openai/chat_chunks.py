@@ -26,7 +26,7 @@ from text_generation_router.api.openai.answers import (
 )
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallStart
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import Ending, Piece, Sink
+from text_generation_router.generation import GenerationResult, Sink, TokenOutput
 from text_generation_router.request import LogprobJson, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ class ChatStream:
 
 
 class ChatChoiceStream:
-    """The sink of one choice: of pieces without a parser, of a parser's events with one."""
+    """The sink of one choice: of outputs without a parser, of a parser's events with one."""
 
     def __init__(self, chat: ChatStream, index: int, record: GenerationRecord) -> None:
         self._chat = chat
@@ -105,7 +105,7 @@ class ChatChoiceStream:
         self._plain = not (chat.shown.logprobs or chat.shown.running_usage)
         self._count = 0
         self._ids: list[str] = []
-        self._unscored: list[Piece] = []
+        self._unscored: list[TokenOutput] = []
         """Tokens whose log-probabilities belong to the next chunk: a parser may hold their text back."""
         self._first = (
             b'%b{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}],"usage":' % self._head
@@ -114,32 +114,32 @@ class ChatChoiceStream:
         if self._plain:
             self._first += b"null}\n\n"
 
-    def on_piece(self, piece: Piece) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         # The hot path of chats: a ChatChunk formatted by hand, in which only the text is escaped.
         self._count += 1
-        ending = piece.ending
+        ending = output.ending
         if ending is None and self._plain:
-            if not piece.delta:
+            if not output.delta:
                 return
             self._send(
                 b'%b%b{"content":%b},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
-                % (self._first, self._head, orjson.dumps(piece.delta))
+                % (self._first, self._head, orjson.dumps(output.delta))
             )
             self._first = b""
             return
-        delta: Delta = {"content": piece.delta}
-        self._hold_logprobs(piece)
+        delta: Delta = {"content": output.delta}
+        self._hold_logprobs(output)
         if ending is not None:
             self._end(delta, finish_of(ending, calls=False), ending)
-        elif piece.delta or self._unscored:
+        elif output.delta or self._unscored:
             self._send(self._opening() + self._chunk(delta))
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         raise AssertionError("chats have no prompt log-probabilities")
 
-    def on_events(self, events: Sequence[Event], piece: Piece) -> None:
+    def on_events(self, events: Sequence[Event], output: TokenOutput) -> None:
         self._count += 1
-        self._hold_logprobs(piece)
+        self._hold_logprobs(output)
         if events:
             self._send(self._opening() + b"".join(self._chunk(self._delta(event)) for event in events))
 
@@ -150,15 +150,15 @@ class ChatChoiceStream:
         self._record.failed(error)
         self._chat.stream.fail(error)
 
-    def _end(self, delta: Delta, finish: Finish, ending: Ending) -> None:
+    def _end(self, delta: Delta, finish: Finish, ending: GenerationResult) -> None:
         self._record.ending = ending
         chunk = self._opening() + self._chunk(delta, CHAT_FINISH[finish])
         self._send(chunk + self._chat.ended(ending.generated_tokens))
         self._chat.close()
 
-    def _hold_logprobs(self, piece: Piece) -> None:
+    def _hold_logprobs(self, output: TokenOutput) -> None:
         if self._chat.shown.logprobs:
-            self._unscored.append(piece)
+            self._unscored.append(output)
 
     def _usage(self, count: int) -> bytes:
         return self._chat.usage(count) if self._chat.shown.running_usage else b"null"

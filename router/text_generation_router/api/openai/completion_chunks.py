@@ -17,7 +17,7 @@ from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.openai.answers import CompletionFinish, CompletionLogprobs, alternative, usage
 from text_generation_router.api.openai.schemas import CompletionBody, StreamOptions
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import Piece, Sink
+from text_generation_router.generation import Sink, TokenOutput
 from text_generation_router.request import LogprobJson, Request, TokenId, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -100,17 +100,17 @@ class CompletionChoiceStream:
         self._plain = self._columns is None and not chunks.running_usage and not chunks.hidden
         self._count = 0
 
-    def on_piece(self, piece: Piece) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         # The hot path of completions: a CompletionAnswer formatted by hand, in which only the text is escaped.
         self._count += 1
-        if piece.ending is None and self._plain and not self._before:
-            if piece.delta:
+        if output.ending is None and self._plain and not self._before:
+            if output.delta:
                 self._send(
                     b'%b%b,"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
-                    % (self._head, orjson.dumps(piece.delta))
+                    % (self._head, orjson.dumps(output.delta))
                 )
             return
-        self._send_whole(piece)
+        self._send_whole(output)
 
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         if self._columns is not None:
@@ -120,13 +120,13 @@ class CompletionChoiceStream:
         self._record.failed(error)
         self._chunks.stream.fail(error)
 
-    def _send_whole(self, piece: Piece) -> None:
+    def _send_whole(self, output: TokenOutput) -> None:
         """Send a chunk with every optional part."""
         hidden = self._chunks.hidden
         if self._columns is not None and not hidden:
-            self._columns.add((piece,))
-        text, self._before = self._before + ("" if hidden else piece.delta), ""
-        ending, chunk = piece.ending, b""
+            self._columns.add((output,))
+        text, self._before = self._before + ("" if hidden else output.delta), ""
+        ending, chunk = output.ending, b""
         if text or ending is not None or self._columns is not None:
             finish: CompletionFinish | None = None
             if ending is not None:
@@ -171,10 +171,10 @@ class LogprobColumns:
             logprob = logprobs[at] if at < len(logprobs) else b"null"
             self._add(token_id, None if at == 0 or logprob == b"null" else logprob, tops[at] if at < len(tops) else ())
 
-    def add(self, pieces: Iterable[Piece]) -> None:
+    def add(self, outputs: Iterable[TokenOutput]) -> None:
         """Add new tokens."""
-        for piece in pieces:
-            self._add(piece.token_id, piece.logprob, piece.top)
+        for output in outputs:
+            self._add(output.token_id, output.logprob, output.top)
 
     def _add(self, token_id: TokenId, logprob: LogprobJson | None, top: Sequence[TopToken]) -> None:
         text = self._tokenizer.token_text(token_id)

@@ -124,7 +124,7 @@ class CompletionRoutes:
         if scored is not None:
             columns = scored.copy()
             if body.max_tokens != 0:
-                columns.add(collector.pieces)
+                columns.add(collector.outputs)
             logprobs = columns.take()
         return {
             "index": index,

@@ -14,7 +14,7 @@ from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.api.tgi.schemas import GenerateBody
 from text_generation_router.errors import ServingError
-from text_generation_router.generation import Ending, Piece
+from text_generation_router.generation import GenerationResult, TokenOutput
 from text_generation_router.request import LogprobJson, Request, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
@@ -115,9 +115,9 @@ class TokenEvents:
         self._generation = generation
         self._index = 0
 
-    def on_piece(self, piece: Piece) -> None:
+    def on_output(self, output: TokenOutput) -> None:
         # The hot path of the API: a StreamEvent formatted by hand, in which only the text is escaped.
-        token_id, text, _, logprob, special, top, ending = piece
+        token_id, text, _, logprob, special, top, ending = output
         self._index += 1
         if ending is None and not top:
             self._send(
@@ -132,13 +132,13 @@ class TokenEvents:
         if top:
             event = {
                 "index": self._index,
-                "token": _token(piece),
+                "token": _token(output),
                 "top_tokens": _top_tokens(top, self._tokenizer),
                 "generated_text": generated,
                 "details": details,
             }
         else:
-            event = {"index": self._index, "token": _token(piece), "generated_text": generated, "details": details}
+            event = {"index": self._index, "token": _token(output), "generated_text": generated, "details": details}
         self._send(b"data: %b\n\n" % orjson.dumps(event))
         if ending is not None:
             self._generation.ending = ending
@@ -151,7 +151,7 @@ class TokenEvents:
         self._generation.failed(error)
         self._stream.fail(error)
 
-    def _details(self, ending: Ending) -> StreamDetails:
+    def _details(self, ending: GenerationResult) -> StreamDetails:
         request = self._generation.request
         assert request is not None
         details: StreamDetails = {
@@ -175,14 +175,14 @@ def whole_reply(
         if others:
             details["best_of_sequences"] = [_other(other, body, tokenizer) for other in others]
         if best.request.logprobs.top_n:
-            details["top_tokens"] = [_top_tokens(piece.top, tokenizer) for piece in best.pieces]
+            details["top_tokens"] = [_top_tokens(output.top, tokenizer) for output in best.outputs]
         if cached_tokens:
             details["cached_tokens"] = cached_tokens
         reply["details"] = details
     return reply
 
 
-def _generated_text(ending: Ending, body: GenerateBody) -> str:
+def _generated_text(ending: GenerationResult, body: GenerateBody) -> str:
     """The text of a finished generation, after its prompt if requested."""
     return body.inputs + ending.text if body.parameters.return_full_text else ending.text
 
@@ -192,12 +192,12 @@ def _reported_seed(request: Request) -> int | None:
     return None if request.sampling.greedy else request.sampling.seed
 
 
-def _token(piece: Piece) -> GeneratedToken:
+def _token(output: TokenOutput) -> GeneratedToken:
     return {
-        "id": piece.token_id,
-        "text": piece.text,
-        "logprob": orjson.Fragment(piece.logprob),
-        "special": piece.special,
+        "id": output.token_id,
+        "text": output.text,
+        "logprob": orjson.Fragment(output.logprob),
+        "special": output.special,
     }
 
 
@@ -225,7 +225,7 @@ def _details(collected: Collector, tokenizer: Tokenizer) -> Details:
             {"id": token_id, "text": tokenizer.token_text(token_id), "logprob": orjson.Fragment(logprob)}
             for token_id, logprob in zip(collected.request.prompt, collected.prompt_logprobs, strict=False)
         ],
-        "tokens": [_token(piece) for piece in collected.pieces],
+        "tokens": [_token(output) for output in collected.outputs],
     }
 
 
@@ -241,5 +241,5 @@ def _other(collected: Collector, body: GenerateBody, tokenizer: Tokenizer) -> Be
         "tokens": details["tokens"],
     }
     if collected.request.logprobs.top_n:
-        other["top_tokens"] = [_top_tokens(piece.top, tokenizer) for piece in collected.pieces]
+        other["top_tokens"] = [_top_tokens(output.top, tokenizer) for output in collected.outputs]
     return other

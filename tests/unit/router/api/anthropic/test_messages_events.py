@@ -15,10 +15,10 @@ from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed
-from text_generation_router.generation import Ending
+from text_generation_router.generation import GenerationResult
 
 NAMED = Named("msg_1", 1_700_000_000, "some-model", "native")
-STOPPED = AnswerEnd(Finish.STOP, Ending(FinishReason.EOS_TOKEN, "whatever", 5))
+STOPPED = AnswerEnd(Finish.STOP, GenerationResult(FinishReason.EOS_TOKEN, "whatever", 5))
 
 
 def none_cached() -> int:
@@ -75,7 +75,7 @@ def test_a_failure_after_silence_alone_has_a_beginning_and_an_error() -> None:
 
 
 def test_thoughts_texts_and_uses_are_blocks_of_their_own() -> None:
-    end = AnswerEnd(Finish.TOOL_CALLS, Ending(FinishReason.EOS_TOKEN, "whatever", 5))
+    end = AnswerEnd(Finish.TOOL_CALLS, GenerationResult(FinishReason.EOS_TOKEN, "whatever", 5))
     read, whole = told(
         [
             ReasoningDelta("hm"),
@@ -121,7 +121,7 @@ def test_thoughts_texts_and_uses_are_blocks_of_their_own() -> None:
 def test_why_it_ended(
     finish: Finish, reason: FinishReason, stop: str | None, told_reason: str, told_stop: str | None
 ) -> None:
-    read, whole = told([TextDelta("a")], AnswerEnd(finish, Ending(reason, "a", 1, stop)))
+    read, whole = told([TextDelta("a")], AnswerEnd(finish, GenerationResult(reason, "a", 1, stop)))
     assert (whole["stop_reason"], whole["stop_sequence"]) == (told_reason, told_stop)
     assert read[-2]["delta"] == {"stop_reason": told_reason, "stop_sequence": told_stop}
 

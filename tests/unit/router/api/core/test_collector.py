@@ -7,14 +7,14 @@ import math
 import pytest
 
 from text_generation_router.api.core.serving import Collector
-from text_generation_router.generation import Piece
+from text_generation_router.generation import TokenOutput
 from text_generation_router.request import Request, RequestId
 
 
 def collected(*logprobs: bytes) -> Collector:
     collector = Collector(Request(RequestId(1), (1,), max_new_tokens=9))
     for logprob in logprobs:
-        collector.on_piece(Piece(7, "a", "a", logprob, special=False, top=(), ending=None))
+        collector.on_output(TokenOutput(7, "a", "a", logprob, special=False, top=(), ending=None))
     return collector
 
 

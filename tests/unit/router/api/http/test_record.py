@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.http.record import GenerationRecord, Record, cached_tokens, finish
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, InvalidRequest
-from text_generation_router.generation import Ending, Times
+from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.policy import Policy
@@ -42,14 +42,14 @@ def a_post() -> web.Request:
 def started(record: Record, metrics: Metrics, number: int) -> GenerationRecord:
     generation = record.start(metrics)
     generation.request = Request(RequestId(number), (1, 2, 3), 10)
-    generation.follow(Times(record.started + 1, record.started + 1 + number, cached_tokens=number))
+    generation.follow(GenerationTimes(record.started + 1, record.started + 1 + number, cached_tokens=number))
     return generation
 
 
 def test_each_generation_counts_and_the_log_has_one_line(metrics: Metrics) -> None:
     record = Record(http_request_id="theirs")
     for number, reason in ((1, FinishReason.LENGTH), (2, FinishReason.EOS_TOKEN), (3, FinishReason.LENGTH)):
-        started(record, metrics, number).ending = Ending(reason, "some text", 5)
+        started(record, metrics, number).ending = GenerationResult(reason, "some text", 5)
     with capture_logs() as logs:
         finish(record, a_post(), 200, metrics)
     assert nonzero(metrics) == {
@@ -78,7 +78,7 @@ def test_each_generation_counts_and_the_log_has_one_line(metrics: Metrics) -> No
 
 def test_a_generation_may_fail_alone(metrics: Metrics) -> None:
     record = Record()
-    started(record, metrics, 1).ending = Ending(FinishReason.LENGTH, "", 5)
+    started(record, metrics, 1).ending = GenerationResult(FinishReason.LENGTH, "", 5)
     started(record, metrics, 2).failed(GenerationFailed("numerics"))
     with capture_logs() as logs:
         finish(record, a_post(), 200, metrics)
@@ -106,7 +106,11 @@ def test_an_expired_generation_is_neither_an_error_nor_cancelled(metrics: Metric
 def test_cached_tokens_are_the_minimum_over_the_sequences(metrics: Metrics) -> None:
     generation = Record().start(metrics)
     assert generation.cached_tokens == 0
-    for times in (Times(1.0, 2.0, 16), Times(1.0, 2.0, 4), Times(1.0)):  # the last one is still in the queue
+    for times in (
+        GenerationTimes(1.0, 2.0, 16),
+        GenerationTimes(1.0, 2.0, 4),
+        GenerationTimes(1.0),
+    ):  # the last one is still in the queue
         generation.follow(times)
     assert generation.cached_tokens == 4
 
@@ -116,14 +120,14 @@ def test_cached_tokens_of_several_choices_are_their_minimum(metrics: Metrics) ->
     answers = [record.start(metrics) for _ in range(3)]
     assert cached_tokens(answers) == 0
     for answer, found in zip(answers, (32, 0, 32), strict=True):
-        answer.follow(Times(1.0, 2.0, found))
+        answer.follow(GenerationTimes(1.0, 2.0, found))
     assert cached_tokens(answers) == 0
     assert cached_tokens(answers[::2]) == 32
 
 
 def test_the_error_of_a_request_fails_all_its_generations(metrics: Metrics) -> None:
     record = Record()
-    started(record, metrics, 1).ending = Ending(FinishReason.LENGTH, "", 5)
+    started(record, metrics, 1).ending = GenerationResult(FinishReason.LENGTH, "", 5)
     started(record, metrics, 2)
     record.failed(InvalidRequest("no"))
     finish(record, a_post(), 422, metrics)
@@ -149,7 +153,7 @@ def test_a_request_without_generations_is_not_counted(metrics: Metrics) -> None:
 def test_the_first_token_of_several_sequences_counts_once(metrics: Metrics) -> None:
     record = Record()
     generation = record.start(metrics)
-    first, second = Times(queued=1.0), Times(queued=2.0)
+    first, second = GenerationTimes(queued=1.0), GenerationTimes(queued=2.0)
     for times in (first, second):
         generation.follow(times)
     for times in (second, first):

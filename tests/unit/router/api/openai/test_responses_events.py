@@ -15,7 +15,7 @@ from text_generation_router.api.openai.responses_events import ResponseScript
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
-from text_generation_router.generation import Ending
+from text_generation_router.generation import GenerationResult
 
 NAMED = Named("resp_1", 1_700_000_000, "some-model", "native")
 EVERYTHING: list[Event] = [
@@ -37,7 +37,7 @@ def script(**body: object) -> ResponseScript:
 
 def ending(finish: Finish) -> AnswerEnd:
     reason = FinishReason.LENGTH if finish is Finish.LENGTH else FinishReason.EOS_TOKEN
-    return AnswerEnd(finish, Ending(reason, "whatever", 5))
+    return AnswerEnd(finish, GenerationResult(reason, "whatever", 5))
 
 
 def told(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], dict[str, Any]]:

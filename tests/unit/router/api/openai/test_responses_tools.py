@@ -20,7 +20,7 @@ from text_generation_router.api.openai.responses_tools import HOSTED
 from text_generation_router.chat.conversation import ToolMode
 from text_generation_router.chat.events import TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.generation import Ending
+from text_generation_router.generation import GenerationResult
 
 Json = dict[str, Any]
 
@@ -124,7 +124,7 @@ def told(tools: list[Json], called: str) -> tuple[list[Json], Json]:
     """The events of a stream that calls a function by the model's name of it, and the whole reply."""
     writer = ResponseScript(body(tools=tools), NAMED, 7, lambda: 0)
     events = [TextDelta("Hm."), ToolCallStart(0, called), ToolCallArguments(0, "{}")]
-    end = AnswerEnd(Finish.TOOL_CALLS, Ending(FinishReason.EOS_TOKEN, "whatever", 5))
+    end = AnswerEnd(Finish.TOOL_CALLS, GenerationResult(FinishReason.EOS_TOKEN, "whatever", 5))
     read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))
     check_types(read, RESPONSES)
     whole = orjson.loads(orjson.dumps(writer.whole()))
