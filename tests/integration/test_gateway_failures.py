@@ -1,4 +1,4 @@
-"""What a gateway is told when something fails, and of a shard that is no server for it."""
+"""Health, failures and descriptions over the gateway protocol, and services that are not offered."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from pathlib import Path
 
 import grpc
 import pytest
+from byte_tokenizer import write_tokenizer
 from gateway_server import Gateway, ask, echo, rest, serve_gateway, slow_echo
 
+from text_generation_proto.gateway import common_pb2
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import InsufficientMemory, StepResult
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
+from text_generation_shard.gateway.describe import archive_chunks, build_archive
 
 
 async def health(gateway: Gateway) -> str:
@@ -26,14 +29,14 @@ async def failure(gateway: Gateway, request: pb.GenerateRequest) -> tuple[grpc.S
     return error.value.code(), error.value.details() or ""
 
 
-async def test_a_shard_is_healthy_before_and_after_it_has_served(tmp_path: Path) -> None:
+async def test_health_is_ok_before_and_after_a_call(tmp_path: Path) -> None:
     async with serve_gateway(echo(), tmp_path) as gateway:
         assert await health(gateway) == "OK"
         await gateway.stream(ask([1], 2))
         assert await health(gateway) == "OK"
 
 
-async def test_while_the_model_loads_nothing_is_served(tmp_path: Path) -> None:
+async def test_calls_are_unavailable_while_the_model_loads(tmp_path: Path) -> None:
     async with serve_gateway(None, tmp_path) as gateway:
         assert await health(gateway) == "the model is loading"
         assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.UNAVAILABLE, "the model is loading")
@@ -44,7 +47,7 @@ async def test_while_the_model_loads_nothing_is_served(tmp_path: Path) -> None:
         assert await health(gateway) == "OK"
 
 
-async def test_a_sequence_that_fails_fails_its_call_alone(tmp_path: Path) -> None:
+async def test_a_failed_sequence_fails_only_its_call(tmp_path: Path) -> None:
     async with serve_gateway(slow_echo(echo_fail_token=13), tmp_path) as gateway:
         other = gateway.stub.Generate(ask([1], 30_000))
         await other.read()
@@ -57,14 +60,14 @@ async def test_a_sequence_that_fails_fails_its_call_alone(tmp_path: Path) -> Non
         assert await health(gateway) == "OK"
 
 
-async def test_a_step_that_fails_fails_the_calls_in_it(tmp_path: Path) -> None:
+async def test_a_failed_step_fails_the_calls_in_it(tmp_path: Path) -> None:
     async with serve_gateway(echo(echo_fail_step_token=13), tmp_path) as gateway:
         assert (await failure(gateway, ask([13], 4)))[0] is grpc.StatusCode.INTERNAL
         assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
 
 
 class Breaking(SelfSchedulingEcho):
-    """An engine that breaks its contract in its third step."""
+    """An engine whose third step raises."""
 
     steps = 0
 
@@ -75,7 +78,7 @@ class Breaking(SelfSchedulingEcho):
         return super().step()
 
 
-async def test_an_engine_that_breaks_fails_every_call_and_the_shards_health(tmp_path: Path) -> None:
+async def test_a_broken_engine_fails_every_call_and_the_health(tmp_path: Path) -> None:
     engine = Breaking(EchoEngine.build(ShardConfig(max_batch_size=1)), 1)
     async with serve_gateway(engine, tmp_path) as gateway:
         runs, waits = (gateway.stub.Generate(ask([1], 20)) for _ in range(2))
@@ -88,7 +91,7 @@ async def test_an_engine_that_breaks_fails_every_call_and_the_shards_health(tmp_
         assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, "the engine failed")
 
 
-async def test_a_session_that_is_ended_ends_its_calls(tmp_path: Path) -> None:
+async def test_a_stopping_shard_ends_its_calls(tmp_path: Path) -> None:
     async with serve_gateway(slow_echo(), tmp_path) as gateway:
         call = gateway.stub.Generate(ask([1], 30_000))
         await call.read()
@@ -101,7 +104,7 @@ async def test_a_session_that_is_ended_ends_its_calls(tmp_path: Path) -> None:
         assert await health(gateway) == stopping[1]
 
 
-async def test_an_engine_that_breaks_while_nobody_asks_it_refuses_the_next_call(tmp_path: Path) -> None:
+async def test_an_engine_that_breaks_while_idle_fails_the_next_call(tmp_path: Path) -> None:
     async with serve_gateway(echo(), tmp_path) as gateway:
         assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
         gateway.owner.crashed.set()
@@ -109,7 +112,7 @@ async def test_an_engine_that_breaks_while_nobody_asks_it_refuses_the_next_call(
 
 
 class Short(SelfSchedulingEcho):
-    """An engine that has too little memory at first."""
+    """An engine whose first warm-up fails."""
 
     attempts = 0
 
@@ -120,7 +123,7 @@ class Short(SelfSchedulingEcho):
         return super().warm_up(limits)
 
 
-async def test_an_engine_that_cannot_warm_up_says_why_and_is_tried_again(tmp_path: Path) -> None:
+async def test_a_failed_warm_up_is_reported_and_tried_again(tmp_path: Path) -> None:
     async with serve_gateway(Short(EchoEngine.build(ShardConfig()), 1), tmp_path) as gateway:
         message = "8 GB are needed, 4 GB are there"
         assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, message)
@@ -129,7 +132,7 @@ async def test_an_engine_that_cannot_warm_up_says_why_and_is_tried_again(tmp_pat
         assert await health(gateway) == "OK"
 
 
-async def test_an_engine_that_a_router_warmed_up_is_not_warmed_up_again(tmp_path: Path) -> None:
+async def test_a_warm_engine_is_not_warmed_up_again(tmp_path: Path) -> None:
     engine = Short(EchoEngine.build(ShardConfig()), 1)
     engine.attempts = 1
     async with serve_gateway(engine, tmp_path) as gateway:
@@ -142,14 +145,24 @@ async def test_an_engine_that_a_router_warmed_up_is_not_warmed_up_again(tmp_path
     assert engine.attempts == 2
 
 
-# ---------------------------------------------------------------------------------------------------------- not a server
+async def test_model_server_and_tokenizer_are_described(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    async with serve_gateway(echo(model_path=str(tmp_path)), tmp_path, model=tmp_path) as gateway:
+        assert (await gateway.stub.GetModelInfo(pb.GetModelInfoRequest())).vocab_size == 1 << 20
+        assert (await gateway.stub.GetServerInfo(pb.GetServerInfoRequest())).world_size == 2
+        chunks = [chunk async for chunk in gateway.stub.GetTokenizer(common_pb2.GetTokenizerRequest())]
+    assert chunks == list(archive_chunks(build_archive(tmp_path)))
+    async with serve_gateway(echo(), tmp_path) as gateway:
+        method = "/trtllm.TrtllmService/GetTokenizer"
+        assert await status(gateway.channel, method, streams=True) is grpc.StatusCode.UNIMPLEMENTED
+
 
 METHODS = ["HealthCheck", "Abort", "GetModelInfo", "GetServerInfo", "Embed"]
 STREAMS = ["Generate", "GetTokenizer", "SubscribeKvEvents"]
 
 
 async def status(channel: grpc.aio.Channel, method: str, *, streams: bool = False) -> grpc.StatusCode:
-    """The status of an empty request; an empty message is a request of every method."""
+    """Return the status of an empty request: an empty message is valid for every method."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
         if streams:
             async for _ in channel.unary_stream(method)(b""):
@@ -159,7 +172,7 @@ async def status(channel: grpc.aio.Channel, method: str, *, streams: bool = Fals
     return error.value.code()
 
 
-async def test_an_engine_that_is_steered_step_by_step_is_no_server_for_gateways(tmp_path: Path) -> None:
+async def test_a_step_scheduled_engine_is_unimplemented(tmp_path: Path) -> None:
     async with serve_gateway(EchoEngine.build(ShardConfig()), tmp_path) as gateway:
         for method in METHODS + STREAMS:
             code = await status(gateway.channel, f"/trtllm.TrtllmService/{method}", streams=method in STREAMS)
@@ -169,13 +182,13 @@ async def test_an_engine_that_is_steered_step_by_step_is_no_server_for_gateways(
 @pytest.mark.parametrize(
     "method",
     [
-        "/vllm.grpc.engine.VllmEngine/HealthCheck",  # a gateway asks one service after the other what it has before it
+        "/vllm.grpc.engine.VllmEngine/HealthCheck",  # a gateway probes one service after the other
         "/sglang.grpc.scheduler.SglangScheduler/HealthCheck",
         "/trtllm.TrtllmService/GetLoads",
         "/trtllm.TrtllmService/Embed",
     ],
 )
-async def test_what_is_not_served_is_unimplemented(tmp_path: Path, method: str) -> None:
+async def test_other_services_and_methods_are_unimplemented(tmp_path: Path, method: str) -> None:
     async with serve_gateway(echo(), tmp_path) as gateway:
         assert await status(gateway.channel, method) is grpc.StatusCode.UNIMPLEMENTED
         subscribe = "/trtllm.TrtllmService/SubscribeKvEvents"

@@ -1,19 +1,22 @@
-"""Generate as a gateway written for TensorRT-LLM's gRPC server uses it: chunks, completes, ends, log-probabilities."""
+"""Generate, as a gateway for TensorRT-LLM's gRPC server uses it: chunks, completes, log-probabilities, refusals."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import grpc
 import pytest
+from byte_tokenizer import write_tokenizer
 from gateway_server import ask, echo, serve_gateway, slow_echo
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 
 EOS = 9
+REGEX = pb.GuidedDecodingParams.GUIDE_TYPE_REGEX
 
 
-async def test_chunks_bring_what_is_new_and_complete_brings_the_whole(tmp_path: Path) -> None:
+async def test_chunks_have_new_tokens_and_complete_has_all(tmp_path: Path) -> None:
     async with serve_gateway(slow_echo(), tmp_path) as gateway:
         answer = await gateway.stream(ask([5, 6, 7], 30, request_id="one"))
     assert answer.streamed() == [5, 6, 7] * 10
@@ -21,30 +24,30 @@ async def test_chunks_bring_what_is_new_and_complete_brings_the_whole(tmp_path: 
     assert answer.only.finish_reason == "length"
     assert answer.only.WhichOneof("matched_stop") is None
     assert (answer.only.prompt_tokens, answer.only.completion_tokens) == (3, 30)
-    told = 0
+    sent = 0
     for chunk in answer.chunks:
-        told += len(chunk.token_ids)
-        assert (chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens) == (3, told, 0)
+        sent += len(chunk.token_ids)
+        assert (chunk.prompt_tokens, chunk.completion_tokens, chunk.cached_tokens) == (3, sent, 0)
         assert not chunk.logprobs
     assert answer.request_ids == {"one"}
 
 
-async def test_tokens_that_come_together_leave_together(tmp_path: Path) -> None:
+async def test_tokens_reported_together_are_sent_together(tmp_path: Path) -> None:
     async with serve_gateway(echo(tokens_per_report=4), tmp_path) as gateway:
         answer = await gateway.stream(ask([5, 6], 10))
-    # Four at a time, unless a slow test has let two lots come before it read the first.
+    # Multiples of four: a slow test may read two reports at once.
     assert all(len(chunk.token_ids) % 4 == 0 for chunk in answer.chunks[:-1])
     assert answer.streamed() == [5, 6] * 5
 
 
-async def test_without_streaming_there_is_only_the_whole(tmp_path: Path) -> None:
+async def test_without_streaming_there_is_only_complete(tmp_path: Path) -> None:
     async with serve_gateway(echo(), tmp_path) as gateway:
         answer = await gateway.stream(ask([5, 6], 3, streaming=False))
     assert not answer.chunks
     assert list(answer.only.output_token_ids) == [5, 6, 5]
 
 
-async def test_several_sequences_are_told_apart_and_completed_in_order(tmp_path: Path) -> None:
+async def test_several_sequences_are_completed_in_order(tmp_path: Path) -> None:
     engine = echo()
     async with serve_gateway(engine, tmp_path) as gateway:
         config = pb.SamplingConfig(num_return_sequences=3, seed=(1 << 64) - 2)
@@ -55,7 +58,7 @@ async def test_several_sequences_are_told_apart_and_completed_in_order(tmp_path:
     assert [admission.sampling.seed for admission in engine.admissions] == [(1 << 64) - 2, (1 << 64) - 1, 0]
 
 
-async def test_more_sequences_than_slots_free_take_turns(tmp_path: Path) -> None:
+async def test_sequences_wait_for_a_free_slot(tmp_path: Path) -> None:
     async with serve_gateway(slow_echo(max_batch_size=2), tmp_path) as gateway:
         one = gateway.stub.Generate(ask([1], 20000, request_id="one"))
         await one.read()
@@ -65,7 +68,7 @@ async def test_more_sequences_than_slots_free_take_turns(tmp_path: Path) -> None
     assert [list(complete.output_token_ids) for complete in answer.completes] == [[5, 6, 5, 6]] * 2
 
 
-async def test_an_eos_token_stays_and_nothing_is_said_to_have_matched(tmp_path: Path) -> None:
+async def test_an_eos_token_stays_in_the_output_and_is_no_match(tmp_path: Path) -> None:
     async with serve_gateway(echo(info={"eos_token_ids": (EOS,)}), tmp_path) as gateway:
         answer = await gateway.stream(ask([5, EOS, 7], 8, stop_token_ids=[EOS]))
     assert list(answer.only.output_token_ids) == answer.streamed() == [5, EOS]
@@ -73,15 +76,8 @@ async def test_an_eos_token_stays_and_nothing_is_said_to_have_matched(tmp_path: 
     assert answer.only.WhichOneof("matched_stop") is None
 
 
-async def test_eos_tokens_can_be_ignored_and_stop_tokens_still_stop(tmp_path: Path) -> None:
-    async with serve_gateway(echo(info={"eos_token_ids": (EOS,)}), tmp_path) as gateway:
-        answer = await gateway.stream(ask([5, EOS, 7], 8, ignore_eos=True, stop_token_ids=[7]))
-    assert list(answer.only.output_token_ids) == [5, EOS]
-    assert answer.only.matched_token_id == 7
-
-
 @pytest.mark.parametrize("keep", [False, True])
-async def test_a_stop_token_ends_the_sequence_and_is_part_of_it_only_if_asked_for(tmp_path: Path, keep: bool) -> None:
+async def test_a_stop_token_ends_the_sequence_and_is_part_of_it_on_request(tmp_path: Path, keep: bool) -> None:
     engine = echo()
     async with serve_gateway(engine, tmp_path) as gateway:
         answer = await gateway.stream(
@@ -97,12 +93,6 @@ async def test_a_stop_token_ends_the_sequence_and_is_part_of_it_only_if_asked_fo
     assert list(answer.only.output_token_ids) == answer.streamed() == expected
     assert (answer.only.finish_reason, answer.only.matched_token_id) == ("stop", 7)
     assert answer.only.completion_tokens == len(answer.only.logprobs) == len(expected)
-
-
-async def test_the_models_length_bounds_what_is_asked_for(tmp_path: Path) -> None:
-    async with serve_gateway(echo(echo_max_sequence_length=16), tmp_path) as gateway:
-        answer = await gateway.stream(ask([1, 2, 3], 2048))
-    assert (len(answer.only.output_token_ids), answer.only.finish_reason) == (13, "length")
 
 
 async def test_log_probabilities_come_with_each_token(tmp_path: Path) -> None:
@@ -146,8 +136,34 @@ async def test_the_prompts_log_probabilities_come_with_every_complete(tmp_path: 
     assert [admission.logprobs.prompt for admission in engine.admissions] == [True, False]  # it is scored once
 
 
-async def test_nothing_is_scored_that_was_not_asked_for(tmp_path: Path) -> None:
-    async with serve_gateway(echo(), tmp_path) as gateway:
-        answer = await gateway.stream(ask([5, 6], 2))
-    assert not answer.only.logprobs
-    assert not answer.only.prompt_logprobs
+async def test_a_guide_constrains_the_text(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path)
+    async with serve_gateway(echo(model_path=str(tmp_path)), tmp_path, model=tmp_path) as gateway:
+        guide = pb.GuidedDecodingParams(guide_type=pb.GuidedDecodingParams.GUIDE_TYPE_JSON)
+        answer = await gateway.stream(ask(tokenizer.encode("{").ids, 40, guided_decoding=guide))
+    assert tokenizer.decode(answer.streamed()) == '{"": ""}'
+    assert answer.only.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ask([1], 2, bad=["word"]), "bad is not supported: bad_token_ids are served"),
+        (ask([1, 2], 32), "prompt and new tokens exceed the engine's KV pool of 32 tokens"),
+        (
+            ask([1], 2, guided_decoding=pb.GuidedDecodingParams(guide_type=REGEX, guide="(")),
+            "the grammar cannot be used",
+        ),
+    ],
+    ids=["request", "engine", "grammar"],
+)
+async def test_a_refusal_is_an_invalid_argument_and_affects_no_other_call(
+    tmp_path: Path, request_: pb.GenerateRequest, message: str
+) -> None:
+    write_tokenizer(tmp_path)
+    async with serve_gateway(echo(model_path=str(tmp_path), echo_blocks=2), tmp_path) as gateway:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await gateway.stream(request_)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (error.value.details() or "").startswith(message)
+        assert (await gateway.stream(ask([5, 6], 2))).streamed() == [5, 6]

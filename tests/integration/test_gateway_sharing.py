@@ -1,4 +1,4 @@
-"""Many calls on one session: slots, the queue, cancelling, aborting, and the router that drives the same shard."""
+"""Many calls on one session: slots, queue, cancellation, abort, and a router on the same shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDLESS = 30_000
 
 
 async def begun(gateway: Gateway, prompt: list[int], **fields: object) -> GenerateCall:
-    """A call that goes on for long, and has brought its first tokens."""
+    """Start a long call and read its first tokens."""
     call: GenerateCall = gateway.stub.Generate(ask(prompt, ENDLESS, **fields))
     await first_tokens(call)
     return call
@@ -33,18 +33,18 @@ async def first_tokens(call: GenerateCall) -> list[int]:
     return list(message.chunk.token_ids)
 
 
-async def test_two_hundred_calls_at_once_each_get_their_own(tmp_path: Path) -> None:
+async def test_two_hundred_simultaneous_calls(tmp_path: Path) -> None:
     engine = slow_echo(max_batch_size=16)
     answers: dict[int, Answer] = {}
     async with serve_gateway(engine, tmp_path) as gateway:
 
-        async def one(number: int) -> None:
+        async def run(number: int) -> None:
             prompt = [number, number + 1, number + 2]
             answers[number] = await gateway.stream(ask(prompt, 5 + number % 7, request_id=str(number)))
 
         async with asyncio.TaskGroup() as tasks:
             for number in range(200):
-                tasks.create_task(one(number))
+                tasks.create_task(run(number))
         assert engine.running == 0
     for number, answer in answers.items():
         expected = [number + i % 3 for i in range(5 + number % 7)]
@@ -60,14 +60,14 @@ async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path) -> None:
         stays = await begun(gateway, [1])
         leaves = await begun(gateway, [2])
         leaves.cancel()
-        # Waits for the slot; the other one is never free.
+        # The other slot stays taken.
         assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
         assert isinstance(await stays.read(), pb.GenerateResponse)
         stays.cancel()
     assert [admission.slot for admission in engine.admissions] == [0, 1, 1]
 
 
-async def test_a_client_that_leaves_while_it_waits_is_forgotten(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_while_queued_is_dropped(tmp_path: Path) -> None:
     engine = slow_echo(max_batch_size=1)
     async with serve_gateway(engine, tmp_path) as gateway:
         runs = await begun(gateway, [1])
@@ -90,20 +90,20 @@ async def test_abort_ends_a_call_with_what_it_has(tmp_path: Path) -> None:
         assert first + answer.streamed() == list(answer.only.output_token_ids)
         assert answer.only.WhichOneof("matched_stop") is None
         assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
-        # Gateways send it for every stream they drop, be it over or not.
+        # Gateways send an abort for every stream they drop, finished or not.
         for request_id in ("long", "never seen", ""):
             reply = await gateway.stub.Abort(pb.AbortRequest(request_id=request_id))
             assert (reply.success, reply.message) == (False, "no request of this id is running")
 
 
-async def test_abort_ends_a_call_that_waits_and_all_sequences_of_one(tmp_path: Path) -> None:
+async def test_abort_ends_a_queued_call_and_all_sequences_of_a_call(tmp_path: Path) -> None:
     engine = slow_echo(max_batch_size=2)
     async with serve_gateway(engine, tmp_path) as gateway:
         config = pb.SamplingConfig(num_return_sequences=2)
         runs = await begun(gateway, [1], request_id="runs", sampling_config=config)
         waits = gateway.stub.Generate(ask([2], 5, request_id="waits"))
         async with asyncio.timeout(30):
-            # The first of these may come before the call does.
+            # The first abort may arrive before the call.
             while not (await gateway.stub.Abort(pb.AbortRequest(request_id="waits"))).success:
                 pass
         answer = await rest(waits)
@@ -114,15 +114,15 @@ async def test_abort_ends_a_call_that_waits_and_all_sequences_of_one(tmp_path: P
 
 
 class Gated(RecordingEcho):
-    """Each step waits for a permit."""
+    """An engine whose steps wait for a permit each."""
 
     def __init__(self, engine: EchoEngine, tokens_per_report: int) -> None:
         super().__init__(engine, tokens_per_report)
         self.permits = threading.Semaphore(0)
         self.steps = 0
-        """Begun."""
+        """Number of steps begun."""
         self.released_after: list[int] = []
-        """Steps begun before each release."""
+        """Number of steps begun before each release."""
 
     def step(self) -> StepResult | None:
         self.steps += 1
@@ -140,7 +140,7 @@ async def test_abort_takes_effect_with_the_step_in_progress(tmp_path: Path) -> N
         call = gateway.stub.Generate(ask([1], ENDLESS, request_id="long"))
         engine.permits.release()
         assert await first_tokens(call) == [1]
-        # That was the first step. The second has begun, or will before it looks at orders again.
+        # The second step has begun, or begins before the engine applies orders again.
         assert (await gateway.stub.Abort(pb.AbortRequest(request_id="long"))).success
         assert list((await rest(call)).only.output_token_ids) == [1]
         engine.permits.release(100)
@@ -148,22 +148,22 @@ async def test_abort_takes_effect_with_the_step_in_progress(tmp_path: Path) -> N
     assert engine.released_after == [2]
 
 
-async def test_whatever_leaves_when_every_slot_comes_back(tmp_path: Path) -> None:
+async def test_no_slot_is_lost_over_random_endings(tmp_path: Path) -> None:
     engine = slow_echo(max_batch_size=8)
     chance = random.Random(7)
     plans = [(number, chance.randrange(1, 60), chance.choice(["read", "leave", "abort"])) for number in range(600)]
     async with serve_gateway(engine, tmp_path) as gateway:
 
-        async def one(number: int, new: int, manner: str) -> None:
+        async def run(number: int, new: int, ending: str) -> None:
             request_id, prompt = str(number), [number, 7]
-            if manner == "read":
+            if ending == "read":
                 answer = await gateway.stream(ask(prompt, new, request_id=request_id))
                 assert answer.streamed() == (prompt * new)[:new]
                 return
             call = gateway.stub.Generate(ask(prompt, ENDLESS, request_id=request_id))
             tokens = await first_tokens(call)
             assert tokens == (prompt * len(tokens))[: len(tokens)]
-            if manner == "leave":
+            if ending == "leave":
                 call.cancel()
             else:
                 assert (await gateway.stub.Abort(pb.AbortRequest(request_id=request_id))).success
@@ -171,7 +171,7 @@ async def test_whatever_leaves_when_every_slot_comes_back(tmp_path: Path) -> Non
 
         async with asyncio.TaskGroup() as tasks:
             for plan in plans:
-                tasks.create_task(one(*plan))
+                tasks.create_task(run(*plan))
         config = pb.SamplingConfig(num_return_sequences=8)
         answer = await gateway.stream(ask([1, 2], 6, sampling_config=config))
         assert [list(complete.output_token_ids) for complete in answer.completes] == [[1, 2] * 3] * 8
@@ -203,13 +203,13 @@ async def test_a_queue_that_is_full_refuses_at_once(tmp_path: Path) -> None:
             assert len(served.streamed()) == 2
 
 
-async def test_a_slow_reader_gets_more_at_a_time_and_holds_no_slot(tmp_path: Path) -> None:
+async def test_a_slow_reader_gets_larger_chunks_and_holds_no_slot(tmp_path: Path) -> None:
     new = 8_000
     async with serve_gateway(echo(max_batch_size=1), tmp_path) as gateway:
-        # Each token's message is large, so that what the connection holds is soon full.
+        # Large messages fill the connection's buffers soon.
         slow = gateway.stub.Generate(ask([1, 2], new, output_config=pb.OutputConfig(logprobs=20)))
         first = await first_tokens(slow)
-        # It runs once the other has come to its end, unread.
+        # The only slot is free once the unread call is computed.
         assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
         answer = await rest(slow)
     assert len(answer.chunks) < new / 2
@@ -224,7 +224,7 @@ async def test_abort_frees_the_slot_of_a_client_that_does_not_read(tmp_path: Pat
             ask([1, 2], ENDLESS, request_id="slow", output_config=pb.OutputConfig(logprobs=20))
         )
         await first_tokens(slow)
-        await gateway.stream(ask([3], 1000))  # meanwhile the connection has become full
+        await gateway.stream(ask([3], 1000))  # meanwhile the connection's buffers fill
         assert (await gateway.stub.Abort(pb.AbortRequest(request_id="slow"))).success
         config = pb.SamplingConfig(num_return_sequences=2)
         both = await gateway.stream(ask([4], 2, sampling_config=config))
@@ -233,7 +233,7 @@ async def test_abort_frees_the_slot_of_a_client_that_does_not_read(tmp_path: Pat
         slow.cancel()
 
 
-async def test_answers_that_nobody_reads_count_as_present(tmp_path: Path) -> None:
+async def test_unread_answers_count_against_the_limit(tmp_path: Path) -> None:
     scored = pb.OutputConfig(logprobs=20)
     async with serve_gateway(echo(max_batch_size=1), tmp_path, max_waiting=1) as gateway:
         slow = gateway.stub.Generate(ask([1, 2], 8_000, output_config=scored))
@@ -247,9 +247,6 @@ async def test_answers_that_nobody_reads_count_as_present(tmp_path: Path) -> Non
         assert len((await rest(slow)).only.output_token_ids) == 8_000
         assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
         slower.cancel()
-
-
-# ------------------------------------------------------------------------------------------------------------- the router
 
 
 async def test_while_a_router_drives_the_shard_a_gateway_cannot(tmp_path: Path) -> None:
@@ -282,7 +279,7 @@ async def test_while_a_gateway_drives_the_shard_a_router_cannot(tmp_path: Path) 
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await gateway.stub.Abort(pb.AbortRequest(request_id="long"))
         await rest(call)
-        # With nothing to do the gateway gives it up, and it has it back once the router is gone.
+        # An idle gateway gives the engine up, and gets it back when the router is gone.
         await gateway.shard.warm_up()
         run = gateway.shard.run()
         await run.initial_metadata()

@@ -1,4 +1,4 @@
-"""A shard that serves the gateway protocol beside its own, in the test's own process, over real gRPC."""
+"""A shard with the gateway protocol in the test's process, over real gRPC."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class RecordingEcho(SelfSchedulingEcho):
-    """The echo engine that schedules for itself, and remembers what it was asked."""
+    """The self-scheduling echo engine with a record of its orders."""
 
     def __init__(self, engine: EchoEngine, tokens_per_report: int) -> None:
         super().__init__(engine, tokens_per_report)
@@ -41,7 +41,7 @@ class RecordingEcho(SelfSchedulingEcho):
 
 
 def echo(tokens_per_report: int = 1, info: dict[str, object] | None = None, **flags: object) -> RecordingEcho:
-    """An echo engine made with a shard's `flags`; `info` replaces what it says of itself."""
+    """Build an echo engine with a shard's `flags`; `info` overrides fields of its EngineInfo."""
     engine = EchoEngine.build(ShardConfig(**flags))  # type: ignore[arg-type]
     if info:
         engine = replace(engine, info=replace(engine.info, **info))  # type: ignore[arg-type]
@@ -49,29 +49,29 @@ def echo(tokens_per_report: int = 1, info: dict[str, object] | None = None, **fl
 
 
 def slow_echo(**flags: object) -> RecordingEcho:
-    """One that takes its time: what is to go on for long does so on a machine that stalls as well."""
+    """Build an engine with 1 ms per step: long calls stay long even on a machine that stalls."""
     return echo(echo_step_ms=1.0, **flags)
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """A gateway's view of a shard in this process."""
+    """Connections to a shard in this process."""
 
     address: str
     channel: grpc.aio.Channel
     stub: trtllm_service_pb2_grpc.TrtllmServiceAsyncStub
     owner: SessionOwner
     shard: ShardClient
-    """The same shard, as a router sees it."""
+    """A router's client of the same shard."""
 
     async def stream(self, request: pb.GenerateRequest) -> Answer:
-        """Everything one call answers."""
+        """Return the whole answer of a call."""
         return await rest(self.stub.Generate(request))
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a Generate call has brought."""
+    """Messages of a Generate call."""
 
     chunks: list[pb.GenerateStreamChunk] = field(default_factory=list)
     completes: list[pb.GenerateComplete] = field(default_factory=list)
@@ -92,12 +92,12 @@ class Answer:
         return complete
 
     def streamed(self, index: int = 0) -> list[int]:
-        """The tokens of one sequence's chunks, joined."""
+        """Return the tokens of one sequence's chunks."""
         return [token for chunk in self.chunks if chunk.sequence_index == index for token in chunk.token_ids]
 
 
 async def rest(call: GenerateCall) -> Answer:
-    """What a call still has to answer."""
+    """Read the rest of a call."""
     answer = Answer()
     while isinstance(message := await call.read(), pb.GenerateResponse):
         answer.take(message)
@@ -105,7 +105,7 @@ async def rest(call: GenerateCall) -> Answer:
 
 
 def ask(prompt: list[int], new: int, **fields: object) -> pb.GenerateRequest:
-    """A request that streams."""
+    """Return a streaming request."""
     request = {"request_id": "r", "streaming": True, "max_tokens": new, **fields}
     return pb.GenerateRequest(tokenized=pb.TokenizedInput(input_token_ids=prompt), **request)  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ def ask(prompt: list[int], new: int, **fields: object) -> pb.GenerateRequest:
 async def serve_gateway(
     engine: Engine | None, folder: Path, *, model: Path | None = None, max_waiting: int = 1024
 ) -> AsyncIterator[Gateway]:
-    """Serve `engine` on a socket in `folder`, None: as while it loads. `model` is where the tokenizer is."""
+    """Serve `engine` on a socket in `folder`; None: the model is loading. `model` is the folder of the tokenizer."""
     thread = EngineThread()
     owner = SessionOwner(thread)
     if engine is not None:

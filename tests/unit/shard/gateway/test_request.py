@@ -1,21 +1,43 @@
-"""Each field of a gateway's request: what reaches the engine, or the name by which it is refused."""
+"""Conversion of gateway requests: the new sequence that each field gives, or the refusal by its name."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
+from dataclasses import replace
 
 import grpc
 import pytest
-from byte_tokenizer import write_tokenizer
-from gateway_server import Gateway, RecordingEcho, ask, echo, serve_gateway
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_shard.engine import NewSequence
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineInfo, NewSequence
+from text_generation_shard.engines.echo import EchoEngine
+from text_generation_shard.gateway.request import CallFailed, read_request
 
-UNSET = pb.GenerateRequest()
 Guide = pb.GuidedDecodingParams
+UNSET = pb.GenerateRequest()
+INFO = replace(
+    EchoEngine.build(ShardConfig(max_batch_size=8)).info, grammar_kinds=(GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
+)
+
+
+def request(prompt: list[int], new: int, overlay: pb.GenerateRequest = UNSET) -> pb.GenerateRequest:
+    result = pb.GenerateRequest(request_id="r", tokenized=pb.TokenizedInput(input_token_ids=prompt), max_tokens=new)
+    result.MergeFrom(overlay)
+    return result
+
+
+def read(overlay: pb.GenerateRequest, info: EngineInfo = INFO) -> NewSequence:
+    """Return the only sequence of a request with a prompt of two tokens."""
+    [sequence] = read_request(request([5, 6], 4, overlay), info).sequences
+    return sequence
+
+
+def refusal(request: pb.GenerateRequest, info: EngineInfo = INFO) -> str:
+    with pytest.raises(CallFailed) as failed:
+        read_request(request, info)
+    assert failed.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    return failed.value.message
 
 
 def sampling(**fields: object) -> pb.GenerateRequest:
@@ -29,26 +51,6 @@ def output(**fields: object) -> pb.GenerateRequest:
 def guided(**fields: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(guided_decoding=Guide(**fields))  # type: ignore[arg-type]
 
-
-def with_(overlay: pb.GenerateRequest, prompt: list[int] | None = None, new: int = 4) -> pb.GenerateRequest:
-    request = ask([5, 6] if prompt is None else prompt, new)
-    request.MergeFrom(overlay)
-    return request
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> RecordingEcho:
-    write_tokenizer(tmp_path)
-    return echo(model_path=str(tmp_path), max_batch_size=8)
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, engine: RecordingEcho) -> AsyncIterator[Gateway]:
-    async with serve_gateway(engine, tmp_path, model=tmp_path) as served:
-        yield served
-
-
-# ------------------------------------------------------------------------------------------------------------- what arrives
 
 DRAWN = {"greedy": False}
 SAMPLING = [
@@ -74,26 +76,38 @@ SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize(("overlay", "expected"), SAMPLING, ids=lambda one: " ".join(str(one).split())[:70])
-async def test_sampling_arrives_as_it_was_meant(
-    gateway: Gateway, engine: RecordingEcho, overlay: pb.GenerateRequest, expected: Sampling
-) -> None:
-    await gateway.stream(with_(overlay))
-    [admission] = engine.admissions
-    assert admission.sampling == expected
+@pytest.mark.parametrize(("overlay", "expected"), SAMPLING, ids=lambda value: " ".join(str(value).split())[:70])
+def test_sampling(overlay: pb.GenerateRequest, expected: Sampling) -> None:
+    assert read(overlay).sampling == expected
 
 
-async def test_a_seed_that_is_not_given_is_drawn(gateway: Gateway, engine: RecordingEcho) -> None:
-    for _ in range(2):
-        await gateway.stream(with_(UNSET))
-    first, second = (admission.sampling.seed for admission in engine.admissions)
-    assert first != second
+def test_a_missing_seed_is_random() -> None:
+    assert read(UNSET).sampling.seed != read(UNSET).sampling.seed
 
 
-async def test_tokens_to_avoid_are_biased_against(gateway: Gateway, engine: RecordingEcho) -> None:
-    await gateway.stream(with_(pb.GenerateRequest(bad_token_ids=[9, 8, 9])))
-    [admission] = engine.admissions
-    assert (admission.sampling.logit_bias_ids, admission.sampling.logit_bias_values) == ((9, 8), (-100.0, -100.0))
+def test_bad_token_ids_become_a_logit_bias() -> None:
+    sampling = read(pb.GenerateRequest(bad_token_ids=[9, 8, 9])).sampling
+    assert (sampling.logit_bias_ids, sampling.logit_bias_values) == ((9, 8), (-100.0, -100.0))
+
+
+def test_several_sequences_have_consecutive_seeds_and_score_the_prompt_once() -> None:
+    overlay = sampling(num_return_sequences=3, seed=(1 << 64) - 2)
+    overlay.MergeFrom(output(prompt_logprobs=1))
+    sequences = read_request(request([5, 6], 4, overlay), INFO).sequences
+    assert [sequence.sampling.seed for sequence in sequences] == [(1 << 64) - 2, (1 << 64) - 1, 0]
+    assert [sequence.logprobs.prompt for sequence in sequences] == [True, False, False]
+
+
+def test_max_tokens_is_reduced_to_the_positions_that_are_left() -> None:
+    info = replace(INFO, max_sequence_length=16)
+    [sequence] = read_request(request([1, 2, 3], 2048), info).sequences
+    assert sequence.stopping.max_new_tokens == 13
+
+
+def test_eos_tokens_are_the_engines_unless_ignored() -> None:
+    info = replace(INFO, eos_token_ids=(9,))
+    assert read(UNSET, info).stopping.eos_token_ids == {9}
+    assert not read(pb.GenerateRequest(ignore_eos=True), info).stopping.eos_token_ids
 
 
 REST = [
@@ -111,53 +125,26 @@ REST = [
 ]
 
 
-@pytest.mark.parametrize(("overlay", "stopping", "fields"), REST, ids=lambda one: " ".join(str(one).split())[:70])
-async def test_everything_else_arrives_as_it_was_meant(
-    gateway: Gateway,
-    engine: RecordingEcho,
-    overlay: pb.GenerateRequest,
-    stopping: Stopping,
-    fields: dict[str, object],
-) -> None:
-    await gateway.stream(with_(overlay))
-    [admission] = engine.admissions
-    expected = NewSequence(admission.slot, (5, 6), stopping, admission.sampling, **fields)  # type: ignore[arg-type]
-    assert admission == expected
+@pytest.mark.parametrize(("overlay", "stopping", "fields"), REST, ids=lambda value: " ".join(str(value).split())[:70])
+def test_other_fields(overlay: pb.GenerateRequest, stopping: Stopping, fields: dict[str, object]) -> None:
+    sequence = read(overlay)
+    assert sequence == NewSequence(0, (5, 6), stopping, sequence.sampling, **fields)  # type: ignore[arg-type]
 
 
-GUIDES = [
-    (guided(guide_type=Guide.GUIDE_TYPE_REGEX, guide="true"), Grammar(GrammarKind.REGEX, "true"), "true"),
-    (
-        guided(guide_type=Guide.GUIDE_TYPE_JSON_SCHEMA, guide='{"const": "b"}'),
-        Grammar(GrammarKind.JSON_SCHEMA, '{"const": "b"}'),
-        '"b"',
-    ),
-    (
-        guided(guide_type=Guide.GUIDE_TYPE_JSON),
-        Grammar(GrammarKind.JSON_SCHEMA, '{"type": ["object", "array"]}'),
-        '{"": ""}',
-    ),
-]
+@pytest.mark.parametrize(
+    ("overlay", "grammar"),
+    [
+        (guided(guide_type=Guide.GUIDE_TYPE_REGEX, guide="true"), Grammar(GrammarKind.REGEX, "true")),
+        (guided(guide_type=Guide.GUIDE_TYPE_JSON_SCHEMA, guide="{}"), Grammar(GrammarKind.JSON_SCHEMA, "{}")),
+        (
+            guided(guide_type=Guide.GUIDE_TYPE_JSON),
+            Grammar(GrammarKind.JSON_SCHEMA, '{"type": ["object", "array"]}'),
+        ),
+    ],
+)
+def test_guides(overlay: pb.GenerateRequest, grammar: Grammar) -> None:
+    assert read(overlay).grammar == grammar
 
-
-@pytest.mark.parametrize(("overlay", "grammar", "spelled"), GUIDES)
-async def test_guides_are_followed(
-    tmp_path: Path,
-    gateway: Gateway,
-    engine: RecordingEcho,
-    overlay: pb.GenerateRequest,
-    grammar: Grammar,
-    spelled: str,
-) -> None:
-    tokenizer = write_tokenizer(tmp_path)
-    prompt = tokenizer.encode("{").ids
-    answer = await gateway.stream(with_(overlay, prompt, 40))
-    assert engine.admissions[0].grammar == grammar
-    assert tokenizer.decode(answer.streamed()) == spelled
-    assert answer.only.finish_reason == "stop"
-
-
-# ------------------------------------------------------------------------------------------------------------- what does not
 
 REFUSED = [
     ("lora_config is not supported", pb.GenerateRequest(lora_config=pb.LoraConfig(task_id=1))),
@@ -195,7 +182,6 @@ REFUSED = [
     ("guided_decoding is not supported", guided()),
     ("guided_decoding is not supported", guided(guide_type=Guide.GUIDE_TYPE_EBNF_GRAMMAR, guide="root ::= 'a'")),
     ("guided_decoding is not supported", guided(guide_type=Guide.GUIDE_TYPE_STRUCTURAL_TAG, guide="{}")),
-    ("the grammar cannot be used", guided(guide_type=Guide.GUIDE_TYPE_REGEX, guide="(")),
     ("sampling_config.num_return_sequences is at most 8", sampling(num_return_sequences=9)),
     ("sampling_config.temperature must be finite and at least 0", sampling(temperature=-0.5)),
     ("sampling_config.temperature must be finite and at least 0", sampling(temperature=float("nan"))),
@@ -218,36 +204,25 @@ REFUSED = [
 ]
 
 
-async def refusal(gateway: Gateway, request: pb.GenerateRequest) -> str:
-    """Why the request is refused; that one refused costs nobody anything is checked as well."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await gateway.stream(request)
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert (await gateway.stream(ask([5, 6], 2))).streamed() == [5, 6]
-    return error.value.details() or ""
-
-
-@pytest.mark.parametrize(("message", "overlay"), REFUSED, ids=lambda one: one[:60] if isinstance(one, str) else "")
-async def test_what_cannot_be_served_is_refused_by_name(
-    gateway: Gateway, message: str, overlay: pb.GenerateRequest
-) -> None:
-    assert (await refusal(gateway, with_(overlay))).startswith(message)
+@pytest.mark.parametrize(
+    ("message", "overlay"), REFUSED, ids=lambda value: value[:60] if isinstance(value, str) else ""
+)
+def test_unsupported_fields_are_refused_by_name(message: str, overlay: pb.GenerateRequest) -> None:
+    assert refusal(request([5, 6], 4, overlay)).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("message", "request_"),
+    ("message", "bad"),
     [
         ("tokenized is missing", pb.GenerateRequest(max_tokens=1)),
-        ("tokenized.input_token_ids is empty", ask([], 1)),
-        ("tokenized.input_token_ids has 32768 tokens, which leaves no room for a new one", ask([1] * 32768, 1)),
-        ("a prompt token is outside the vocabulary", ask([1 << 20], 1)),
-        ("max_tokens must be at least 1", ask([1], 0)),
+        ("tokenized.input_token_ids is empty", request([], 1)),
+        ("tokenized.input_token_ids has 32768 tokens, which leaves no room for a new one", request([1] * 32768, 1)),
+        ("a prompt token is outside the vocabulary", request([1 << 20], 1)),
+        ("max_tokens must be at least 1", request([1], 0)),
     ],
 )
-async def test_a_prompt_that_cannot_be_served_is_refused(
-    gateway: Gateway, message: str, request_: pb.GenerateRequest
-) -> None:
-    assert (await refusal(gateway, request_)).startswith(message)
+def test_bad_prompts_are_refused(message: str, bad: pb.GenerateRequest) -> None:
+    assert refusal(bad).startswith(message)
 
 
 UNSUPPORTED = [
@@ -269,34 +244,23 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize(("field", "name", "overlay"), UNSUPPORTED, ids=lambda one: one if isinstance(one, str) else "")
-async def test_what_this_engine_cannot_honour_is_refused_by_the_requests_name(
-    tmp_path: Path, field: str, name: str, overlay: pb.GenerateRequest
+@pytest.mark.parametrize(
+    ("field", "name", "overlay"), UNSUPPORTED, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_parameters_that_this_engine_lacks_are_refused_by_the_requests_name(
+    field: str, name: str, overlay: pb.GenerateRequest
 ) -> None:
-    engine = echo(info={"unsupported": ((field, "its sampler is too old"),)})
-    async with serve_gateway(engine, tmp_path) as gateway:
-        assert (
-            await refusal(gateway, with_(overlay)) == f"{name} is not supported by this engine: its sampler is too old"
-        )
+    info = replace(INFO, unsupported=((field, "its sampler is too old"),))
+    expected = f"{name} is not supported by this engine: its sampler is too old"
+    assert refusal(request([5, 6], 4, overlay), info) == expected
 
 
-async def test_a_seed_is_not_missed_where_nothing_is_drawn(tmp_path: Path) -> None:
-    engine = echo(info={"unsupported": (("seed", "it has none"),)})
-    async with serve_gateway(engine, tmp_path) as gateway:
-        assert (await gateway.stream(with_(sampling(seed=5, temperature=0)))).streamed() == [5, 6, 5, 6]
-        assert (await gateway.stream(with_(UNSET))).streamed() == [5, 6, 5, 6]
-    assert [admission.sampling.seed for admission in engine.admissions] == [0, 0]
+def test_an_engine_without_seeds_serves_greedy_and_unseeded_requests() -> None:
+    info = replace(INFO, unsupported=(("seed", "it has none"),))
+    assert [read(overlay, info).sampling.seed for overlay in (sampling(seed=5, temperature=0), UNSET)] == [0, 0]
 
 
-async def test_grammars_of_an_engine_that_has_none_are_refused(tmp_path: Path) -> None:
-    async with serve_gateway(echo(), tmp_path) as gateway:
-        overlay = guided(guide_type=Guide.GUIDE_TYPE_REGEX, guide="a")
-        assert (
-            await refusal(gateway, with_(overlay)) == "guided_decoding is not supported: this engine follows no regex"
-        )
-
-
-async def test_what_only_the_engine_can_tell_is_a_refusal_as_well(tmp_path: Path) -> None:
-    async with serve_gateway(echo(echo_blocks=2), tmp_path) as gateway:
-        message = await refusal(gateway, ask([1, 2], 32))
-    assert message == "prompt and new tokens exceed the engine's KV pool of 32 tokens"
+def test_an_engine_without_grammars_refuses_guides() -> None:
+    overlay = guided(guide_type=Guide.GUIDE_TYPE_REGEX, guide="a")
+    message = refusal(request([5, 6], 4, overlay), replace(INFO, grammar_kinds=()))
+    assert message == "guided_decoding is not supported: this engine follows no regex"
