@@ -54,6 +54,7 @@ def test_a_schema_with_properties_is_an_object() -> None:
 def test_keywords_that_constrain_nothing_are_dropped() -> None:
     assert normalized({"uniqueItems": False, "minContains": 2, "then": {}, "propertyNames": {"type": "string"}}) == {}
     assert normalized({"uniqueItems": True, "maxItems": 1}) == {"maxItems": 1}
+    assert normalized({"uniqueItems": True, "maxItems": 2}) == {"uniqueItems": True, "maxItems": 2}
     assert normalized({"unevaluatedProperties": False}) == {"additionalProperties": False}
     assert normalized({"unevaluatedItems": {"type": "null"}}) == {"items": {"type": "null"}}
 
