@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.batch import StepBatch, TileGroup
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, KVCache
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, PagedKVCache
 from text_generation_shard.engines.torch.model_config import ModelConfig
 
 FEW_KEYS = 512
@@ -51,7 +51,7 @@ class AttentionPlan:
         self,
         batch: StepBatch,
         tables: BlockTables,
-        cache: KVCache,
+        cache: PagedKVCache,
         shape: CacheShape,
         config: ModelConfig,
     ) -> None:

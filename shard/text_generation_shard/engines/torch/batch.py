@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, KVCache
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, PagedKVCache
 from text_generation_shard.step.rows import StepRow
 
 TILE_TOKENS = 128
@@ -62,7 +62,7 @@ class StepBatch:
     positions: Tensor
     """[n]"""
     write_index: Tensor
-    """Cache positions of the tokens' keys and values: see `KVCache.write`."""
+    """Cache positions of the tokens' keys and values: see `PagedKVCache.write`."""
     entered_blocks: Tensor
     """Blocks that a row starts but does not fill in this step: to be cleared first."""
     groups: list[TileGroup]
@@ -76,7 +76,7 @@ class StepBatch:
 
 
 def build_batch(
-    rows: list[StepRow], tables: BlockTables, cache: KVCache, window: int | None, device: torch.device
+    rows: list[StepRow], tables: BlockTables, cache: PagedKVCache, window: int | None, device: torch.device
 ) -> StepBatch:
     """Build the batch of `rows`. `window` is the longest sliding window if every layer has one, else None."""
     groups = _groups(_tiles(rows), window)

@@ -11,7 +11,7 @@ from text_generation_shard.engines.torch.attention import AttentionPlan
 from text_generation_shard.engines.torch.batch import build_batch
 from text_generation_shard.engines.torch.events import CpuEvent
 from text_generation_shard.engines.torch.executor import Launched
-from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape, KVCache
+from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape, PagedKVCache
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
 from text_generation_shard.engines.torch.model import Decoder
 from text_generation_shard.engines.torch.model_config import ModelConfig
@@ -34,7 +34,7 @@ class CpuExecutor:
         self._memory_fraction = memory_fraction
         widths = [window for window in config.windows if window is not None]
         self._window = max(widths) if len(widths) == config.num_layers else None
-        self._cache = KVCache(shape, 0)
+        self._cache = PagedKVCache(shape, 0)
         self._block_tables = BlockTables(max_slots, config.max_sequence_length, shape.device)
 
     @property
@@ -73,8 +73,8 @@ class CpuExecutor:
 
     def allocate(self, num_blocks: int) -> None:
         # The old pool is freed first: both need not fit at once.
-        self._cache = KVCache(self._shape, 0)
-        self._cache = KVCache(self._shape, num_blocks)
+        self._cache = PagedKVCache(self._shape, 0)
+        self._cache = PagedKVCache(self._shape, num_blocks)
 
     def begin_measuring(self) -> None:
         reset_peak()

@@ -37,7 +37,7 @@ class CacheShape:
         return self.num_layers * 2 * self.num_kv_heads * BLOCK_SIZE * self.head_dim * self.dtype.itemsize
 
 
-class KVCache:
+class PagedKVCache:
     """The pool of blocks, numbered 0 <= block < num_blocks."""
 
     def __init__(self, shape: CacheShape, num_blocks: int) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.attention import AttentionPlan
 from text_generation_shard.engines.torch.batch import StepBatch
-from text_generation_shard.engines.torch.kv_cache import KVCache
+from text_generation_shard.engines.torch.kv_cache import PagedKVCache
 from text_generation_shard.engines.torch.linear import CpuLinear
 from text_generation_shard.engines.torch.model_config import ModelConfig
 from text_generation_shard.engines.torch.rope import RotaryEmbedding
@@ -99,7 +99,7 @@ class Decoder:
             layer.process_weights_after_loading()
         self._head.process_weights_after_loading()
 
-    def forward(self, batch: StepBatch, plan: AttentionPlan, cache: KVCache) -> Tensor:
+    def forward(self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache) -> Tensor:
         """Return hidden states [tokens, hidden] after the last layer; writes the tokens' keys and values to the cache."""
         hidden = functional.embedding(batch.token_ids, self._embedding)
         rotation = self._rope.factors(batch.positions)
@@ -122,7 +122,7 @@ class Decoder:
         rotation: tuple[Tensor, Tensor],
         batch: StepBatch,
         plan: AttentionPlan,
-        cache: KVCache,
+        cache: PagedKVCache,
     ) -> Tensor:
         heads, kv_heads, head_dim = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
         qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)

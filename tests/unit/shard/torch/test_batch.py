@@ -15,7 +15,7 @@ from text_generation_shard.engines.torch.batch import (
     StepBatch,
     build_batch,
 )
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, KVCache
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, PagedKVCache
 from text_generation_shard.step.rows import StepRow
 from text_generation_shard.step.sequence import Sequence
 
@@ -36,7 +36,7 @@ def make_batch(sizes: list[tuple[int, int]], window: int | None = None) -> tuple
     for slot, (start, length) in enumerate(sizes):
         rows.append(a_row(slot, start, length, first_block))
         first_block += len(rows[-1].sequence.blocks)
-    cache = KVCache(CacheShape(1, 1, 2, CPU, torch.float32), first_block)
+    cache = PagedKVCache(CacheShape(1, 1, 2, CPU, torch.float32), first_block)
     return rows, build_batch(rows, BlockTables(64, 8192, CPU), cache, window, CPU)
 
 
