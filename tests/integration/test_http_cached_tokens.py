@@ -1,4 +1,4 @@
-"""What was found in the KV cache is told in every dialect's own way, and only to those who may share it."""
+"""Cached tokens are reported in every dialect, and only shared under the same salt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 Json = dict[str, Any]
 TEXT = " the" * 200
-"""Of 200 tokens: whole blocks of them, and a rest."""
+"""200 tokens: several blocks and a remainder."""
 PROMPT = 200
 
 
@@ -31,7 +31,7 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 
 
 async def cached(stack: Stack, headers: dict[str, str] | None = None, **fields: object) -> int:
-    """The cached tokens of one more request with the same text, and nothing running after it."""
+    """Return the cached tokens of another request with the same text, after it has ended."""
     body = GENERATE.body(TEXT, 1) | fields
     async with stack.client.post("/generate", json=body, headers=headers) as response:
         assert response.status == 200, await response.text()
@@ -41,7 +41,7 @@ async def cached(stack: Stack, headers: dict[str, str] | None = None, **fields: 
     return told
 
 
-async def test_whole_blocks_are_found_again_and_the_last_token_is_computed_in_any_case(stack: Stack) -> None:
+async def test_whole_blocks_are_cached_and_the_last_token_is_always_computed(stack: Stack) -> None:
     assert await cached(stack) == 0
     found = await cached(stack)
     block = stack.scheduler.stats().block_size
@@ -49,12 +49,12 @@ async def test_whole_blocks_are_found_again_and_the_last_token_is_computed_in_an
     assert PROMPT - block <= found < PROMPT
 
 
-async def test_where_nothing_is_found_tgis_details_are_tgis(stack: Stack) -> None:
+async def test_without_cached_tokens_the_details_are_tgis(stack: Stack) -> None:
     reply = await stack.generate(TEXT, max_new_tokens=2, details=True)
     assert list(reply["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
 
 
-async def test_tgis_clients_read_details_that_have_one_field_more(stack: Stack) -> None:
+async def test_tgis_clients_accept_the_additional_field(stack: Stack) -> None:
     await cached(stack)
     found = await cached(stack)
     reply = await post(stack.client, "/generate", GENERATE.body(TEXT, 2))
@@ -68,7 +68,7 @@ async def test_tgis_clients_read_details_that_have_one_field_more(stack: Stack) 
     assert TextGenerationStreamOutput.parse_obj_as_instance(last).details.generated_tokens == 2
 
 
-async def test_of_best_of_the_sequence_counts_that_found_fewest(stack: Stack) -> None:
+async def test_best_of_reports_the_minimum_over_its_sequences(stack: Stack) -> None:
     parameters = {"max_new_tokens": 2, "details": True, "best_of": 3, "do_sample": True}
     async with stack.client.post("/generate", json={"inputs": TEXT, "parameters": parameters}) as response:
         assert response.headers["x-cached-tokens"] == "0"
@@ -76,7 +76,7 @@ async def test_of_best_of_the_sequence_counts_that_found_fewest(stack: Stack) ->
 
 
 @pytest.mark.parametrize("asking", [CHAT, COMPLETIONS], ids=["chat", "completions"])
-async def test_openais_usage_has_them(stack: Stack, asking: Asking) -> None:
+async def test_openais_usage_has_cached_tokens(stack: Stack, asking: Asking) -> None:
     fresh = (await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"]
     assert fresh["prompt_tokens_details"] == {"cached_tokens": 0}
     await until(lambda: stack.scheduler.stats().running == 0)
@@ -89,7 +89,7 @@ async def test_openais_usage_has_them(stack: Stack, asking: Asking) -> None:
     assert set(told) == {again.prompt_tokens_details.cached_tokens}
 
 
-async def test_a_prompt_of_several_answers_counts_once(stack: Stack) -> None:
+async def test_a_prompt_with_several_choices_counts_once(stack: Stack) -> None:
     body = {**COMPLETIONS.body(TEXT, 2), "prompt": [TEXT, " of" * PROMPT], "n": 3}
     fresh = (await post(stack.client, COMPLETIONS.path, body))["usage"]
     await until(lambda: stack.scheduler.stats().running == 0)
@@ -101,7 +101,7 @@ async def test_a_prompt_of_several_answers_counts_once(stack: Stack) -> None:
     assert stream[-1]["usage"] == again
 
 
-async def test_responses_have_them(stack: Stack) -> None:
+async def test_the_usage_of_responses_has_cached_tokens(stack: Stack) -> None:
     await post(stack.client, RESPONSES.path, RESPONSES.body(TEXT, 3))
     await until(lambda: stack.scheduler.stats().running == 0)
     reply = await post(stack.client, RESPONSES.path, RESPONSES.body(TEXT, 3))
@@ -111,7 +111,7 @@ async def test_responses_have_them(stack: Stack) -> None:
         assert stream_data(await response.read())[-1]["response"]["usage"] == reply["usage"]
 
 
-async def test_anthropics_three_counts_are_the_prompt(stack: Stack) -> None:
+async def test_anthropics_three_counts_add_up_to_the_prompt(stack: Stack) -> None:
     await post(stack.client, MESSAGES.path, MESSAGES.body(TEXT, 3))
     await until(lambda: stack.scheduler.stats().running == 0)
     reply = await post(stack.client, MESSAGES.path, MESSAGES.body(TEXT, 3))
@@ -125,7 +125,7 @@ async def test_anthropics_three_counts_are_the_prompt(stack: Stack) -> None:
     assert events[-2]["usage"] == reply["usage"]
 
 
-async def test_what_a_request_finds_when_it_comes_back_does_not_count(demo_model: Path) -> None:
+async def test_tokens_found_after_a_preemption_do_not_count(demo_model: Path) -> None:
     async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
 
         async def one(inputs: str) -> str:
@@ -140,7 +140,7 @@ async def test_what_a_request_finds_when_it_comes_back_does_not_count(demo_model
         assert [request.result() for request in requests] == ["0", "0"]
 
 
-async def test_the_log_has_them(stack: Stack) -> None:
+async def test_the_log_has_cached_tokens(stack: Stack) -> None:
     await cached(stack)
     with capture_logs() as logs:
         found = await cached(stack)
@@ -151,14 +151,14 @@ async def test_the_log_has_them(stack: Stack) -> None:
 # ------------------------------------------------------------------------------------------------------- who shares what
 
 
-async def test_another_salt_is_another_prompt(stack: Stack) -> None:
+async def test_another_salt_shares_nothing(stack: Stack) -> None:
     assert await cached(stack, cache_salt="a") == 0
     assert await cached(stack, cache_salt="b") == 0
     assert await cached(stack) == 0
     assert await cached(stack, parameters={"max_new_tokens": 1, "details": True, "cache_salt": "a"}) > 0
 
 
-async def test_tenants_share_unless_they_are_kept_apart(demo_model: Path) -> None:
+async def test_tenants_share_unless_the_cache_is_per_tenant(demo_model: Path) -> None:
     for apart in (False, True):
         settings = {"api_key": ["one", "two"], "prefix_cache_per_tenant": apart}
         async with serve(demo_model, settings=settings) as stack:

@@ -1,4 +1,4 @@
-"""What cloud platforms call: SageMaker, Vertex AI, KServe."""
+"""Routes of SageMaker, Vertex AI and KServe."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def post(stack: Stack, path: str, body: object) -> tuple[int, Any]:
 
 
 class TestSageMaker:
-    async def test_inputs_are_answered_as_the_root_route_does(self, stack: Stack) -> None:
+    async def test_inputs_are_answered_like_the_root_route(self, stack: Stack) -> None:
         body = {"inputs": "Hello there", "parameters": FEW}
         assert await post(stack, "/invocations", body) == await post(stack, "/", body)
 
@@ -58,14 +58,14 @@ class TestSageMaker:
         assert list(reply[0]) == ["generated_text"]
 
     @pytest.mark.parametrize("body", [{}, [], "inputs", 1, {"input": "a"}])
-    async def test_what_is_none_of_them(self, stack: Stack, body: object) -> None:
+    async def test_a_body_of_no_known_form_is_refused(self, stack: Stack, body: object) -> None:
         assert await post(stack, "/invocations", body) == (
             422,
             "Failed to deserialize the JSON body into the target type: "
             "data did not match any variant of untagged enum SagemakerRequest",
         )
 
-    async def test_a_wrong_type_is_told(self, stack: Stack) -> None:
+    async def test_a_wrong_type_is_named(self, stack: Stack) -> None:
         status, text = await post(stack, "/invocations", {"inputs": 1})
         assert status == 422
         assert text.startswith(
@@ -73,7 +73,7 @@ class TestSageMaker:
             "data did not match any variant of untagged enum SagemakerRequest: inputs: "
         )
 
-    async def test_a_failed_chat_is_told_as_openai_does(self, stack: Stack) -> None:
+    async def test_an_error_of_a_chat_is_in_openais_dialect(self, stack: Stack) -> None:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 0}
         status, reply = await post(stack, "/invocations", body)
         assert (status, reply["error"]["type"]) == (422, "invalid_request_error")
@@ -81,7 +81,7 @@ class TestSageMaker:
 
 class TestVertex:
     @pytest.mark.parametrize("path", ["/vertex", PREDICT])
-    async def test_a_text_for_each_instance_in_order(self, stack: Stack, path: str) -> None:
+    async def test_there_is_one_text_per_instance_in_order(self, stack: Stack, path: str) -> None:
         prompts = ["one two three", "four five six", "seven eight nine"]
         alone = [(await stack.generate(prompt, **FEW))["generated_text"] for prompt in prompts]
         instances = [{"inputs": prompt, "parameters": FEW} for prompt in prompts]
@@ -94,25 +94,25 @@ class TestVertex:
         status, reply = await post(stack, "/vertex", {"instances": [{"inputs": "a", "parameters": {"top_k": 0}}]})
         assert (status, reply["error"]) == (422, "Input validation error: `top_k` must be strictly positive")
 
-    async def test_conversations_too(self, stack: Stack) -> None:
+    async def test_instances_may_be_conversations(self, stack: Stack) -> None:
         chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
         status, reply = await post(stack, "/vertex", {"instances": [chat, {"inputs": "a", "parameters": FEW}]})
         assert status == 200
         assert [type(text) for text in reply["predictions"]] == [str, str]
 
-    async def test_no_instance(self, stack: Stack) -> None:
+    async def test_no_instances_are_refused(self, stack: Stack) -> None:
         assert await post(stack, "/vertex", {"instances": []}) == (
             422,
             {"error": "Input validation error", "error_type": "Input validation error"},
         )
 
-    async def test_one_that_fails_fails_all_and_frees_all(self, stack: Stack) -> None:
+    async def test_one_failure_fails_all_and_frees_all(self, stack: Stack) -> None:
         instances = [{"inputs": "a", "parameters": {"max_new_tokens": 500}}, {"inputs": ""}]
         status, reply = await post(stack, "/vertex", {"instances": instances})
         assert (status, reply["error"]) == (422, "Input validation error: `inputs` cannot be empty")
         await stack.assert_empty()
 
-    async def test_too_many_for_the_building(self, demo_model: Path) -> None:
+    async def test_more_instances_than_permits_are_refused(self, demo_model: Path) -> None:
         async with serve(demo_model, max_concurrent_requests=2) as stack:
             instances = [{"inputs": "a", "parameters": FEW}] * 3
             status, reply = await post(stack, "/vertex", {"instances": instances})
@@ -120,7 +120,7 @@ class TestVertex:
             await stack.assert_empty()
             assert (await post(stack, "/vertex", {"instances": instances[:2]}))[0] == 200
 
-    async def test_every_sequence_tried_takes_a_place(self, demo_model: Path) -> None:
+    async def test_every_sequence_takes_a_permit(self, demo_model: Path) -> None:
         best = {"inputs": "a", "parameters": {"max_new_tokens": 3, "best_of": 2}}
         async with serve(demo_model, max_concurrent_requests=4) as stack:
             assert (await post(stack, "/vertex", {"instances": [best] * 2}))[0] == 200
@@ -131,7 +131,7 @@ class TestVertex:
             status, reply = await post(stack, "/vertex", {"instances": [too_many]})
             assert (status, "`best_of` must be" in reply["error"]) == (422, True)
 
-    async def test_the_places_of_all_are_held_until_the_last_is_done(self, demo_model: Path) -> None:
+    async def test_all_permits_are_held_until_the_last_is_done(self, demo_model: Path) -> None:
         instances = [{"inputs": "a", "parameters": {"max_new_tokens": 1}}] * 3
         instances.append({"inputs": "a", "parameters": {"max_new_tokens": 1000}})
         held = set()
@@ -150,12 +150,12 @@ class TestVertex:
                     await post(stack, "/vertex", {"instances": instances})
             await stack.assert_empty()
 
-    async def test_more_instances_than_anybody_could_want(self, stack: Stack) -> None:
+    async def test_the_number_of_instances_is_limited(self, stack: Stack) -> None:
         status, text = await post(stack, "/vertex", {"instances": [{"inputs": "a"}] * 1025})
         assert status == 422
         assert "at most 1024" in text
 
-    async def test_the_platforms_own_routes(self, stack: Stack) -> None:
+    async def test_routes_from_vertex_ais_environment(self, stack: Stack) -> None:
         async with stack.client.get(HEALTH) as response:
             assert response.status == 200
         assert (await post(stack, PREDICT, {}))[1].startswith("Failed to deserialize")
@@ -181,7 +181,7 @@ class TestKServe:
             async with stack.client.get(path) as response:
                 assert (response.status, await response.json()) == (200, expected)
 
-    async def test_ready_means_healthy_and_live_does_not(self, demo_model: Path) -> None:
+    async def test_only_ready_depends_on_health(self, demo_model: Path) -> None:
         async with serve(demo_model, healthy=lambda: False) as stack:
             for path, status in {"/v2/health/live": 200, "/v2/health/ready": 503, "/ping": 503}.items():
                 async with stack.client.get(path) as response:
@@ -218,7 +218,7 @@ class TestKServe:
         assert reply["outputs"] == [{"name": "in", "shape": [2], "datatype": "BYTES", "data": alone}]
         assert reply["id"]
 
-    async def test_more_texts_than_anybody_could_want(self, stack: Stack) -> None:
+    async def test_the_number_of_texts_is_limited(self, stack: Stack) -> None:
         one = {"name": "in", "shape": [600], "datatype": "BYTES", "data": ["a"] * 600}
         before = stack.metrics.exposition()
         status, reply = await post(stack, f"{self.MODEL}/infer", {"inputs": [one, one]})
@@ -226,7 +226,7 @@ class TestKServe:
         assert reply["error"].endswith("`inputs` must have at most 1024 texts in all. Given: 1200")
         assert stack.metrics.exposition() == before  # no generation was counted
 
-    async def test_every_sequence_tried_takes_a_place(self, demo_model: Path) -> None:
+    async def test_every_sequence_takes_a_permit(self, demo_model: Path) -> None:
         one = {"name": "in", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]}
         async with serve(demo_model, max_concurrent_requests=4) as stack:
             for best_of, expected in ((2, 200), (3, 422), (10**9, 422)):
@@ -234,7 +234,7 @@ class TestKServe:
                 assert (await post(stack, f"{self.MODEL}/infer", body))[0] == expected
             await stack.assert_empty()
 
-    async def test_what_is_wrong(self, stack: Stack) -> None:
+    async def test_invalid_inputs_are_refused(self, stack: Stack) -> None:
         one = {"name": "in", "shape": [1], "datatype": "BYTES", "data": [104, 105]}
         for inputs, outputs, error_type in (
             ([one], [], "length mismatch"),

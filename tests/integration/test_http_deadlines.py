@@ -1,5 +1,4 @@
-"""A request whose time is over ends as that, whatever the dialect: with 408, or in a stream with an error, never as an
-answer that came to its length."""
+"""A request past its deadline ends with 408 or an error event in every dialect, never with `length`."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def assert_timed_out_once(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("asking", WHOLE, ids=name)
-async def test_an_answer_that_is_not_whole_in_time_is_none(demo_model: Path, asking: Asking) -> None:
+async def test_a_response_that_is_not_complete_in_time_is_408(demo_model: Path, asking: Asking) -> None:
     async with serve(demo_model, chat_template=VERBATIM, echo_step_ms=5) as stack:
         body = asking.body("one two three four", MANY) | {"timeout": 0.05}
         async with stack.client.post(asking.path, json=body) as response:
@@ -40,7 +39,7 @@ async def test_an_answer_that_is_not_whole_in_time_is_none(demo_model: Path, ask
 
 
 @pytest.mark.parametrize("asking", STREAMED, ids=name)
-async def test_a_stream_whose_time_is_over_ends_with_an_error(demo_model: Path, asking: Asking) -> None:
+async def test_a_stream_past_its_deadline_ends_with_an_error(demo_model: Path, asking: Asking) -> None:
     async with serve(demo_model, chat_template=VERBATIM, echo_step_ms=5) as stack:
         body = asking.streamed("one two three four", MANY)
         headers = {"x-request-timeout-ms": "150"}
@@ -73,7 +72,7 @@ async def test_a_stream_whose_time_is_over_ends_with_an_error(demo_model: Path, 
         ({"x-queue-timeout-ms": "60000"}, {"parameters": {"queue_timeout": 0.06}, "queue_timeout": 3.0}),
     ],
 )
-async def test_a_request_does_not_wait_for_longer_than_it_may(
+async def test_a_request_leaves_the_queue_at_its_queue_timeout(
     demo_model: Path, headers: dict[str, str], fields: dict[str, object]
 ) -> None:
     # Nothing is known of the server's pace before its first step, which takes longer than the request may wait.
@@ -90,7 +89,7 @@ async def test_a_request_does_not_wait_for_longer_than_it_may(
         assert counted(stack, 'tgi_request_failure{err="timeout"}') == 1
 
 
-async def test_a_request_that_would_wait_too_long_is_told_so_at_once(demo_model: Path) -> None:
+async def test_a_request_whose_estimated_wait_is_too_long_is_refused_at_once(demo_model: Path) -> None:
     async with serve(demo_model, max_batch_size=1, echo_step_ms=5) as stack:
         async with stack.client.post("/generate_stream", json=GENERATE.body("one two", MANY)) as running:
             for _ in range(20):
@@ -101,13 +100,13 @@ async def test_a_request_that_would_wait_too_long_is_told_so_at_once(demo_model:
         await stack.assert_empty()
 
 
-async def test_a_queue_timeout_says_nothing_of_what_runs(demo_model: Path) -> None:
+async def test_a_queue_timeout_does_not_end_a_running_request(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=5) as stack:
         reply = await stack.generate("one two three four", max_new_tokens=40, details=True, queue_timeout=0.1)
         assert reply["details"]["generated_tokens"] == 40
 
 
-async def test_a_hope_for_the_first_token_ends_nothing(demo_model: Path) -> None:
+async def test_a_target_for_the_first_token_ends_nothing(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=5) as stack:
         for header in ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"):
             body = GENERATE.body("one two three four", 20)
@@ -116,7 +115,7 @@ async def test_a_hope_for_the_first_token_ends_nothing(demo_model: Path) -> None
                 assert (await response.json())["details"]["generated_tokens"] == 20
 
 
-async def test_nobody_gets_more_time_than_the_operator_gives(demo_model: Path) -> None:
+async def test_the_operators_timeout_is_an_upper_bound(demo_model: Path) -> None:
     async with serve(demo_model, settings={"request_timeout": 0.1}, echo_step_ms=5) as stack:
         for more in ({}, {"timeout": 1000.0}):
             body = GENERATE.body("one two three four", MANY) | more
@@ -125,7 +124,7 @@ async def test_nobody_gets_more_time_than_the_operator_gives(demo_model: Path) -
         await stack.generate("Hello", max_new_tokens=1)
 
 
-async def test_of_several_prompts_each_has_the_time_that_is_left(demo_model: Path) -> None:
+async def test_several_prompts_share_one_deadline(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=5) as stack:
         instances = [
             {"inputs": "Hello", "parameters": {"max_new_tokens": 1}},
@@ -140,7 +139,7 @@ async def test_of_several_prompts_each_has_the_time_that_is_left(demo_model: Pat
 
 
 @pytest.mark.parametrize("asking", [*WHOLE, *STREAMED[:1]], ids=name)
-async def test_what_makes_no_sense_is_refused_in_the_routes_own_words(demo_model: Path, asking: Asking) -> None:
+async def test_an_invalid_timeout_is_refused_in_the_routes_dialect(demo_model: Path, asking: Asking) -> None:
     async with serve(demo_model, chat_template=VERBATIM) as stack:
         cases: list[tuple[dict[str, str], dict[str, object], str]] = [
             ({}, {"timeout": 0}, "`timeout` must be > 0"),
@@ -161,7 +160,7 @@ async def test_what_makes_no_sense_is_refused_in_the_routes_own_words(demo_model
         await stack.assert_empty()
 
 
-async def test_urgent_work_goes_before_bulk(demo_model: Path) -> None:
+async def test_interactive_requests_run_before_bulk(demo_model: Path) -> None:
     async with serve(demo_model, max_batch_size=1, echo_step_ms=2) as stack:
         order: list[str] = []
 

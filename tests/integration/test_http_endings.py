@@ -1,4 +1,4 @@
-"""Every request ends once and leaves nothing behind: refused, failed, left by its client, or served."""
+"""Every request ends once and frees everything: refused, failed, cancelled by its client, or served."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def request_bytes(body: dict[str, Any], route: str = "/generate_stream", version
 
 
 async def connect(stack: Stack, body: dict[str, Any], route: str = "/generate_stream") -> asyncio.StreamWriter:
-    """Send a request; the caller decides when to hang up."""
+    """Send a request on a new connection, which the caller closes."""
     _, writer = await asyncio.open_connection("127.0.0.1", stack.port)
     writer.write(request_bytes(body, route))
     return writer
@@ -50,7 +50,7 @@ def failures(stack: Stack, reason: str) -> int:
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
-async def test_one_request_too_many_is_refused_at_once(demo_model: Path, route: str) -> None:
+async def test_a_request_beyond_the_permits_is_refused_at_once(demo_model: Path, route: str) -> None:
     async with serve(demo_model, max_concurrent_requests=1, echo_step_ms=5) as stack:
         first = await connect(stack, asking_for(MANY))
         await until(lambda: stack.scheduler.stats().running == 1)
@@ -62,7 +62,7 @@ async def test_one_request_too_many_is_refused_at_once(demo_model: Path, route: 
         await stack.assert_empty()
 
 
-async def test_each_sequence_of_best_of_takes_a_place(demo_model: Path) -> None:
+async def test_each_sequence_of_best_of_takes_a_permit(demo_model: Path) -> None:
     async with serve(demo_model, max_concurrent_requests=2) as stack:
         await stack.generate("Hello", max_new_tokens=1, best_of=2, do_sample=True)
         parameters = {"max_new_tokens": 1, "best_of": 2, "do_sample": True}
@@ -76,7 +76,7 @@ async def test_each_sequence_of_best_of_takes_a_place(demo_model: Path) -> None:
         await stack.assert_empty()
 
 
-async def test_rules_of_the_route_come_before_the_place_and_the_others_after(demo_model: Path) -> None:
+async def test_rules_of_the_route_are_checked_before_permits_and_the_others_after(demo_model: Path) -> None:
     async with serve(demo_model, max_concurrent_requests=1, echo_step_ms=5) as stack:
         first = await connect(stack, asking_for(MANY))
         await until(lambda: stack.scheduler.stats().running == 1)
@@ -87,7 +87,7 @@ async def test_rules_of_the_route_come_before_the_place_and_the_others_after(dem
         await stack.assert_empty()
 
 
-async def test_a_refused_request_gives_its_place_back(demo_model: Path) -> None:
+async def test_a_refused_request_returns_its_permit(demo_model: Path) -> None:
     async with serve(demo_model, max_concurrent_requests=1) as stack:
         for parameters in ({"temperature": -1.0}, {"max_new_tokens": 0}):
             async with stack.client.post("/generate", json={"inputs": "a", "parameters": parameters}) as response:
@@ -95,7 +95,7 @@ async def test_a_refused_request_gives_its_place_back(demo_model: Path) -> None:
         await stack.assert_empty()
 
 
-async def test_a_draining_server_takes_nothing_new_and_finishes_what_runs(demo_model: Path) -> None:
+async def test_a_draining_server_refuses_new_requests_and_finishes_running_ones(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=2) as stack:
         async with stack.client.post("/generate_stream", json=asking_for(20)) as running:
             stack.cluster.draining = True
@@ -149,7 +149,7 @@ async def test_leaving_during_decode_frees_everything(demo_model: Path, route: s
         assert all(record["log_level"] != "error" for record in records)
 
 
-async def test_leaving_a_stream_that_nobody_reads_frees_everything(demo_model: Path) -> None:
+async def test_leaving_an_unread_stream_frees_everything(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         connection = slow_reader(stack)
         connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5)))
@@ -178,7 +178,7 @@ async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None
         await stack.assert_empty()
 
 
-async def test_a_client_that_never_reads_is_hung_up_on_in_the_end(demo_model: Path) -> None:
+async def test_a_client_that_never_reads_is_disconnected(demo_model: Path) -> None:
     async with serve(demo_model, settings={"stall_s": 0.2}) as stack:
         connection = slow_reader(stack)
         connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5)))
@@ -188,7 +188,7 @@ async def test_a_client_that_never_reads_is_hung_up_on_in_the_end(demo_model: Pa
         connection.close()
 
 
-async def test_a_preempted_request_left_the_queue_once(demo_model: Path) -> None:
+async def test_a_preempted_request_counts_its_queue_time_once(demo_model: Path) -> None:
     body = {"inputs": "one two three four five six", "parameters": {"max_new_tokens": 150}}
     async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
 
@@ -205,14 +205,14 @@ async def test_a_preempted_request_left_the_queue_once(demo_model: Path) -> None
 
 
 def slow_reader(stack: Stack) -> socket.socket:
-    """A connection that takes next to nothing before it is read from."""
+    """A connection with small buffers, which fill up unless it is read."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", stack.port))
     return connection
 
 
-async def test_best_of_is_left_as_one(demo_model: Path) -> None:
+async def test_leaving_best_of_cancels_every_sequence(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=2) as stack:
         writer = await connect(stack, asking_for(MANY, best_of=4, do_sample=True), "/generate")
         await until(lambda: stack.scheduler.stats().running == 4)
@@ -225,11 +225,11 @@ async def test_best_of_is_left_as_one(demo_model: Path) -> None:
 
 
 FIRST, SECOND = 6310, 3116
-"""The tokens of "Test request"; echo says them in this order."""
+"""The tokens of "Test request" in the order in which the echo engine returns them."""
 
 
 @pytest.mark.parametrize("route", ["/generate", "/generate_stream", "/"])
-async def test_a_failure_before_the_first_token_has_a_status(demo_model: Path, route: str) -> None:
+async def test_an_error_before_the_first_token_has_a_status(demo_model: Path, route: str) -> None:
     async with serve(demo_model, echo_fail_token=FIRST) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}, "stream": True}
         async with stack.client.post(route, json=body) as response:
@@ -243,7 +243,7 @@ async def test_a_failure_before_the_first_token_has_a_status(demo_model: Path, r
         await stack.assert_empty()
 
 
-async def test_a_failure_after_the_first_token_is_the_streams_last_event(demo_model: Path) -> None:
+async def test_an_error_after_the_first_token_is_the_last_event(demo_model: Path) -> None:
     async with serve(demo_model, echo_fail_token=SECOND, echo_step_ms=5) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 4}}
         async with stack.client.post("/generate_stream", json=body) as response:
@@ -266,7 +266,7 @@ async def test_a_whole_reply_that_fails_midway_is_an_error(demo_model: Path) -> 
         await stack.assert_empty()
 
 
-async def test_a_stream_goes_on_where_it_was_once_its_lost_shard_is_back(demo_model: Path) -> None:
+async def test_a_stream_continues_after_its_shard_returns(demo_model: Path) -> None:
     async with serve(demo_model, echo_step_ms=2) as stack:
         undisturbed = await stack.generate("one two three", max_new_tokens=200)
         body = {"inputs": "one two three", "parameters": {"max_new_tokens": 200}}
@@ -281,7 +281,7 @@ async def test_a_stream_goes_on_where_it_was_once_its_lost_shard_is_back(demo_mo
         await stack.assert_empty()
 
 
-async def test_a_stream_whose_shard_is_lost_too_often_ends_with_an_error(demo_model: Path) -> None:
+async def test_a_stream_that_loses_its_shard_too_often_ends_with_an_error(demo_model: Path) -> None:
     async with serve(demo_model, policy={"max_moves": 0}, echo_step_ms=2) as stack:
         async with stack.client.post("/generate_stream", json=asking_for(MANY)) as streamed:
             first = await streamed.content.readuntil(b"\n\n")
@@ -295,7 +295,7 @@ async def test_a_stream_whose_shard_is_lost_too_often_ends_with_an_error(demo_mo
 # --------------------------------------------------------------------------------------------------- silence, old clients
 
 
-async def test_silence_is_filled_with_comments_also_before_the_first_token(demo_model: Path) -> None:
+async def test_a_silent_stream_gets_comments_also_before_the_first_token(demo_model: Path) -> None:
     async with serve(demo_model, settings={"keep_alive_s": 0.02}, echo_prefill_us=100_000) as stack:
         body = {"inputs": "Test request", "parameters": {"max_new_tokens": 1}}
         async with stack.client.post("/generate_stream", json=body) as response:
@@ -304,7 +304,7 @@ async def test_silence_is_filled_with_comments_also_before_the_first_token(demo_
         assert json.loads(events[-2].removeprefix("data: "))["generated_text"] == "Test"
 
 
-async def test_a_failure_after_a_comment_is_an_event(demo_model: Path) -> None:
+async def test_an_error_after_a_comment_is_an_event(demo_model: Path) -> None:
     async with serve(
         demo_model, settings={"keep_alive_s": 0.02}, echo_prefill_us=100_000, echo_fail_token=FIRST
     ) as stack:
@@ -316,7 +316,7 @@ async def test_a_failure_after_a_comment_is_an_event(demo_model: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", ["", "connection: keep-alive\r\n"])
-async def test_http_1_0_gets_plain_bytes_and_an_end(demo_model: Path, extra: str) -> None:
+async def test_http_1_0_gets_an_unchunked_body(demo_model: Path, extra: str) -> None:
     async with serve(demo_model) as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
         request = request_bytes(asking_for(2), version="1.0").replace(b"host: a\r\n", f"host: a\r\n{extra}".encode())
@@ -327,7 +327,7 @@ async def test_http_1_0_gets_plain_bytes_and_an_end(demo_model: Path, extra: str
         writer.close()
 
 
-async def test_a_connection_serves_one_request_after_another(demo_model: Path) -> None:
+async def test_a_connection_is_reused(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
         for _ in range(3):
@@ -339,8 +339,8 @@ async def test_a_connection_serves_one_request_after_another(demo_model: Path) -
         await stack.assert_empty()
 
 
-async def test_many_requests_cut_off_anywhere_leave_nothing(demo_model: Path) -> None:
-    """CHURN sets how many (150); every third is cut off after as many bytes of its answer as chance has it."""
+async def test_many_requests_cut_off_anywhere_free_everything(demo_model: Path) -> None:
+    """CHURN sets the number of requests (150); every third is cut off after a random number of bytes."""
     chance = random.Random(6)
 
     async def one(stack: Stack, cut: bool) -> None:
@@ -373,7 +373,7 @@ async def test_many_requests_cut_off_anywhere_leave_nothing(demo_model: Path) ->
 # ----------------------------------------------------------------------------------------------------------- the record
 
 
-async def test_each_request_leaves_one_record_without_its_text(demo_model: Path) -> None:
+async def test_each_request_is_logged_once_without_its_text(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         with capture_logs() as records:
             await stack.generate("a secret of mine", max_new_tokens=2)

@@ -1,4 +1,4 @@
-"""The routes' answers: shapes, key order, headers; a stream says what a whole reply says."""
+"""Responses of TGI's routes: fields, key order, headers; a stream agrees with a complete reply."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def failures(stack: Stack, label: str) -> int:
     return int(found[1])
 
 
-async def test_a_bare_reply_has_the_text_alone(stack: Stack) -> None:
+async def test_without_details_the_reply_is_the_text(stack: Stack) -> None:
     body = {"inputs": "Test request", "parameters": {"max_new_tokens": 3}}
     assert await post(stack, "/generate", body) == '{"generated_text":"Test requestTest"}'
 
@@ -71,7 +71,7 @@ async def test_prompt_details_imply_details_and_their_first_logprob_is_null(stac
     )
 
 
-async def test_best_of_returns_the_others_too(stack: Stack) -> None:
+async def test_best_of_returns_the_other_sequences_too(stack: Stack) -> None:
     parameters = {"max_new_tokens": 1, "best_of": 3, "details": True, "temperature": 0.5, "top_n_tokens": 1}
     text = await post(stack, "/generate", {"inputs": "Test", "parameters": parameters})
     details = json.loads(text)["details"]
@@ -98,25 +98,25 @@ async def test_best_of_returns_the_others_too(stack: Stack) -> None:
     assert len({details["seed"], *(sequence["seed"] for sequence in details["best_of_sequences"])}) == 3
 
 
-async def test_top_tokens_are_of_every_position(stack: Stack) -> None:
+async def test_every_position_has_top_tokens(stack: Stack) -> None:
     reply = await stack.generate("Test request", max_new_tokens=2, details=True, top_n_tokens=2)
     tops = reply["details"]["top_tokens"]
     assert [[top["id"] for top in position] for position in tops] == [[6310, 6311], [3116, 3117]]
     assert list(tops[0][0]) == ["id", "text", "logprob", "special"]
 
 
-async def test_the_seed_is_told_only_if_it_was_used(stack: Stack) -> None:
+async def test_the_seed_is_returned_only_if_it_was_used(stack: Stack) -> None:
     greedy = await stack.generate("Test", max_new_tokens=1, details=True, seed=7)
     sampled = await stack.generate("Test", max_new_tokens=1, details=True, seed=7, temperature=0.5)
     assert (greedy["details"]["seed"], sampled["details"]["seed"]) == (None, 7)
 
 
-async def test_without_parameters_a_request_is_sampled_to_the_end(stack: Stack) -> None:
+async def test_without_parameters_a_request_runs_to_its_end(stack: Stack) -> None:
     events = await stream(stack, {"inputs": "Test request"})
     assert len(events) == 2046
 
 
-async def test_a_whole_reply_tells_its_times_in_headers(stack: Stack) -> None:
+async def test_a_complete_reply_has_timing_headers(stack: Stack) -> None:
     body = {"inputs": "schön 😀", "parameters": {"max_new_tokens": 3}}
     async with stack.client.post("/generate", json=body) as response:
         headers = response.headers
@@ -145,7 +145,7 @@ async def test_a_stream_has_the_headers_of_a_stream(stack: Stack) -> None:
     assert "x-total-time" not in headers
 
 
-async def test_a_stream_is_one_event_a_token(stack: Stack) -> None:
+async def test_a_stream_has_one_event_per_token(stack: Stack) -> None:
     parameters = {"max_new_tokens": 2, "details": True}
     assert await post(stack, "/generate_stream", {"inputs": "Test request", "parameters": parameters}) == (
         f'data: {{"index":1,"token":{token(6310, "Test")},"generated_text":null,"details":null}}\n\n'
@@ -164,10 +164,10 @@ async def test_a_stream_is_one_event_a_token(stack: Stack) -> None:
         {"max_new_tokens": 40, "stop": ["ist sc", "end"]},
         {"max_new_tokens": 9},
         {"max_new_tokens": 40, "temperature": 0.5, "seed": 3, "truncate": 8},
-        {"max_new_tokens": 40, "watermark": True, "adapter_id": "nobody"},
+        {"max_new_tokens": 40, "watermark": True, "adapter_id": "none"},
     ],
 )
-async def test_a_stream_says_what_a_whole_reply_says(stack: Stack, parameters: dict[str, Any]) -> None:
+async def test_a_stream_agrees_with_a_complete_reply(stack: Stack, parameters: dict[str, Any]) -> None:
     body = {"inputs": PROMPT, "parameters": {**parameters, "details": True}}
     whole = json.loads(await post(stack, "/generate", body))
     events = await stream(stack, body)
@@ -195,7 +195,7 @@ async def test_the_root_wraps_its_reply_and_repeats_the_prompt(stack: Stack) -> 
     assert await post(stack, "/", body) == '[{"generated_text":"Test"}]'
 
 
-async def test_the_root_streams_when_asked_to(stack: Stack) -> None:
+async def test_the_root_streams_on_request(stack: Stack) -> None:
     body = {"inputs": "Test", "stream": True, "parameters": {"max_new_tokens": 1}}
     events = await stream(stack, body, route="/")
     assert events[-1]["generated_text"] == "TestTest"
@@ -215,7 +215,7 @@ async def test_a_broken_rule_has_its_status_on_every_route(stack: Stack, route: 
     assert failures(stack, "validation") == refused + 1
 
 
-async def test_a_request_may_be_as_long_as_the_limits_say_and_no_longer(stack: Stack) -> None:
+async def test_the_length_limits_are_inclusive(stack: Stack) -> None:
     reply = await stack.generate("Test", max_new_tokens=2047, details=True)
     assert reply["details"]["generated_tokens"] == 2047
     # More than fits is as much as fits, as in TGI, but never more than was asked for.
@@ -223,7 +223,7 @@ async def test_a_request_may_be_as_long_as_the_limits_say_and_no_longer(stack: S
     assert (reply["details"]["generated_tokens"], reply["details"]["finish_reason"]) == (2047, "length")
 
 
-async def test_tokenize_tells_which_bytes_each_token_is(stack: Stack) -> None:
+async def test_tokenize_returns_byte_offsets(stack: Stack) -> None:
     text = "schön 漢 <|im_end|>"
     tokens = json.loads(await post(stack, "/tokenize", {"inputs": text}))
     assert [list(one) for one in tokens] == [["id", "text", "start", "stop"]] * len(tokens)
@@ -232,7 +232,7 @@ async def test_tokenize_tells_which_bytes_each_token_is(stack: Stack) -> None:
     assert [one["id"] for one in tokens] == (await stack.tokenizer.encode(text, add_special_tokens=True)).ids
 
 
-async def test_health_is_bare_when_well_and_an_error_when_not(demo_model: Path) -> None:
+async def test_health_is_empty_or_an_error(demo_model: Path) -> None:
     well = True
     async with serve(demo_model, healthy=lambda: well) as stack:
         for route in ("/health", "/ping", "/"):
@@ -245,7 +245,7 @@ async def test_health_is_bare_when_well_and_an_error_when_not(demo_model: Path) 
                 assert await response.text() == '{"error":"unhealthy","error_type":"healthcheck"}'
 
 
-async def test_info_tells_the_limits(stack: Stack) -> None:
+async def test_info_lists_the_limits(stack: Stack) -> None:
     async with stack.client.get("/info") as response:
         info = await response.json()
     assert list(info) == [

@@ -1,4 +1,4 @@
-"""What /metrics says of a server under load: TGI's board has data, and counts that must agree do."""
+"""/metrics of a server under load: TGI's dashboard has data, and related counts agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 PREFILL, DECODE = {"method": "prefill"}, {"method": "decode"}
 
 BOARD: list[tuple[str, str, dict[str, str], tuple[float, ...]]] = [
-    # (panel, metric, labels, quantiles asked of its buckets; none: the series itself is shown, or its rate)
+    # (panel, metric, labels, quantiles computed from its buckets; none: the series itself or its rate is shown)
     ("Time to first token: queue", "tgi_request_queue_duration", {}, (0.5,)),
     ("Time to first token: prefill", "tgi_batch_inference_duration", PREFILL, (0.5,)),
     ("Decode per-token latency", "tgi_batch_forward_duration", DECODE, (0.5,)),
@@ -63,13 +63,13 @@ BOARD: list[tuple[str, str, dict[str, str], tuple[float, ...]]] = [
     ("Batches", "tgi_batch_inference_failure", DECODE, ()),
     ("Largest batch", "tgi_batch_max_total_tokens", {}, ()),
 ]
-"""What TGI's Grafana board (assets/tgi_grafana.json) shows: the rows General, Batching, Prefill, Decode and Debug."""
+"""The panels of TGI's Grafana dashboard (assets/tgi_grafana.json): the rows General, Batching, Prefill, Decode and Debug."""
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 async def scrape(stack: Stack) -> Samples:
-    """(name, labels) → value, as Prometheus would have it."""
+    """(name, labels) → value, as Prometheus reads it."""
     async with stack.client.get("/metrics") as response:
         assert response.status == 200
         text = await response.text()
@@ -87,12 +87,12 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 def total(samples: Samples, name: str) -> float:
-    """A counter, over all its labels."""
+    """A counter summed over its labels."""
     return sum(number for (other, _), number in samples.items() if other == name)
 
 
 def quantile(samples: Samples, metric: str, labels: dict[str, str], wanted: float) -> float:
-    """Prometheus' histogram_quantile over all that was observed; NaN if nothing was."""
+    """Prometheus' histogram_quantile over all observations; NaN without any."""
     buckets = sorted(
         (float(dict(key)["le"]), number)
         for (name, key), number in samples.items()
@@ -114,7 +114,7 @@ def body_of(tokens: int, **parameters: object) -> dict[str, Any]:
 
 @pytest.fixture
 async def loaded(demo_model: Path) -> Samples:
-    """What a server says after some load."""
+    """The metrics of a server after some load."""
     async with serve(demo_model, echo_step_ms=1, max_batch_size=4) as stack:
 
         async def client(first: int) -> None:
@@ -127,7 +127,7 @@ async def loaded(demo_model: Path) -> Samples:
         return await scrape(stack)
 
 
-def test_tgis_board_has_data(loaded: Samples) -> None:
+def test_tgis_dashboard_has_data(loaded: Samples) -> None:
     def shown(metric: str, labels: dict[str, str], quantiles: tuple[float, ...]) -> list[float]:
         if quantiles:
             return [quantile(loaded, metric, labels, wanted) for wanted in quantiles]
@@ -137,7 +137,7 @@ def test_tgis_board_has_data(loaded: Samples) -> None:
     assert empty == []
 
 
-def test_load_shows_in_every_batch_metric(loaded: Samples) -> None:
+def test_load_appears_in_every_batch_metric(loaded: Samples) -> None:
     tokens = sum(5 * tokens for first in range(1, 9) for tokens in range(first, first + 5))
     assert value(loaded, "text_generation_generated_tokens_total") == tokens
     assert value(loaded, "text_generation_prompt_tokens_total") == 40 * 4
@@ -158,7 +158,7 @@ def test_load_shows_in_every_batch_metric(loaded: Samples) -> None:
         assert 0.001 * steps <= forward <= value(loaded, "tgi_batch_inference_duration_sum", method=method)
 
 
-async def test_gauges_show_what_runs_and_waits(demo_model: Path) -> None:
+async def test_gauges_show_running_and_queued_requests(demo_model: Path) -> None:
     async with (
         serve(demo_model, max_batch_size=1, pool_tokens=2048, echo_step_ms=2) as stack,
         stack.client.post("/generate_stream", json=body_of(1000)),
@@ -178,7 +178,7 @@ async def test_gauges_show_what_runs_and_waits(demo_model: Path) -> None:
         assert value(samples, "tgi_batch_current_max_tokens") == 4 + 1000
 
 
-async def test_the_first_token_is_told_as_it_comes_and_its_time_includes_the_queue(demo_model: Path) -> None:
+async def test_ttft_is_recorded_at_once_and_includes_the_queue(demo_model: Path) -> None:
     async with serve(demo_model, max_batch_size=1, echo_step_ms=20) as stack:
         async with stack.client.post("/generate_stream", json=body_of(1000)) as first:
             await first.content.readany()
@@ -195,7 +195,7 @@ async def test_the_first_token_is_told_as_it_comes_and_its_time_includes_the_que
         assert value(samples, "text_generation_time_to_first_token_seconds_sum") - before > 10 * 0.020
 
 
-async def test_best_of_asks_for_one_generation(demo_model: Path) -> None:
+async def test_best_of_counts_as_one_generation(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         await stack.generate("Hello", max_new_tokens=3, best_of=3, do_sample=True)
         samples = await scrape(stack)
@@ -205,7 +205,7 @@ async def test_best_of_asks_for_one_generation(demo_model: Path) -> None:
         assert value(samples, "text_generation_generated_tokens_total") == 9  # what was computed for it
 
 
-async def test_preemptions_are_counted_and_their_wait_is_a_gap(demo_model: Path) -> None:
+async def test_preemptions_are_counted_and_their_wait_is_in_the_itl(demo_model: Path) -> None:
     async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(2):
@@ -216,8 +216,8 @@ async def test_preemptions_are_counted_and_their_wait_is_a_gap(demo_model: Path)
 
 
 @pytest.mark.parametrize("best_of", [1, 2])
-async def test_counts_agree_whatever_happened(demo_model: Path, best_of: int) -> None:
-    """Served, refused, failed, left in the queue, before and after the first token: each is one thing, once."""
+async def test_counts_agree_for_every_kind_of_end(demo_model: Path, best_of: int) -> None:
+    """Requests served, refused, failed, or left in the queue, before and after the first token: each counts once."""
     chance = random.Random(3)
 
     async def one(stack: Stack, number: int) -> None:
@@ -280,7 +280,7 @@ async def test_counts_agree_whatever_happened(demo_model: Path, best_of: int) ->
     assert value(samples, "tgi_queue_size") == value(samples, "trtllm_kv_cache_utilization") == 0
 
 
-async def test_the_answers_of_a_stream_fail_together_and_each_counts(demo_model: Path) -> None:
+async def test_the_choices_of_a_stream_fail_together_and_each_counts(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         [failing] = await stack.tokenizer.encode_ids(" fail", add_special_tokens=False)
     async with serve(demo_model, echo_fail_token=failing, echo_step_ms=2) as stack:

@@ -1,4 +1,4 @@
-"""Tokens to text and back, and which model is here."""
+"""/tokenize, /detokenize, /chat_tokenize, /tokenizer_info and /v1/models."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ async def post(stack: Stack, path: str, body: object) -> tuple[int, Any]:
         return response.status, await (response.json() if is_json else response.text())
 
 
-async def test_a_text_comes_back_from_its_tokens(stack: Stack) -> None:
+async def test_detokenize_inverts_tokenize(stack: Stack) -> None:
     _, tokens = await post(stack, "/tokenize", {"inputs": TEXT})
     ids = [token["id"] for token in tokens]
     for name in ("ids", "tokens"):
         assert await post(stack, "/detokenize", {name: ids}) == (200, {"text": TEXT, "prompt": TEXT})
 
 
-async def test_tokens_as_vllms_clients_ask_for_them(stack: Stack) -> None:
+async def test_tokenize_in_vllms_form(stack: Stack) -> None:
     _, tokens = await post(stack, "/tokenize", {"inputs": TEXT})
     ids = [token["id"] for token in tokens]
     body = {"prompt": TEXT, "add_special_tokens": False}
@@ -39,18 +39,18 @@ async def test_tokens_as_vllms_clients_ask_for_them(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("words", [3, 20_000])
-async def test_a_conversations_tokens_are_those_of_its_text_however_many(stack: Stack, words: int) -> None:
+async def test_chat_tokenize_returns_the_tokens_of_the_rendered_text(stack: Stack, words: int) -> None:
     body = {"messages": [{"role": "user", "content": "grün " * words}]}
     async with stack.client.post("/chat_tokenize", json=body) as response:
         assert (response.status, response.content_type) == (200, "application/json")
-        # Many are written as they are made: nobody counted them beforehand.
+        # A long list is streamed, so that its length is not known in advance.
         assert (response.headers.get("transfer-encoding") == "chunked") == (words > 4096)
         reply = await response.json()
     assert list(reply) == ["tokenize_response", "templated_text"]
     assert reply["tokenize_response"] == (await post(stack, "/tokenize", {"inputs": reply["templated_text"]}))[1]
 
 
-async def test_what_the_tokenizer_says_of_a_conversation_is_told(stack: Stack) -> None:
+async def test_an_error_of_the_tokenizer_is_returned(stack: Stack) -> None:
     stack.tokenizer.close()
     try:
         for path, body in (
@@ -65,26 +65,26 @@ async def test_what_the_tokenizer_says_of_a_conversation_is_told(stack: Stack) -
 
 
 @pytest.mark.parametrize("ids", [[], [1] * 100_000])
-async def test_none_and_many(stack: Stack, ids: list[int]) -> None:
+async def test_no_tokens_and_many_tokens(stack: Stack, ids: list[int]) -> None:
     status, reply = await post(stack, "/detokenize", {"ids": ids})
     assert status == 200
     assert bool(reply["text"]) == bool(ids)
 
 
 @pytest.mark.parametrize("ids", [[2**31], [1, 2**20]])
-async def test_an_id_that_is_none(stack: Stack, ids: list[int]) -> None:
+async def test_an_unknown_token_id_is_refused(stack: Stack, ids: list[int]) -> None:
     status, reply = await post(stack, "/detokenize", {"ids": ids})
     assert (status, reply["error_type"]) == (422, "validation")
 
 
 @pytest.mark.parametrize("body", [{}, {"ids": None}, {"ids": "1"}, {"ids": [-1]}, {"ids": [1.5]}, {"ids": [2**32]}])
-async def test_what_is_no_list_of_ids(stack: Stack, body: object) -> None:
+async def test_an_invalid_list_of_ids_is_refused(stack: Stack, body: object) -> None:
     status, text = await post(stack, "/detokenize", body)
     assert status == 422
     assert text.startswith("Failed to deserialize the JSON body into the target type: ")
 
 
-async def test_the_model_by_name(stack: Stack) -> None:
+async def test_models_lists_the_served_model(stack: Stack) -> None:
     model = {"id": "echo", "object": "model", "created": 0, "owned_by": "echo"}
     async with stack.client.get("/v1/models") as response:
         assert await response.json() == {"object": "list", "data": [model]}
@@ -96,7 +96,7 @@ async def test_the_model_by_name(stack: Stack) -> None:
         assert (await response.json())["error"]["message"] == "The model `some/other` does not exist"
 
 
-async def test_what_a_client_that_templates_needs(stack: Stack) -> None:
+async def test_tokenizer_info(stack: Stack) -> None:
     async with stack.client.get("/tokenizer_info") as response:
         info = await response.json()
     assert set(info) == {"bos_token", "eos_token", "pad_token", "chat_template", "model_max_length"}

@@ -1,4 +1,4 @@
-"""Who is refused, with which words and until when: places, the queue's bound, a server that stops."""
+"""Refusals and their Retry-After: permits, the limit of the queue, a draining server; shares of tenants."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BodyOf = Callable[[str, int], dict[str, Any]]
 
 @asynccontextmanager
 async def endless(stack: Stack, count: int, headers: dict[str, str]) -> AsyncIterator[None]:
-    """While this lasts, `count` requests with these headers run."""
+    """Run `count` requests with these headers while the block lasts."""
     async with AsyncExitStack() as running:
         before = stack.permits.in_use
         for _ in range(count):
@@ -44,7 +44,7 @@ async def status_of(stack: Stack, headers: dict[str, str]) -> int:
 
 
 @by_route
-async def test_a_full_building_says_when_to_come_again(demo_model: Path, asking: Asking, body: BodyOf) -> None:
+async def test_a_refusal_for_lack_of_permits_has_retry_after(demo_model: Path, asking: Asking, body: BodyOf) -> None:
     async with serve(demo_model, chat_template=VERBATIM, max_concurrent_requests=1) as stack:
         with stack.permits.take(1):
             async with stack.client.post(asking.path, json=body("Hello", 1)) as response:
@@ -55,9 +55,7 @@ async def test_a_full_building_says_when_to_come_again(demo_model: Path, asking:
 
 
 @by_route
-async def test_a_queue_that_is_full_refuses_before_an_answer_begins(
-    demo_model: Path, asking: Asking, body: BodyOf
-) -> None:
+async def test_a_full_queue_refuses_before_the_response_begins(demo_model: Path, asking: Asking, body: BodyOf) -> None:
     policy = {"max_queued_tokens": 1}
     async with (
         serve(demo_model, chat_template=VERBATIM, max_batch_size=1, policy=policy, echo_step_ms=5) as stack,
@@ -76,7 +74,7 @@ async def test_a_queue_that_is_full_refuses_before_an_answer_begins(
 
 
 @by_route
-async def test_a_server_that_stops_says_so(demo_model: Path, asking: Asking, body: BodyOf) -> None:
+async def test_a_draining_server_refuses_with_retry_after(demo_model: Path, asking: Asking, body: BodyOf) -> None:
     async with serve(demo_model, chat_template=VERBATIM) as stack:
         stack.cluster.draining = True
         async with stack.client.post(asking.path, json=body("Hello", 1)) as response:
@@ -86,12 +84,12 @@ async def test_a_server_that_stops_says_so(demo_model: Path, asking: Asking, bod
         await stack.assert_empty()
 
 
-async def test_a_server_that_is_not_healthy_says_when_to_ask_again(demo_model: Path) -> None:
+async def test_an_unhealthy_server_sends_retry_after(demo_model: Path) -> None:
     async with serve(demo_model, healthy=lambda: False) as stack, stack.client.get("/health") as response:
         assert (response.status, response.headers["retry-after"]) == (503, "5")
 
 
-async def test_a_browsers_page_may_read_when_to_come_again(demo_model: Path) -> None:
+async def test_browsers_may_read_retry_after(demo_model: Path) -> None:
     asked = {"json": {"inputs": "a"}, "headers": {"origin": "http://a"}}
     async with serve(demo_model) as stack, stack.client.post("/generate", **asked) as response:
         exposed = response.headers["access-control-expose-headers"].split(",")
@@ -109,7 +107,7 @@ async def test_a_browsers_page_may_read_when_to_come_again(demo_model: Path) -> 
         (("one", "two"), {"x-api-key": "one"}, {"authorization": "Bearer two"}),
     ],
 )
-async def test_a_tenant_that_fills_the_building_only_shuts_itself_out(
+async def test_a_tenant_with_all_permits_blocks_only_itself(
     demo_model: Path, keys: tuple[str, ...], flood: dict[str, str], other: dict[str, str]
 ) -> None:
     async with serve(demo_model, max_concurrent_requests=2, settings={"api_key": keys}, echo_step_ms=5) as stack:
@@ -121,7 +119,7 @@ async def test_a_tenant_that_fills_the_building_only_shuts_itself_out(
         await until(lambda: stack.permits.in_use == 0)
 
 
-async def test_with_several_keys_a_header_makes_nobody_else_of_a_caller(demo_model: Path) -> None:
+async def test_with_several_keys_the_tenant_header_is_ignored(demo_model: Path) -> None:
     settings = {"api_key": ["one", "two"]}
     async with serve(demo_model, max_concurrent_requests=1, settings=settings, echo_step_ms=5) as stack:
         async with endless(stack, 1, {"x-api-key": "one"}):
@@ -130,7 +128,7 @@ async def test_with_several_keys_a_header_makes_nobody_else_of_a_caller(demo_mod
         await until(lambda: stack.permits.in_use == 0)
 
 
-async def test_a_refusal_costs_next_to_nothing(demo_model: Path) -> None:
+async def test_a_refusal_is_cheap(demo_model: Path) -> None:
     long = {"inputs": "word " * 100_000}
     async with serve(demo_model, max_concurrent_requests=1) as stack:
         with stack.permits.take(1, TenantId("")):

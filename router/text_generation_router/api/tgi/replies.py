@@ -19,7 +19,7 @@ from text_generation_router.request import LogprobJson, Request, TopToken
 from text_generation_router.text.tokenizer import Tokenizer
 
 
-class GeneratedToken(ResponseBody):
+class TokenAnswer(ResponseBody):
     """A generated token."""
 
     id: int
@@ -49,8 +49,8 @@ class BestOfSequence(ResponseBody):
     generated_tokens: int
     seed: int | None
     prefill: list[PrefillToken]
-    tokens: list[GeneratedToken]
-    top_tokens: NotRequired[list[list[GeneratedToken]]]
+    tokens: list[TokenAnswer]
+    top_tokens: NotRequired[list[list[TokenAnswer]]]
 
 
 class Details(ResponseBody):
@@ -60,9 +60,9 @@ class Details(ResponseBody):
     generated_tokens: int
     seed: int | None
     prefill: list[PrefillToken]
-    tokens: list[GeneratedToken]
+    tokens: list[TokenAnswer]
     best_of_sequences: NotRequired[list[BestOfSequence]]
-    top_tokens: NotRequired[list[list[GeneratedToken]]]
+    top_tokens: NotRequired[list[list[TokenAnswer]]]
     cached_tokens: NotRequired[int]
     """Prompt tokens found in the prefix cache; absent if none. Not part of TGI."""
 
@@ -89,8 +89,8 @@ class StreamEvent(ResponseBody):
     """One token of a streamed text. The last event has the text and, if requested, details."""
 
     index: int
-    token: GeneratedToken
-    top_tokens: NotRequired[list[GeneratedToken]]
+    token: TokenAnswer
+    top_tokens: NotRequired[list[TokenAnswer]]
     generated_text: str | None
     details: StreamDetails | None
 
@@ -192,7 +192,7 @@ def _reported_seed(request: Request) -> int | None:
     return None if request.sampling.greedy else request.sampling.seed
 
 
-def _token(output: TokenOutput) -> GeneratedToken:
+def _token(output: TokenOutput) -> TokenAnswer:
     return {
         "id": output.token_id,
         "text": output.text,
@@ -201,7 +201,7 @@ def _token(output: TokenOutput) -> GeneratedToken:
     }
 
 
-def _top_tokens(top: Iterable[TopToken], tokenizer: Tokenizer) -> list[GeneratedToken]:
+def _top_tokens(top: Iterable[TopToken], tokenizer: Tokenizer) -> list[TokenAnswer]:
     """The most probable tokens of one position."""
     return [
         {

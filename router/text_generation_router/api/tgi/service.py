@@ -164,7 +164,7 @@ class ModelInfo:
 
 
 class ServiceRoutes:
-    """Handlers that generate nothing."""
+    """Handlers that do not generate."""
 
     def __init__(
         self,

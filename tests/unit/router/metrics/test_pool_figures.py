@@ -90,7 +90,7 @@ def test_orders_say_why_newcomers_join(ratio: float, waiting: int, steps: int, r
     scheduler = a_scheduler(ratio)
     submit(scheduler, 1, 2)
     first = decided(scheduler)
-    assert first.join_reason is None  # nobody ran
+    assert first.join_reason is None  # nothing was running
     scheduler.update(0, StepOutput(first.number), 0.0)
     submit(scheduler, *range(3, 3 + waiting))
     for _ in range(steps):
