@@ -68,3 +68,15 @@ async def test_child_that_ends_in_time_gets_no_second_signal() -> None:
     asyncio.get_running_loop().call_later(NO_SHARD_SECOND_SIGNAL + 0.1, ran_on.set)
     await ran_on.wait()
     assert terminated == []
+
+
+async def test_ignored_signals_stay_ignored() -> None:
+    loop = asyncio.get_running_loop()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        GracefulShutdown().listen()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert loop.remove_signal_handler(signal.SIGTERM)
+        assert loop.remove_signal_handler(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
