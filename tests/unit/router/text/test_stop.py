@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from text_generation_router.text.stop import StopMatcher
+
+LONG = "x" * 5000 + "y"
 
 
 def feed(pieces: list[str], stops: tuple[str, ...], *, keep: bool = True) -> tuple[str, bool]:
@@ -21,29 +24,20 @@ def feed(pieces: list[str], stops: tuple[str, ...], *, keep: bool = True) -> tup
     return text + matcher.flush(), False
 
 
-def test_a_stop_inside_a_token_cuts_the_token() -> None:
-    assert feed(["one STOP two"], ("STOP",)) == ("one STOP", True)
-
-
-def test_a_stop_across_tokens_is_found() -> None:
-    assert feed(["one S", "T", "OP two"], ("STOP",)) == ("one STOP", True)
-
-
-def test_a_stop_longer_than_any_window_is_found() -> None:
-    stop = "x" * 5000 + "y"
-    assert feed(["a", *stop, "z"], (stop,)) == ("a" + stop, True)
-
-
-def test_the_stop_that_completes_first_wins() -> None:
-    assert feed(["abcdef"], ("cdef", "bc")) == ("abc", True)
-
-
-def test_an_almost_stop_followed_by_the_stop_is_found() -> None:
-    assert feed(["aa", "ab"], ("aab",)) == ("aaab", True)
-
-
-def test_an_empty_stop_ends_after_the_first_piece() -> None:
-    assert feed(["one", "two"], ("",)) == ("one", True)
+@pytest.mark.parametrize(
+    ("pieces", "stops", "text"),
+    [
+        (["one STOP two"], ("STOP",), "one STOP"),
+        (["one S", "T", "OP two"], ("STOP",), "one STOP"),
+        (["a", *LONG, "z"], (LONG,), "a" + LONG),
+        (["abcdef"], ("cdef", "bc"), "abc"),
+        (["aa", "ab"], ("aab",), "aaab"),
+        (["one", "two"], ("",), "one"),
+    ],
+    ids=["inside a token", "across tokens", "longer than a window", "first to complete", "after an almost", "empty"],
+)
+def test_a_stop_ends_the_text(pieces: list[str], stops: tuple[str, ...], text: str) -> None:
+    assert feed(pieces, stops) == (text, True)
 
 
 @given(
