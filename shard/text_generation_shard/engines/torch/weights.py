@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.transfer import Transfer, copy_all
 
@@ -52,6 +53,14 @@ class ParameterShard:
 
 NamedParameters = Mapping[str, Tensor | ParameterShard]
 """Parameters by checkpoint name; a plain tensor takes the whole checkpoint tensor."""
+
+
+def load(config: ShardConfig, parameters: NamedParameters) -> None:
+    """Load the parameters from the checkpoint, or fill them at random. Raises EngineError with a one-line message."""
+    if config.load_format == "dummy":
+        fill_dummy(parameters)
+    else:
+        load_weights(Path(config.model_path), parameters)
 
 
 def load_weights(folder: Path, parameters: NamedParameters) -> None:

@@ -18,9 +18,9 @@ from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.worker import TPWorker
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.kv_cache import CacheShape
-from text_generation_shard.engines.torch.loading import load
 from text_generation_shard.engines.torch.model_config import ModelConfig
 from text_generation_shard.engines.torch.trace import StepTrace
+from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars
 
 

@@ -10,8 +10,14 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.cuda.runner import Runner
-from text_generation_shard.engines.torch.cuda.slot_tables import SlotTables
-from text_generation_shard.engines.torch.cuda.step_plan import Ints, Padding, StepPlan, plan_chunks, plan_decoding
+from text_generation_shard.engines.torch.cuda.step_plan import (
+    Ints,
+    Padding,
+    SlotTables,
+    StepPlan,
+    plan_chunks,
+    plan_decoding,
+)
 from text_generation_shard.engines.torch.cuda.worker import ROW_RANGE, WorkerCommand, spare_bytes
 from text_generation_shard.engines.torch.events import EventRecorder
 from text_generation_shard.engines.torch.executor import Launched

@@ -29,8 +29,7 @@ from text_generation_shard.engines.torch.cuda.piecewise_graphs import (
 )
 from text_generation_shard.engines.torch.cuda.reference_ops import ReferenceOps
 from text_generation_shard.engines.torch.cuda.runner import Runner
-from text_generation_shard.engines.torch.cuda.slot_tables import SlotTables
-from text_generation_shard.engines.torch.cuda.step_plan import Padding, StepPlan, plan_chunks, plan_decoding
+from text_generation_shard.engines.torch.cuda.step_plan import Padding, SlotTables, StepPlan, plan_chunks, plan_decoding
 from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import read_model_config
