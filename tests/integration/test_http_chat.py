@@ -47,13 +47,13 @@ CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
 
 async def asking(stack: Stack, says: str, **fields: object) -> Json:
-    """A body to which the model says exactly `says`, unless it is told otherwise."""
+    """Return a body that the model answers with exactly `says`."""
     tokens = len(await stack.tokenizer.encode_ids(says, add_special_tokens=False))
     return {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "temperature": 0, **fields}
 
 
 def joined(stream: list[Json], index: int = 0) -> Json:
-    """What a stream says of one choice, as a whole reply would."""
+    """Return one choice of a stream in the form of a whole reply."""
     message: Json = {"content": "", "reasoning_content": "", "tool_calls": []}
     finish = None
     for chunk in stream:
@@ -113,7 +113,7 @@ async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("model", [None, "tgi", ""])
-async def test_without_a_name_the_model_is_the_served_one(stack: Stack, model: str | None) -> None:
+async def test_the_model_defaults_to_the_served_one(stack: Stack, model: str | None) -> None:
     assert (await post(stack.client, CHAT, await asking(stack, "Hi", model=model)))["model"] == "echo"
 
 
@@ -130,7 +130,7 @@ SAYINGS = [
 
 
 @pytest.mark.parametrize(("name", "says"), SAYINGS, ids=[name for name, _ in SAYINGS])
-async def test_a_stream_says_what_a_whole_reply_says(stack: Stack, name: str, says: str) -> None:
+async def test_a_stream_equals_a_whole_reply(stack: Stack, name: str, says: str) -> None:
     body = await asking(stack, says, tools=TOOLS, stop=["three", "zzz"])
     assert joined(await chunks(stack.client, CHAT, body)) == whole(await post(stack.client, CHAT, body))
 
@@ -160,7 +160,7 @@ async def test_calls_are_parsed_and_end_with_tool_calls(stack: Stack) -> None:
     }
 
 
-async def test_a_call_cut_by_its_length_is_never_told_as_whole(stack: Stack) -> None:
+async def test_a_call_cut_by_its_length_is_not_reported_as_whole(stack: Stack) -> None:
     body = await asking(stack, CALL + " and more", tools=TOOLS, max_tokens=18)
     answer = whole(await post(stack.client, CHAT, body))
     assert answer["finish_reason"] == "length"
@@ -241,7 +241,7 @@ async def test_tools_that_may_not_be_called_leave_room_for_a_format(stack: Stack
         {"structured_outputs": {"choice": ["yes", "no"]}},
     ],
 )
-async def test_vllms_words_for_grammars_are_taken(stack: Stack, asked: Json) -> None:
+async def test_vllms_fields_for_grammars_are_accepted(stack: Stack, asked: Json) -> None:
     answer = whole(await post(stack.client, CHAT, await asking(stack, "maybe so, maybe not", **asked)))
     assert answer["content"].strip('"') in ("yes", "no")
 
@@ -278,7 +278,7 @@ async def test_logprobs_stand_beside_each_token(stack: Stack, says: str) -> None
     assert streamed == content
 
 
-async def test_what_tgi_refuses_of_openais_words_is_taken(stack: Stack) -> None:
+async def test_values_that_tgi_refuses_are_accepted(stack: Stack) -> None:
     body = await asking(
         stack,
         "Hello",

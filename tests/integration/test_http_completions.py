@@ -91,7 +91,7 @@ async def test_choices_stand_in_the_order_of_their_prompts_however_they_end(stac
 
 
 async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
-    """As evaluation harnesses ask for it."""
+    """Evaluation harnesses send such requests."""
     body = {"prompt": [19556, 665], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
     [choice] = (await post(stack.client, COMPLETIONS, body))["choices"]
     assert choice["text"] == "Hello thereHello"
@@ -108,7 +108,7 @@ async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
         assert [one for part in columns for one in part[name]] == column
 
 
-async def test_no_new_token_is_shown_where_none_was_asked_for(stack: Stack) -> None:
+async def test_max_tokens_0_shows_no_new_token(stack: Stack) -> None:
     body = {"prompt": "Hello there", "max_tokens": 0, "echo": True, "logprobs": 1}
     reply = await post(stack.client, COMPLETIONS, body)
     assert texts(reply) == ["Hello there"]
@@ -159,7 +159,7 @@ async def test_a_text_follows_its_regular_expression(stack: Stack) -> None:
         ({"prompt": "a", "min_p": 1.5}, "`min_p` must be >= 0.0 and <= 1.0"),
     ],
 )
-async def test_nonsense_is_refused_in_words(stack: Stack, body: Json, message: str) -> None:
+async def test_invalid_bodies_are_refused_with_a_message(stack: Stack, body: Json, message: str) -> None:
     async with stack.client.post(COMPLETIONS, json=body) as response:
         assert response.status == 422
         assert message in (await response.json())["error"]["message"]

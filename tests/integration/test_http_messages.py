@@ -75,7 +75,7 @@ async def test_a_message_is_answered(stack_and_client: Both) -> None:
     await stack.assert_empty()
 
 
-async def test_a_stop_sequence_is_cut_and_told(stack_and_client: Both) -> None:
+async def test_a_stop_sequence_is_cut_and_reported(stack_and_client: Both) -> None:
     _, client = stack_and_client
     asked: dict[str, Any] = {
         "model": "m",
@@ -93,7 +93,7 @@ async def test_a_stop_sequence_is_cut_and_told(stack_and_client: Both) -> None:
     assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", " three")
 
 
-async def test_a_stream_says_what_a_whole_reply_says(stack_and_client: Both) -> None:
+async def test_a_stream_equals_a_whole_reply(stack_and_client: Both) -> None:
     stack, client = stack_and_client
     asked: dict[str, Any] = {
         "model": "m",
@@ -162,7 +162,7 @@ async def test_blocks_become_messages(stack_and_client: Both) -> None:
     assert message.content[0].text == expected
 
 
-async def test_the_assistants_last_message_is_continued_to_the_letter(stack_and_client: Both) -> None:
+async def test_the_assistants_last_message_is_continued_exactly(stack_and_client: Both) -> None:
     stack, client = stack_and_client
     messages: list[Any] = [*HI, {"role": "assistant", "content": "The answer is  "}]
     prompt = "[user]Hi[assistant]The answer is  "
@@ -170,7 +170,7 @@ async def test_the_assistants_last_message_is_continued_to_the_letter(stack_and_
     assert message.content[0].text == prompt
 
 
-async def test_a_used_tool_is_told_and_its_result_goes_back(demo_model: Path) -> None:
+async def test_a_tool_use_and_its_result_go_round(demo_model: Path) -> None:
     async with connected(demo_model, grammars=True) as (_, client):
         asked: dict[str, Any] = {"model": "m", "tools": [WEATHER], "max_tokens": 200}
         whole = await client.messages.create(**asked, messages=HI, tool_choice={"type": "any"})
@@ -211,14 +211,14 @@ class Person(BaseModel):
     age: int
 
 
-async def test_a_text_is_parsed_into_what_was_asked_for(demo_model: Path) -> None:
+async def test_a_text_is_parsed_into_the_requested_type(demo_model: Path) -> None:
     async with connected(demo_model, grammars=True) as (_, client):
         message = await client.messages.parse(model="m", messages=HI, max_tokens=300, output_format=Person)
     assert isinstance(message.parsed_output, Person)
     assert message.stop_reason == "end_turn"
 
 
-async def test_thoughts_are_blocks(demo_model: Path) -> None:
+async def test_reasoning_is_a_block(demo_model: Path) -> None:
     async with connected(demo_model, chat_template="{{ messages[0].content }}", reasoning=True) as (stack, client):
         text = "<think>\nLet me see.\n</think>\n\nIt is so."
         asked: dict[str, Any] = {
@@ -256,7 +256,7 @@ async def test_a_thread_is_refused_so_that_clients_send_all(stack_and_client: Bo
 
 
 async def test_anthropics_runner_of_tools_keeps_its_history(demo_model: Path) -> None:
-    """It asks for a thread first, and from a server that has one would send only what is new."""
+    """The runner requests a thread first; with one it would send only new messages."""
 
     @beta_async_tool
     async def weather(city: str) -> str:
@@ -333,7 +333,7 @@ async def test_a_conversation_has_limits(stack_and_client: Both, body: dict[str,
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_done_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     stack_and_client: Both, body: dict[str, Any], message: str, stream: bool
 ) -> None:
     stack, client = stack_and_client
@@ -369,7 +369,7 @@ async def test_a_failure_before_the_first_event_has_its_status_and_after_it_an_e
         assert 'tgi_request_failure{err="generation"} 1\n' in stack.metrics.exposition().decode()
 
 
-async def test_counting_takes_no_place(demo_model: Path) -> None:
+async def test_counting_takes_no_permit(demo_model: Path) -> None:
     async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
         with stack.permits.take(1):
             counted = await client.messages.count_tokens(model="m", messages=HI)

@@ -32,7 +32,7 @@ WEATHER = {
     "strict": True,
 }
 DEEP: dict[str, Any] = json.loads('{"a":' * 400 + "{}" + "}" * 400)
-"""What can be read, but neither written nor given to a template."""
+"""A value that can be parsed, but neither serialized nor given to a template."""
 
 
 @asynccontextmanager
@@ -72,7 +72,7 @@ async def test_a_text_is_the_users(stack_and_client: Both) -> None:
     await stack.assert_empty()
 
 
-async def test_a_stream_says_what_a_whole_reply_says(stack_and_client: Both) -> None:
+async def test_a_stream_equals_a_whole_reply(stack_and_client: Both) -> None:
     _, client = stack_and_client
     asked: dict[str, Any] = {"model": "m", "input": "schön 漢字 😀", "max_output_tokens": 30, "temperature": 0}
     whole = await client.responses.create(**asked)
@@ -130,7 +130,7 @@ async def test_items_become_messages(demo_model: Path) -> None:
     assert response.output_text == expected
 
 
-async def test_a_forced_call_is_told_and_its_result_goes_back(demo_model: Path) -> None:
+async def test_a_forced_call_and_its_result_go_round(demo_model: Path) -> None:
     async with connected(demo_model, chat_template=DETAILED, grammars=True) as (_, client):
         asked: dict[str, Any] = {
             "model": "m",
@@ -176,7 +176,7 @@ class Person(BaseModel):
     age: int
 
 
-async def test_a_text_is_parsed_into_what_was_asked_for(demo_model: Path) -> None:
+async def test_a_text_is_parsed_into_the_requested_type(demo_model: Path) -> None:
     async with connected(demo_model, grammars=True) as (_, client):
         asked: dict[str, Any] = {"model": "m", "input": "Who?", "max_output_tokens": 300, "temperature": 0}
         response = await client.responses.parse(**asked, text_format=Person)
@@ -206,7 +206,7 @@ async def test_nothing_is_stored(stack_and_client: Both) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_too_deep_to_be_repeated_is_refused(
+async def test_values_too_deep_to_be_repeated_are_refused(
     stack_and_client: Both, body: dict[str, Any], stream: bool
 ) -> None:
     stack, _ = stack_and_client
@@ -249,7 +249,7 @@ async def test_what_is_too_deep_to_be_repeated_is_refused(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_cannot_be_done_is_refused_by_name(
+async def test_unsupported_fields_are_refused_by_name(
     stack_and_client: Both, body: dict[str, Any], message: str, stream: bool
 ) -> None:
     stack, client = stack_and_client
@@ -280,7 +280,7 @@ async def test_a_failure_before_the_first_event_has_its_status_and_after_it_an_e
         assert 'tgi_request_failure{err="generation"} 1\n' in stack.metrics.exposition().decode()
 
 
-async def test_a_full_house_is_429(demo_model: Path) -> None:
+async def test_overload_is_429(demo_model: Path) -> None:
     async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
         with stack.permits.take(1), pytest.raises(openai.RateLimitError):
             await client.responses.create(model="m", input="Hi", stream=True)

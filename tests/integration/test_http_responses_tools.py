@@ -1,4 +1,4 @@
-"""POST /v1/responses as a coding agent asks it: functions beside a namespace of them and a search that nobody runs."""
+"""POST /v1/responses as a coding agent sends it: functions, a namespace of functions, and a hosted search."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = (
     "{{ c.function.arguments.target }}){% endfor %}{{ m.name }}{% endfor %}"
     "{% for t in tools %}<{{ t.function.name }}>{% endfor %}{% endif %}"
 )
-"""The echo engine repeats the prompt: it calls what the user writes down, then says what it was told."""
+"""The echo engine repeats the prompt: the calls that the user writes, then their output."""
 TARGET = {"type": "object", "properties": {"target": {"type": "string"}}, "required": ["target"]}
 TOOLS: list[Any] = [
     {"type": "function", "name": "send_input", "description": "To a process.", "strict": False, "parameters": TARGET},

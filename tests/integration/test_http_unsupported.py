@@ -1,5 +1,7 @@
-"""What an engine says it cannot honour is refused by name, in every dialect, before it is queued: an engine in this process
-that lacks nearly everything, over real gRPC and real HTTP."""
+"""Parameters that the engine does not support are refused by name, in every dialect, before the request is queued.
+
+The engine, in this process behind gRPC and HTTP, supports almost nothing.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ STREAMING = ("/v1/", "/invocations")
 
 
 @pytest.mark.parametrize(("path", "body", "name", "field"), REFUSED, ids=[f"{row[0]}-{row[2]}" for row in REFUSED])
-async def test_what_is_asked_for_is_refused_by_its_name(
+async def test_an_unsupported_parameter_is_refused_by_name(
     stack: Stack, path: str, body: Json, name: str, field: str
 ) -> None:
     text = f"Input validation error: `{name}` is not supported by this engine: there is no {field}"
@@ -187,7 +189,7 @@ async def test_neutral_values_are_served(stack: Stack, path: str, body: Json) ->
         assert response.status == 200, await response.text()
 
 
-async def test_no_seed_is_told_where_none_decided(stack: Stack) -> None:
+async def test_no_seed_is_reported_if_the_engine_takes_none(stack: Stack) -> None:
     reply = await stack.generate("Hello", max_new_tokens=2, do_sample=True, details=True)
     assert reply["details"]["seed"] is None
 
@@ -200,7 +202,7 @@ async def test_no_seed_is_told_where_none_decided(stack: Stack) -> None:
         (tgi(grammar={"type": "json", "value": {}}), "grammar is not valid: Grammar must have a 'properties' field"),
     ],
 )
-async def test_it_is_the_last_of_the_rules(demo_model: Path, earlier: Json, message: str) -> None:
+async def test_support_is_checked_after_all_other_rules(demo_model: Path, earlier: Json, message: str) -> None:
     body = earlier | {"parameters": {**earlier["parameters"], "watermark": True}}
     async with (
         serve(demo_model, build=lacking("watermark"), grammars=True) as stack,
@@ -211,7 +213,7 @@ async def test_it_is_the_last_of_the_rules(demo_model: Path, earlier: Json, mess
     assert told.startswith(f"Input validation error: {message}")
 
 
-async def test_prompts_may_be_scored_although_their_alternatives_are_not(demo_model: Path) -> None:
+async def test_prompt_logprobs_are_served_without_their_alternatives(demo_model: Path) -> None:
     scored = COMPLETION | {"echo": True, "logprobs": 0}
     async with serve(demo_model, build=lacking("prompt_top_n")) as stack:
         async with stack.client.post("/v1/completions", json=scored) as response:
@@ -222,7 +224,7 @@ async def test_prompts_may_be_scored_although_their_alternatives_are_not(demo_mo
     assert told.endswith("`echo` with `logprobs` above 0 is not supported by this engine: there is no prompt_top_n")
 
 
-async def test_info_tells_the_engine_and_what_it_lacks(stack: Stack) -> None:
+async def test_info_names_the_engine_and_what_it_does_not_support(stack: Stack) -> None:
     async with stack.client.get("/info") as response:
         info = await response.json()
     assert info["engine"] == "tensorrt-llm"
@@ -232,7 +234,7 @@ async def test_info_tells_the_engine_and_what_it_lacks(stack: Stack) -> None:
 
 
 class JsonOnly(EchoEngine):
-    """Follows JSON schemas and no other grammar; remembers what it was to follow."""
+    """An engine that follows only JSON schemas and records the grammars it gets."""
 
     @classmethod
     def build(cls, config: ShardConfig) -> JsonOnly:
@@ -260,7 +262,7 @@ async def test_a_grammar_of_a_kind_that_the_engine_does_not_follow(demo_model: P
     assert told == "Input validation error: grammar is not supported: this engine follows none of kind `regex`"
 
 
-async def test_strict_tools_are_called_freely_where_the_engine_cannot_watch_for_a_call(
+async def test_strict_tools_are_unconstrained_if_the_engine_has_no_lark(
     demo_model: Path,
 ) -> None:
     function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}

@@ -1,4 +1,4 @@
-"""Every number of an admission has its range, and what lies outside is named."""
+"""Checks of new sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INFO = EchoEngine.build(ShardConfig(engine="echo")).info
 VALID = NewSequence(0, (1, 2, 3), Stopping(4))
 
 
-def test_what_is_in_range_is_no_problem() -> None:
+def test_values_in_range_are_no_problem() -> None:
     sampling = Sampling(
         min_p=1.0,
         output_frequency_penalty=-2.0,
@@ -51,7 +51,7 @@ def test_what_is_in_range_is_no_problem() -> None:
         ),
     ],
 )
-def test_sampling_out_of_range_is_named(sampling: Sampling, words: str) -> None:
+def test_sampling_out_of_range_is_reported_by_name(sampling: Sampling, words: str) -> None:
     problem = sequence_problem(replace(VALID, sampling=sampling), INFO)
     assert problem is not None
     assert words in problem
@@ -66,7 +66,7 @@ def test_sampling_out_of_range_is_named(sampling: Sampling, words: str) -> None:
         (replace(VALID, grammar=Grammar(GrammarKind.REGEX, "a")), "serves no grammars"),
     ],
 )
-def test_what_else_does_not_go_is_named(admission: NewSequence, words: str) -> None:
+def test_other_problems_are_reported_by_name(admission: NewSequence, words: str) -> None:
     problem = sequence_problem(admission, INFO)
     assert problem is not None
     assert words in problem

@@ -1,4 +1,4 @@
-"""A report that breaks the contract is found out before it does harm."""
+"""Checks and conversion of reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def checked(**changes: object) -> None:
     check_report(report, num_slots=4, orders_sent=2)
 
 
-def test_a_good_report_is_believed() -> None:
+def test_a_valid_report_is_accepted() -> None:
     checked()
     checked(token_counts=[], token_ids=[7, 8], logprobs=[-0.1, -0.2])
     checked(
@@ -62,12 +62,12 @@ def test_a_good_report_is_believed() -> None:
     ],
     ids=lambda changes: "-".join(changes),
 )
-def test_a_malformed_report_is_not(changes: dict[str, object]) -> None:
+def test_a_malformed_report_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(MalformedReport):
         checked(**changes)
 
 
-def test_what_an_engine_does_not_know_is_null() -> None:
+def test_an_unknown_logprob_is_null() -> None:
     checked(logprobs=[float("nan"), -0.2, float("-inf")])
     assert logprobs_to_json([float("nan"), -0.5, float("-inf"), 0.0]) == [b"null", b"-0.5", b"null", b"0.0"]
     assert logprobs_to_json([float("nan")]) == [b"null"]

@@ -1,4 +1,4 @@
-"""What a request asks for is what the shard is told; what it does not ask for takes no bytes."""
+"""Conversion of requests to the wire and back; neutral values take no bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def received(message: pb.NewSequence) -> engine.NewSequence:
     return shard_convert.orders_from_pb(pb.Orders(number=1, admit=[message])).admit[0]
 
 
-def test_all_that_can_be_asked_for_arrives() -> None:
+def test_every_option_arrives() -> None:
     request = replace(
         PLAIN,
         sampling=Sampling(
@@ -53,27 +53,25 @@ def test_all_that_can_be_asked_for_arrives() -> None:
 
 
 @pytest.mark.parametrize("kind", set(GrammarKind) - {GrammarKind.UNSPECIFIED})
-def test_every_kind_of_grammar_has_its_word_on_the_wire(kind: GrammarKind) -> None:
+def test_every_kind_of_grammar_arrives(kind: GrammarKind) -> None:
     grammar = received(sent(replace(PLAIN, grammar=Grammar(kind, "x")))).grammar
     assert grammar is not None
     assert grammar.kind.value == kind.value
 
 
-def test_a_plain_request_sends_none_of_the_new_fields() -> None:
+def test_neutral_values_are_not_sent() -> None:
     message = sent(PLAIN)
     assert not message.HasField("grammar")
-    assert {field.name for field, _ in message.sampling.ListFields()} <= {
-        *("greedy", "temperature", "top_p", "typical_p", "repetition_penalty")
-    }
+    assert {field.name for field, _ in message.sampling.ListFields()} == {"greedy"}
     assert {field.name for field, _ in message.stopping.ListFields()} == {"max_new_tokens", "eos_token_ids"}
 
 
 @pytest.mark.parametrize(("generated", "left"), [((), 6), ((1, 2), 4), (tuple(range(9)), 0)])
-def test_what_was_generated_counts_towards_min_new_tokens(generated: tuple[int, ...], left: int) -> None:
+def test_generated_tokens_count_towards_min_new_tokens(generated: tuple[int, ...], left: int) -> None:
     assert sent(replace(PLAIN, min_new_tokens=6), generated).stopping.min_new_tokens == left
 
 
-def test_a_preempted_entry_does_not_ask_for_its_prompt_again() -> None:
+def test_a_resumed_sequence_requests_no_prompt_logprobs() -> None:
     message = sent(replace(PLAIN, logprobs=LogprobOptions(prompt=True, prompt_top_n=3)), generated=(1,))
     assert (message.logprobs.prompt, message.logprobs.prompt_top_n) == (False, 0)
 
@@ -87,7 +85,7 @@ def test_prompt_top_tokens_are_read_from_their_columns() -> None:
 
 
 @pytest.mark.parametrize("salt", ["pepper", "a tenant\0salt", "ü"])
-def test_an_engine_with_a_prefix_cache_of_its_own_is_told_salts_that_name_nobody(salt: str) -> None:
+def test_an_engine_with_its_own_prefix_cache_gets_a_digest_of_the_salt(salt: str) -> None:
     request = replace(PLAIN, qos=QualityOfService(salt=salt))
     told = sent(request, own_cache=True).cache_salt
     assert len(told) == 32
@@ -97,11 +95,10 @@ def test_an_engine_with_a_prefix_cache_of_its_own_is_told_salts_that_name_nobody
     assert sent(request).cache_salt == ""
 
 
-def test_a_salt_is_told_the_same_by_every_router() -> None:
-    """What the engine has computed is found again after a restart."""
+def test_every_router_sends_the_same_digest_of_a_salt() -> None:
     assert hashed_salt("pepper") == blake2b(b"pepper", digest_size=16, person=b"cache salt").hexdigest()
     assert len({hashed_salt(salt) for salt in ("pepper", "Pepper", "pepper ", "a\0b", "ab")}) == 5
 
 
-def test_who_has_no_salt_shares_with_all_that_have_none() -> None:
+def test_without_a_salt_none_is_sent() -> None:
     assert sent(PLAIN, own_cache=True).cache_salt == ""

@@ -1,4 +1,4 @@
-"""The events of a Messages stream, in order and whole, and the message that they add up to."""
+"""The events of a Messages stream, and the whole message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from text_generation_router.errors import DeadlineExceeded, GenerationFailed
 from text_generation_router.generation import GenerationResult
 
 NAMED = Named("msg_1", 1_700_000_000, "some-model", "native")
-STOPPED = AnswerEnd(Finish.STOP, GenerationResult(FinishReason.EOS_TOKEN, "whatever", 5))
+STOPPED = AnswerEnd(Finish.STOP, GenerationResult(FinishReason.EOS_TOKEN, "some text", 5))
 
 
 def none_cached() -> int:
@@ -35,7 +35,7 @@ def told(events: list[Event], end: AnswerEnd = STOPPED) -> tuple[list[dict[str, 
     return read, whole
 
 
-def test_a_text_is_told_in_anthropics_order() -> None:
+def test_the_events_of_a_text_come_in_anthropics_order() -> None:
     read, whole = told([TextDelta("Hel"), TextDelta('"lo"\n')])
     assert [event["type"] for event in read] == [
         "message_start",
@@ -58,7 +58,7 @@ def test_a_text_is_told_in_anthropics_order() -> None:
     assert (whole["usage"]["input_tokens"], whole["usage"]["output_tokens"]) == (7, 5)
 
 
-def test_what_was_cached_is_no_input_but_read_from_the_cache() -> None:
+def test_cached_tokens_are_not_counted_as_input() -> None:
     cached = iter([3, 3])
     writer = MessageScript(NAMED, 7, lambda: next(cached))
     read = read_events(writer.text("Hello") + writer.end(STOPPED))
@@ -67,15 +67,15 @@ def test_what_was_cached_is_no_input_but_read_from_the_cache() -> None:
     assert read[-2]["usage"] == writer.whole()["usage"] == {**counts, "output_tokens": 5}
 
 
-def test_a_failure_after_silence_alone_has_a_beginning_and_an_error() -> None:
+def test_a_failure_before_any_output_starts_a_message() -> None:
     writer = MessageScript(NAMED, 7, none_cached)
     start, error = read_events(writer.failed(DeadlineExceeded("too late")))
     assert start["message"]["usage"]["input_tokens"] == 7
     assert error["error"] == {"type": "timeout_error", "message": "Request timed out: too late"}
 
 
-def test_thoughts_texts_and_uses_are_blocks_of_their_own() -> None:
-    end = AnswerEnd(Finish.TOOL_CALLS, GenerationResult(FinishReason.EOS_TOKEN, "whatever", 5))
+def test_reasoning_texts_and_tool_uses_are_separate_blocks() -> None:
+    end = AnswerEnd(Finish.TOOL_CALLS, GenerationResult(FinishReason.EOS_TOKEN, "some text", 5))
     read, whole = told(
         [
             ReasoningDelta("hm"),
@@ -118,7 +118,7 @@ def test_thoughts_texts_and_uses_are_blocks_of_their_own() -> None:
         (Finish.TOOL_CALLS, FinishReason.STOP_SEQUENCE, "END", "tool_use", None),
     ],
 )
-def test_why_it_ended(
+def test_stop_reasons(
     finish: Finish, reason: FinishReason, stop: str | None, told_reason: str, told_stop: str | None
 ) -> None:
     read, whole = told([TextDelta("a")], AnswerEnd(finish, GenerationResult(reason, "a", 1, stop)))
@@ -132,7 +132,7 @@ def test_an_empty_answer_is_an_empty_text() -> None:
 
 
 @pytest.mark.parametrize("arguments", ['{"a": [1', "", "[1]", "NaN"])
-def test_an_input_that_is_no_whole_object_is_empty(arguments: str) -> None:
+def test_an_incomplete_input_is_empty(arguments: str) -> None:
     assert whole_input(arguments) == {}
 
 

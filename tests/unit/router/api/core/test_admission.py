@@ -50,7 +50,7 @@ async def test_the_tokens_of_an_ordinary_text_are_counted_exactly(demo_model: Pa
         await a_preparer(demo_model).prepare(" the" * 201, OPTIONS)
 
 
-async def test_a_huge_text_is_refused_after_its_beginning(demo_model: Path) -> None:
+async def test_a_huge_text_is_refused_after_a_prefix(demo_model: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"Given: at least \d+ `inputs` tokens and 7 `max_new_tokens`"):
         await a_preparer(demo_model).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, max_new_tokens=7))
 

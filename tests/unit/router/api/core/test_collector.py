@@ -1,4 +1,4 @@
-"""What `best_of` ranks by."""
+"""The rank of the sequences of `best_of`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def collected(*logprobs: bytes) -> Collector:
     return collector
 
 
-async def test_a_token_whose_probability_is_not_known_says_nothing_of_its_sequence() -> None:
+async def test_tokens_with_an_unknown_logprob_do_not_count() -> None:
     assert collected(b"-0.5", b"null", b"-1.5", b"null").mean_logprob == pytest.approx(-1.0)
     ends_unknown, worse = collected(b"-0.25", b"null"), collected(b"-0.5", b"-0.5")
-    assert max((worse, ends_unknown), key=lambda one: one.mean_logprob) is ends_unknown
+    assert max((worse, ends_unknown), key=lambda collector: collector.mean_logprob) is ends_unknown
 
 
-async def test_a_sequence_of_which_nothing_is_known_ranks_last() -> None:
+async def test_a_sequence_without_a_known_logprob_ranks_last() -> None:
     assert collected(b"null", b"null").mean_logprob == -math.inf

@@ -1,4 +1,4 @@
-"""What a request is due: the nearest deadline, the weightiest word, a salt of its own."""
+"""Quality of service: the earliest deadline, the winning priority, the salt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fields(**values: object) -> TieredFields:
     return validate(values, TieredFields)
 
 
-def test_whoever_says_nothing_is_due_nothing_in_particular() -> None:
+def test_the_default_has_no_deadline_and_no_salt() -> None:
     assert (
         quality_of_service(CALLER, SETTINGS)
         == quality_of_service(CALLER, SETTINGS, None, fields())
@@ -54,7 +54,7 @@ def test_whoever_says_nothing_is_due_nothing_in_particular() -> None:
         VertexBody,
     ],
 )
-def test_every_body_that_asks_for_text_has_the_fields(schema: type[QosFields]) -> None:
+def test_every_generating_body_has_the_fields(schema: type[QosFields]) -> None:
     assert issubclass(schema, QosFields)
 
 
@@ -73,7 +73,7 @@ def test_headers_are_passed_on() -> None:
     )
 
 
-def test_of_header_and_bodies_the_nearest_counts() -> None:
+def test_the_earliest_deadline_of_header_and_bodies_counts() -> None:
     for given in ([1.0, 2.0, 3.0], [3.0, 1.0, 2.0], [2.0, 3.0, 1.0]):
         caller = replace(CALLER, queue_by=NOW + given[0], end_by=NOW + given[0])
         bodies = [fields(queue_timeout=seconds, timeout=seconds) for seconds in given[1:]]
@@ -92,7 +92,7 @@ def test_the_operators_timeouts_are_defaults_and_bounds() -> None:
 
 @pytest.mark.parametrize("name", ["queue_timeout", "timeout"])
 @pytest.mark.parametrize("value", [0, -0.0, -1, 1e7 + 1, float("inf"), float("nan")])
-def test_what_is_no_timeout_is_refused_by_name(name: str, value: float) -> None:
+def test_an_invalid_timeout_is_refused_by_name(name: str, value: float) -> None:
     asked = TieredFields.model_construct(**{name: value})
     with pytest.raises(InvalidRequest, match=f"`{name}` must be > 0 and <= 10000000 seconds. Given: "):
         quality_of_service(CALLER, SETTINGS, asked)
@@ -136,11 +136,11 @@ def test_wrong_types_are_refused_with_the_body(wrong: dict[str, Any]) -> None:
         ({"service_tier": "flex", "priority": 0}, Priority.DEFAULT),
     ],
 )
-def test_a_body_says_how_urgent_it_is(asked: dict[str, Any], priority: Priority) -> None:
+def test_the_body_sets_the_priority(asked: dict[str, Any], priority: Priority) -> None:
     assert quality_of_service(CALLER, SETTINGS, fields(**asked)).priority is priority
 
 
-def test_the_header_wins_over_the_body_and_the_inner_body_over_the_one_around_it() -> None:
+def test_the_header_wins_over_the_body_and_the_inner_body_over_the_outer() -> None:
     caller = replace(CALLER, priority=Priority.DEFAULT)
     assert quality_of_service(caller, SETTINGS, fields(priority=-1)).priority is Priority.DEFAULT
     inner, outer = fields(priority=1), fields(priority=-1)
@@ -151,7 +151,7 @@ def test_the_header_wins_over_the_body_and_the_inner_body_over_the_one_around_it
 # ----------------------------------------------------------------------------------------------------------------- salts
 
 
-def test_a_salt_is_the_bodys_whoever_asks() -> None:
+def test_the_salt_is_that_of_the_body() -> None:
     for tenant in ("a", "b"):
         caller = replace(CALLER, tenant=TenantId(tenant))
         assert quality_of_service(caller, SETTINGS, fields(cache_salt="s")).salt == "s"
@@ -159,7 +159,7 @@ def test_a_salt_is_the_bodys_whoever_asks() -> None:
     assert quality_of_service(CALLER, SETTINGS, fields(cache_salt="inner"), fields(cache_salt="outer")).salt == "inner"
 
 
-def test_tenants_that_are_kept_apart_never_have_the_same_salt() -> None:
+def test_separated_tenants_never_have_the_same_salt() -> None:
     settings = api_settings(LIMITS, prefix_cache_per_tenant=True)
     salts = {
         quality_of_service(replace(CALLER, tenant=TenantId(tenant)), settings, fields(cache_salt=salt)).salt

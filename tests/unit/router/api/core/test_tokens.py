@@ -1,4 +1,4 @@
-"""The bytes each token of /tokenize stands for."""
+"""The byte offsets of the tokens of /tokenize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events of a Responses stream, in order and whole, and the reply that they add up to."""
+"""The events of a Responses stream, and the whole reply."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def script(**body: object) -> ResponseScript:
 
 def ending(finish: Finish) -> AnswerEnd:
     reason = FinishReason.LENGTH if finish is Finish.LENGTH else FinishReason.EOS_TOKEN
-    return AnswerEnd(finish, GenerationResult(reason, "whatever", 5))
+    return AnswerEnd(finish, GenerationResult(reason, "some text", 5))
 
 
 def told(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -53,7 +53,7 @@ def told(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], dic
     return read, whole
 
 
-def test_a_text_is_told_in_openais_order() -> None:
+def test_the_events_of_a_text_come_in_openais_order() -> None:
     read, whole = told([TextDelta("Hel"), TextDelta("lo")], Finish.STOP)
     assert [event["type"] for event in read] == [
         "response.created",
@@ -80,7 +80,7 @@ def test_a_text_is_told_in_openais_order() -> None:
     assert whole["usage"]["total_tokens"] == 12
 
 
-def test_thoughts_texts_and_calls_are_items_of_their_own() -> None:
+def test_reasoning_texts_and_calls_are_separate_items() -> None:
     read, whole = told(EVERYTHING, Finish.TOOL_CALLS)
     assert [event["type"].removeprefix("response.") for event in read[2:-1]] == [
         *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
@@ -128,7 +128,7 @@ def failed(error: ServingError, before: list[Event]) -> list[dict[str, Any]]:
     return read
 
 
-def test_a_failure_is_told_with_what_came_before_it() -> None:
+def test_a_failure_keeps_the_output_before_it() -> None:
     read = failed(GenerationFailed("no memory"), [TextDelta("Hel")])
     response = read[-1]["response"]
     assert read[-1]["type"] == "response.failed"
@@ -142,13 +142,13 @@ def test_a_failure_is_told_with_what_came_before_it() -> None:
     assert item["content"][0]["text"] == "Hel"
 
 
-def test_a_failure_after_mere_silence_is_still_a_response() -> None:
+def test_a_failure_before_any_output_is_a_response() -> None:
     read = failed(Overloaded(), [])
     assert [event["type"] for event in read] == ["response.created", "response.in_progress", "response.failed"]
     assert read[-1]["response"]["error"]["code"] == "rate_limit_exceeded"
 
 
-def test_what_was_asked_for_is_repeated() -> None:
+def test_the_request_is_repeated() -> None:
     tool = {"type": "function", "name": "f", "description": None, "parameters": {"type": "object"}, "strict": True}
     asked = {
         "instructions": "Be brief.",
@@ -173,7 +173,7 @@ def test_what_was_asked_for_is_repeated() -> None:
     assert (whole["id"], whole["model"]) == ("resp_1", "some-model")
 
 
-def test_what_was_not_asked_for_has_openais_defaults() -> None:
+def test_absent_fields_have_openais_defaults() -> None:
     whole = orjson.loads(orjson.dumps(script().whole()))
     assert (whole["temperature"], whole["top_p"], whole["tool_choice"]) == (1.0, 1.0, "auto")
     assert whole["text"] == {"format": {"type": "text"}}

@@ -1,4 +1,4 @@
-"""Which tools of a Responses body the model may call, and how a call of a namespace's function is told."""
+"""The callable tools of a Responses body, and calls of functions in a namespace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CODING = [
     namespace("multi_agent_v1", function("close_agent"), function("send_input", output_schema={"a": [1]})),
     {"type": "web_search", "external_web_access": False},
 ]
-"""What a coding agent sends."""
+"""Tools of a coding agent."""
 
 
 def body(**fields: object) -> ResponsesBody:
@@ -51,13 +51,13 @@ def names(*tools: Json) -> list[str]:
     return [tool.name for tool in to_conversation(body(tools=list(tools))).tools]
 
 
-def test_a_namespaces_functions_are_called_by_their_own_names_where_no_other_has_them() -> None:
+def test_functions_of_a_namespace_keep_names_that_no_other_tool_has() -> None:
     assert names(*CODING) == ["exec_command", "close_agent", "send_input"]
     tools = (function("f"), namespace("a", function("f"), function("g"), function("h")), namespace("b", function("g")))
     assert names(*tools) == ["f", "a__f", "a__g", "h", "b__g"]
 
 
-def test_names_may_be_as_long_as_they_are() -> None:
+def test_qualified_names_may_be_long() -> None:
     long = "n" * 256
     assert names(namespace(long, function(long)), namespace("b", function(long))) == [f"{long}__{long}", f"b__{long}"]
 
@@ -76,12 +76,12 @@ def test_names_may_be_as_long_as_they_are() -> None:
         ([namespace("a", {"type": "funktion", "name": "f"})], "tools of type 'funktion' are not supported"),
     ],
 )
-def test_what_cannot_be_told_apart_or_is_not_known_is_refused(tools: list[Json], message: str) -> None:
+def test_ambiguous_and_unknown_tools_are_refused(tools: list[Json], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         to_conversation(body(tools=tools))
 
 
-def test_every_tool_of_openais_that_is_none_of_functions_is_left_out() -> None:
+def test_hosted_tools_are_left_out() -> None:
     kinds = {
         kind
         for member in get_args(get_args(Tool)[0])
@@ -95,7 +95,7 @@ def test_every_tool_of_openais_that_is_none_of_functions_is_left_out() -> None:
         assert not conversation.tools
 
 
-def test_what_is_left_out_cannot_be_required() -> None:
+def test_a_hosted_tool_cannot_be_required() -> None:
     search = {"type": "web_search"}
     with pytest.raises(InvalidRequest, match="tools of type 'web_search' are not supported"):
         to_conversation(body(tools=[search], tool_choice="required"))
@@ -107,7 +107,7 @@ def test_what_is_left_out_cannot_be_required() -> None:
     )
 
 
-def test_a_call_goes_back_under_the_name_it_was_made_by() -> None:
+def test_a_call_in_the_input_has_the_name_that_the_model_used() -> None:
     tools = [function("f"), namespace("a", function("f"), function("g"))]
     calls = [(None, "f"), ("a", "f"), ("a", "g"), ("gone", "g")]
     items: list[Json] = []
@@ -121,10 +121,10 @@ def test_a_call_goes_back_under_the_name_it_was_made_by() -> None:
 
 
 def told(tools: list[Json], called: str) -> tuple[list[Json], Json]:
-    """The events of a stream that calls a function by the model's name of it, and the whole reply."""
+    """Return the events of a stream that calls the function of this name, and the whole reply."""
     writer = ResponseScript(body(tools=tools), NAMED, 7, lambda: 0)
     events = [TextDelta("Hm."), ToolCallStart(0, called), ToolCallArguments(0, "{}")]
-    end = AnswerEnd(Finish.TOOL_CALLS, GenerationResult(FinishReason.EOS_TOKEN, "whatever", 5))
+    end = AnswerEnd(Finish.TOOL_CALLS, GenerationResult(FinishReason.EOS_TOKEN, "some text", 5))
     read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))
     check_types(read, RESPONSES)
     whole = orjson.loads(orjson.dumps(writer.whole()))
@@ -136,7 +136,7 @@ def told(tools: list[Json], called: str) -> tuple[list[Json], Json]:
     ("called", "name", "space"),
     [("send_input", "send_input", "multi_agent_v1"), ("exec_command", "exec_command", None), ("a__f", "f", "a")],
 )
-def test_a_call_is_told_by_its_functions_name_and_namespace(called: str, name: str, space: str | None) -> None:
+def test_a_call_is_reported_with_its_functions_name_and_namespace(called: str, name: str, space: str | None) -> None:
     read, whole = told([*CODING, namespace("a", function("f")), namespace("b", function("f"))], called)
     items = [event["item"] for event in read if event["type"].startswith("response.output_item.")]
     calls = [item for item in [*items, *whole["output"]] if item["type"] == "function_call"]
