@@ -146,9 +146,8 @@ async def test_cache_salts(server: Server, session: aiohttp.ClientSession) -> No
 # ---------------------------------------------------------------------------------------------------------------- load
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 async def test_a_client_that_leaves_has_its_request_aborted(
-    demo_model: Path, version: str, session: aiohttp.ClientSession, tmp_path: Path
+    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
 
@@ -157,7 +156,7 @@ async def test_a_client_that_leaves_has_its_request_aborted(
         async with session.post(f"{url}/generate_stream", json=body) as response:
             await response.content.readline()
 
-    with serving(demo_model, version, log=log, step_ms=5) as stack:
+    with serving(demo_model, "1.2", log=log, step_ms=5) as stack:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(8):
                 tasks.create_task(leave_early(stack.url))
@@ -197,12 +196,11 @@ async def test_requests_beyond_the_batch_size_wait_in_the_routers_queue(
 # ------------------------------------------------------------------------------------------------ shutdown and failures
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 async def test_sigterm_finishes_running_streams_and_shuts_the_engine_down(
-    demo_model: Path, version: str, session: aiohttp.ClientSession, tmp_path: Path
+    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    with serving(demo_model, version, log=log, step_ms=20) as stack:
+    with serving(demo_model, "1.3", log=log, step_ms=20) as stack:
         children = stack.children()
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
@@ -225,8 +223,8 @@ def test_an_engine_that_hangs_at_shutdown_is_killed(demo_model: Path) -> None:
         assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-@pytest.mark.parametrize("victim", ["launcher", "router", "shard"])
-async def test_a_killed_process_leaves_no_processes_behind(
+@pytest.mark.parametrize("victim", ["launcher", "shard"])
+async def test_a_killed_process_leaves_no_workers_behind(
     victim: str, demo_model: Path, session: aiohttp.ClientSession
 ) -> None:
     with serving(demo_model, "1.2", "--max-shard-restarts", "0", step_ms=10, workers=1) as stack:
@@ -241,20 +239,17 @@ async def test_a_killed_process_leaves_no_processes_behind(
         assert [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
 
 
-@pytest.mark.parametrize(("version", "victim"), [("1.3", "shard"), ("1.2", "worker"), ("1.3", "worker")])
-async def test_streams_continue_on_another_replica(
-    version: str, victim: str, demo_model: Path, session: aiohttp.ClientSession
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_streams_continue_on_another_replica_when_a_worker_dies(
+    version: str, demo_model: Path, session: aiohttp.ClientSession
 ) -> None:
-    """After a kill of the shard, or of its worker process, whose death only the watchdog notices."""
+    """Only the shard's watchdog notices the death."""
     with serving(demo_model, version, "--num-replicas", "2", step_ms=10, workers=1) as stack:
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
             await streams.open(stack.url, 16, max_new_tokens=200)
-            if victim == "shard":
-                stack.kill("shard", 0)
-            else:
-                below = stack.shard(0).children(recursive=True)
-                next(child for child in below if "mpi4py.futures.server" in child.cmdline()).kill()
+            below = stack.shard(0).children(recursive=True)
+            next(child for child in below if "mpi4py.futures.server" in child.cmdline()).kill()
             await streams.all_ended()
         assert {(stream.end, stream.tokens) for stream in streams.streams} == {("finished", 200)}
         await asyncio.to_thread(stack.wait_for, "shard serves again")

@@ -64,11 +64,6 @@ class RequestLoop:
         )
         self._thread.start()
 
-    @property
-    def unfinished(self) -> int:
-        """Requests that are still read, dropped ones included."""
-        return len(self._tasks)
-
     # ---------------------------------------------------------------------------------------- from the engine's thread
 
     def start(self, stream: Stream, arguments: Mapping[str, Any]) -> None:

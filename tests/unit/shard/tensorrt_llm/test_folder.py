@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from model_folders import CHECKPOINT, ENGINE, HUGGING_FACE, OLD_ENGINE, RANKS, engine, fill, mapping, nothing_imported
 from standin import model_folder
@@ -272,19 +272,16 @@ def outcome(config: object) -> None:
             assert found.architecture
 
 
-@settings(max_examples=300, deadline=None)
 @given(config=damaged())
 def test_damaged_configs(config: dict[str, Any]) -> None:
     outcome(config)
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=200) | st.integers(0, 1200).map(lambda end: json.dumps(ENGINE).encode()[:end]))
 def test_damaged_files(data: bytes) -> None:
     outcome(data)
 
 
-@settings(max_examples=100, deadline=None)
 @given(value=values)
 def test_any_json(value: object) -> None:
     outcome(json.dumps(value).encode())

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_shard.engine import EngineError
@@ -163,7 +163,6 @@ def test_unreadable_files_are_refused_by_name(tmp_path: Path) -> None:
     assert f"{path}: is longer than {MAX_BYTES} bytes" in refusal(str(path))
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     text=st.text(alphabet=st.sampled_from("ab1: \n\t-[]{}&*!#|>'\"%@`,?~<=.é\0"), max_size=30) | st.text(max_size=30)
 )
@@ -183,7 +182,6 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(options=st.dictionaries(st.text(max_size=8), json_values, max_size=4), indent=st.sampled_from([None, 2, "\t"]))
 def test_json_round_trip(options: dict[str, object], indent: int | str | None) -> None:
     assert read_options(json.dumps(options, indent=indent)) == options

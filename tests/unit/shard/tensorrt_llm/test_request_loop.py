@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,12 +51,15 @@ class Requests:
                 update.extend(more)
         return update
 
-    def wait_until_read(self) -> None:
-        """Wait until no request is read any more."""
-        deadline = time.monotonic() + 20
-        while self.loop.unfinished:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)  # another thread reads them
+    def wait_until_read(self, return_when: str = asyncio.ALL_COMPLETED) -> None:
+        """Wait until no request is read any more, or with FIRST_COMPLETED until one ends."""
+
+        async def wait() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            if tasks:
+                await asyncio.wait(tasks, return_when=return_when)
+
+        asyncio.run_coroutine_threadsafe(wait(), self.loop.loop).result(20)
 
 
 @pytest.fixture
@@ -75,11 +78,8 @@ Make = Callable[..., Requests]
 
 def test_updates_are_joined_until_collected(make: Make) -> None:
     requests = make()
-    stream = requests.start(30, logprobs=LogprobOptions(2))
-    deadline = time.monotonic() + 20
-    while not stream.ended or requests.loop.unfinished:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    requests.start(30, logprobs=LogprobOptions(2))
+    requests.wait_until_read()
     (update,) = requests.loop.collect(20).values()
     assert update.token_ids == list(PROMPT * 8)[:30]
     assert len(update.logprobs) == len(update.tops) == 30
@@ -104,10 +104,7 @@ def test_a_request_dropped_in_the_engines_queue_is_forgotten(make: Make, tmp_pat
     while running not in requests.loop.collect(20):
         pass
     requests.loop.drop(queued)
-    deadline = time.monotonic() + 20
-    while requests.loop.unfinished > 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    requests.wait_until_read(asyncio.FIRST_COMPLETED)
     requests.loop.drop(running)
     requests.wait_until_read()
     assert read_log(tmp_path / "log").ends == {"dropped": 1, "cancelled": 1}
@@ -130,9 +127,9 @@ def test_a_sequence_that_ended_before_its_request_is_aborted(make: Make, version
     requests.loop.start(stream, requests.parameters.arguments(stream.sequence))
     update = requests.read(stream)
     assert (update.token_ids, update.finish) == ([100, 101, 102], FinishReason.STOP_SEQUENCE)
-    while not (ends := read_log(tmp_path / "log").ends):
-        time.sleep(0.01)
-    assert ends == ({"stop": 1} if version == "1.2" else {"cancelled": 1})
+    requests.wait_until_read()
+    requests.llm.shutdown()
+    assert read_log(tmp_path / "log").ends == ({"stop": 1} if version == "1.2" else {"cancelled": 1})
 
 
 def test_wake(make: Make) -> None:
