@@ -1,4 +1,4 @@
-"""The prefix tree as a state machine, against a model that knows no tree: each cached block by the tokens that lead to it."""
+"""The prefix tree as a state machine, against a flat model: each cached block by the tokens that lead to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from text_generation_router.scheduling.prefix_tree import Node, PrefixTree
 
-# Two tokens and short runs: prefixes meet, and part, all the time.
+# Two tokens and short runs: prefixes often meet and part.
 TOKENS = st.lists(st.integers(0, 1), max_size=14)
 SALTS = st.sampled_from(["", "a"])
 Path = tuple[str, tuple[int, ...]]
@@ -23,7 +23,7 @@ def key(tokens: tuple[int, ...]) -> bytes:
 
 @dataclass
 class Holder:
-    """A request: where its lock is, and the tokens up to there."""
+    """A request with its lock, and the tokens up to the lock."""
 
     node: Node
     salt: str
@@ -31,7 +31,7 @@ class Holder:
 
 
 class PrefixTreeMachine(RuleBasedStateMachine):
-    """Requests that hold prefixes, add to them and let go, while blocks are taken back."""
+    """Requests that lock, extend and release prefixes, while blocks are evicted."""
 
     @initialize(block_size=st.integers(1, 2))
     def start(self, block_size: int) -> None:
@@ -106,11 +106,11 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         assert gone <= free
         for path in gone:
             del self.cached[path]
-        # Nothing is left that can no longer be reached, ...
+        # All remaining blocks can be reached, ...
         assert all(
             len(tokens) == self.size or (salt, tokens[: -self.size]) in self.cached for salt, tokens in self.cached
         )
-        # ... and what went is older than all that stayed and could have gone in its place: what nothing follows.
+        # ... and the evicted ones were used before all remaining ones without a successor.
         followed = {(salt, tokens[: -self.size]) for salt, tokens in self.cached}
         ends = [path for path in self.cached.keys() - self.locked() if path not in followed]
         if gone and ends:
@@ -124,7 +124,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
         assert self.tree.evictable_blocks == len(self.cached.keys() - self.locked())
 
     def teardown(self) -> None:
-        """All let go: every block that the tree was given comes back, once."""
+        """Release all locks: each block of the tree is evicted once."""
         if not hasattr(self, "tree"):
             return
         for holder in self.holders:

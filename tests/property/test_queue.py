@@ -1,4 +1,4 @@
-"""The queue against a naive model of its rules, which looks at everything each time: the same entries in the same order."""
+"""The queue against a simple model of its rules: the same sequences in the same order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Waiter:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Among those of its tenant."""
+        """The order within its tenant."""
         arrived = self.sequence.arrived_at
         by_class = arrived + AGEING_S * self.qos.priority
         hope = self.qos.first_token_by
@@ -53,7 +53,7 @@ class Waiter:
 
 @dataclass
 class Naive:
-    """The rules as they are written down. It never forgets a tenant, which must not be seen from outside."""
+    """The rules without data structures. It never forgets a tenant, which makes no visible difference."""
 
     weights: dict[TenantId, float]
     queued: list[Waiter] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Naive:
         return sum(self.weights.get(tenant, 1.0) for tenant in self.active)
 
     def meet(self, tenant: TenantId) -> None:
-        """The first that is heard of a tenant."""
+        """Open an account for a new tenant."""
         self.counters.setdefault(tenant, self.least)
 
     def put(self, waiter: Waiter) -> None:
@@ -119,7 +119,7 @@ class Naive:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Clients that come and go, and a server that serves as it likes."""
+    """Clients that submit and cancel, and a server that serves at any time."""
 
     @initialize(weights=st.dictionaries(st.sampled_from(TENANTS), st.sampled_from([0.5, 2.0, 3.0])))
     def start(self, weights: dict[TenantId, float]) -> None:

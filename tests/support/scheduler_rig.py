@@ -1,4 +1,4 @@
-"""A scheduler and replicas that do at once, without a shard, what they are told: for tests of one rule at a time."""
+"""Rig: a scheduler with simple replicas that follow orders at once, for tests of one rule at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from text_generation_router.scheduling.scheduler import Scheduler
 
 BLOCK = 16
 TOKEN = 7
-"""Every new token."""
+"""The id of all new tokens."""
 
 
 def a_policy(**changes: object) -> Policy:
@@ -27,15 +27,15 @@ def a_policy(**changes: object) -> Policy:
 
 
 def words(start: int, count: int) -> tuple[int, ...]:
-    """`count` tokens that no other start has in these places."""
+    """Return `count` tokens that share no position with those of another `start`."""
     return tuple(1000 * start + number for number in range(count))
 
 
 @dataclass
 class Sequence:
-    """What a replica knows of a slot."""
+    """A sequence on a replica."""
 
-    admission: Placement
+    placement: Placement
     to_prefill: int
     room: int
     left: int
@@ -43,7 +43,7 @@ class Sequence:
 
 @dataclass
 class Rig:
-    """`replicas` open replicas of `blocks` blocks each."""
+    """A scheduler with `replicas` serving replicas of `blocks` blocks each."""
 
     policy: Policy
     blocks: int = 100
@@ -52,7 +52,7 @@ class Rig:
     now: float = 0.0
     step_s: float = 0.01
     orders: list[tuple[int, SchedulerOutput]] = field(default_factory=list)
-    """(replica, orders), everything ever ordered."""
+    """(replica, orders), all so far."""
     tokens: dict[int, int] = field(default_factory=dict)
     """New tokens by request."""
     failed: dict[int, FailureCode] = field(default_factory=dict)
@@ -69,19 +69,19 @@ class Rig:
 
     def open(self, replica: int, blocks: int | None = None) -> None:
         self.sequences[replica], self.applied[replica] = {}, 0
-        self.hear(self.scheduler.open(replica, self.spec(self.blocks if blocks is None else blocks)))
+        self.receive(self.scheduler.open(replica, self.spec(self.blocks if blocks is None else blocks)))
 
     def spec(self, blocks: int) -> ReplicaSpec:
         return ReplicaSpec(self.slots, blocks, BLOCK)
 
     def lose(self, replica: int) -> None:
         self.sequences[replica] = {}
-        self.hear(self.scheduler.lose(replica))
+        self.receive(self.scheduler.lose(replica))
 
     def submit(
         self, prompt: tuple[int, ...] | int = 4, new: int = 10, *, prompt_logprobs: bool = False, **service: object
     ) -> int:
-        """A request for `prompt`, or for one of that many tokens like no other; its number."""
+        """Submit a request for `prompt`, or for a unique prompt of that length; return its number."""
         number = self.submitted
         self.submitted += 1
         if isinstance(prompt, int):
@@ -102,7 +102,7 @@ class Rig:
         return replica
 
     def turn(self) -> list[SchedulerOutput]:
-        """Dispatch, then orders and a step for each replica; what was ordered."""
+        """Dispatch, then send orders and make a step on each replica. Return the orders."""
         self.scheduler.dispatch()
         ordered = []
         for replica in range(self.replicas):
@@ -118,20 +118,20 @@ class Rig:
         return [orders for _ in range(count) for orders in self.turn()]
 
     def until_idle(self, most: int = 2000) -> None:
-        """Turns until everything has ended."""
+        """Run turns until all requests have ended."""
         for _ in range(most):
             if not self.scheduler.requests:
                 return
             self.turn()
-        raise AssertionError("something never ends")
+        raise AssertionError("a request never ends")
 
     def step(self, replica: int, orders: SchedulerOutput | None) -> None:
-        """The replica takes its orders and makes a step."""
+        """Apply orders and make a step on a replica."""
         if self.scheduler.replicas[replica] is None:
             return
         here = self.sequences[replica]
         chunks = self.take_orders(here, orders) if orders is not None else {}
-        outcome = StepOutput(self.applied[replica], [], [], [], prefilled=list(chunks.items()), step_s=self.step_s)
+        output = StepOutput(self.applied[replica], [], [], [], prefilled=list(chunks.items()), step_s=self.step_s)
         slots: list[int] = []
         for slot, sequence in list(here.items()):
             if slot in chunks:
@@ -142,63 +142,63 @@ class Rig:
             sequence.left -= 1
             slots.append(slot)
             if not sequence.left:
-                outcome.finished[slot] = FinishReason.LENGTH
+                output.finished[slot] = FinishReason.LENGTH
                 del here[slot]
-        outcome.slots, outcome.token_ids = slots, [TOKEN] * len(slots)
-        self.apply(replica, outcome)
+        output.slots, output.token_ids = slots, [TOKEN] * len(slots)
+        self.apply(replica, output)
 
     def take_orders(self, here: dict[int, Sequence], orders: SchedulerOutput) -> dict[int, int]:
         for slot in orders.release:
             here.pop(slot, None)
-        for admission in orders.placements:
-            assert admission.slot not in here
-            known = len(admission.request.prompt) + len(admission.generated)
-            here[admission.slot] = Sequence(
-                admission,
-                known - admission.cached_tokens,
-                len(admission.blocks) * BLOCK - known,
-                admission.request.max_new_tokens - len(admission.generated),
+        for placement in orders.placements:
+            assert placement.slot not in here
+            known = len(placement.request.prompt) + len(placement.generated)
+            here[placement.slot] = Sequence(
+                placement,
+                known - placement.cached_tokens,
+                len(placement.blocks) * BLOCK - known,
+                placement.request.max_new_tokens - len(placement.generated),
             )
         for slot, blocks in orders.allocations:
             if slot in here:
                 here[slot].room += len(blocks) * BLOCK
         return dict(orders.prefill)
 
-    def apply(self, replica: int, outcome: StepOutput) -> Deliveries:
-        self.applied[replica] = outcome.orders_applied
-        deliveries = self.scheduler.update(replica, outcome, self.now)
+    def apply(self, replica: int, output: StepOutput) -> Deliveries:
+        self.applied[replica] = output.orders_applied
+        deliveries = self.scheduler.update(replica, output, self.now)
         for request_id, first, end, reason in deliveries.tokens:
             self.tokens[request_id] = self.tokens.get(request_id, 0) + end - first
             if reason is not None:
                 self.finished.append(request_id)
-        self.hear(deliveries)
+        self.receive(deliveries)
         return deliveries
 
-    def hear(self, deliveries: Deliveries) -> None:
+    def receive(self, deliveries: Deliveries) -> None:
         for failed in deliveries.failed:
             assert failed.request_id not in self.failed
             self.failed[failed.request_id] = failed.kind
 
     def expire(self) -> None:
-        self.hear(self.scheduler.expire(self.now))
+        self.receive(self.scheduler.expire(self.now))
 
-    def admissions(self, request: int) -> list[tuple[int, Placement]]:
-        """(replica, admission) of each time the request was admitted."""
+    def placements(self, request: int) -> list[tuple[int, Placement]]:
+        """Return (replica, placement) for each placement of the request."""
         return [
-            (replica, admission)
+            (replica, placement)
             for replica, orders in self.orders
-            for admission in orders.placements
-            if admission.request.id == request
+            for placement in orders.placements
+            if placement.request.id == request
         ]
 
-    def admission(self, request: int) -> Placement:
-        """Its latest."""
-        return self.admissions(request)[-1][1]
+    def placement(self, request: int) -> Placement:
+        """Return the last placement of the request."""
+        return self.placements(request)[-1][1]
 
-    def home(self, request: int) -> int:
-        """The replica it was last admitted to."""
-        return self.admissions(request)[-1][0]
+    def replica_of(self, request: int) -> int:
+        """Return the replica of the last placement."""
+        return self.placements(request)[-1][0]
 
-    def admitted(self) -> list[int]:
-        """Requests in the order in which they were admitted."""
-        return [admission.request.id for _, orders in self.orders for admission in orders.placements]
+    def placed(self) -> list[int]:
+        """Return the placed requests in order."""
+        return [placement.request.id for _, orders in self.orders for placement in orders.placements]

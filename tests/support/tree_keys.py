@@ -1,4 +1,4 @@
-"""Short ways to fill and to ask a PrefixTree."""
+"""Helpers to fill and query a PrefixTree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def key(tokens: Iterable[int]) -> bytes:
 
 
 def cache(tree: PrefixTree, tokens: Sequence[int], blocks: Sequence[int], salt: str = SALT) -> list[int]:
-    """What a request does that computed `tokens` into `blocks`. Returns the blocks that stayed its own."""
+    """Act as a request that computed `tokens` into `blocks`. Return the blocks that it keeps."""
     node, held = tree.acquire(salt, key(tokens))
     cached = tree.peek(salt, key(tokens))
     node, present = tree.extend(node, key(tokens[cached:]), blocks[len(held) :])
@@ -25,7 +25,7 @@ def cache(tree: PrefixTree, tokens: Sequence[int], blocks: Sequence[int], salt: 
 
 
 def find(tree: PrefixTree, tokens: Sequence[int], salt: str = SALT) -> list[int]:
-    """The blocks of the longest cached prefix. Counts as a use."""
+    """Return the blocks of the longest cached prefix. Counts as a use."""
     node, blocks = tree.acquire(salt, key(tokens))
     tree.release(node)
     return blocks

@@ -1,5 +1,5 @@
-"""Who follows a grammar at an engine that schedules for itself can go on nowhere else once it has begun: such an engine
-follows a grammar from the end of the prompt only."""
+"""Constrained requests at self-scheduling engines. Such an engine starts a grammar only at the end of the prompt, so a
+request that has generated tokens cannot continue elsewhere."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ LOST = "lost its shard; a constrained answer cannot go on elsewhere"
 
 @dataclass
 class ConstrainedRig(Rig):
-    """A rig that knows grammars, and what those who failed were told."""
+    """A rig with constrained requests that records error messages."""
 
-    told: dict[int, str] = field(default_factory=dict)
+    messages: dict[int, str] = field(default_factory=dict)
 
     def constrained(self, prompt: int = 4, new: int = 40) -> int:
-        """A request that follows a grammar; its number."""
+        """Submit a request with a grammar and return its number."""
         number = self.submitted
         self.submitted += 1
         request = Request(RequestId(number), words(number + 1, prompt), new, grammar=GRAMMAR)
         self.scheduler.submit(request, self.now)
         return number
 
-    def hear(self, deliveries: Deliveries) -> None:
-        super().hear(deliveries)
-        self.told |= {failed.request_id: failed.message for failed in deliveries.failed}
+    def receive(self, deliveries: Deliveries) -> None:
+        super().receive(deliveries)
+        self.messages |= {failed.request_id: failed.message for failed in deliveries.failed}
 
 
 @dataclass
 class SelfRig(ConstrainedRig):
-    """Its replicas schedule for themselves, and have room for whatever they are given."""
+    """A rig with self-scheduling replicas that have room for any sequence."""
 
     def spec(self, blocks: int) -> ReplicaSpec:
         return ReplicaSpec(self.slots, blocks, BLOCK, self_scheduling=True)
@@ -51,46 +51,46 @@ class SelfRig(ConstrainedRig):
         return {}
 
 
-def test_one_that_has_begun_fails_with_its_replica_and_others_move() -> None:
+def test_a_started_constrained_request_fails_with_its_replica_and_others_move() -> None:
     rig = SelfRig(a_policy())
-    bound, free = rig.constrained(), rig.submit(new=40)
+    constrained, free = rig.constrained(), rig.submit(new=40)
     rig.turns(5)
-    assert rig.tokens[bound] > 0
+    assert rig.tokens[constrained] > 0
     rig.lose(0)
-    assert rig.failed == {bound: FailureCode.LOST}
-    assert rig.told == {bound: LOST}
+    assert rig.failed == {constrained: FailureCode.LOST}
+    assert rig.messages == {constrained: LOST}
     rig.open(0)
     rig.until_idle()
     assert (rig.finished, rig.tokens[free]) == ([free], 40)
     assert_idle(rig.scheduler)
 
 
-def test_one_that_has_generated_nothing_moves_as_usual() -> None:
+def test_a_constrained_request_without_tokens_moves() -> None:
     rig = SelfRig(a_policy(), replicas=2)
     sent = rig.constrained()
     rig.scheduler.dispatch()
-    home = next(each.replica for each in rig.scheduler.replicas if each is not None and each.occupied_slots)
-    assert rig.scheduler.schedule(home) is not None
-    rig.lose(home)
+    replica = next(each.replica for each in rig.scheduler.replicas if each is not None and each.occupied_slots)
+    assert rig.scheduler.schedule(replica) is not None
+    rig.lose(replica)
     rig.until_idle()
     assert (rig.finished, rig.tokens[sent], rig.failed) == ([sent], 40, {})
-    assert rig.home(sent) == 1 - home
+    assert rig.replica_of(sent) == 1 - replica
     assert rig.scheduler.stats().moves == 1
 
 
-def test_at_step_engines_it_goes_on_elsewhere_with_what_it_generated() -> None:
+def test_at_step_engines_a_constrained_request_continues_elsewhere() -> None:
     rig = ConstrainedRig(a_policy(), replicas=2)
     rig.constrained()
     rig.turns(6)
     had = rig.tokens[0]
     assert had > 0
-    rig.lose(rig.home(0))
+    rig.lose(rig.replica_of(0))
     rig.until_idle()
     assert (rig.failed, rig.finished) == ({}, [0])
-    assert len(rig.admission(0).generated) == had
+    assert len(rig.placement(0).generated) == had
 
 
-def test_one_that_waits_is_none_of_the_lost_replicas_business() -> None:
+def test_a_queued_constrained_request_survives_the_loss_of_a_replica() -> None:
     rig = SelfRig(a_policy(max_batch_size=1))
     rig.constrained(new=3)
     rig.constrained(new=3)
@@ -102,24 +102,23 @@ def test_one_that_waits_is_none_of_the_lost_replicas_business() -> None:
     assert rig.finished == [1]
 
 
-def test_a_full_cache_takes_those_who_can_come_back() -> None:
+def test_preemption_spares_constrained_requests() -> None:
     rig = SelfRig(a_policy(), blocks=13)
     first = rig.submit(10, new=60)
     free = rig.submit(10, new=60)
-    bound = rig.constrained(10, new=60)
+    constrained = rig.constrained(10, new=60)
     rig.until_idle()
-    # The newest would have to go, were it free to.
     assert rig.scheduler.stats().preemptions > 0
-    assert {request: len(rig.admissions(request)) > 1 for request in (first, free, bound)} == {
+    assert {request: len(rig.placements(request)) > 1 for request in (first, free, constrained)} == {
         first: False,
         free: True,
-        bound: False,
+        constrained: False,
     }
-    assert sorted(rig.finished) == [first, free, bound]
+    assert sorted(rig.finished) == [first, free, constrained]
     assert_idle(rig.scheduler)
 
 
-def test_where_nobody_can_come_back_nobody_goes() -> None:
+def test_constrained_requests_are_never_preempted() -> None:
     rig = SelfRig(a_policy(), blocks=13)
     for _ in range(3):
         rig.constrained(10, new=60)
@@ -129,7 +128,7 @@ def test_where_nobody_can_come_back_nobody_goes() -> None:
     assert_idle(rig.scheduler)
 
 
-def test_a_step_engine_preempts_those_who_follow_a_grammar_like_any_other() -> None:
+def test_step_engines_preempt_constrained_requests() -> None:
     rig = ConstrainedRig(a_policy(), blocks=13)
     for _ in range(3):
         rig.constrained(10, new=60)
@@ -139,7 +138,7 @@ def test_a_step_engine_preempts_those_who_follow_a_grammar_like_any_other() -> N
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_happens_none_is_sent_that_cannot_go_on(seed: int) -> None:
+def test_random_events_never_send_a_started_constrained_request(seed: int) -> None:
     draw = Random(seed)
     rig = SelfRig(a_policy(max_moves=draw.randint(0, 2)), blocks=draw.randint(8, 14), replicas=2)
     constrained: set[int] = set()
@@ -169,9 +168,9 @@ def test_whatever_happens_none_is_sent_that_cannot_go_on(seed: int) -> None:
     rig.until_idle()
     assert_idle(rig.scheduler)
     assert not any(
-        admission.generated for _, orders in rig.orders for admission in orders.placements if admission.request.grammar
+        placement.generated for _, orders in rig.orders for placement in orders.placements if placement.request.grammar
     )
     ended = [*rig.finished, *rig.failed]
     assert len(ended) == len(set(ended))
     assert sorted((*ended, *cancelled)) == list(range(rig.submitted))
-    assert {number for number, why in rig.told.items() if why == LOST} <= constrained
+    assert {number for number, why in rig.messages.items() if why == LOST} <= constrained

@@ -1,4 +1,4 @@
-"""Which replica gets a request."""
+"""The choice of a replica."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def test_a_request_follows_its_prefix() -> None:
     for start in range(3):
         homes[start] = rig.submit(words(start + 1, 500), new=1)
         rig.until_idle()
-    assert len({rig.home(number) for number in homes.values()}) == 3
+    assert len({rig.replica_of(number) for number in homes.values()}) == 3
     for turn, start in enumerate((2, 0, 1, 1)):
         again = rig.submit(words(start + 1, 480) + words(10 + turn, 20), new=1)
         rig.until_idle()
-        assert rig.home(again) == rig.home(homes[start])
-        assert rig.admission(again).cached_tokens == 480
+        assert rig.replica_of(again) == rig.replica_of(homes[start])
+        assert rig.placement(again).cached_tokens == 480
 
 
 def test_of_requests_that_begin_alike_and_come_at_once_each_replica_computes_one() -> None:
     rig = a_rig()
     same = [rig.submit(words(1, 500) + words(10 + number, 5), new=1) for number in range(12)]
     rig.until_idle()
-    cached = [(rig.home(number), rig.admission(number).cached_tokens) for number in same]
+    cached = [(rig.replica_of(number), rig.placement(number).cached_tokens) for number in same]
     assert sum(tokens == 496 for _, tokens in cached) >= 9
     assert len([home for home, tokens in cached if tokens == 0]) == len({home for home, tokens in cached if not tokens})
 
@@ -48,9 +48,9 @@ def test_a_busy_replica_loses_requests_to_others_though_it_has_their_prefix() ->
     rig.turn()
     rig.turn()
     rig.turn()
-    homes = Counter(rig.home(number) for number in same)
-    assert homes[rig.home(first)] >= 1
-    assert homes[1 - rig.home(first)] >= 1
+    homes = Counter(rig.replica_of(number) for number in same)
+    assert homes[rig.replica_of(first)] >= 1
+    assert homes[1 - rig.replica_of(first)] >= 1
 
 
 def test_a_miss_goes_to_the_least_loaded() -> None:
@@ -58,10 +58,10 @@ def test_a_miss_goes_to_the_least_loaded() -> None:
     rig.submit(100, new=300)
     rig.submit(300, new=300)
     rig.turn()
-    free = ({0, 1, 2} - {rig.home(0), rig.home(1)}).pop()
+    free = ({0, 1, 2} - {rig.replica_of(0), rig.replica_of(1)}).pop()
     third = rig.submit(50, new=1)
     rig.turn()
-    assert rig.home(third) == free
+    assert rig.replica_of(third) == free
 
 
 @pytest.mark.parametrize("replicas", [4, 16])
@@ -70,9 +70,9 @@ def test_a_thousand_misses_spread_evenly(replicas: int) -> None:
     for _ in range(1000):
         rig.submit(20, new=10)
     rig.turn()
-    homes = Counter(rig.home(number) for number in range(1000))
+    homes = Counter(rig.replica_of(number) for number in range(1000))
     assert len(homes) == replicas
-    # Of more than sixteen replicas only some are compared, so this is exact up to there.
+    # Exact up to sixteen replicas; of more only a sample is compared.
     assert max(homes.values()) - min(homes.values()) <= 1
 
 
@@ -81,18 +81,18 @@ def test_a_draining_replica_gets_nothing_new(how: Dispatch) -> None:
     rig = a_rig(dispatch=how)
     rig.submit(words(1, 500), new=1)
     rig.until_idle()
-    home = rig.home(0)
+    home = rig.replica_of(0)
     rig.scheduler.drain(home)
     away = [rig.submit(words(1, 500), new=1) for _ in range(10)]
     rig.until_idle()
-    assert home not in {rig.home(number) for number in away}
+    assert home not in {rig.replica_of(number) for number in away}
     rig.scheduler.drain(home, draining=False)
     back = [rig.submit(number + 1, new=20) for number in range(30)]
     rig.until_idle()
-    assert home in {rig.home(number) for number in back}
+    assert home in {rig.replica_of(number) for number in back}
 
 
-def test_what_runs_on_a_draining_replica_goes_on() -> None:
+def test_running_requests_continue_on_a_draining_replica() -> None:
     rig = a_rig(replicas=1)
     rig.submit(new=50)
     rig.turn()
@@ -108,7 +108,7 @@ def test_round_robin_takes_turns() -> None:
     for _ in range(5):
         same.append(rig.submit(words(1, 100), new=1))
         rig.until_idle()
-    homes = [rig.home(number) for number in same]
+    homes = [rig.replica_of(number) for number in same]
     assert homes[:3] == homes[3:]
     assert len(set(homes)) == 3
 
@@ -119,7 +119,7 @@ def test_least_loaded_ignores_prefixes() -> None:
     rig.turn()
     second = rig.submit(words(1, 100), new=1)
     rig.until_idle()
-    assert rig.home(second) != rig.home(0)
+    assert rig.replica_of(second) != rig.replica_of(0)
 
 
 def test_random_is_spread_and_the_same_every_time() -> None:
@@ -128,7 +128,7 @@ def test_random_is_spread_and_the_same_every_time() -> None:
         for _ in range(300):
             rig.submit(5, new=1)
         rig.turn()
-        return [rig.home(number) for number in range(300)]
+        return [rig.replica_of(number) for number in range(300)]
 
     counts = Counter(homes())
     assert homes() == homes()
@@ -143,21 +143,21 @@ def test_with_many_replicas_a_prefix_is_found_again() -> None:
     for start in range(20):
         again = rig.submit(words(start + 1, 300) + words(99, 5), new=1)
         rig.until_idle()
-        assert rig.home(again) == rig.home(start)
-        assert rig.admission(again).cached_tokens == 288
+        assert rig.replica_of(again) == rig.replica_of(start)
+        assert rig.placement(again).cached_tokens == 288
 
 
-def test_one_that_fits_on_one_replica_only_goes_there() -> None:
+def test_a_large_request_goes_to_the_replica_that_can_hold_it() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
     rig.lose(1)
     rig.open(1, blocks=40)
     large = [rig.submit(60, new=200) for _ in range(3)]
     rig.until_idle()
-    assert {rig.home(number) for number in large} == {1}
+    assert {rig.replica_of(number) for number in large} == {1}
     assert rig.finished == large
 
 
-def test_one_that_fits_on_a_lost_replica_only_holds_nobody_up_and_runs_when_it_is_back() -> None:
+def test_a_request_for_a_lost_replica_delays_no_others_and_runs_after_its_return() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
     rig.lose(1)
     rig.open(1, blocks=40)
@@ -172,7 +172,7 @@ def test_one_that_fits_on_a_lost_replica_only_holds_nobody_up_and_runs_when_it_i
     assert_idle(rig.scheduler)
 
 
-def test_one_that_only_a_draining_replica_can_hold_holds_nobody_up_and_may_be_cancelled() -> None:
+def test_a_request_for_a_draining_replica_delays_no_others_and_can_be_cancelled() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
     rig.lose(1)
     rig.open(1, blocks=40)
@@ -188,30 +188,30 @@ def test_one_that_only_a_draining_replica_can_hold_holds_nobody_up_and_may_be_ca
     assert_idle(rig.scheduler)
 
 
-def test_among_many_replicas_that_are_full_the_one_with_room_is_found() -> None:
+def test_the_only_replica_with_room_is_found_among_many() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=24)
     for _ in range(23):
-        rig.submit(100, new=2)  # each fills a replica
+        rig.submit(100, new=2)  # each fills one replica
     rig.turn()
-    assert len({rig.home(number) for number in range(23)}) == 23
+    assert len({rig.replica_of(number) for number in range(23)}) == 23
     last = rig.submit(100, new=2)
     rig.turn()
-    assert rig.admitted()[-1] == last
+    assert rig.placed()[-1] == last
 
 
-def test_answers_longer_than_foreseen_make_no_replica_look_idle() -> None:
+def test_answers_longer_than_expected_do_not_make_a_replica_look_idle() -> None:
     rig = a_rig(replicas=2)
-    for _ in range(20):  # answers are usually short
+    for _ in range(20):  # answers are mostly short
         rig.submit(20, new=200)
         rig.turns(3)
-        rig.scheduler.cancel(RequestId(rig.admitted()[-1]), satisfied=True)
+        rig.scheduler.cancel(RequestId(rig.placed()[-1]), satisfied=True)
         rig.until_idle()
     longer = rig.submit(20, new=200)
     rig.turns(150)
-    assert rig.replica(rig.home(longer)).work >= 0
+    assert rig.replica(rig.replica_of(longer)).work >= 0
     more = [rig.submit(20, new=200) for _ in range(5)]
     rig.turn()
-    homes = Counter(rig.home(number) for number in more)
+    homes = Counter(rig.replica_of(number) for number in more)
     assert max(homes.values()) == 3
     rig.until_idle()
     assert [rig.replica(replica).work for replica in range(2)] == [0, 0]

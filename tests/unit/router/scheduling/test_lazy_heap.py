@@ -1,4 +1,4 @@
-"""A heap whose keys change."""
+"""A heap with changing keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def key_of(item: Item) -> Key:
     return item.key
 
 
-def test_the_first_is_the_least_whatever_rises_falls_or_leaves() -> None:
+def test_the_first_item_is_the_smallest_after_any_change() -> None:
     draw = random.Random(3)
     heap: LazyHeap[Item] = LazyHeap(key_of)
     items: list[Item] = []
@@ -37,7 +37,7 @@ def test_the_first_is_the_least_whatever_rises_falls_or_leaves() -> None:
         assert heap.stored <= 2 * len(heap) == 2 * len(items)
 
 
-def test_coming_and_going_leaves_nothing_behind() -> None:
+def test_repeated_put_and_discard_does_not_grow_the_heap() -> None:
     heap: LazyHeap[Item] = LazyHeap(key_of)
     items = [Item(1.0, number) for number in range(10)]
     for item in items:
@@ -49,7 +49,7 @@ def test_coming_and_going_leaves_nothing_behind() -> None:
     assert heap.first() is items[0]
 
 
-def test_another_item_may_take_over_a_key() -> None:
+def test_an_item_may_reuse_the_key_of_a_removed_one() -> None:
     heap: LazyHeap[Item] = LazyHeap(key_of)
     others = [Item(2.0, number) for number in range(9)]
     for item in others:

@@ -1,4 +1,4 @@
-"""How many new tokens to expect of a request."""
+"""The expected number of new tokens of a request."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def test_half_is_expected_before_anything_ended() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 2_048, 2**40])
-def test_never_less_than_one_nor_more_than_the_limit(limit: int) -> None:
+def test_the_expected_length_is_within_one_and_the_limit(limit: int) -> None:
     for share in (0, limit // 2, limit, 10 * limit, -5):
         assert 1 <= after(*[(limit, share)] * 200).expected(limit) <= limit
 
 
-def test_what_requests_used_is_what_is_expected() -> None:
+def test_expectations_converge_to_the_observed_share() -> None:
     assert after(*[(2_048, 50)] * 300).expected(2_048) == pytest.approx(50, abs=5)
     assert after(*[(20, 20)] * 300).expected(20) == 20
 
 
-def test_the_mean_counts_not_the_last() -> None:
+def test_the_mean_counts_not_the_last_request() -> None:
     rng = random.Random(1)
     lengths = after(*[(200, rng.randint(1, 200)) for _ in range(500)])
     assert lengths.expected(200) == pytest.approx(100, rel=0.25)
 
 
-def test_large_limits_that_go_unused_do_not_touch_small_ones_that_are_used() -> None:
+def test_limits_of_different_size_are_estimated_apart() -> None:
     lengths = OutputLengths()
     for _ in range(200):
         lengths.record(2_048, 50)
@@ -46,13 +46,13 @@ def test_large_limits_that_go_unused_do_not_touch_small_ones_that_are_used() -> 
     assert lengths.expected(2_048) < 60
 
 
-def test_limits_up_to_a_power_of_two_count_together() -> None:
+def test_limits_up_to_a_power_of_two_are_estimated_together() -> None:
     lengths = after(*[(1_025, 0)] * 200, *[(1_024, 1_024)] * 200)
     assert lengths.expected(2_048) < 50
     assert lengths.expected(513) > 500
 
 
-def test_a_limit_not_yet_seen_starts_from_the_nearest_that_was() -> None:
+def test_a_new_limit_starts_from_the_nearest_known_one() -> None:
     lengths = after(*[(16, 16)] * 200, *[(4_096, 41)] * 200)
     assert lengths.expected(64) > 60
     assert lengths.expected(1_024) < 40
@@ -61,7 +61,7 @@ def test_a_limit_not_yet_seen_starts_from_the_nearest_that_was() -> None:
     assert lengths.expected(2_048) == pytest.approx(2_048 * (0.01 + 0.99 / 3), rel=0.05)
 
 
-def test_a_few_endings_move_it_much_many_a_little() -> None:
+def test_the_first_requests_count_most() -> None:
     assert after((100, 100)).expected(100) == 67
     settled = after(*[(100, 10)] * 500)
     settled.record(100, 100)
@@ -72,5 +72,5 @@ def test_a_change_of_clients_is_followed() -> None:
     assert after(*[(100, 10)] * 500, *[(100, 90)] * 200).expected(100) > 85
 
 
-def test_a_limit_below_one_says_nothing() -> None:
+def test_a_limit_below_one_is_ignored() -> None:
     assert after((0, 0), (-3, 5)).expected(100) == 50

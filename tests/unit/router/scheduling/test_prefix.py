@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what is reused, what is not, and when it is worth waiting for."""
+"""Prompts with common prefixes: reuse, and waiting for a prefix that is being computed."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ def a_rig(**changes: object) -> Rig:
     return Rig(a_policy(max_batch_prefill_tokens=1000, **changes))
 
 
-def test_a_prompt_that_began_before_shares_its_blocks() -> None:
+def test_a_cached_prefix_is_shared() -> None:
     rig = a_rig()
     first = rig.submit(words(1, 100), new=1)
     rig.until_idle()
     second = rig.submit(words(1, 70) + words(2, 30), new=1)
     rig.until_idle()
-    assert rig.admission(first).cached_tokens == 0
-    assert rig.admission(second).cached_tokens == 64
-    assert rig.admission(second).blocks[:4] == rig.admission(first).blocks[:4]
-    assert set(rig.admission(second).blocks[4:]).isdisjoint(rig.admission(first).blocks[:6])
+    assert rig.placement(first).cached_tokens == 0
+    assert rig.placement(second).cached_tokens == 64
+    assert rig.placement(second).blocks[:4] == rig.placement(first).blocks[:4]
+    assert set(rig.placement(second).blocks[4:]).isdisjoint(rig.placement(first).blocks[:6])
     assert sum(tokens for _, tokens in rig.orders[-1][1].prefill) == 36
     assert (rig.scheduler.stats().prompt_tokens, rig.scheduler.stats().hit_tokens) == (200, 64)
 
 
-def test_two_that_run_at_once_share_blocks() -> None:
+def test_running_requests_share_blocks() -> None:
     rig = a_rig()
     rig.submit(words(1, 100), new=50)
     rig.turns(2)
     used = rig.scheduler.stats().used_blocks
     second = rig.submit(words(1, 100), new=50)
     rig.turn()
-    assert rig.admission(second).cached_tokens == 96
+    assert rig.placement(second).cached_tokens == 96
     assert rig.scheduler.stats().used_blocks < 2 * used
     rig.scheduler.check_invariants()
 
@@ -52,7 +52,7 @@ def test_one_token_is_always_left_to_compute(prompt: int, cached: int) -> None:
     rig.until_idle()
     second = rig.submit(words(1, prompt), new=1)
     rig.until_idle()
-    assert rig.admission(second).cached_tokens == cached
+    assert rig.placement(second).cached_tokens == cached
 
 
 def test_generated_tokens_hit_in_the_next_turn() -> None:
@@ -63,16 +63,16 @@ def test_generated_tokens_hit_in_the_next_turn() -> None:
     second = rig.submit(words(1, 20) + answer + words(2, 5), new=1)
     rig.until_idle()
     # The KV of the last token of 80 was never computed: four blocks of the 79 are whole.
-    assert rig.admission(second).cached_tokens == 64
+    assert rig.placement(second).cached_tokens == 64
 
 
-def test_a_prompt_that_is_scored_is_computed_whole() -> None:
+def test_prompt_logprobs_need_the_whole_prompt() -> None:
     rig = a_rig()
     rig.submit(words(1, 80), new=1)
     rig.until_idle()
     second = rig.submit(words(1, 80), new=1, prompt_logprobs=True)
     rig.until_idle()
-    assert rig.admission(second).cached_tokens == 0
+    assert rig.placement(second).cached_tokens == 0
 
 
 def test_a_scored_prompt_that_fills_the_pool_ends_though_its_blocks_are_cached_twice() -> None:
@@ -82,8 +82,8 @@ def test_a_scored_prompt_that_fills_the_pool_ends_though_its_blocks_are_cached_t
     second = rig.submit(words(1, 120), new=201, prompt_logprobs=True)
     rig.until_idle()
     assert rig.tokens[second] == 201
-    # It was taken back once, to use the cached blocks instead of its own; its scores had come with the first token.
-    assert [admission.cached_tokens for _, admission in rig.admissions(second)] == [0, 208]
+    # It was preempted once and then used the cached blocks; its scores had come with the first token.
+    assert [placement.cached_tokens for _, placement in rig.placements(second)] == [0, 208]
     assert_idle(rig.scheduler)
 
 
@@ -95,7 +95,7 @@ def test_salts_share_nothing() -> None:
     none = rig.submit(words(1, 80), new=1)
     same = rig.submit(words(1, 80), new=1, salt="one")
     rig.until_idle()
-    assert [rig.admission(number).cached_tokens for number in (other, none, same)] == [0, 0, 64]
+    assert [rig.placement(number).cached_tokens for number in (other, none, same)] == [0, 0, 64]
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
@@ -107,7 +107,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     assert rig.scheduler.stats().cached_blocks == 0
 
 
-def test_only_what_a_report_said_is_computed_is_published() -> None:
+def test_only_blocks_reported_as_computed_are_committed() -> None:
     rig = a_rig()
     rig.submit(words(1, 80), new=5)
     rig.scheduler.dispatch()
@@ -119,20 +119,20 @@ def test_only_what_a_report_said_is_computed_is_published() -> None:
     rig.scheduler.check_invariants()
 
 
-def test_a_sequence_that_fails_publishes_nothing_more() -> None:
+def test_a_failed_sequence_commits_nothing_more() -> None:
     rig = a_rig()
     rig.submit(words(1, 160), new=50)
     rig.turns(3)
     kept = rig.scheduler.stats().cached_blocks
     rig.turns(20)
-    slot = rig.admission(0).slot
+    slot = rig.placement(0).slot
     rig.apply(0, StepOutput(rig.applied[0], failed={slot: (FailureCode.NUMERICS, "NaN")}))
     assert rig.scheduler.stats().cached_blocks == kept == 10
     assert rig.failed == {0: FailureCode.NUMERICS}
     assert_idle(rig.scheduler)
 
 
-def test_a_chunk_in_a_step_that_failed_is_not_published() -> None:
+def test_a_chunk_of_a_failed_step_is_not_committed() -> None:
     rig = a_rig()
     rig.submit(words(1, 160), new=50)
     rig.scheduler.dispatch()
@@ -144,25 +144,25 @@ def test_a_chunk_in_a_step_that_failed_is_not_published() -> None:
     assert_idle(rig.scheduler)
 
 
-def test_an_entry_waits_for_a_prefix_that_is_being_computed() -> None:
+def test_a_request_waits_for_a_prefix_that_is_being_computed() -> None:
     rig = Rig(a_policy())
     rig.submit(words(1, 200), new=5)
     rig.turn()
     second = rig.submit(words(1, 160) + words(2, 30), new=5)
     rig.turn()
-    assert second not in rig.admitted()
+    assert second not in rig.placed()
     rig.until_idle()
-    assert rig.admission(second).cached_tokens == 160
+    assert rig.placement(second).cached_tokens == 160
 
 
-def test_others_pass_one_that_waits_for_a_prefix() -> None:
+def test_others_overtake_a_request_that_waits_for_a_prefix() -> None:
     rig = Rig(a_policy())
     rig.submit(words(1, 200), new=5)
     rig.turn()
     waiting = rig.submit(words(1, 160) + words(2, 30), new=5)
     passing = rig.submit(words(3, 10), new=5)
     rig.until_idle()
-    assert rig.admitted() == [0, passing, waiting]
+    assert rig.placed() == [0, passing, waiting]
 
 
 def test_a_short_prefix_is_computed_again_rather_than_waited_for() -> None:
@@ -170,24 +170,24 @@ def test_a_short_prefix_is_computed_again_rather_than_waited_for() -> None:
     rig.submit(words(1, MIN_SHARED_TOKENS - 1) + words(2, 200), new=5)
     second = rig.submit(words(1, MIN_SHARED_TOKENS - 1) + words(3, 20), new=5)
     rig.turn()
-    assert sorted(rig.admitted()) == [0, second]
+    assert sorted(rig.placed()) == [0, second]
     rig.until_idle()
     assert_idle(rig.scheduler)
 
 
-def test_who_waited_for_one_that_was_cancelled_goes_on_alone() -> None:
+def test_a_request_that_waits_for_a_cancelled_prefix_is_placed() -> None:
     rig = Rig(a_policy())
     first = rig.submit(words(1, 300), new=5)
     rig.turn()
     second = rig.submit(words(1, 300), new=5)
     rig.turn()
-    rig.scheduler.cancel(rig.admission(first).request.id)
+    rig.scheduler.cancel(rig.placement(first).request.id)
     rig.until_idle()
     assert rig.tokens[second] == 5
-    assert rig.admission(second).cached_tokens > 0
+    assert rig.placement(second).cached_tokens > 0
 
 
-def test_the_least_recently_used_prefix_goes_first() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=1000), blocks=12)
     for start in (1, 2):
         rig.submit(words(start, 65), new=1)
@@ -198,7 +198,7 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     rig.until_idle()
     again = [rig.submit(words(start, 65), new=1) for start in (1,)]
     rig.until_idle()
-    assert rig.admission(again[0]).cached_tokens == 64
+    assert rig.placement(again[0]).cached_tokens == 64
 
 
 @given(
@@ -207,7 +207,7 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     block_size=st.integers(1, 4),
     alike=st.integers(0, 40),
 )
-def test_shared_tokens_are_those_that_comparing_finds(
+def test_shared_tokens_agree_with_a_plain_comparison(
     one: list[int], other: list[int], block_size: int, alike: int
 ) -> None:
     other = one[:alike] + other

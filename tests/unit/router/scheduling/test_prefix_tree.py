@@ -1,4 +1,4 @@
-"""The prefix tree's rules, one at a time. Their interplay is the state machine's business."""
+"""The rules of the prefix tree, one at a time. Combinations: tests/property/test_prefix_tree.py."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_the_end_of_a_prefix_is_found_anywhere_in_a_long_run(shared: int) -> Non
     assert find(tree, asked) == list(range(shared))
 
 
-def test_blocks_that_differ_in_their_last_byte_are_apart() -> None:
+def test_blocks_that_differ_in_their_last_byte_are_distinct() -> None:
     tree = PrefixTree(2)
     cache(tree, [1, 2], [5])
     assert tree.peek(SALT, key([1, 2 + (1 << 24)])) == 0
     assert tree.peek(SALT, key([1 + (1 << 31), 2])) == 0
 
 
-def test_a_peek_is_no_use_and_leaves_nothing_behind() -> None:
+def test_a_peek_does_not_count_as_a_use() -> None:
     tree = PrefixTree(1)
     cache(tree, [1], [10])
     cache(tree, [2], [20])
@@ -59,7 +59,7 @@ def test_a_peek_is_no_use_and_leaves_nothing_behind() -> None:
     assert tree.evict(1) == [10]
 
 
-def test_salts_are_apart() -> None:
+def test_salts_share_nothing_in_the_tree() -> None:
     tree = PrefixTree(1)
     cache(tree, [1, 2], [10, 11], salt="a")
     assert find(tree, [1, 2], salt="b") == []
@@ -110,7 +110,7 @@ def test_a_run_that_ends_within_another_is_locked_only_that_far() -> None:
     assert tree.evict(9) == [10, 11]
 
 
-def test_a_lock_that_moved_on_is_not_left_behind() -> None:
+def test_extend_moves_the_lock() -> None:
     tree = PrefixTree(1)
     cache(tree, [1, 2, 3], [10, 11, 12])
     node, _ = tree.acquire(SALT, key([1]))
@@ -136,7 +136,7 @@ def test_a_split_leaves_the_locks_of_others_where_they_were() -> None:
     assert evict_all(tree) == [12, 13, 14, 10, 11]
 
 
-def test_what_a_request_adds_block_by_block_goes_after_its_own_end() -> None:
+def test_blocks_added_one_by_one_follow_their_own_request() -> None:
     tree = PrefixTree(1)
     root, _ = tree.acquire(SALT, b"")
     first, _ = tree.extend(root, key([1, 2]), [10, 11])
@@ -165,7 +165,7 @@ def test_a_long_answer_added_block_by_block_is_one_run() -> None:
     assert find(tree, range(1000)) == list(range(1000))
 
 
-def test_a_leaf_that_was_extended_is_no_leaf() -> None:
+def test_an_extended_leaf_is_not_evicted() -> None:
     tree = PrefixTree(1)
     cache(tree, [1], [10])
     one, _ = tree.acquire(SALT, key([1]))
@@ -177,7 +177,7 @@ def test_a_leaf_that_was_extended_is_no_leaf() -> None:
     assert [tree.evict(1) for _ in range(4)] == [[11], [12], [10], []]
 
 
-def test_the_leaf_used_least_recently_goes_first() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     tree = PrefixTree(1)
     for token in (1, 2, 3):
         cache(tree, [token], [token * 10])
@@ -194,7 +194,7 @@ def test_a_leaf_counts_as_used_until_its_lock_is_dropped() -> None:
     assert tree.evict(1) == [20]
 
 
-def test_use_of_a_run_is_use_of_what_it_follows() -> None:
+def test_use_of_a_run_counts_for_its_prefix() -> None:
     tree = PrefixTree(1)
     cache(tree, [1], [10])
     cache(tree, [1, 2, 3], [10, 11, 12])
@@ -216,7 +216,7 @@ def test_use_of_a_run_is_use_of_what_it_follows() -> None:
         (5, [10, 11, 12, 13, 23], []),
     ],
 )
-def test_no_more_is_evicted_than_is_asked_for(count: int, taken: list[int], left: list[int]) -> None:
+def test_eviction_stops_at_the_requested_count(count: int, taken: list[int], left: list[int]) -> None:
     tree = PrefixTree(2)
     cache(tree, range(8), [10, 11, 12, 13])
     cache(tree, range(100, 108), [20, 21, 22, 23])
@@ -257,8 +257,8 @@ class Pool:
         return -(-tokens // self.block_size)
 
 
-def test_tgis_vectors() -> None:
-    """Vectors of TGI's radix allocator: a pool whose block 0 is reserved, prompts cached when their request ends."""
+def test_vectors_of_tgi() -> None:
+    """Vectors of TGI's radix allocator: block 0 is reserved, prompts are cached when their request ends."""
 
     def allocate(tokens: int, prompt: list[int]) -> tuple[Node, int, list[int]]:
         node, held = tree.acquire(SALT, key(prompt[: len(prompt) // tree_block * tree_block]))

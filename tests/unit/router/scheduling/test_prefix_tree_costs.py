@@ -1,4 +1,4 @@
-"""What the prefix tree costs: memory that it does not keep, time that does not grow with what it holds."""
+"""Memory and time of the prefix tree: it keeps nothing it does not need, and time does not grow with its size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from text_generation_router.scheduling.prefix_tree import PrefixTree
 
 
 def grown_by(action: Callable[[], object]) -> int:
-    """Bytes that stay allocated after calling `action`."""
+    """Return the bytes that stay allocated after `action`."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -42,7 +42,7 @@ def test_salts_without_blocks_are_forgotten() -> None:
     assert grown_by(many_salts) < 100_000
 
 
-def test_hits_without_evictions_do_not_fill_the_memory() -> None:
+def test_hits_without_evictions_use_bounded_memory() -> None:
     tree = PrefixTree(1)
     for token in range(10):
         cache(tree, [token], [token])
@@ -55,7 +55,7 @@ def test_hits_without_evictions_do_not_fill_the_memory() -> None:
     assert tree.evict(10) == list(range(10))
 
 
-def test_the_order_of_use_outlives_the_removal_of_stale_entries() -> None:
+def test_the_order_of_use_survives_the_removal_of_stale_entries() -> None:
     tree = PrefixTree(1)
     order = list(range(500))
     for token in order:
@@ -70,7 +70,7 @@ def test_the_order_of_use_outlives_the_removal_of_stale_entries() -> None:
     assert [tree.evict(1) for _ in order] == [[token] for token in order]
 
 
-def test_a_path_as_deep_as_it_can_be_is_walked_without_recursion() -> None:
+def test_a_deep_path_is_walked_without_recursion() -> None:
     depth = 3000  # three times what recursion could
     tree = PrefixTree(1)
     whole = key(range(depth))
@@ -87,7 +87,7 @@ def test_a_path_as_deep_as_it_can_be_is_walked_without_recursion() -> None:
 
 
 def best_seconds(repeats: int, calls: int, action: Callable[[], object]) -> float:
-    """Processor time of one call, the best of several rounds."""
+    """Return the processor time of one call, the best of several rounds."""
     rounds = []
     for _ in range(repeats):
         started = time.thread_time()
@@ -97,7 +97,7 @@ def best_seconds(repeats: int, calls: int, action: Callable[[], object]) -> floa
     return min(rounds)
 
 
-def test_a_long_run_is_compared_as_memory() -> None:
+def test_a_long_run_is_compared_by_memcmp() -> None:
     tree = PrefixTree(16)
     cache(tree, range(200_000), range(12_500))
     whole = key(range(200_000))
@@ -107,7 +107,7 @@ def test_a_long_run_is_compared_as_memory() -> None:
     assert best_seconds(10, 10, lambda: tree.peek(SALT, almost)) < 500e-6
 
 
-def test_an_eviction_costs_what_it_takes_not_what_the_tree_holds() -> None:
+def test_the_cost_of_an_eviction_does_not_grow_with_the_tree() -> None:
     tree = PrefixTree(1)
     for token in range(30_000):
         cache(tree, [token, token + 1], [2 * token, 2 * token + 1])

@@ -1,4 +1,4 @@
-"""The rules of the queue, one at a time. Order against a naive model: tests/property."""
+"""The rules of the queue, one at a time. Order against a simple model: tests/property."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ def driver() -> QueueDriver:
 # ------------------------------------------------------------------------------------------------------- one tenant
 
 
-def test_one_class_is_first_come_first_served(driver: QueueDriver) -> None:
+def test_one_priority_is_first_come_first_served(driver: QueueDriver) -> None:
     for second in range(5):
         driver.put(arrived_at=float(second))
     assert driver.order() == [1, 2, 3, 4, 5]
 
 
-def test_an_empty_queue_has_nobody_to_give(driver: QueueDriver) -> None:
+def test_an_empty_queue_has_no_next_sequence(driver: QueueDriver) -> None:
     assert driver.queue.peek() is None
 
 
-def test_classes_go_in_order_while_they_came_together(driver: QueueDriver) -> None:
+def test_priorities_order_requests_of_the_same_age(driver: QueueDriver) -> None:
     for priority in reversed(Priority):
         driver.put(priority=priority)
     assert driver.order() == [4, 3, 2, 1]
 
 
-def test_a_bulk_request_goes_before_interactive_ones_that_came_two_ageings_later(driver: QueueDriver) -> None:
+def test_a_bulk_request_goes_before_interactive_ones_of_a_minute_later(driver: QueueDriver) -> None:
     bulk = driver.put(priority=Priority.BULK, arrived_at=0.0)
     just_before = driver.put(priority=Priority.INTERACTIVE, arrived_at=2 * AGEING_S - 0.1)
     just_after = driver.put(priority=Priority.INTERACTIVE, arrived_at=2 * AGEING_S + 0.1)
     assert driver.order() == [just_before.arrival, bulk.arrival, just_after.arrival]
 
 
-def test_a_hoped_for_first_token_moves_a_request_forward_and_never_back(driver: QueueDriver) -> None:
+def test_first_token_by_moves_a_request_forward_but_never_back(driver: QueueDriver) -> None:
     patient = driver.put(arrived_at=0.0, first_token_by=1e6)
     plain = driver.put(arrived_at=0.1)
     hurried = driver.put(arrived_at=5.0, first_token_by=7.0)
     assert driver.order() == [hurried.arrival, patient.arrival, plain.arrival]
 
 
-def test_a_hope_already_past_does_not_overtake_who_waited(driver: QueueDriver) -> None:
+def test_a_past_first_token_by_does_not_overtake_older_requests(driver: QueueDriver) -> None:
     waited = driver.put(priority=Priority.SYSTEM, arrived_at=9.0)
     past = driver.put(arrived_at=10.0, first_token_by=-1e9)
     assert driver.order() == [waited.arrival, past.arrival]
 
 
 def test_bulk_is_never_starved_by_a_flood_of_its_own_tenant(driver: QueueDriver) -> None:
-    """System requests come as fast as they are served, for ever: the bulk one waits for 90 s of them and no more."""
+    """System requests arrive as fast as they are served: the bulk request waits for 90 s of them."""
     bulk = driver.put(priority=Priority.BULK, arrived_at=0.0)
     for second in range(1000):
         driver.put(priority=Priority.SYSTEM, arrived_at=float(second))
@@ -71,7 +71,7 @@ def test_bulk_is_never_starved_by_a_flood_of_its_own_tenant(driver: QueueDriver)
 # --------------------------------------------------------------------------------------------------------- sent back
 
 
-def test_who_was_requeued_goes_first_of_all_in_order_of_arrival(driver: QueueDriver) -> None:
+def test_requeued_sequences_go_first_in_order_of_arrival(driver: QueueDriver) -> None:
     early, late = driver.put(B, Priority.BULK), driver.put(C, Priority.BULK)
     assert {driver.pop(), driver.pop()} == {early, late}
     driver.put(A, Priority.SYSTEM)
@@ -81,7 +81,7 @@ def test_who_was_requeued_goes_first_of_all_in_order_of_arrival(driver: QueueDri
     assert driver.order() == [early.arrival, late.arrival, 3]
 
 
-def test_who_was_requeued_keeps_its_deadline_but_not_that_of_the_queue(driver: QueueDriver) -> None:
+def test_a_requeued_sequence_keeps_end_by_but_not_queue_by(driver: QueueDriver) -> None:
     sequence = driver.put(queue_by=5.0, end_by=9.0)
     driver.pop()
     driver.queue.requeue(sequence)
@@ -101,7 +101,7 @@ def test_an_entry_may_be_requeued_again_and_again(driver: QueueDriver) -> None:
 # ------------------------------------------------------------------------------------------------- expiry, cancelling
 
 
-def test_nothing_expired_is_popped_after_expire(driver: QueueDriver) -> None:
+def test_no_expired_sequence_is_served_after_expire(driver: QueueDriver) -> None:
     for number in range(300):
         tenant = (A, B, C)[number % 3]
         driver.put(tenant, Priority(number % 4), queue_by=float(number % 50), end_by=float(number % 70) + 5)
@@ -125,7 +125,7 @@ def _expiry(sequence: ScheduledSequence) -> float:
     return min(qos.queue_by, qos.end_by)
 
 
-def test_next_expiry_follows_the_entries(driver: QueueDriver) -> None:
+def test_next_expiry_follows_the_queue(driver: QueueDriver) -> None:
     assert driver.queue.next_expiry is None
     driver.put()
     assert driver.queue.next_expiry is None
@@ -137,7 +137,7 @@ def test_next_expiry_follows_the_entries(driver: QueueDriver) -> None:
     assert driver.queue.next_expiry is None
 
 
-def test_a_cancelled_entry_is_gone(driver: QueueDriver) -> None:
+def test_a_removed_sequence_is_gone(driver: QueueDriver) -> None:
     first, second, third = driver.put(), driver.put(B), driver.put()
     driver.queue.remove(first)
     assert list(driver.queue) == [second, third]
@@ -149,7 +149,7 @@ def test_a_cancelled_entry_is_gone(driver: QueueDriver) -> None:
 # ----------------------------------------------------------------------------------------------------------- set aside
 
 
-def test_entries_set_aside_get_their_places_again(driver: QueueDriver) -> None:
+def test_unskipped_sequences_get_their_positions_back(driver: QueueDriver) -> None:
     for tenant in (A, A, B, B):
         driver.put(tenant)
     requeued = driver.put(C)
@@ -164,8 +164,8 @@ def test_entries_set_aside_get_their_places_again(driver: QueueDriver) -> None:
     assert driver.order() == [5, 1, 2, 4]
 
 
-def test_who_is_set_aside_has_not_left(driver: QueueDriver) -> None:
-    """Its tenant does not come back from idle, and it may be cancelled or expire meanwhile."""
+def test_a_skipped_sequence_stays_queued(driver: QueueDriver) -> None:
+    """The tenant stays active, and the sequence may be cancelled or expire."""
     for _ in range(50):
         driver.put(B)
     cancelled, expired = driver.put(A), driver.put(A, end_by=1.0)
@@ -233,7 +233,7 @@ def test_the_debts_of_idle_tenants_are_bounded(driver: QueueDriver) -> None:
     assert len(driver.queue.tenants) == MAX_IDLE + 1
 
 
-def test_late_corrections_of_the_forgotten_make_no_tenants(driver: QueueDriver) -> None:
+def test_a_correction_for_a_forgotten_tenant_creates_no_account(driver: QueueDriver) -> None:
     driver.queue.charge(B, -5)
     assert len(driver.queue.tenants) == 0
 
@@ -265,5 +265,5 @@ def test_an_empty_queue_holds_nothing(driver: QueueDriver, finish: Callable[[Que
     assert sequences_in_memory() == before
 
 
-def test_lag_is_all_that_classes_can_buy() -> None:
+def test_lag_is_the_largest_lead_of_priorities() -> None:
     assert max(LEAD.values()) - min(LEAD.values()) == LAG

@@ -1,4 +1,4 @@
-"""Who gets what of the queue's service, and what it comes to over a long time."""
+"""The shares of tenants, at once and over a long time."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_the_order_of_tenants_does_not_depend_on_their_names(driver: QueueDriver
     assert driver.order() == [1, 2, 3, 4, 5]
 
 
-def test_two_backlogged_tenants_get_equal_tokens_whatever_they_send(driver: QueueDriver) -> None:
-    """A sends 10 times as many requests, and they are 8 times as large; both always have something waiting."""
+def test_backlogged_tenants_get_equal_tokens_for_any_traffic(driver: QueueDriver) -> None:
+    """A sends 10 times as many requests of 8 times the size; both always have requests waiting."""
     for second in range(400):
         for _ in range(10):
             driver.put(A, arrived_at=float(second), work=8 * 250)
@@ -58,7 +58,7 @@ def test_two_backlogged_tenants_get_equal_tokens_whatever_they_send(driver: Queu
         driver.serve()
         if sum(driver.served.values()) > 20_000:
             assert jain([driver.served[A], driver.served[B]]) >= 0.99
-    assert driver.served[B] == 400 * 250, "the backlogged time was all of B's"
+    assert driver.served[B] == 400 * 250, "B was backlogged all the time"
 
 
 def test_weights_divide_the_service() -> None:
@@ -72,14 +72,14 @@ def test_weights_divide_the_service() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan"), 1e-9])
-def test_a_weight_that_makes_no_sense_is_refused(weight: float) -> None:
+def test_an_invalid_weight_raises(weight: float) -> None:
     with pytest.raises(ValueError, match="weight of tenant 'a'"):
         FairQueue({A: weight})
 
 
 @pytest.mark.parametrize("runs", [False, True])
-def test_who_has_nothing_waiting_saves_nothing_up(driver: QueueDriver, runs: bool) -> None:
-    """Not even by running one text for a long time, which would count as service of only a few tokens."""
+def test_a_tenant_without_waiting_requests_saves_nothing_up(driver: QueueDriver, runs: bool) -> None:
+    """Not even by running one long generation, which counts as service of only a few tokens."""
     driver.put(B, work=10)
     driver.serve()
     if runs:
@@ -96,7 +96,7 @@ def test_who_has_nothing_waiting_saves_nothing_up(driver: QueueDriver, runs: boo
     assert abs((driver.served[A] - before[A]) - (driver.served[B] - before[B])) <= 2 * WORK
 
 
-def test_one_tenant_that_only_runs_does_not_hold_the_entrance_down(driver: QueueDriver) -> None:
+def test_a_tenant_that_only_runs_does_not_lower_the_entry_counter(driver: QueueDriver) -> None:
     driver.put(C, work=10)
     driver.serve()
     driver.queue.tenants.started(C)
@@ -110,17 +110,17 @@ def test_one_tenant_that_only_runs_does_not_hold_the_entrance_down(driver: Queue
     assert 9 <= order.count(A) <= 11
 
 
-def test_coming_back_does_not_pay_a_debt(driver: QueueDriver) -> None:
+def test_returning_does_not_cancel_a_debt(driver: QueueDriver) -> None:
     for _ in range(20):
         driver.put(B)
     driver.put(A, work=10 * WORK)
     assert [driver.serve().arrival for _ in range(2)] == [1, 21]
     driver.put(A)
     order = [driver.serve().request.qos.tenant for _ in range(11)]
-    assert order.index(A) == 10, "A is let in once B has had more than its 10 WORK"
+    assert order.index(A) == 10, "A goes next once B was served more than 10 WORK"
 
 
-def test_use_of_an_idle_server_is_held_against_nobody(driver: QueueDriver) -> None:
+def test_use_of_an_idle_server_is_not_held_against_a_tenant(driver: QueueDriver) -> None:
     for _ in range(1000):
         driver.put(A)
         driver.serve()
@@ -141,12 +141,12 @@ def test_a_flood_of_system_requests_gets_a_bounded_lead(driver: QueueDriver) -> 
         driver.serve()
         leads.append(driver.served.get(A, 0) - driver.served.get(B, 0))
     assert max(leads) <= LEAD[Priority.SYSTEM] + WORK
-    assert leads[-1] >= LEAD[Priority.SYSTEM] - WORK, "the lead is bought, and kept"
+    assert leads[-1] >= LEAD[Priority.SYSTEM] - WORK, "the lead is kept"
     assert driver.served[B] - driver.served[C] <= WORK - LEAD[Priority.BULK]
 
 
-def test_ever_new_tenants_do_not_keep_a_waiting_one_out(driver: QueueDriver) -> None:
-    """One comes for each that is served, and two more wait. Who waits in debt and in the lowest class gets on all the same."""
+def test_a_stream_of_new_tenants_does_not_starve_a_waiting_one(driver: QueueDriver) -> None:
+    """A new tenant arrives for each one served, and two more wait. A tenant in debt at the lowest priority still advances."""
     driver.put(TenantId("first stranger"), Priority.SYSTEM)
     driver.put(TenantId("second stranger"), Priority.SYSTEM)
     driver.queue.charge(A, 50 * WORK)
@@ -155,5 +155,5 @@ def test_ever_new_tenants_do_not_keep_a_waiting_one_out(driver: QueueDriver) -> 
     while driver.serve() is not waiter:
         others += WORK
         driver.put(TenantId(f"stranger {others}"), Priority.SYSTEM)
-        # Three wait at a time: a third of the service is its own; it owes 50 WORK, and classes and LAG are worth LAG each.
+        # Three wait at a time: a third of the service is its own; its debt is 50 WORK, priorities and LAG add LAG each.
         assert others <= 3 * (50 * WORK + 2 * LAG) + 3 * WORK

@@ -1,4 +1,4 @@
-"""What one replica holds: chunks, growth, preemption, and what comes back late."""
+"""One replica: chunks, growth, preemption, late reports."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def test_waiting_requests_enter_in_order_of_arrival() -> None:
     for _ in range(3):
         rig.submit()
     rig.turn()
-    assert rig.admitted() == [0, 1, 2]
+    assert rig.placed() == [0, 1, 2]
 
 
-def test_one_set_of_orders_is_on_its_way_at_a_time() -> None:
+def test_one_set_of_orders_is_under_way_at_a_time() -> None:
     rig = Rig(a_policy())
     rig.submit()
     rig.scheduler.dispatch()
@@ -32,16 +32,16 @@ def test_one_set_of_orders_is_on_its_way_at_a_time() -> None:
     rig.apply(0, StepOutput(orders.number))
     after = rig.scheduler.schedule(0)
     assert after is not None
-    assert [admission.request.id for admission in after.placements] == [1]
+    assert [placement.request.id for placement in after.placements] == [1]
 
 
-def test_a_long_prompt_is_cut_in_chunks_that_fill_the_budget() -> None:
+def test_a_long_prompt_is_split_into_chunks_of_the_budget() -> None:
     rig = Rig(a_policy())
     rig.submit(150)
     assert [orders.prefill for orders in rig.turns(4)] == [((0, 64),), ((0, 64),), ((0, 22),)]
 
 
-def test_what_a_last_chunk_leaves_of_the_budget_goes_to_the_next_prompt() -> None:
+def test_the_rest_of_the_budget_goes_to_the_next_prompt() -> None:
     rig = Rig(a_policy())
     rig.submit(100)
     rig.submit(100)
@@ -54,12 +54,12 @@ def test_no_more_run_than_the_batch_size_allows() -> None:
     for _ in range(3):
         rig.submit(new=2)
     rig.turn()
-    assert rig.admitted() == [0, 1]
+    assert rig.placed() == [0, 1]
     rig.until_idle()
     assert rig.finished == [0, 1, 2]
 
 
-def test_a_prompt_that_finds_no_blocks_waits_and_holds_back_those_behind_it() -> None:
+def test_a_prompt_without_blocks_waits_and_so_do_later_ones() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=1000), blocks=10)
     rig.submit(64, new=60)
     rig.turn()
@@ -68,64 +68,64 @@ def test_a_prompt_that_finds_no_blocks_waits_and_holds_back_those_behind_it() ->
     rig.turn()
     assert rig.scheduler.waiting == 2
     rig.until_idle()
-    assert rig.admitted() == [0, 1, 2]
+    assert rig.placed() == [0, 1, 2]
 
 
-def test_the_ratio_holds_newcomers_back_until_the_steps_allowed_have_passed() -> None:
+def test_the_waiting_served_ratio_counts_for_a_limited_number_of_steps() -> None:
     rig = Rig(a_policy(waiting_served_ratio=1.0, max_decode_steps_between_prefills=3))
     for _ in range(4):
         rig.submit(new=100)
     rig.turn()
     late = rig.submit()
     rig.turns(2)
-    assert late not in rig.admitted()
+    assert late not in rig.placed()
     rig.turn()
-    assert late in rig.admitted()
+    assert late in rig.placed()
 
 
-def test_a_grown_entry_is_granted_blocks_before_it_runs_out() -> None:
+def test_a_growing_sequence_gets_blocks_before_it_runs_out() -> None:
     rig = Rig(a_policy())
     rig.submit(16, new=200)
     rig.until_idle()
-    # A turn a token and one for the prompt: it never stood still.
+    # One turn per token and one for the prompt: it never stalled.
     assert rig.now == pytest.approx(200 * rig.step_s)
     assert sum(len(blocks) for orders in rig.orders for _, blocks in orders[1].allocations) > 0
 
 
-def test_a_cancelled_entry_is_released_next_and_its_blocks_are_free_once_that_was_applied() -> None:
+def test_blocks_of_a_cancelled_sequence_are_free_once_its_release_was_applied() -> None:
     rig = Rig(a_policy())
     rig.submit(new=100)
     rig.turns(2)
     rig.scheduler.cancel(RequestId(0))
     release = rig.scheduler.schedule(0)
     assert release is not None
-    slot = rig.admission(0).slot
+    slot = rig.placement(0).slot
     assert release.release == (slot,)
-    # A step that the replica made before it heard of the release.
+    # A step made before the release arrived.
     rig.apply(0, StepOutput(release.number - 1, [slot], [], [7]))
     assert (rig.scheduler.stats().running, rig.scheduler.stats().used_blocks) == (1, 3)
     rig.apply(0, StepOutput(release.number))
     assert_idle(rig.scheduler)
 
 
-def test_tokens_that_come_after_a_cancel_are_nobodys() -> None:
+def test_tokens_after_a_cancel_are_dropped() -> None:
     rig = Rig(a_policy())
     rig.submit(new=100)
     rig.turns(2)
     rig.scheduler.cancel(RequestId(0))
-    slot = rig.admission(0).slot
+    slot = rig.placement(0).slot
     assert rig.scheduler.request_in(0, slot) is None
     assert rig.apply(0, StepOutput(1, [slot], [], [7])).tokens == []
 
 
-def test_one_that_ends_while_its_release_is_under_way_is_dropped_once() -> None:
+def test_a_sequence_that_ends_during_its_release_is_freed_once() -> None:
     rig = Rig(a_policy())
     rig.submit(new=3)
     rig.turns(2)
     rig.scheduler.cancel(RequestId(0))
     release = rig.scheduler.schedule(0)
     assert release is not None
-    slot = rig.admission(0).slot
+    slot = rig.placement(0).slot
     rig.apply(0, StepOutput(1, [slot], [], [7], {slot: FinishReason.LENGTH}))
     rig.apply(0, StepOutput(release.number))
     assert_idle(rig.scheduler)
@@ -136,7 +136,7 @@ def test_a_failed_sequence_ends_alone() -> None:
     rig.submit(new=5)
     rig.submit(new=5)
     rig.turns(2)
-    first, second = rig.admission(0).slot, rig.admission(1).slot
+    first, second = rig.placement(0).slot, rig.placement(1).slot
     deliveries = rig.apply(0, StepOutput(1, [second], [], [7], failed={first: (FailureCode.NUMERICS, "NaN")}))
     assert [failed.request_id for failed in deliveries.failed] == [0]
     assert [token[0] for token in deliveries.tokens] == [1]
@@ -149,7 +149,7 @@ def test_a_step_may_bring_several_tokens_a_slot() -> None:
     rig.submit()
     rig.submit()
     rig.turns(1)
-    slots = [rig.admission(0).slot, rig.admission(1).slot]
+    slots = [rig.placement(0).slot, rig.placement(1).slot]
     deliveries = rig.apply(0, StepOutput(1, slots, [3, 1], [1, 2, 3, 4], {slots[0]: FinishReason.EOS_TOKEN}))
     assert deliveries.tokens == [(0, 0, 3, FinishReason.EOS_TOKEN), (1, 3, 4, None)]
     rig.scheduler.check_invariants()
@@ -163,25 +163,25 @@ def until_preempted(rig: Rig) -> SchedulerOutput:
         for orders in rig.turn():
             if orders.release:
                 return orders
-    raise AssertionError("nobody was preempted")
+    raise AssertionError("no request was preempted")
 
 
-def test_when_the_pool_runs_dry_the_newest_is_preempted_and_comes_back_with_what_it_generated() -> None:
+def test_without_blocks_the_newest_is_preempted_and_returns_with_its_tokens() -> None:
     rig = Rig(a_policy(), blocks=8)
     rig.submit(30, new=60)
     rig.submit(30, new=60)
     orders = until_preempted(rig)
-    assert orders.release == (rig.admission(1).slot,)
+    assert orders.release == (rig.placement(1).slot,)
     had = rig.tokens[1]
     rig.until_idle()
     assert rig.scheduler.stats().preemptions == 1
-    assert len(rig.admission(1).generated) == had
-    assert rig.admission(1).cached_tokens > 0
+    assert len(rig.placement(1).generated) == had
+    assert rig.placement(1).cached_tokens > 0
     assert (rig.tokens[0], rig.tokens[1]) == (60, 60)
     assert_idle(rig.scheduler)
 
 
-def test_one_that_was_preempted_goes_before_all_that_wait() -> None:
+def test_a_preempted_request_goes_before_queued_ones() -> None:
     rig = Rig(a_policy(), blocks=8)
     rig.submit(30, new=60)
     rig.submit(30, new=60)
@@ -189,27 +189,27 @@ def test_one_that_was_preempted_goes_before_all_that_wait() -> None:
     rig.submit(4, new=1, priority=Priority.SYSTEM)
     rig.scheduler.cancel(RequestId(0))
     rig.until_idle()
-    assert rig.admitted()[2:] == [1, 2]
+    assert rig.placed()[2:] == [1, 2]
 
 
-def test_the_lowest_class_is_preempted_before_a_newer_one() -> None:
+def test_the_lowest_priority_is_preempted_before_a_newer_request() -> None:
     rig = Rig(a_policy(), blocks=15)
     rig.submit(30, new=60)
     rig.submit(30, new=60, priority=Priority.BULK)
     rig.submit(30, new=60, priority=Priority.INTERACTIVE)
     orders = until_preempted(rig)
-    assert orders.release == (rig.admission(1).slot,)
+    assert orders.release == (rig.placement(1).slot,)
 
 
-def test_the_oldest_is_never_preempted_for_another_whatever_its_class() -> None:
+def test_the_oldest_is_never_preempted_for_another_of_any_priority() -> None:
     rig = Rig(a_policy(), blocks=8)
     rig.submit(30, new=60, priority=Priority.BULK)
     rig.submit(30, new=60, priority=Priority.SYSTEM)
     orders = until_preempted(rig)
-    assert orders.release == (rig.admission(1).slot,)
+    assert orders.release == (rig.placement(1).slot,)
 
 
-def test_under_pressure_everything_ends_and_the_oldest_first() -> None:
+def test_under_pressure_all_requests_end_and_the_oldest_first() -> None:
     rig = Rig(a_policy(), blocks=12)
     for _ in range(6):
         rig.submit(40, new=100)
@@ -223,13 +223,13 @@ def test_under_pressure_everything_ends_and_the_oldest_first() -> None:
 # ---------------------------------------------------------------------------------------------------- latency target
 
 
-def test_with_nothing_to_disturb_a_prompt_gets_the_whole_budget() -> None:
+def test_without_decoding_sequences_a_prompt_gets_the_whole_budget() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=4000, target_itl_s=0.001), blocks=1000)
     rig.submit(3000, new=5)
     assert rig.turn()[0].prefill == ((0, 3000),)
 
 
-def test_before_anything_is_known_a_prompt_beside_decoding_goes_block_by_block() -> None:
+def test_before_measurements_a_prompt_is_computed_block_by_block() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=4000, target_itl_s=0.001), blocks=1000, step_s=0.0)
     rig.submit(20, new=500)
     rig.turns(2)
@@ -237,7 +237,7 @@ def test_before_anything_is_known_a_prompt_beside_decoding_goes_block_by_block()
     assert rig.turn()[0].prefill == ((1, BLOCK),)
 
 
-# ---------------------------------------------------------------------------------------- engines that schedule for themselves
+# ---------------------------------------------------------------------------------------- self-scheduling engines
 
 
 def a_self_scheduling_replica(**changes: object) -> Rig:
@@ -247,7 +247,7 @@ def a_self_scheduling_replica(**changes: object) -> Rig:
     return rig
 
 
-def test_an_engine_that_schedules_for_itself_gets_whole_prompts_and_nothing_else() -> None:
+def test_a_self_scheduling_engine_gets_whole_prompts_and_no_blocks() -> None:
     rig = a_self_scheduling_replica()
     rig.submit(100, new=200)
     rig.scheduler.dispatch()
@@ -262,17 +262,17 @@ def test_an_engine_that_schedules_for_itself_gets_whole_prompts_and_nothing_else
         rig.scheduler.check_invariants()
 
 
-def test_such_an_engine_is_given_two_steps_of_prompts_ahead() -> None:
+def test_a_self_scheduling_engine_gets_two_steps_of_prompts_ahead() -> None:
     rig = a_self_scheduling_replica()
     for _ in range(5):
         rig.submit(50, new=5)
     rig.scheduler.dispatch()
     orders = rig.scheduler.schedule(0)
     assert orders is not None
-    assert [admission.request.id for admission in orders.placements] == [0, 1, 2]
+    assert [placement.request.id for placement in orders.placements] == [0, 1, 2]
 
 
-def test_such_an_engine_may_run_ahead_of_the_blocks_it_is_thought_to_have() -> None:
+def test_a_self_scheduling_engine_may_exceed_the_modelled_blocks() -> None:
     rig = a_self_scheduling_replica()
     rig.submit(20, new=300)
     rig.scheduler.dispatch()
@@ -284,10 +284,10 @@ def test_such_an_engine_may_run_ahead_of_the_blocks_it_is_thought_to_have() -> N
     assert_idle(rig.scheduler)
 
 
-def test_one_that_such_an_engine_could_not_begin_with_yet_waits_in_our_queue() -> None:
+def test_a_request_waits_until_its_maximum_length_can_be_reserved() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=1000), blocks=10)
     rig.lose(0)
-    rig.hear(rig.scheduler.open(0, ReplicaSpec(8, 10, BLOCK, self_scheduling=True, reserves_max_length=True)))
+    rig.receive(rig.scheduler.open(0, ReplicaSpec(8, 10, BLOCK, self_scheduling=True, reserves_max_length=True)))
     first, second = rig.submit(10, new=100), rig.submit(10, new=100)
     rig.scheduler.dispatch()
     assert [request for request in (first, second) if RequestId(request) in rig.replica().placed] == [first]

@@ -1,4 +1,4 @@
-"""The scheduler's rules, one at a time. The races between it and a shard are the state machine's business."""
+"""The rules of the scheduler, one at a time. Races with shards: tests/property/test_scheduler_machine.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_waiting_request_that_is_cancelled_leaves_nothing() -> None:
     assert_idle(rig.scheduler)
 
 
-def test_one_that_was_placed_and_is_cancelled_is_never_sent() -> None:
+def test_a_placed_request_that_is_cancelled_is_never_sent() -> None:
     rig = Rig(a_policy())
     rig.submit()
     assert rig.scheduler.dispatch() == [0]
@@ -63,7 +63,7 @@ def test_one_that_was_placed_and_is_cancelled_is_never_sent() -> None:
     assert_idle(rig.scheduler)
 
 
-def test_one_that_was_placed_and_is_cancelled_costs_its_tenant_nothing() -> None:
+def test_a_placed_request_that_is_cancelled_is_refunded() -> None:
     rig = Rig(a_policy())
     rig.submit(tenant="a")
     rig.submit(tenant="b")
@@ -75,22 +75,22 @@ def test_one_that_was_placed_and_is_cancelled_costs_its_tenant_nothing() -> None
 # -------------------------------------------------------------------------------------------------- replicas that go
 
 
-def test_what_ran_on_a_lost_replica_goes_on_elsewhere_with_what_it_generated() -> None:
+def test_requests_of_a_lost_replica_continue_elsewhere_with_their_tokens() -> None:
     rig = Rig(a_policy(), replicas=2)
     rig.submit(30, new=40)
     rig.turns(12)
-    home, had = rig.home(0), rig.tokens[0]
+    home, had = rig.replica_of(0), rig.tokens[0]
     assert had > 5
     rig.lose(home)
     rig.until_idle()
-    assert rig.home(0) == 1 - home
-    assert len(rig.admission(0).generated) == had
+    assert rig.replica_of(0) == 1 - home
+    assert len(rig.placement(0).generated) == had
     assert rig.tokens[0] == 40
     assert rig.scheduler.stats().moves == 1
     assert_idle(rig.scheduler)
 
 
-def test_what_was_lost_goes_before_all_that_wait_in_order_of_arrival() -> None:
+def test_requests_of_a_lost_replica_go_before_queued_ones() -> None:
     rig = Rig(a_policy(max_batch_size=3))
     for _ in range(5):
         rig.submit(new=50)
@@ -100,10 +100,10 @@ def test_what_was_lost_goes_before_all_that_wait_in_order_of_arrival() -> None:
     assert rig.turn() == []
     rig.open(0)
     rig.turn()
-    assert rig.admitted()[3:] == [0, 1, 2]
+    assert rig.placed()[3:] == [0, 1, 2]
 
 
-def test_a_request_that_gets_nowhere_on_one_replica_after_another_fails() -> None:
+def test_a_request_fails_after_losing_replicas_without_a_new_token() -> None:
     rig = Rig(a_policy(max_moves=2))
     rig.submit(prompt=300)
     rig.turns(2)
@@ -117,7 +117,7 @@ def test_a_request_that_gets_nowhere_on_one_replica_after_another_fails() -> Non
     assert_idle(rig.scheduler)
 
 
-def test_a_request_that_gets_on_between_its_moves_may_move_often() -> None:
+def test_a_request_with_new_tokens_between_moves_may_move_often() -> None:
     rig = Rig(a_policy(max_moves=1))
     rig.submit(new=100)
     for _ in range(10):
@@ -128,7 +128,7 @@ def test_a_request_that_gets_on_between_its_moves_may_move_often() -> None:
     assert (rig.finished, rig.tokens[0], rig.scheduler.stats().moves) == ([0], 100, 10)
 
 
-def test_one_that_was_not_sent_yet_has_not_moved() -> None:
+def test_a_request_that_was_not_sent_does_not_count_as_moved() -> None:
     rig = Rig(a_policy(max_moves=0))
     rig.submit(new=3)
     rig.scheduler.dispatch()
@@ -139,7 +139,7 @@ def test_one_that_was_not_sent_yet_has_not_moved() -> None:
     assert rig.scheduler.stats().moves == 0
 
 
-def test_who_was_cancelled_on_a_lost_replica_is_gone() -> None:
+def test_a_cancelled_request_on_a_lost_replica_is_gone() -> None:
     rig = Rig(a_policy())
     rig.submit(new=50)
     rig.turns(2)
@@ -148,7 +148,7 @@ def test_who_was_cancelled_on_a_lost_replica_is_gone() -> None:
     assert_idle(rig.scheduler)
 
 
-def test_what_no_replica_can_hold_after_one_came_back_smaller_fails() -> None:
+def test_a_request_too_large_for_the_returned_replica_fails() -> None:
     rig = Rig(a_policy(), blocks=20)
     rig.submit(200, new=50)
     rig.submit(20, new=5)
@@ -186,7 +186,7 @@ def test_the_total_timeout_counts_everywhere_and_gets_no_more_prefill() -> None:
     rig.expire()
     assert rig.failed == {0: FailureCode.EXPIRED}
     orders = rig.turn()
-    assert [(one.prefill, one.release) for one in orders] == [((), (rig.admission(0).slot,))]
+    assert [(one.prefill, one.release) for one in orders] == [((), (rig.placement(0).slot,))]
     assert_idle(rig.scheduler)
 
 
@@ -203,7 +203,7 @@ def test_a_lost_request_expires_by_its_total_timeout_only() -> None:
     assert rig.failed == {0: FailureCode.EXPIRED}
 
 
-def test_deadlines_of_those_that_ended_are_forgotten() -> None:
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
     rig = Rig(a_policy())
     for _ in range(200):
         rig.submit(new=1, end_by=1e6)
@@ -225,7 +225,7 @@ def test_more_work_than_may_wait_is_refused() -> None:
     rig = Rig(a_policy(max_queued_tokens=500, max_batch_size=1))
     rig.submit(100, new=100)
     rig.turn()
-    assert not rig.scheduler.exceeds_queue_limit(a_request(10_000, 1)), "nothing waits: any one may"
+    assert not rig.scheduler.exceeds_queue_limit(a_request(10_000, 1)), "an empty queue accepts any request"
     rig.submit(200, new=100)
     assert not rig.scheduler.exceeds_queue_limit(a_request(100, 100))
     rig.submit(150, new=100)
@@ -244,7 +244,7 @@ def test_a_tenant_below_its_share_is_not_refused_for_others_work() -> None:
     assert rig.scheduler.stats().queued_tokens <= 1000
 
 
-def test_the_wait_is_foreseen_from_the_work_queued_and_the_pace_measured() -> None:
+def test_the_estimated_wait_is_queued_work_over_throughput() -> None:
     rig = Rig(a_policy(max_batch_size=4))
     assert rig.scheduler.estimated_wait(TenantId("")) == 0.0, "there is room"
     for _ in range(40):
@@ -253,12 +253,12 @@ def test_the_wait_is_foreseen_from_the_work_queued_and_the_pace_measured() -> No
     for _ in range(200):
         rig.submit(20, new=20)
     rig.turns(200)
-    foreseen = rig.scheduler.estimated_wait(TenantId(""))
-    assert foreseen is not None
+    estimated = rig.scheduler.estimated_wait(TenantId(""))
+    assert estimated is not None
     last, began = rig.submit(20, new=20), rig.now
-    while last not in rig.admitted():
+    while last not in rig.placed():
         rig.turn()
-    assert foreseen == pytest.approx(rig.now - began, rel=0.15)
+    assert estimated == pytest.approx(rig.now - began, rel=0.15)
 
 
 def test_a_quiet_tenant_waits_less_than_one_that_floods() -> None:
@@ -276,7 +276,7 @@ def test_a_quiet_tenant_waits_less_than_one_that_floods() -> None:
 # ---------------------------------------------------------------------------------------------------------- fairness
 
 
-def test_a_tenant_that_floods_does_not_hold_another_up() -> None:
+def test_a_flooding_tenant_does_not_delay_another() -> None:
     rig = Rig(a_policy(max_batch_size=2))
     for _ in range(50):
         rig.submit(20, new=20, tenant="flood")
@@ -288,18 +288,18 @@ def test_a_tenant_that_floods_does_not_hold_another_up() -> None:
     assert_idle(rig.scheduler)
 
 
-def test_with_one_tenant_it_is_first_come_first_served() -> None:
+def test_one_tenant_is_served_first_come_first_served() -> None:
     rig = Rig(a_policy(max_batch_size=3))
     for number in range(20):
         rig.submit(5 + 7 * number % 31, new=1 + 5 * number % 17)
     seen: list[int] = []
     while rig.scheduler.requests:
-        # Of those that enter in one step the one with the shortest prompt is named first.
-        seen += sorted(admission.request.id for orders in rig.turn() for admission in orders.placements)
+        # Within one step the shortest prompt is listed first.
+        seen += sorted(placement.request.id for orders in rig.turn() for placement in orders.placements)
     assert seen == list(range(20))
 
 
-def test_a_tenant_pays_for_what_it_took_not_for_what_was_expected() -> None:
+def test_a_tenant_pays_for_generated_not_expected_tokens() -> None:
     rig = Rig(a_policy())
     rig.submit(20, new=1000, tenant="a")
     rig.turns(4)

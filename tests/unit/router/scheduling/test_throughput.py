@@ -1,4 +1,4 @@
-"""How fast a replica works, from reports of its steps, and the wait that follows."""
+"""Throughput of a replica from its step reports, and the estimated wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from text_generation_router.scheduling.estimates import Throughput, estimate_wai
 def work(
     throughput: Throughput, now: float, seconds: float, rate: float, *, gap_s: float = 0.0, queued: bool = True
 ) -> float:
-    """Steps of 50 ms, back to back but for the gap, for so long. The time they end."""
+    """Record steps of 50 ms, separated by `gap_s`, for `seconds`. Return the time of the end."""
     end = now + seconds
     while now < end:
         now += gap_s + 0.05
@@ -20,7 +20,7 @@ def work(
     return now
 
 
-def test_nothing_is_known_before_the_first_report() -> None:
+def test_the_rate_is_zero_before_the_first_report() -> None:
     assert Throughput().rate() == 0.0
 
 
@@ -36,7 +36,7 @@ def test_small_gaps_between_steps_count() -> None:
     assert throughput.rate() == pytest.approx(500.0, rel=0.01)
 
 
-def test_idle_time_does_not() -> None:
+def test_idle_time_does_not_count() -> None:
     throughput = Throughput()
     now = 0.0
     for _ in range(20):
@@ -44,7 +44,7 @@ def test_idle_time_does_not() -> None:
     assert throughput.rate() == pytest.approx(1_000.0, rel=0.01)
 
 
-def test_after_idleness_new_steps_soon_count_most() -> None:
+def test_after_idle_time_new_steps_soon_count_most() -> None:
     throughput = Throughput()
     now = work(throughput, 0.0, 60.0, 1_000)
     now = work(throughput, now + 3_600.0, 5.0, 200)
@@ -60,8 +60,8 @@ def test_a_change_is_followed_with_a_time_constant_of_twenty_seconds() -> None:
     assert throughput.rate() == pytest.approx(500, rel=0.03)
 
 
-def test_it_is_tokens_over_seconds_not_a_mean_of_rates() -> None:
-    """A wait passes through short steps and long ones: what counts is the sum of their seconds."""
+def test_the_rate_is_total_tokens_over_total_seconds() -> None:
+    """A wait passes through short and long steps: the sum of their seconds counts."""
     throughput = Throughput()
     now = 0.0
     for _ in range(200):
@@ -82,7 +82,7 @@ def test_reports_that_come_in_a_bunch_count_the_wall_clock_once() -> None:
     assert throughput.rate() == pytest.approx(1_000.0, rel=0.03)
 
 
-def test_what_it_did_with_room_to_spare_gives_way_to_what_it_did_while_requests_waited() -> None:
+def test_the_rate_under_load_replaces_the_rate_with_spare_room() -> None:
     throughput = Throughput()
     now = work(throughput, 0.0, 60.0, 100, queued=False)
     assert throughput.rate() == pytest.approx(100.0)
@@ -92,7 +92,7 @@ def test_what_it_did_with_room_to_spare_gives_way_to_what_it_did_while_requests_
     assert throughput.rate() == pytest.approx(1_000.0)
 
 
-def test_steps_that_served_nothing_took_time_all_the_same() -> None:
+def test_steps_without_tokens_count_their_time() -> None:
     throughput = Throughput()
     throughput.record(1.0, 100, 1.0)
     throughput.record(2.0, 0, 1.0)
@@ -100,14 +100,14 @@ def test_steps_that_served_nothing_took_time_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "busy_s"), [(10, 0.0), (10, -1.0), (10, math.nan), (10, math.inf), (-1, 1.0)])
-def test_reports_that_cannot_be_are_passed_over(tokens: int, busy_s: float) -> None:
+def test_impossible_reports_are_ignored(tokens: int, busy_s: float) -> None:
     throughput = Throughput()
     throughput.record(1.0, tokens, busy_s)
     assert throughput.rate() == 0.0
 
 
-def test_a_queue_simulated_waits_as_long_as_foreseen() -> None:
-    """Steps of a prompt and of decoding in turn, as served before, so ahead in the queue."""
+def test_the_estimated_wait_agrees_with_a_simulated_queue() -> None:
+    """Prefill and decode steps in turn; the queue ahead costs the same."""
     throughput = Throughput()
     steps = [(400, 0.25), (8, 0.03), (8, 0.03), (8, 0.03), (120, 0.09)]
     now = 0.0

@@ -1,4 +1,4 @@
-"""Which shards may stand for one another, and what requests must not ask of any of them."""
+"""Comparison and merging of the capabilities of shards."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ def test_requests_are_prepared_for_all_that_any_replica_lacks() -> None:
     assert (whole.info.engine, whole.info.vocab_size, whole.pool.num_blocks) == ("tensorrt-llm", 100, 7)
 
 
-def test_the_shards_themselves_are_left_as_they_were() -> None:
+def test_merging_does_not_change_the_inputs() -> None:
     first = a_shard(min_p="old")
     merge_capabilities([first, a_shard(seed="none")])
     assert first.unsupported == {"min_p": "old"}
 
 
-def test_one_that_lacks_no_more_than_the_others_may_stand_for_them() -> None:
+def test_a_shard_with_no_fewer_capabilities_may_replace_another() -> None:
     others = merge_capabilities([a_shard(min_p="old"), a_shard(seed="none")])
     for one in (a_shard(), a_shard(seed="other words"), a_shard(min_p="old", seed="none")):
         assert one.differs_from(others) is None
 
 
-def test_one_that_lacks_more_may_not() -> None:
+def test_a_shard_with_fewer_capabilities_may_not() -> None:
     why = a_shard(seed="the sampler has none").differs_from(a_shard(min_p="old"))
     assert why == "it does not support seed, which the other replicas do: the sampler has none"
 
 
-def test_another_engine_is_told_by_its_name() -> None:
+def test_another_engine_is_named_in_the_difference() -> None:
     why = a_shard("echo").differs_from(a_shard())
     assert why == "its engine is 'echo', the other replicas' is 'tensorrt-llm'"
 
 
-def test_grammars_are_those_that_are_known_here() -> None:
+def test_unknown_grammar_kinds_are_ignored() -> None:
     kinds = [pb.GRAMMAR_KIND_REGEX, pb.GRAMMAR_KIND_JSON_SCHEMA, pb.GRAMMAR_KIND_UNSPECIFIED]
     assert ReplicaInfo(pb.InfoResponse(grammar_kinds=kinds), pb.WarmUpResponse()).grammar_kinds == {
         GrammarKind.REGEX,

@@ -28,5 +28,5 @@ def test_the_shorter_of_the_last_two_steps_counts() -> None:
     assert paced(0.1, 5.0).hold(1.0) == pytest.approx(0.1 * HOLD_SHARE)
 
 
-def test_nobody_waits_in_a_step_of_a_millisecond() -> None:
+def test_orders_are_not_held_in_a_step_of_a_millisecond() -> None:
     assert paced(0.001, 0.001).hold(1.0) == 0.0
