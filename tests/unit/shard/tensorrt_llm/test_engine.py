@@ -302,7 +302,8 @@ def test_a_compiled_engine(compiled: TensorRTEngine) -> None:
     assert (info.dtype, info.vocab_size, info.block_size) == ("bfloat16", 128256, 64)
     assert (info.max_slots, info.suggested_prefill_tokens, info.max_sequence_length) == (64, 8192, 4096)
     assert info.eos_token_ids == (7, 8)
-    compiled.warm_up(WarmUpLimits())
+    # The stand-in's cache has 2048 blocks of 32 tokens; the engine counts in blocks of its info.
+    assert compiled.warm_up(WarmUpLimits()) == 1024
     driver = SelfDriver(compiled)
     stream = driver.admit(PROMPT, 30, sampling=Sampling(repetition_penalty=1.2), top_n=2)
     driver.run()
