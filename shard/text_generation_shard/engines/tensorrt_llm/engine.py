@@ -35,7 +35,7 @@ from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop, first_line
-from text_generation_shard.engines.tensorrt_llm.statistics import Statistics
+from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
 
@@ -80,7 +80,7 @@ class TensorRTEngine:
         """Time of the last submission to an idle engine."""
         self._num_blocks = 0
         self._requests = RequestLoop(built.llm, (built.library.request_error,), self._set_broken)
-        self._statistics = Statistics(built.llm)
+        self._statistics = IterationStatistics(built.llm)
         self._watchdog = Watchdog(
             lambda: self._library.is_healthy(self._llm),
             self.activity,

@@ -26,7 +26,7 @@ MAX_ENTRIES = 2000
 log = structlog.get_logger()
 
 
-class Statistics:
+class IterationStatistics:
     """The latest values. Attributes may be read from any thread."""
 
     def __init__(self, llm: LLM) -> None:

@@ -15,7 +15,7 @@ from self_driver import SelfDriver
 from text_generation_proto.values import FailureCode, Stopping
 from text_generation_shard.engine import NewSequence, Orders
 from text_generation_shard.engines.tensorrt_llm.engine import EngineBroken, TensorRTEngine
-from text_generation_shard.engines.tensorrt_llm.statistics import Statistics
+from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
 
 PROMPT = tuple(range(100, 120))
@@ -200,7 +200,7 @@ class Reporting:
 
 async def test_statistics() -> None:
     llm = Reporting()
-    statistics = Statistics(llm)  # type: ignore[arg-type]
+    statistics = IterationStatistics(llm)  # type: ignore[arg-type]
     started = statistics.progressed_at
     for entries, used, queued in (
         ([{"iter": 1, "kvCacheStats": {"usedNumBlocks": "many"}}], 0, 0),
@@ -219,7 +219,7 @@ async def test_statistics() -> None:
 
 async def test_the_size_of_the_pool_is_kept() -> None:
     llm = Reporting({"iter": 1, "kvCacheStats": {"maxNumBlocks": 50, "tokensPerBlock": 64}})
-    statistics = Statistics(llm)  # type: ignore[arg-type]
+    statistics = IterationStatistics(llm)  # type: ignore[arg-type]
     await statistics.poll()
     llm.entries = ({"iter": 2},)
     await statistics.poll()
