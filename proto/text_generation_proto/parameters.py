@@ -68,7 +68,7 @@ class Parameter:
     names: Mapping[Api, str]
     """The name in the request bodies of each API that has it."""
     samples: bool
-    """It shapes the draw of a token: TGI samples if it is set, OpenAI ignores it at temperature 0."""
+    """True if it shapes the draw of a token: TGI samples if it is set, OpenAI ignores it at temperature 0."""
     off: Range | None
     """Values that mean the neutral one in the APIs of OpenAI and Anthropic."""
 

@@ -187,7 +187,7 @@ class KServeRoutes:
 
 
 def _output(name: str, given: InferInput, texts: Sequence[str]) -> InferOutput:
-    """As the input was given: strings for strings, bytes for bytes."""
+    """Return the output in the form of its input: strings or bytes."""
     if given.data and isinstance(given.data[0], str):
         return {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": list(texts)}
     data = list(texts[0].encode())

@@ -184,7 +184,7 @@ class ResponseScript(Script[OutputItem]):
         super().__init__()
         self._response = _new_response(body, named)
         self._cached_tokens = cached_tokens
-        self._places = callable_tools(body.tools or ()).places
+        self._origins = callable_tools(body.tools or ()).origins
         self._prompt_tokens = prompt_tokens
         self._sequence = 0
         self._item: OutputItem
@@ -275,7 +275,7 @@ class ResponseScript(Script[OutputItem]):
             case Kind.REASONING:
                 return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
             case Kind.CALL:
-                namespace, own = self._places.get(name, (None, name))
+                namespace, own = self._origins.get(name, (None, name))
                 call: CallItem = {
                     "id": item_id,
                     "type": "function_call",

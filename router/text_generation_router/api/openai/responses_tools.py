@@ -41,7 +41,7 @@ HOSTED = frozenset(
 )
 """Types of tools that are left out. Unknown types are refused: they may be misspelled."""
 
-Place = tuple[str | None, str]
+Origin = tuple[str | None, str]
 """The namespace of a function, if any, and its own name."""
 
 
@@ -51,9 +51,9 @@ class CallableTools:
 
     definitions: Sequence[ToolDefinition]
     """The functions, with the names that the model uses."""
-    names: Mapping[Place, str]
+    names: Mapping[Origin, str]
     """Function in a namespace → name that the model uses."""
-    places: Mapping[str, Place]
+    origins: Mapping[str, Origin]
     """The inverse of `names`."""
     left_out: Sequence[str]
     """Types of the tools that were left out."""
@@ -91,7 +91,7 @@ def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
         else:
             raise InvalidRequest(f"tools of type {tool.type[:32]!r} are not supported")
     holders = Counter(tool.name for _, tool in functions)
-    names: dict[Place, str] = {}
+    names: dict[Origin, str] = {}
     taken = {tool.name for namespace, tool in functions if namespace is None}
     definitions: list[ToolDefinition] = []
     for namespace, tool in functions:
@@ -107,7 +107,7 @@ def callable_tools(tools: Sequence[AnyTool]) -> CallableTools:
             taken.add(name)
             names[namespace, own] = name
         definitions.append(_definition(name, tool))
-    return CallableTools(definitions, names, {name: place for place, name in names.items()}, left_out)
+    return CallableTools(definitions, names, {name: origin for origin, name in names.items()}, left_out)
 
 
 def as_sent(tool: FunctionTool) -> dict[str, Any]:
