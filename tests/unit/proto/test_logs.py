@@ -1,4 +1,4 @@
-"""A record is one line, in both formats, with a traceback or without."""
+"""Log records are one line in both formats, with or without a traceback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _own_logging() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("json_output", [False, True])
-def test_a_traceback_stays_in_its_record(json_output: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_traceback_is_part_of_its_record(json_output: bool, capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(ProcessConfig(json_output=json_output), "router")
     try:
         raise ValueError("two\nlines")

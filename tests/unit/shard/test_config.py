@@ -1,4 +1,4 @@
-"""The shard's own settings: what does not go together is said in one line."""
+"""Settings of a shard: contradictions are one-line errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEETING = "unix:///tmp/group"
         ({"rank": 2, "world_size": 2, "group_address": MEETING}, "`rank`(2) must be < `world_size`(2)"),
     ],
 )
-def test_a_place_that_does_not_exist_is_refused(settings: dict[str, object], problem: str) -> None:
+def test_an_invalid_rank_is_rejected(settings: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError) as error:
         ShardConfig.of(**settings)
     assert problem in str(error.value)
@@ -33,5 +33,5 @@ def test_a_place_that_does_not_exist_is_refused(settings: dict[str, object], pro
         ({"rank": 1, "world_size": 2, "group_address": MEETING}, "shard-0-rank-1"),
     ],
 )
-def test_the_log_names_the_place(settings: dict[str, object], name: str) -> None:
+def test_the_process_name_has_replica_and_rank(settings: dict[str, object], name: str) -> None:
     assert ShardConfig.of(**settings).process_name == name

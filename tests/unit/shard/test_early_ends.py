@@ -1,41 +1,24 @@
-"""min_new_tokens, OpenAI's penalties and prompt top tokens on both engines: the parts of the contract few ask for."""
+"""min_new_tokens, OpenAI's penalties and prompt top tokens on both step-scheduled engines."""
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 from engine_driver import Driver
+from tiny_engines import tiny_engine
 
 from text_generation_proto.values import FinishReason, Sampling, Stopping, WarmUpLimits
-from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
-from text_generation_shard.engines import build_engine
 
-TINY_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "dtype": "float32",
-}
 PROMPT = tuple(range(7, 47))
 ENDS = frozenset(range(10, 59))
-DRAWN = Sampling(greedy=False, temperature=2.0, seed=3)
+SAMPLED = Sampling(greedy=False, temperature=2.0, seed=3)
 
 
 @pytest.fixture(scope="module", params=["echo", "torch"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
-    return build_engine(
-        ShardConfig(engine=request.param, model_path=str(folder), load_format="dummy", device="cpu", max_batch_size=8)
-    )
+    return tiny_engine(request.param, tmp_path_factory.mktemp("model"), vocab_size=60)
 
 
 @pytest.fixture
@@ -44,8 +27,8 @@ def driver(engine: Engine) -> Driver:
 
 
 @pytest.mark.parametrize("kind", ["eos", "stop"])
-@pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
-def test_nothing_ends_before_min_new_tokens(driver: Driver, sampling: Sampling, kind: str) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_no_sequence_ends_before_min_new_tokens(driver: Driver, sampling: Sampling, kind: str) -> None:
     ends = (ENDS, frozenset[int]()) if kind == "eos" else (frozenset[int](), ENDS)
     early = driver.admit(PROMPT, sampling=sampling, stopping=Stopping(40, *ends))
     late = driver.admit(PROMPT, sampling=sampling, stopping=Stopping(40, *ends, min_new_tokens=12))
@@ -78,7 +61,7 @@ def test_output_penalties_survive_a_preemption(driver: Driver) -> None:
     assert first.tokens + second.tokens == whole.tokens
 
 
-def test_prompt_top_tokens_come_for_each_position_whatever_the_chunks(driver: Driver) -> None:
+def test_prompt_top_tokens_do_not_depend_on_chunks(driver: Driver) -> None:
     whole = driver.admit(PROMPT, 1, prompt_logprobs=True, prompt_top_n=4)
     chunked = driver.admit(PROMPT, 1, prompt_logprobs=True, prompt_top_n=4, chunk=7)
     silent = driver.admit(PROMPT, 1, prompt_logprobs=True)

@@ -1,11 +1,10 @@
-"""What every engine promises, whoever schedules and whatever computes its tokens: `engine.Engine` and shard.proto.
+"""The contract of all engines: `engine.Engine` and shard.proto.
 
-What only step engines promise – blocks, grants, chunks – is in `test_step_contract`.
+The part for engines that the router schedules (blocks, chunks) is in `test_step_contract`.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,41 +12,20 @@ from dataclasses import replace
 import pytest
 from engine_driver import Driver
 from self_driver import SelfDriver, driver_for
+from tiny_engines import tiny_engine
 
 from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders
 from text_generation_shard.engines import build_engine
 
-TINY_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "dtype": "float32",
-}
 PROMPT = tuple(range(7, 47))
 SEEDED = Sampling(greedy=False, temperature=1.5, top_k=50, seed=11)
 
 
 @pytest.fixture(scope="module", params=["echo", "self-scheduling echo", "torch"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
-    config = ShardConfig(
-        engine=request.param.split()[-1],
-        echo_self_scheduling=request.param.startswith("self"),
-        model_path=str(folder),
-        load_format="dummy",
-        device="cpu",
-        max_batch_size=12,
-        echo_max_sequence_length=256,
-    )
-    return build_engine(config)
+    return tiny_engine(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -62,12 +40,12 @@ def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampli
     return stream.tokens
 
 
-def test_warm_up_allocates_exactly_the_tokens_asked_for(engine: Engine) -> None:
+def test_warm_up_allocates_max_batch_total_tokens(engine: Engine) -> None:
     assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)) == 512 // engine.info.block_size
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
-def test_tokens_do_not_depend_on_what_shares_the_batch(driver: Driver, sampling: Sampling) -> None:
+def test_tokens_do_not_depend_on_the_batch(driver: Driver, sampling: Sampling) -> None:
     expected = alone(driver, sampling=sampling)
     for length in (1, 9, 70, 33):
         driver.admit(range(3, 3 + length), 30)
@@ -83,14 +61,14 @@ def test_max_new_tokens_is_exact(driver: Driver, new: int) -> None:
     assert len(alone(driver, new=new)) == new
 
 
-def test_tokens_bring_finite_logprobs(driver: Driver) -> None:
+def test_tokens_have_finite_logprobs(driver: Driver) -> None:
     stream = driver.admit(PROMPT)
     driver.run()
     assert len(stream.logprobs) == 8
     assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
 
 
-def test_nothing_comes_for_a_released_slot(driver: Driver) -> None:
+def test_a_released_slot_gets_no_tokens(driver: Driver) -> None:
     gone, stays = driver.admit(PROMPT, 20), driver.admit(PROMPT, 20)
     driver.step()
     driver.release(gone)
@@ -101,7 +79,7 @@ def test_nothing_comes_for_a_released_slot(driver: Driver) -> None:
     assert driver.engine.running == 1
 
 
-def test_a_slot_released_and_given_out_in_the_same_orders_serves_the_new_tenant(driver: Driver) -> None:
+def test_a_slot_can_be_released_and_reused_in_the_same_orders(driver: Driver) -> None:
     expected = alone(driver)
     gone = driver.admit(range(60, 90), 20)
     driver.step()
@@ -112,7 +90,7 @@ def test_a_slot_released_and_given_out_in_the_same_orders_serves_the_new_tenant(
     assert stream.tokens == expected
 
 
-def test_releasing_an_unknown_slot_is_harmless(driver: Driver) -> None:
+def test_release_of_an_unknown_slot_is_ignored(driver: Driver) -> None:
     stream = driver.admit(PROMPT)
     driver.step()
     assert driver.engine.apply(Orders(99, release=(stream.slot + 1, 10_000))) == []
@@ -142,7 +120,7 @@ def test_finishing_frees_the_slot_and_its_blocks(driver: Driver) -> None:
 def test_a_sequence_ends_at(
     driver: Driver, stopping: Callable[[int], Stopping], tokens: int, reason: FinishReason
 ) -> None:
-    # A draw, so that the third token is a new one whatever the model.
+    # Sampled, so that the third token differs from the first two in every model.
     draws = alone(driver, sampling=SEEDED)
     assert draws[2] not in draws[:2]
     stream = driver.admit(PROMPT, sampling=SEEDED, stopping=stopping(draws[2]))
@@ -150,7 +128,7 @@ def test_a_sequence_ends_at(
     assert (stream.tokens, stream.finish) == (draws[:tokens], reason)
 
 
-def admission(slot: int = 3, **changes: object) -> NewSequence:
+def new_sequence(slot: int = 3, **changes: object) -> NewSequence:
     valid = NewSequence(slot, PROMPT, Stopping(4), blocks=(40, 41, 42))
     return replace(valid, **changes)  # type: ignore[arg-type]
 
@@ -158,18 +136,18 @@ def admission(slot: int = 3, **changes: object) -> NewSequence:
 @pytest.mark.parametrize(
     "bad",
     [
-        admission(slot=12),
-        admission(prompt=()),
-        admission(prompt=(1 << 30,)),
-        admission(generated_tokens=len(PROMPT)),
-        admission(stopping=Stopping(0)),
-        admission(stopping=Stopping(217)),
-        admission(logprobs=LogprobOptions(21)),
-        admission(sampling=Sampling(temperature=0.0)),
-        admission(sampling=Sampling(temperature=math.nan)),
-        admission(sampling=Sampling(top_p=0.0)),
-        admission(sampling=Sampling(repetition_penalty=-1.0)),
-        admission(sampling=Sampling(frequency_penalty=2.1)),
+        new_sequence(slot=12),
+        new_sequence(prompt=()),
+        new_sequence(prompt=(1 << 30,)),
+        new_sequence(generated_tokens=len(PROMPT)),
+        new_sequence(stopping=Stopping(0)),
+        new_sequence(stopping=Stopping(217)),
+        new_sequence(logprobs=LogprobOptions(21)),
+        new_sequence(sampling=Sampling(temperature=0.0)),
+        new_sequence(sampling=Sampling(temperature=math.nan)),
+        new_sequence(sampling=Sampling(top_p=0.0)),
+        new_sequence(sampling=Sampling(repetition_penalty=-1.0)),
+        new_sequence(sampling=Sampling(frequency_penalty=2.1)),
     ],
     ids=[
         "slot past the last",
@@ -186,7 +164,7 @@ def admission(slot: int = 3, **changes: object) -> NewSequence:
         "frequency penalty out of range",
     ],
 )
-def test_an_invalid_admission_fails_alone(driver: Driver, bad: NewSequence) -> None:
+def test_an_invalid_sequence_fails_alone(driver: Driver, bad: NewSequence) -> None:
     if isinstance(driver, SelfDriver):
         bad = replace(bad, blocks=())
     expected = alone(driver)
@@ -200,12 +178,12 @@ def test_an_invalid_admission_fails_alone(driver: Driver, bad: NewSequence) -> N
     assert driver.engine.running == 0
 
 
-def test_top_tokens_come_best_first_for_those_who_ask(driver: Driver) -> None:
-    asking, silent = driver.admit(PROMPT, 3, top_n=5), driver.admit(PROMPT, 3)
+def test_top_tokens_are_reported_best_first_on_request(driver: Driver) -> None:
+    with_top, without_top = driver.admit(PROMPT, 3, top_n=5), driver.admit(PROMPT, 3)
     driver.run()
-    assert len(asking.top_tokens) == 3
-    assert silent.top_tokens == []
-    for token, logprob, top in zip(asking.tokens, asking.logprobs, asking.top_tokens, strict=True):
+    assert len(with_top.top_tokens) == 3
+    assert without_top.top_tokens == []
+    for token, logprob, top in zip(with_top.tokens, with_top.logprobs, with_top.top_tokens, strict=True):
         assert top.index == 0
         assert len(top.token_ids) == len(top.logprobs) >= 5
         assert list(top.logprobs) == sorted(top.logprobs, reverse=True)
@@ -217,7 +195,7 @@ PENALIZED = replace(SEEDED, repetition_penalty=1.3, frequency_penalty=0.5)
 
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED, PENALIZED], ids=["greedy", "seeded", "penalized"])
 @pytest.mark.parametrize("steps", [1, 5, 19])
-def test_a_preempted_sequence_goes_on_where_it_was(driver: Driver, sampling: Sampling, steps: int) -> None:
+def test_a_preempted_sequence_continues(driver: Driver, sampling: Sampling, steps: int) -> None:
     expected = alone(driver, new=20, sampling=sampling)
     before = driver.admit(PROMPT, 20, sampling=sampling)
     for _ in range(steps):
@@ -229,7 +207,7 @@ def test_a_preempted_sequence_goes_on_where_it_was(driver: Driver, sampling: Sam
     assert after.finish is FinishReason.LENGTH
 
 
-def test_penalties_count_nothing_of_a_former_tenant(driver: Driver) -> None:
+def test_penalties_ignore_the_previous_sequence_of_a_slot(driver: Driver) -> None:
     expected = alone(driver, sampling=PENALIZED)
     alone(driver, tuple(range(100, 160)), new=30, sampling=PENALIZED)
     assert alone(driver, sampling=PENALIZED) == expected
@@ -245,7 +223,7 @@ def test_reset_drops_everything(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("self_scheduling", [False, True])
-def test_the_echo_engine_fails_one_sequence_or_a_whole_step_as_told(self_scheduling: bool) -> None:
+def test_configured_failures_of_the_echo_engine(self_scheduling: bool) -> None:
     config = ShardConfig(engine="echo", echo_fail_token=5, echo_fail_step_token=6, echo_self_scheduling=self_scheduling)
     driver = driver_for(build_engine(config), WarmUpLimits())
     bad, neighbour = driver.admit([1, 5]), driver.admit([1, 2], 4)

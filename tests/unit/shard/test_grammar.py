@@ -1,4 +1,4 @@
-"""Grammars on both engines: what comes out keeps to them, and nobody else notices."""
+"""Grammars on both step-scheduled engines: the text follows them, and other sequences are not affected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from text_generation_shard.session import EngineSession
 
 TINY_LLAMA = {
     "model_type": "llama",
-    # Wider than the tokenizer: what it does not know, a grammar never allows.
+    # Larger than the tokenizer's: a grammar never allows the additional tokens.
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -44,7 +44,7 @@ TINY_LLAMA = {
     "dtype": "float32",
 }
 PROMPT = tuple(range(70, 100))
-DRAWN = Sampling(greedy=False, temperature=1.3, seed=5)
+SAMPLED = Sampling(greedy=False, temperature=1.3, seed=5)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -114,7 +114,7 @@ def text(tokenizer: Tokenizer, stream: Stream) -> str:
     return decoded
 
 
-def test_the_engine_says_which_grammars_it_serves(engine: Engine) -> None:
+def test_info_lists_the_grammar_kinds(engine: Engine) -> None:
     assert set(engine.info.grammar_kinds) == {GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK}
 
 
@@ -129,28 +129,28 @@ def test_a_schema_gives_one_line_of_json_that_validates(driver: Driver, tokenize
     assert json.dumps(value, ensure_ascii=False) == written or "\\" in written
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), DRAWN, Sampling(greedy=False, top_k=1, min_p=0.5, typical_p=0.5)])
-def test_an_expression_is_matched_whole(driver: Driver, tokenizer: Tokenizer, sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, Sampling(greedy=False, top_k=1, min_p=0.5, typical_p=0.5)])
+def test_a_regex_matches_the_whole_text(driver: Driver, tokenizer: Tokenizer, sampling: Sampling) -> None:
     stream = driver.admit(PROMPT, stopping=stopping(), sampling=sampling, grammar=REGEX)
     driver.run()
     assert re.fullmatch(REGEX.text, text(tokenizer, stream))
 
 
-def test_rules_in_lark_are_kept(driver: Driver, tokenizer: Tokenizer) -> None:
+def test_lark_rules(driver: Driver, tokenizer: Tokenizer) -> None:
     stream = driver.admit(PROMPT, stopping=stopping(), grammar=LARK)
     driver.run()
     assert re.fullmatch("yes|no ?[a-f]{3}", text(tokenizer, stream))
 
 
-def test_each_row_keeps_to_its_own_grammar_and_the_others_notice_nothing(driver: Driver, tokenizer: Tokenizer) -> None:
-    free = [driver.admit(PROMPT, 40), driver.admit(PROMPT, 40, sampling=DRAWN)]
-    alone = driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=REGEX)
+def test_each_row_follows_its_own_grammar(driver: Driver, tokenizer: Tokenizer) -> None:
+    free = [driver.admit(PROMPT, 40), driver.admit(PROMPT, 40, sampling=SAMPLED)]
+    alone = driver.admit(PROMPT, stopping=stopping(), sampling=SAMPLED, grammar=REGEX)
     driver.run()
     together = [
         driver.admit(PROMPT, 40),
-        driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=REGEX),
-        driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=JSON),
-        driver.admit(PROMPT, 40, sampling=DRAWN),
+        driver.admit(PROMPT, stopping=stopping(), sampling=SAMPLED, grammar=REGEX),
+        driver.admit(PROMPT, stopping=stopping(), sampling=SAMPLED, grammar=JSON),
+        driver.admit(PROMPT, 40, sampling=SAMPLED),
         driver.admit(PROMPT, stopping=stopping(), grammar=LARK, chunk=7),
     ]
     driver.run()
@@ -161,10 +161,10 @@ def test_each_row_keeps_to_its_own_grammar_and_the_others_notice_nothing(driver:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 9])
-def test_a_preempted_sequence_goes_on_where_its_grammar_was(driver: Driver, tokenizer: Tokenizer, steps: int) -> None:
-    whole = driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=JSON)
+def test_a_preempted_sequence_continues_its_grammar(driver: Driver, tokenizer: Tokenizer, steps: int) -> None:
+    whole = driver.admit(PROMPT, stopping=stopping(), sampling=SAMPLED, grammar=JSON)
     driver.run()
-    first = driver.admit(PROMPT, stopping=stopping(), sampling=DRAWN, grammar=JSON)
+    first = driver.admit(PROMPT, stopping=stopping(), sampling=SAMPLED, grammar=JSON)
     for _ in range(steps):
         driver.step()
     again = driver.preempt(first)
@@ -173,7 +173,7 @@ def test_a_preempted_sequence_goes_on_where_its_grammar_was(driver: Driver, toke
     assert again.finish is FinishReason.EOS_TOKEN
 
 
-def test_generated_tokens_that_do_not_fit_the_grammar_are_refused(driver: Driver) -> None:
+def test_generated_tokens_that_violate_the_grammar_are_rejected(driver: Driver) -> None:
     stream = driver.admit([*PROMPT, 5, 6], stopping=stopping(), grammar=JSON, generated_tokens=2)
     driver.step()
     assert stream.failure is not None
@@ -181,7 +181,7 @@ def test_generated_tokens_that_do_not_fit_the_grammar_are_refused(driver: Driver
 
 
 @pytest.mark.parametrize(("grammar", "words"), BROKEN, ids=[words for _, words in BROKEN])
-def test_a_grammar_that_cannot_be_served_fails_its_sequence_alone(driver: Driver, grammar: Grammar, words: str) -> None:
+def test_an_unusable_grammar_fails_only_its_sequence(driver: Driver, grammar: Grammar, words: str) -> None:
     expected = driver.admit(PROMPT, 5)
     driver.run()
     neighbour = driver.admit(PROMPT, 5)
@@ -195,7 +195,7 @@ def test_a_grammar_that_cannot_be_served_fails_its_sequence_alone(driver: Driver
     assert neighbour.tokens == expected.tokens
 
 
-def test_a_grammar_that_leads_nowhere_fails_its_sequence_alone_when_it_gets_there(driver: Driver) -> None:
+def test_a_grammar_with_a_dead_end_fails_only_its_sequence(driver: Driver) -> None:
     expected = driver.admit(PROMPT, 9)
     driver.run()
     neighbour = driver.admit(PROMPT, 9)
@@ -216,7 +216,7 @@ def test_without_eos_tokens_a_complete_grammar_still_ends_the_sequence(driver: D
     assert text(tokenizer, stream) in ("abe", "abcde")
 
 
-def test_min_new_tokens_goes_on_while_the_grammar_can_and_no_longer(driver: Driver, tokenizer: Tokenizer) -> None:
+def test_min_new_tokens_holds_while_the_grammar_can_continue(driver: Driver, tokenizer: Tokenizer) -> None:
     open_ended = driver.admit(
         PROMPT, stopping=stopping(40, min_new_tokens=12), grammar=Grammar(GrammarKind.REGEX, "[xyz]*")
     )
@@ -246,18 +246,18 @@ def test_an_engine_without_a_tokenizer_refuses_grammars(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{}", "no json", '{"model": {"type": "BPE"}}'])
-def test_a_tokenizer_that_cannot_be_read_serves_no_grammars(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_tokenizer_gives_no_grammars(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     assert load_grammars(str(tmp_path)) is None
 
 
-def test_an_eos_token_beyond_the_tokenizer_is_left_out(folder: Path) -> None:
+def test_an_eos_token_beyond_the_tokenizer_is_ignored(folder: Path) -> None:
     grammars = load_grammars(str(folder), [END, 299])
     assert grammars is not None
     assert grammars.end_token_ids == {END}
 
 
-def test_a_failed_build_says_so_in_one_short_line(folder: Path) -> None:
+def test_a_failed_compilation_is_one_short_line(folder: Path) -> None:
     grammars = load_grammars(str(folder))
     assert grammars is not None
     with pytest.raises(GrammarError) as error:
@@ -268,7 +268,7 @@ def test_a_failed_build_says_so_in_one_short_line(folder: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("grammar", [REGEX, BROKEN[0][0]], ids=["good", "broken"])
-def test_a_session_goes_on_while_a_grammar_is_built(folder: Path, grammar: Grammar) -> None:
+def test_a_session_continues_while_a_grammar_is_compiled(folder: Path, grammar: Grammar) -> None:
     engine = build_engine(ShardConfig(engine="echo", model_path=str(folder), max_batch_size=4))
     engine.warm_up(WarmUpLimits())
     assert engine.grammars is not None
@@ -296,13 +296,13 @@ def test_a_session_goes_on_while_a_grammar_is_built(folder: Path, grammar: Gramm
     session.order(Orders(2, admit=(admission(1, None),), prefill=((1, len(PROMPT)),)))
     session.run()
     order = [slot for report in reports for slot in report.slots]
-    assert order[:5] == [1] * 5, "the other sequence waits for nobody"
+    assert order[:5] == [1] * 5, "the other sequence does not wait"
     failed = [failure.code for report in reports for failure in report.failed]
     assert failed == ([] if grammar is REGEX else [FailureCode.INVALID])
     assert (0 in order) is (grammar is REGEX)
 
 
-def test_a_released_sequence_is_not_missed_by_the_grammar_it_waited_for(driver: Driver) -> None:
+def test_a_release_while_the_grammar_is_compiled(driver: Driver) -> None:
     late: Future[Matcher] = Future()
     engine = driver.engine
     blocks = (0, 1)

@@ -1,4 +1,4 @@
-"""The echo engine knows what its KV blocks hold, and says so when its client is wrong about them."""
+"""The KV ledger rejects blocks with a wrong owner or wrong contents."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def driver() -> Driver:
 
 
 def admitted(driver: Driver, prompt: Tokens[int], blocks: Tokens[int], computed: int = 0, slot: int = 9) -> str | None:
-    """Admit past the driver; what was wrong with it, or None. The sequence is dropped again."""
+    """Admit a sequence without the driver, drop it, and return its problem, or None."""
     admission = NewSequence(slot, tuple(prompt), Stopping(4), blocks=tuple(blocks), computed_tokens=computed)
     failures = driver.engine.apply(Orders(98, admit=(admission,)))
     driver.engine.apply(Orders(99, release=(slot,)))
@@ -34,28 +34,28 @@ def admitted(driver: Driver, prompt: Tokens[int], blocks: Tokens[int], computed:
     return failures[0].message if failures else None
 
 
-def test_blocks_that_nobody_computed_hold_no_prompt(driver: Driver) -> None:
+def test_blocks_that_were_never_computed(driver: Driver) -> None:
     message = "the KV blocks given do not hold the prompt: token 0, in block 3, is another"
     assert admitted(driver, PROMPT, (3, 4, 5), computed=32) == message
     assert driver.engine.running == 0
 
 
-@pytest.mark.parametrize("place", [0, 15, 16, 31])
-def test_one_wrong_token_is_seen(driver: Driver, place: int) -> None:
+@pytest.mark.parametrize("index", [0, 15, 16, 31])
+def test_one_wrong_token(driver: Driver, index: int) -> None:
     first = driver.admit(PROMPT, 30)
     driver.step()
     prompt = list(PROMPT)
-    prompt[place] += 1
+    prompt[index] += 1
     blocks = (*first.blocks[:2], 3)
-    wrong = f"the KV blocks given do not hold the prompt: token {place}, in block {blocks[place // 16]}, is another"
+    wrong = f"the KV blocks given do not hold the prompt: token {index}, in block {blocks[index // 16]}, is another"
     assert admitted(driver, prompt, blocks, computed=32) == wrong
     assert admitted(driver, PROMPT, blocks, computed=32) is None
-    prompt[place] = PROMPT[place]
+    prompt[index] = PROMPT[index]
     prompt[-1] += 1
     assert admitted(driver, prompt, blocks, computed=32) is None
 
 
-def test_blocks_in_another_order_do_not_hold_the_prompt(driver: Driver) -> None:
+def test_blocks_in_the_wrong_order(driver: Driver) -> None:
     first = driver.admit(PROMPT, 30)
     driver.step()
     one, two = first.blocks[:2]
@@ -64,7 +64,7 @@ def test_blocks_in_another_order_do_not_hold_the_prompt(driver: Driver) -> None:
     assert problem.startswith("the KV blocks given do not hold the prompt")
 
 
-def test_a_block_holds_no_more_than_was_computed_by_now(driver: Driver) -> None:
+def test_a_block_holds_only_computed_tokens(driver: Driver) -> None:
     first = driver.admit(PROMPT, 30, chunk=20)
     driver.step()
     assert admitted(driver, PROMPT, (first.blocks[0], 3, 4), computed=16) is None
@@ -73,7 +73,7 @@ def test_a_block_holds_no_more_than_was_computed_by_now(driver: Driver) -> None:
     assert admitted(driver, PROMPT, (*first.blocks[:2], 3), computed=32) is None
 
 
-def test_generated_tokens_are_held_as_prompts_are(driver: Driver) -> None:
+def test_new_tokens_are_held_too(driver: Driver) -> None:
     first = driver.admit(PROMPT, 30)
     for _ in range(9):
         driver.step()
@@ -85,7 +85,7 @@ def test_generated_tokens_are_held_as_prompts_are(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("end", ["finished", "released"])
-def test_blocks_hold_what_was_computed_after_their_sequence_is_gone(driver: Driver, end: str) -> None:
+def test_blocks_keep_their_contents_after_the_sequence(driver: Driver, end: str) -> None:
     first = driver.admit(PROMPT, 3)
     driver.step()
     if end == "released":
@@ -94,24 +94,24 @@ def test_blocks_hold_what_was_computed_after_their_sequence_is_gone(driver: Driv
     assert driver.engine.running == 0
     blocks = (*first.blocks[:2], 3)
     assert admitted(driver, PROMPT, blocks, computed=32) is None
-    # Until they are given to another.
+    # Until they are assigned again.
     assert admitted(driver, OTHER, first.blocks) is None
     assert admitted(driver, PROMPT, blocks, computed=32) is not None
 
 
-def test_a_block_holds_nothing_from_the_moment_it_is_given_to_another(driver: Driver) -> None:
+def test_an_assigned_block_loses_its_contents(driver: Driver) -> None:
     first = driver.admit(PROMPT, 1)
     driver.run()
-    tenant = NewSequence(5, OTHER, Stopping(4), blocks=tuple(first.blocks))
-    assert driver.engine.apply(Orders(97, admit=(tenant,), prefill=((5, 16),))) == []
+    owner = NewSequence(5, OTHER, Stopping(4), blocks=tuple(first.blocks))
+    assert driver.engine.apply(Orders(97, admit=(owner,), prefill=((5, 16),))) == []
     driver.engine.step()
-    # The tenant has not come to the second block yet, and is about to.
+    # The new owner has not reached the second block yet.
     claim = (*OTHER[:16], *PROMPT[16:])
     assert admitted(driver, claim, (*first.blocks[:2], 4), computed=32) is not None
     assert admitted(driver, claim, (first.blocks[0], 3, 4), computed=16) is None
 
 
-def test_a_part_of_a_block_can_be_gone_on_from(driver: Driver) -> None:
+def test_a_sequence_may_continue_within_a_block(driver: Driver) -> None:
     first = driver.admit(PROMPT, 1)
     driver.run()
     blocks = (*first.blocks[:3],)
@@ -119,7 +119,7 @@ def test_a_part_of_a_block_can_be_gone_on_from(driver: Driver) -> None:
     assert admitted(driver, (*PROMPT[:36], 1, 2, 3), blocks, computed=38) is not None
 
 
-def test_a_block_that_another_may_write_is_refused(driver: Driver) -> None:
+def test_a_block_with_a_writer_is_rejected(driver: Driver) -> None:
     first = driver.admit(PROMPT, 30)
     driver.step()
     taken = first.blocks[1]
@@ -129,7 +129,7 @@ def test_a_block_that_another_may_write_is_refused(driver: Driver) -> None:
     assert admitted(driver, OTHER, (3, taken, 4)) is None
 
 
-def test_a_block_that_another_reads_is_not_to_be_written(driver: Driver) -> None:
+def test_a_block_with_readers_is_rejected(driver: Driver) -> None:
     first = driver.admit(PROMPT, 1)
     driver.run()
     shared = first.blocks[:2]
@@ -142,12 +142,12 @@ def test_a_block_that_another_reads_is_not_to_be_written(driver: Driver) -> None
     assert admitted(driver, OTHER, (3, 4, shared[0])) is None
 
 
-def test_a_block_twice_in_one_table_is_refused(driver: Driver) -> None:
+def test_a_block_twice_in_one_table_is_rejected(driver: Driver) -> None:
     assert admitted(driver, PROMPT, (3, 4, 3)) == "a KV block is given twice"
 
 
 @pytest.mark.parametrize("whose", ["another's", "its own", "twice"])
-def test_a_grant_of_a_block_that_is_held_fails_whom_it_names(driver: Driver, whose: str) -> None:
+def test_an_added_block_that_is_held_fails_its_sequence(driver: Driver, whose: str) -> None:
     first, second = driver.admit(PROMPT, 30), driver.admit(PROMPT, 30, granted=48)
     driver.step()
     blocks = {"another's": (first.blocks[0],), "its own": (second.blocks[0],), "twice": (3, 3)}[whose]
@@ -159,7 +159,7 @@ def test_a_grant_of_a_block_that_is_held_fails_whom_it_names(driver: Driver, who
     assert len(first.tokens) == 30
 
 
-def test_a_block_granted_is_held_and_free_again_with_its_sequence(driver: Driver) -> None:
+def test_an_added_block_is_held_until_its_sequence_ends(driver: Driver) -> None:
     stream = driver.admit(PROMPT, 30, granted=48)
     driver.step()
     driver.grant(stream, 16)
@@ -170,7 +170,7 @@ def test_a_block_granted_is_held_and_free_again_with_its_sequence(driver: Driver
     assert admitted(driver, OTHER, (3, 4, stream.blocks[-1])) is None
 
 
-def test_a_new_session_begins_with_empty_blocks(driver: Driver) -> None:
+def test_a_new_session_starts_with_empty_blocks(driver: Driver) -> None:
     first = driver.admit(PROMPT, 30)
     driver.step()
     driver.engine.reset()
@@ -179,7 +179,7 @@ def test_a_new_session_begins_with_empty_blocks(driver: Driver) -> None:
 
 
 class Sharer:
-    """Sequences that come and go over four blocks of four tokens, their blocks tracked token by token."""
+    """Sequences on four blocks of four tokens; the contents of the blocks are tracked token by token."""
 
     def __init__(self) -> None:
         self.ledger = KVLedger(4, 4)
@@ -188,7 +188,7 @@ class Sharer:
 
 
 class Held:
-    """A holder, as the ledger sees one."""
+    """A sequence of the ledger."""
 
     def __init__(self, tokens: list[int], blocks: list[int], computed: int) -> None:
         self.tokens, self.blocks, self.computed = tokens, blocks, computed
@@ -239,6 +239,6 @@ def test_the_ledger_agrees_with_a_record_of_every_token(
             else:
                 for _ in range(len(tokens)):
                     if holder.computed < min(len(holder.tokens), len(holder.blocks) * 4):
-                        place = holder.computed
-                        world.cells[holder.blocks[place // 4], place % 4] = holder.tokens[place]
+                        index = holder.computed
+                        world.cells[holder.blocks[index // 4], index % 4] = holder.tokens[index]
                         holder.computed += 1

@@ -1,4 +1,4 @@
-"""The echo engine that schedules for itself: its queue, its blocks, its reports."""
+"""The self-scheduling echo engine: queue, blocks, reports."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ def echo_of(prompt: tuple[int, ...], new: int) -> list[int]:
 
 
 def steps(driver: SelfDriver) -> list[StepResult]:
-    """What each step brings until nothing can advance."""
+    """Return the results of all steps until nothing can advance."""
     return list(iter(driver.step, None))  # type: ignore[arg-type]
 
 
-def refusals(engine: Engine, orders: Orders) -> list[tuple[int, str]]:
+def rejections(engine: Engine, orders: Orders) -> list[tuple[int, str]]:
     failures: list[Failure] = engine.apply(orders)
     assert all(failure.code is FailureCode.INVALID for failure in failures)
     return [(failure.slot, failure.message) for failure in failures]
 
 
-def test_info_says_who_schedules() -> None:
+def test_info_has_the_scheduling() -> None:
     info = driver_of().engine.info
     assert (info.engine, info.scheduling, info.block_size) == ("echo", Scheduling.SELF, 16)
     assert build_engine(ShardConfig(engine="echo")).info.scheduling is Scheduling.STEP
 
 
 @pytest.mark.parametrize("what", [{"blocks": (1, 2, 3)}, {"blocks": (1, 2, 3), "computed_tokens": 16}])
-def test_an_admission_with_blocks_is_refused(what: dict[str, tuple[int, ...]]) -> None:
+def test_a_sequence_with_blocks_is_rejected(what: dict[str, tuple[int, ...]]) -> None:
     engine = driver_of().engine
     admission = NewSequence(2, PROMPT, Stopping(4), **what)  # type: ignore[arg-type]
     expected = [(2, "the engine schedules for itself: it takes no KV blocks")]
-    assert refusals(engine, Orders(1, admit=(admission,))) == expected
+    assert rejections(engine, Orders(1, admit=(admission,))) == expected
     assert (engine.running, engine.step()) == (0, None)
 
 
-def test_grants_and_prefill_orders_fail_whom_they_name_and_nobody_else() -> None:
+def test_blocks_and_prefill_orders_fail_only_their_sequences() -> None:
     driver = driver_of()
     granted, chunked, neighbour = driver.admit(PROMPT), driver.admit(PROMPT), driver.admit(PROMPT)
     driver.step()
     orders = Orders(98, grants=((granted.slot, (5,)), (77, (6,))), prefill=((chunked.slot, 4), (78, 4)))
-    assert refusals(driver.engine, orders) == [
+    assert rejections(driver.engine, orders) == [
         (granted.slot, "the engine schedules for itself: it takes no KV blocks"),
         (chunked.slot, "the engine schedules for itself: it takes no prefill orders"),
     ]
@@ -77,7 +77,7 @@ def test_grants_and_prefill_orders_fail_whom_they_name_and_nobody_else() -> None
 
 
 @pytest.mark.parametrize(("length", "new"), [(65, 1), (40, 26)])
-def test_what_can_never_fit_the_pool_is_refused_at_once(length: int, new: int) -> None:
+def test_a_sequence_larger_than_the_pool_is_rejected(length: int, new: int) -> None:
     driver = driver_of(blocks=4)
     too_long = driver.admit(range(length), new)
     driver.step()
@@ -89,7 +89,7 @@ def test_what_can_never_fit_the_pool_is_refused_at_once(length: int, new: int) -
     assert fits.tokens == echo_of(fits.prompt, 25)
 
 
-def test_no_more_run_at_once_than_the_batch_holds_and_all_get_their_turn_in_order() -> None:
+def test_at_most_max_batch_size_sequences_run_in_order_of_arrival() -> None:
     driver = driver_of(batch=2)
     streams = [driver.admit(PROMPT, 6) for _ in range(5)]
     finished: list[int] = []
@@ -101,7 +101,7 @@ def test_no_more_run_at_once_than_the_batch_holds_and_all_get_their_turn_in_orde
     assert [stream.tokens for stream in streams] == [echo_of(PROMPT, 6)] * 5
 
 
-def test_prompts_are_computed_in_order_in_chunks_of_the_budget() -> None:
+def test_prompts_are_computed_in_order_within_the_token_budget() -> None:
     driver = driver_of(prefill=32)
     first, second = driver.admit(PROMPT, 1), driver.admit(range(20), 1)
     assert [result.prefilled for result in steps(driver)] == [
@@ -110,7 +110,7 @@ def test_prompts_are_computed_in_order_in_chunks_of_the_budget() -> None:
     ]
 
 
-def test_decoding_goes_on_beside_a_prompt_in_chunks() -> None:
+def test_decoding_continues_beside_a_chunked_prefill() -> None:
     driver = driver_of(prefill=16)
     decoding = driver.admit(PROMPT[:5], 30)
     driver.step()
@@ -120,13 +120,13 @@ def test_decoding_goes_on_beside_a_prompt_in_chunks() -> None:
     assert len(decoding.tokens) == 8
 
 
-def test_a_dry_pool_preempts_the_newest_which_goes_on_where_it_was() -> None:
+def test_the_newest_sequence_is_preempted_and_continues() -> None:
     driver = driver_of(blocks=8)
     old, new = driver.admit(PROMPT, 70, prompt_logprobs=True), driver.admit(PROMPT, 70, prompt_logprobs=True)
     results = steps(driver)
     assert max(len(result.slots) for result in results) == 2
     assert [stream.tokens for stream in (old, new)] == [echo_of(PROMPT, 70)] * 2
-    # The newer was computed again, with what it had said, and its prompt's logprobs came once.
+    # The newest was computed again with its new tokens; its prompt logprobs came once.
     computed = {stream.slot: 0 for stream in (old, new)}
     for result in results:
         for slot, tokens in result.prefilled:
@@ -146,7 +146,7 @@ def test_min_new_tokens_counts_across_a_preemption() -> None:
     assert (len(stream.tokens), stream.finish) == (51, FinishReason.EOS_TOKEN)
 
 
-def test_a_grammar_goes_on_where_it_was_after_a_preemption(tmp_path: Path) -> None:
+def test_a_grammar_continues_after_a_preemption(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path)
     schema = {"type": "object", "properties": {"a": {"enum": ["x" * 60]}}, "required": ["a"]}
     driver = driver_of(blocks=8, model_path=str(tmp_path))
@@ -160,7 +160,7 @@ def test_a_grammar_goes_on_where_it_was_after_a_preemption(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("after", [1, 2, 4])
-def test_a_release_frees_a_sequence_wherever_it_is(after: int) -> None:
+def test_a_release_in_every_phase_frees_the_sequence(after: int) -> None:
     driver = driver_of(batch=2, prefill=16)
     decoding, prefilling, queued = driver.admit(range(9), 40), driver.admit(range(60), 4), driver.admit(PROMPT, 4)
     for _ in range(after):
@@ -175,7 +175,7 @@ def test_a_release_frees_a_sequence_wherever_it_is(after: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["release", "reset"])
-def test_a_grammar_is_built_for_nobody_who_left_the_queue(how: str) -> None:
+def test_leaving_the_queue_cancels_the_compilation_of_the_grammar(how: str) -> None:
     driver = driver_of(batch=1)
     driver.admit(PROMPT, 30)
     building: Future[Matcher] = Future()
@@ -190,21 +190,21 @@ def test_a_grammar_is_built_for_nobody_who_left_the_queue(how: str) -> None:
     assert building.cancelled()
 
 
-def test_a_taken_slot_costs_its_tenant_the_place() -> None:
+def test_a_sequence_for_a_taken_slot_ends_both() -> None:
     driver = driver_of()
-    tenant = driver.admit(PROMPT)
+    first = driver.admit(PROMPT)
     driver.step()
-    orders = Orders(98, admit=(NewSequence(tenant.slot, PROMPT, Stopping(4)),))
-    assert refusals(driver.engine, orders) == [(tenant.slot, "slot 0 is taken")]
+    orders = Orders(98, admit=(NewSequence(first.slot, PROMPT, Stopping(4)),))
+    assert rejections(driver.engine, orders) == [(first.slot, "slot 0 is taken")]
     assert (driver.engine.running, driver.engine.used_blocks) == (0, 0)
 
 
-def test_tokens_are_reported_together_and_those_of_the_last_step_at_once() -> None:
+def test_tokens_are_reported_together_and_the_last_at_once() -> None:
     driver = driver_of(echo_tokens_per_report=4)
     long, short = driver.admit(PROMPT, 10, top_n=2), driver.admit(PROMPT, 3, prompt_logprobs=True)
     results = steps(driver)
-    told = [(list(result.slots), list(result.token_counts)) for result in results if not result.is_silent]
-    assert told == [
+    reported = [(list(result.slots), list(result.token_counts)) for result in results if not result.is_silent]
+    assert reported == [
         ([], []),  # the prompts were computed
         ([short.slot], [3]),
         ([long.slot], [4]),
@@ -218,7 +218,7 @@ def test_tokens_are_reported_together_and_those_of_the_last_step_at_once() -> No
     assert len(short.prompt_scores) == 1
 
 
-def test_a_sequence_that_fails_is_told_with_the_tokens_saved_up_for_it() -> None:
+def test_a_failure_is_reported_with_the_unreported_tokens() -> None:
     driver = driver_of(echo_tokens_per_report=4, echo_fail_token=9)
     stream = driver.admit([5, 6, 9], 10)
     driver.run()
@@ -226,7 +226,7 @@ def test_a_sequence_that_fails_is_told_with_the_tokens_saved_up_for_it() -> None
     assert (stream.tokens, stream.failure.code) == ([5, 6], FailureCode.NUMERICS)
 
 
-def test_tokens_saved_up_for_a_released_sequence_never_come() -> None:
+def test_unreported_tokens_of_a_released_sequence_are_discarded() -> None:
     driver = driver_of(echo_tokens_per_report=4)
     gone = driver.admit(PROMPT, 10)
     driver.step()
@@ -238,7 +238,7 @@ def test_tokens_saved_up_for_a_released_sequence_never_come() -> None:
     assert (gone.tokens, same_slot.tokens) == ([], [100, 101])
 
 
-def test_a_step_that_fails_fails_those_in_it_and_frees_their_blocks() -> None:
+def test_a_failed_step_fails_its_sequences_and_frees_their_blocks() -> None:
     driver = driver_of(batch=2, echo_fail_step_token=9)
     bad, neighbour, queued = driver.admit([1, 9], 4), driver.admit([1, 2], 4), driver.admit([3, 4], 4)
     driver.run()
@@ -257,7 +257,7 @@ def test_a_step_that_fails_fails_those_in_it_and_frees_their_blocks() -> None:
         st.tuples(st.integers(1, 40), st.integers(1, 60), st.integers(1, 6), st.integers(0, 30)), max_size=12
     ),
 )
-def test_whatever_runs_beside_it_a_sequence_says_what_it_says_alone(
+def test_tokens_do_not_depend_on_other_sequences(
     blocks: int, batch: int, prefill: int, together: int, arrivals: list[tuple[int, int, int, int]]
 ) -> None:
     driver = driver_of(blocks=blocks, batch=batch, prefill=prefill, echo_tokens_per_report=together)

@@ -1,46 +1,25 @@
-"""What every step engine promises beside `test_engine_contract`: blocks, grants and chunks are its client's."""
+"""The contract of engines that the router schedules: blocks and prefill chunks. See also `test_engine_contract`."""
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 from engine_driver import Driver
+from tiny_engines import tiny_engine
 
 from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders
 from text_generation_shard.engines import build_engine
 
-TINY_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "dtype": "float32",
-}
 PROMPT = tuple(range(7, 47))
 
 
 @pytest.fixture(scope="module", params=["echo", "torch"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
-    config = ShardConfig(
-        engine=request.param,
-        model_path=str(folder),
-        load_format="dummy",
-        device="cpu",
-        max_batch_size=12,
-        echo_max_sequence_length=256,
-    )
-    return build_engine(config)
+    return tiny_engine(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -55,7 +34,7 @@ def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampli
     return stream.tokens
 
 
-def admission(slot: int = 3, **changes: object) -> NewSequence:
+def new_sequence(slot: int = 3, **changes: object) -> NewSequence:
     valid = NewSequence(slot, PROMPT, Stopping(4), blocks=(40, 41, 42))
     return replace(valid, **changes)  # type: ignore[arg-type]
 
@@ -63,13 +42,13 @@ def admission(slot: int = 3, **changes: object) -> NewSequence:
 @pytest.mark.parametrize(
     "bad",
     [
-        admission(computed_tokens=len(PROMPT)),
-        admission(computed_tokens=17, blocks=(40,)),
-        admission(blocks=(40, 41, 128)),
+        new_sequence(computed_tokens=len(PROMPT)),
+        new_sequence(computed_tokens=17, blocks=(40,)),
+        new_sequence(blocks=(40, 41, 128)),
     ],
-    ids=["nothing left to compute", "computed tokens without blocks", "block that is not"],
+    ids=["nothing left to compute", "computed tokens without blocks", "unknown block"],
 )
-def test_an_admission_with_bad_blocks_fails_alone(driver: Driver, bad: NewSequence) -> None:
+def test_a_sequence_with_bad_blocks_fails_alone(driver: Driver, bad: NewSequence) -> None:
     expected = alone(driver)
     neighbour = driver.admit(PROMPT)
     driver.step()
@@ -80,7 +59,7 @@ def test_an_admission_with_bad_blocks_fails_alone(driver: Driver, bad: NewSequen
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 39])
-def test_a_prompt_in_chunks_gives_the_tokens_of_a_prompt_at_once(driver: Driver, chunk: int) -> None:
+def test_chunked_prefill_gives_the_same_tokens(driver: Driver, chunk: int) -> None:
     expected = alone(driver)
     stream = driver.admit(PROMPT, chunk=chunk)
     driver.run()
@@ -93,7 +72,7 @@ def test_every_prompt_token_is_reported_prefilled_once(driver: Driver) -> None:
     assert reports == [[(stream.slot, 16)], [(stream.slot, 16)], [(stream.slot, 8)], []]
 
 
-def test_a_sequence_stops_at_its_grant_and_goes_on_when_room_appears(driver: Driver) -> None:
+def test_a_sequence_pauses_until_it_has_blocks(driver: Driver) -> None:
     expected = alone(driver, new=40)
     stream = driver.admit(PROMPT, 40, granted=48)
     driver.run()
@@ -108,15 +87,15 @@ def test_a_sequence_stops_at_its_grant_and_goes_on_when_room_appears(driver: Dri
     assert stream.tokens == expected
 
 
-def test_a_starved_sequence_does_not_hold_up_the_others(driver: Driver) -> None:
-    starved = driver.admit(PROMPT, 40, granted=48)
-    fed = driver.admit(PROMPT, 40)
+def test_a_paused_sequence_does_not_delay_others(driver: Driver) -> None:
+    paused = driver.admit(PROMPT, 40, granted=48)
+    running = driver.admit(PROMPT, 40)
     driver.run()
-    assert fed.finish is FinishReason.LENGTH
-    assert not starved.is_over
+    assert running.finish is FinishReason.LENGTH
+    assert not paused.is_over
 
 
-def test_a_release_during_prefill_drops_the_chunk_ordered_with_it(driver: Driver) -> None:
+def test_a_release_during_prefill_drops_its_chunk(driver: Driver) -> None:
     gone = driver.admit(PROMPT, chunk=16)
     driver.step()
     driver.release(gone)
@@ -132,9 +111,9 @@ def test_a_release_during_prefill_drops_the_chunk_ordered_with_it(driver: Driver
         Orders(98, prefill=((1, 2), (1, 2))),
         Orders(98, grants=((1, (4096,)),)),
     ],
-    ids=["chunk longer than the prompt", "empty chunk", "two chunks in a step", "block that is not"],
+    ids=["chunk longer than the prompt", "empty chunk", "two chunks in a step", "unknown block"],
 )
-def test_an_invalid_chunk_or_grant_fails_alone(driver: Driver, orders: Orders) -> None:
+def test_an_invalid_chunk_or_block_fails_alone(driver: Driver, orders: Orders) -> None:
     expected = alone(driver)
     neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, chunk=16)
     driver.step()
@@ -155,7 +134,7 @@ def test_a_chunk_past_its_blocks_fails_alone(driver: Driver) -> None:
     assert broken.failure.code is FailureCode.INVALID
 
 
-def test_prompt_logprobs_come_once_with_the_first_token(driver: Driver) -> None:
+def test_prompt_logprobs_are_reported_once_with_the_first_token(driver: Driver) -> None:
     whole = driver.admit(PROMPT, prompt_logprobs=True)
     chunked = driver.admit(PROMPT, prompt_logprobs=True, chunk=9)
     first = driver.step()
@@ -170,7 +149,7 @@ def test_prompt_logprobs_come_once_with_the_first_token(driver: Driver) -> None:
     assert chunked.prompt_logprobs[0][1:] == pytest.approx(whole.prompt_logprobs[0][1:], abs=1e-5)
 
 
-def test_prompt_logprobs_leave_out_what_was_cached_and_what_was_generated(driver: Driver) -> None:
+def test_prompt_logprobs_exclude_cached_and_generated_tokens(driver: Driver) -> None:
     first = driver.admit(PROMPT, 1, prompt_logprobs=True)
     driver.run()
     again = driver.admit(
@@ -179,12 +158,12 @@ def test_prompt_logprobs_leave_out_what_was_cached_and_what_was_generated(driver
     driver.run()
     (logprobs,) = again.prompt_logprobs
     assert len(logprobs) == len(PROMPT)
-    # Nothing computed here tells of token 32: the position before it was cached.
+    # Token 32 has no logprob either: the position before it was cached.
     assert all(math.isnan(logprob) for logprob in logprobs[:33])
     assert logprobs[33:] == pytest.approx(first.prompt_logprobs[0][33:], abs=1e-5)
 
 
-def test_tokens_cached_by_another_sequence_need_not_be_computed_again(driver: Driver) -> None:
+def test_cached_tokens_are_not_computed_again(driver: Driver) -> None:
     expected = alone(driver)
     first = driver.admit(PROMPT, 30)
     driver.step()
@@ -196,13 +175,13 @@ def test_tokens_cached_by_another_sequence_need_not_be_computed_again(driver: Dr
     assert second.tokens == expected
 
 
-def test_a_step_with_nothing_to_do_is_none(driver: Driver) -> None:
+def test_a_step_without_work_is_none(driver: Driver) -> None:
     assert driver.engine.step() is None
-    driver.engine.apply(Orders(1, admit=(admission(),)))
+    driver.engine.apply(Orders(1, admit=(new_sequence(),)))
     assert driver.engine.step() is None
 
 
-def test_blocks_that_several_share_are_used_once(driver: Driver) -> None:
+def test_shared_blocks_count_once(driver: Driver) -> None:
     first = driver.admit(PROMPT, 20)
     driver.step()
     assert driver.engine.used_blocks == 4
@@ -214,7 +193,7 @@ def test_blocks_that_several_share_are_used_once(driver: Driver) -> None:
     assert driver.engine.used_blocks == 4
 
 
-def test_an_echo_step_takes_as_long_as_it_is_told_to() -> None:
+def test_the_echo_engine_keeps_its_configured_pace() -> None:
     engine = build_engine(ShardConfig(engine="echo", echo_step_ms=2, echo_prefill_us=500, echo_decode_us=3000))
     driver = Driver(engine, engine.warm_up(WarmUpLimits()))
     driver.admit(range(4), 9)
