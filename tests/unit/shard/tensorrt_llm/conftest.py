@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,13 +42,20 @@ class Engines:
             max_batch_size=max_batch_size,
         )
         engine = build(config)
-        self._stack.callback(engine.close)
+        self._stack.callback(_close, engine)
         engine.warm_up(WarmUpLimits())
         return engine
 
     def close(self) -> None:
         """Close all engines."""
         self._stack.close()
+
+
+def _close(engine: TensorRTEngine) -> None:
+    """Close an engine; give up after a while, because the library waits forever for a lost engine."""
+    closing = threading.Thread(target=engine.close, daemon=True)
+    closing.start()
+    closing.join(20)
 
 
 @pytest.fixture
