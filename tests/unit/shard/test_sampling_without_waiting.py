@@ -14,8 +14,7 @@ import torch
 
 from text_generation_proto.values import Sampling
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow
-from text_generation_shard.engines.torch.sampling.sampler import sample, top_candidates
-from text_generation_shard.engines.torch.sampling.thresholds import SORTING, ThresholdSearch
+from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch, sample, top_candidates
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "meta")

@@ -58,7 +58,7 @@ def build_torch_engine(config: ShardConfig) -> Engine:
         info.max_slots,
         config.cpu_memory_fraction,
     )
-    return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps))
+    return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps) if config.trace_steps else None)
 
 
 def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.device, dtype: str) -> Decoder:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.attention import AttentionPlan
 from text_generation_shard.engines.torch.batch import build_batch
-from text_generation_shard.engines.torch.events import CpuEvent
+from text_generation_shard.engines.torch.device import CpuEvent
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape, PagedKVCache
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
 from text_generation_shard.engines.torch.model import Decoder
 from text_generation_shard.engines.torch.model_config import ModelConfig
-from text_generation_shard.engines.torch.sampling.thresholds import SORTING
+from text_generation_shard.engines.torch.sampling.sampler import SORTING
 from text_generation_shard.step.rows import StepRows
 
 

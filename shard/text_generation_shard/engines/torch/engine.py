@@ -32,10 +32,9 @@ from text_generation_shard.engine import (
     SynchronousEngine,
     TopTokens,
 )
-from text_generation_shard.engines.torch.events import DeviceEvent, EventRecorder
+from text_generation_shard.engines.torch.device import DeviceEvent, EventRecorder, PinnedBuffers
 from text_generation_shard.engines.torch.executor import Executor, Launched
-from text_generation_shard.engines.torch.history import TokenHistories
-from text_generation_shard.engines.torch.pinned import PinnedBuffers
+from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.engines.torch.sampling.penalties import SamplingRow, needs_history
 from text_generation_shard.engines.torch.sampling.sampler import TopCandidates, sample, top_candidates
 from text_generation_shard.engines.torch.scoring import PendingScores, start_scores
@@ -85,7 +84,7 @@ class TorchEngine(SynchronousEngine):
         self.grammars = grammars
         self._masks = None if grammars is None else TokenMasks(grammars, info.vocab_size)
         self._executor = executor
-        self._trace = trace or StepTrace("")
+        self._trace = trace
         self._device = torch.device(info.device)
         self._events = EventRecorder(self._device)
         self._table = SequenceTable(info, runs_ahead=executor.runs_ahead)
@@ -127,7 +126,8 @@ class TorchEngine(SynchronousEngine):
         rows = self._table.rows()
         before, self._in_flight = self._in_flight, None
         if not rows and before is None:
-            self._trace.pause()
+            if self._trace is not None:
+                self._trace.pause()
             return None
         launched = self._launch_or_fail(rows) if rows else StepResult()
         result = StepResult() if before is None else self._record(before)
@@ -156,14 +156,16 @@ class TorchEngine(SynchronousEngine):
         if self._in_flight is not None and self._in_flight.done is not None:
             self._in_flight.done.wait()
         self._in_flight = None
-        self._trace.pause()
+        if self._trace is not None:
+            self._trace.pause()
         self._table.clear()
         self._histories.clear()
 
     def close(self) -> None:
         self.reset()
         self._executor.close()
-        self._trace.close()
+        if self._trace is not None:
+            self._trace.close()
         if self.grammars is not None:
             self.grammars.close()
         if self._masks is not None:
@@ -204,13 +206,16 @@ class TorchEngine(SynchronousEngine):
         """Sample the tokens of a step and start copying its results to the host."""
         launched, step.launched = step.launched, None
         assert launched is not None
-        step.scores = start_scores(launched, self._executor.logits)
+        for row, ranges in launched.prefills:
+            if (scores := row.sequence.prompt_scores) is not None:
+                step.scores += start_scores(row.sequence, scores, ranges, launched.hidden, self._executor.logits)
         packed = launched.sampled
         if launched.logits is not None and packed is None:
             rows, first = step.rows.sampling, step.rows.num_persistent
             masking = step.masking or self._start_masks(rows)
             step.masks = {} if masking is None else masking.result()
-            self._histories.update(row.sequence for row in rows if needs_history(row.sequence.sampling))
+            if penalized := [row.sequence for row in rows if needs_history(row.sequence.sampling)]:
+                self._histories.update(penalized)
             settings = [self._sampling_row(row, step.masks) for row in rows]
             sampled = sample(launched.logits, [GREEDY_ROW] * first + settings, self._executor.threshold_search)
             self._executor.store_sampled_tokens(step.rows, sampled.token_ids)
@@ -228,9 +233,11 @@ class TorchEngine(SynchronousEngine):
     def _record(self, step: _Step) -> StepResult:
         """Wait for the results of a step and record them."""
         assert step.done is not None
-        self._trace.before_wait()
+        if self._trace is not None:
+            self._trace.before_wait()
         step.done.wait()
-        self._trace.after_wait(step.rows, step.started, step.done)
+        if self._trace is not None:
+            self._trace.after_wait(step.rows, step.started, step.done)
         for scores in step.scores:
             scores.finish()
         chosen = SamplerOutput([], []) if step.sampled is None else _read(step.sampled, step.rows.num_sampling)

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from text_generation_shard.engines.torch.events import DeviceEvent
-from text_generation_shard.engines.torch.sampling.thresholds import ThresholdSearch
+from text_generation_shard.engines.torch.device import DeviceEvent
+from text_generation_shard.engines.torch.sampling.sampler import ThresholdSearch
 from text_generation_shard.step.rows import StepRow, StepRows
 
 

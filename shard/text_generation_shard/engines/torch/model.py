@@ -16,9 +16,8 @@ from torch.nn import functional
 from text_generation_shard.engines.torch.attention import AttentionPlan
 from text_generation_shard.engines.torch.batch import StepBatch
 from text_generation_shard.engines.torch.kv_cache import PagedKVCache
-from text_generation_shard.engines.torch.linear import CpuLinear
+from text_generation_shard.engines.torch.layers import CpuLinear, RotaryEmbedding
 from text_generation_shard.engines.torch.model_config import ModelConfig
-from text_generation_shard.engines.torch.rope import RotaryEmbedding
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engine import PromptScores
-from text_generation_shard.engines.torch.executor import Launched
-from text_generation_shard.engines.torch.upload import download, upload
+from text_generation_shard.engines.torch.device import download, upload
 from text_generation_shard.step.sequence import Sequence
 
 POSITIONS_AT_ONCE = 64
@@ -38,23 +37,25 @@ class PendingScores:
             self.scores.tops[span] = [(tuple(ids), tuple(logprobs)) for ids, logprobs in pairs]
 
 
-def start_scores(launched: Launched, logits: Callable[[Tensor, int, int], Tensor]) -> list[PendingScores]:
-    """Launch the scoring of the prompt tokens that a step's hidden states predict, for the rows that ask for it.
+def start_scores(
+    sequence: Sequence,
+    scores: PromptScores,
+    ranges: list[tuple[int, int, int]],
+    hidden: Tensor,
+    logits: Callable[[Tensor, int, int], Tensor],
+) -> list[PendingScores]:
+    """Launch the scoring of the prompt tokens that a step's hidden states predict; `ranges` as in `Launched.prefills`.
 
     `logits(hidden, first, end)` returns the logits of rows first <= row < end of the hidden states, without any sampling
     transformation. Position i predicts token i + 1.
     """
     pending: list[PendingScores] = []
-    for row, ranges in launched.prefills:
-        scores = row.sequence.prompt_scores
-        if scores is None:
-            continue
-        for offset, first, length in ranges:
-            last = min(first + length, len(scores.logprobs) - 1)
-            for start in range(first, last, POSITIONS_AT_ONCE):
-                end = min(start + POSITIONS_AT_ONCE, last)
-                predicting = logits(launched.hidden, offset + start - first, offset + end - first)
-                pending.append(_start(row.sequence, scores, start + 1, predicting))
+    for offset, first, length in ranges:
+        last = min(first + length, len(scores.logprobs) - 1)
+        for start in range(first, last, POSITIONS_AT_ONCE):
+            end = min(start + POSITIONS_AT_ONCE, last)
+            predicting = logits(hidden, offset + start - first, offset + end - first)
+            pending.append(_start(sequence, scores, start + 1, predicting))
     return pending
 
 

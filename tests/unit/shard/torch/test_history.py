@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from text_generation_proto.values import Sampling, Stopping
-from text_generation_shard.engines.torch.history import TokenHistories
+from text_generation_shard.engines.torch.sampling.history import TokenHistories
 from text_generation_shard.step.sequence import Sequence
 
 CPU = torch.device("cpu")

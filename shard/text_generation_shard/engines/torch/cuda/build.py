@@ -59,7 +59,7 @@ def build_on_cuda(
     if config.rank > 0:
         return FollowerEngine(info, config.rank, group.follower, TPWorker(runner, memory, device))
     executor = CudaExecutor(runner, memory, group, shape, info.max_slots)
-    return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps))
+    return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps) if config.trace_steps else None)
 
 
 def _ops(config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> Ops:

@@ -19,12 +19,10 @@ from text_generation_shard.engines.torch.cuda.step_plan import (
     plan_decoding,
 )
 from text_generation_shard.engines.torch.cuda.worker import ROW_RANGE, WorkerCommand, spare_bytes
-from text_generation_shard.engines.torch.events import EventRecorder
+from text_generation_shard.engines.torch.device import EventRecorder, PinnedBuffers, upload
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import CacheShape
-from text_generation_shard.engines.torch.pinned import PinnedBuffers
-from text_generation_shard.engines.torch.sampling.thresholds import SORTING, ThresholdSearch
-from text_generation_shard.engines.torch.upload import upload
+from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
 from text_generation_shard.step.rows import StepRow, StepRows
 
 

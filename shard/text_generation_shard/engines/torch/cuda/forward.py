@@ -26,8 +26,8 @@ from text_generation_shard.engines.torch.cuda.layers import LayerWeights, ModelW
 from text_generation_shard.engines.torch.cuda.linear import ParallelLinear
 from text_generation_shard.engines.torch.cuda.ops import Ops
 from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.layers import inverse_frequencies
 from text_generation_shard.engines.torch.model_config import ModelConfig
-from text_generation_shard.engines.torch.rope import inverse_frequencies
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
-from text_generation_shard.engines.torch.pinned import PinnedBuffers
+from text_generation_shard.engines.torch.device import PinnedBuffers
 
 GRAPH_BYTES = 4 << 20
 """Driver memory of a graph, besides its tensors."""

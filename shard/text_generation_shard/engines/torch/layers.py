@@ -1,4 +1,4 @@
-"""Rotary position embeddings for the CPU: frequencies as in transformers, cos and sin as the decoder applies them."""
+"""Layers of the decoder on a CPU: linear layers and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -6,12 +6,48 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from text_generation_shard.engines.torch.model_config import Rope
 
+TYPICAL_ROWS = 16
+"""Rows of x that oneDNN optimizes the weight layout for; measured, 1 to 512 give the same layout and speed."""
+
+
+class CpuLinear:
+    """y = x·Wᵀ + b with a weight [outputs, inputs] and an optional bias [outputs]. Load the weight, process it, then call."""
+
+    def __init__(
+        self, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype, *, bias: bool = False
+    ) -> None:
+        self.weight = torch.empty(outputs, inputs, device=device, dtype=dtype)
+        self.bias = torch.empty(outputs, device=device, dtype=dtype) if bias else None
+        self._packed = False
+
+    def process_weights_after_loading(self) -> None:
+        """Reorder the loaded weight for oneDNN, which otherwise does so at every call: half of a decode step's time."""
+        if _packs(self.weight):
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, TYPICAL_ROWS)
+            self._packed = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y [rows, outputs] for x [rows, inputs]."""
+        if self._packed:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            return y
+        return functional.linear(x, self.weight, self.bias)
+
+
+def _packs(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
 
 class RotaryEmbedding:
-    """Computes the factors of x·cos + rotate_half(x)·sin (Su et al. 2021, arXiv 2104.09864)."""
+    """Computes the factors of x·cos + rotate_half(x)·sin (Su et al. 2021, arXiv 2104.09864); frequencies as in transformers."""
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
         frequencies, self._scale = inverse_frequencies(rope, head_dim)
