@@ -102,11 +102,8 @@ class ReplicaSession:
             opened = True
             context.on_opened()
             context.dispatch()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._send(call))
-                tasks.create_task(self._receive(call))
-                tasks.create_task(self._watch_health(client))
-                tasks.create_task(self._watch_silence())
+            # A task of its own, because a task group that fails leaves a cancellation of its task counted in Python 3.11.
+            await asyncio.create_task(self._run_session(call, client))  # noqa: TID251 - awaited at once
         except (grpc.aio.AioRpcError, BaseExceptionGroup) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -122,6 +119,13 @@ class ReplicaSession:
             if opened:
                 context.listeners.failures(context.scheduler.lose(self._number).failed)
                 context.dispatch()
+
+    async def _run_session(self, call: RunCall, client: ShardClient) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._send(call))
+            tasks.create_task(self._receive(call))
+            tasks.create_task(self._watch_health(client))
+            tasks.create_task(self._watch_silence())
 
     async def _watch_health(self, client: ShardClient) -> None:
         """Drain the replica while the shard reports that it does not serve."""
