@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
+from typing import TextIO
 
 import structlog
 
@@ -19,8 +21,11 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
     if config.json_output:
         structured = (structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer())
     else:
-        plain = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0)
-        structured = (structlog.processors.format_exc_info, _traceback_on_one_line, plain)
+        structured = (
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), pad_event_to=0, exception_formatter=_write_traceback_on_one_line
+            ),
+        )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -35,10 +40,5 @@ def configure_logging(config: ProcessConfig, process: str) -> None:
     structlog.contextvars.bind_contextvars(process=process)
 
 
-def _traceback_on_one_line(
-    _logger: structlog.typing.WrappedLogger, _method: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    """Move the exception to a field: the renderer would write it over many lines after the record."""
-    if (traceback := event.pop("exception", None)) is not None:
-        event["traceback"] = traceback  # the renderer writes strings with line breaks as their repr
-    return event
+def _write_traceback_on_one_line(record: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
+    record.write(f" traceback={''.join(traceback.format_exception(*exc_info))!r}")

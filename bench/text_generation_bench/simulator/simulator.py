@@ -26,7 +26,7 @@ from text_generation_router.request import Priority, QualityOfService, Request, 
 from text_generation_router.scheduling.messages import Deliveries, ReplicaSpec, StepOutput
 
 HOLD_SHARE = 0.5
-"""Fraction of a step for which orders are delayed, so that new requests share a boundary; as in `shards.order_timing`."""
+"""Fraction of a step for which orders are delayed, so that new requests share a boundary; as in `shards.replica`."""
 MIN_DELAYED_STEP_S = 0.004
 """Orders are not delayed in shorter steps."""
 MAX_IDEAL_PREFIXES = 1_000_000

@@ -2,7 +2,7 @@
 
     instruments ◄── requests   generations: requested, finished, latencies     updated by api/http/record.py
                 ◄── steps      steps of the shards                             updated by shards/replica.py
-                ◄── pool       queue, slots, KV blocks, replicas               read when scraped
+                ◄── scheduler  queue, slots, KV blocks, replicas               read when scraped
 
 To add a metric, add its instrument to the registry, in one of these modules, and update it at the call site. Nothing is
 counted per token: the cost is per step or per request.
@@ -11,8 +11,8 @@ counted per token: the cost is per step or per request.
 from __future__ import annotations
 
 from text_generation_router.metrics.instruments import Registry
-from text_generation_router.metrics.pool import add_scheduler_readings
 from text_generation_router.metrics.requests import RequestMetrics, Spent
+from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.scheduling.messages import SchedulerStats
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -30,7 +30,7 @@ class Metrics:
         self._scheduler = scheduler
         self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
         self.steps = StepMetrics(self._registry)
-        add_scheduler_readings(self._registry, scheduler)
+        self._registry.add(SchedulerMetrics(scheduler))
 
     def scheduler_stats(self) -> SchedulerStats:
         """The statistics of the scheduler, for /info."""

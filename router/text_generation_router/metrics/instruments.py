@@ -113,15 +113,18 @@ class Buckets:
 
 
 class Reading:
-    """A gauge or a counter whose value is kept elsewhere and read at each scrape."""
+    """A gauge whose value is kept elsewhere and read at each scrape."""
 
-    def __init__(self, name: str, documentation: str, read: Callable[[], float], kind: str = "gauge") -> None:
-        self._head = _head(name, documentation, kind)
-        self._prefix = f"{name} "
-        self._read = read
+    def __init__(self, name: str, documentation: str, read: Callable[[], float]) -> None:
+        self._name, self._documentation, self._read = name, documentation, read
 
     def lines(self) -> list[str]:
-        return [*self._head, f"{self._prefix}{float(self._read())!r}"]
+        return reading_lines(self._name, self._documentation, "gauge", self._read())
+
+
+def reading_lines(name: str, documentation: str, kind: str, value: float) -> list[str]:
+    """The lines of a gauge or a counter without a label."""
+    return [*_head(name, documentation, kind), f"{name} {float(value)!r}"]
 
 
 def _head(name: str, documentation: str, kind: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from text_generation_router.shards.order_timing import HOLD_SHARE, OrderTiming
+from text_generation_router.shards.replica import HOLD_SHARE, OrderTiming
 
 
 def paced(*steps: float, stepping: bool = True) -> OrderTiming:

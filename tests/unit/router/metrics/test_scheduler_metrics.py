@@ -6,7 +6,7 @@ import pytest
 from metric_samples import samples
 
 from text_generation_router.metrics.instruments import Registry
-from text_generation_router.metrics.pool import add_scheduler_readings
+from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import JoinReason, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
@@ -31,19 +31,19 @@ def decided(scheduler: Scheduler) -> SchedulerOutput:
     return orders
 
 
-def figures(scheduler: Scheduler) -> dict[str, float]:
+def scraped(scheduler: Scheduler) -> dict[str, float]:
     registry = Registry()
-    add_scheduler_readings(registry, scheduler)
+    registry.add(SchedulerMetrics(scheduler))
     return samples(registry)
 
 
-def test_figures_are_those_of_the_scheduler() -> None:
+def test_values_are_those_of_the_scheduler() -> None:
     scheduler = a_scheduler(batch=2)
     submit(scheduler, 1, 2, 3)
     decided(scheduler)
     used = scheduler.stats().used_blocks
     assert used > 0
-    assert figures(scheduler) == {
+    assert scraped(scheduler) == {
         "tgi_queue_size": 1,
         "tgi_batch_current_size": 2,
         "tgi_batch_current_max_tokens": 2 * (4 + 10),
@@ -86,7 +86,7 @@ def test_a_cancellation_counts_once_and_only_if_there_was_something_to_cancel() 
         (1.0, 1, 3, JoinReason.WAIT_EXCEEDED),
     ],
 )
-def test_orders_say_why_newcomers_join(ratio: float, waiting: int, steps: int, reason: JoinReason) -> None:
+def test_orders_give_the_reason_why_requests_join(ratio: float, waiting: int, steps: int, reason: JoinReason) -> None:
     scheduler = a_scheduler(ratio)
     submit(scheduler, 1, 2)
     first = decided(scheduler)
@@ -99,7 +99,7 @@ def test_orders_say_why_newcomers_join(ratio: float, waiting: int, steps: int, r
     assert decided(scheduler).join_reason is reason
 
 
-def test_orders_that_let_nobody_in_have_no_reason() -> None:
+def test_orders_without_new_requests_have_no_reason() -> None:
     scheduler = a_scheduler()
     submit(scheduler, 1)
     first = decided(scheduler)

@@ -6,9 +6,8 @@ The five names that begin with `trtllm_` are those that gateways of the Kubernet
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-from text_generation_router.metrics.instruments import Reading, Registry
+from text_generation_router.metrics.instruments import reading_lines
 from text_generation_router.scheduling.messages import SchedulerStats
 from text_generation_router.scheduling.scheduler import Scheduler
 
@@ -88,12 +87,17 @@ _COUNTERS: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
 ]
 
 
-def add_scheduler_readings(registry: Registry, scheduler: Scheduler) -> None:
-    """Add the metrics that the scheduler keeps."""
-    for kind, rows in (("gauge", _GAUGES), ("counter", _COUNTERS)):
-        for name, documentation, read in rows:
-            registry.add(Reading(name, documentation, partial(_read, scheduler, read), kind))
+class SchedulerMetrics:
+    """The metrics that the scheduler keeps; an Instrument. A scrape takes the statistics once."""
 
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
 
-def _read(scheduler: Scheduler, read: Callable[[SchedulerStats], float]) -> float:
-    return read(scheduler.stats())
+    def lines(self) -> list[str]:
+        stats = self._scheduler.stats()
+        return [
+            line
+            for kind, rows in (("gauge", _GAUGES), ("counter", _COUNTERS))
+            for name, documentation, read in rows
+            for line in reading_lines(name, documentation, kind, read(stats))
+        ]
