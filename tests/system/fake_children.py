@@ -25,6 +25,8 @@ from text_generation_launcher.supervisor import Supervisor
 
 SHARD = """
 import asyncio, os, signal, sys
+if os.path.exists(FAULT) and open(FAULT).read() != "hangs":
+    os._exit(int(open(FAULT).read()))
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
@@ -47,8 +49,6 @@ async def serve(health, stop):
         await health.set("", health_pb2.HealthCheckResponse.SERVING)
         say(f"{NAME} serves {os.getpid()}")
     await stop.wait()
-if os.path.exists(FAULT) and open(FAULT).read() != "hangs":
-    os._exit(int(open(FAULT).read()))
 """
 """A shard with a health service only. If the file FAULT exists, it exits with the code in it, or hangs."""
 
@@ -67,7 +67,7 @@ def drain(): pass
 def main():
     signal.signal(signal.SIGTERM, stop)
     say("router-listens")
-    server.serve_forever()
+    server.serve_forever(poll_interval=0.01)
 """
 """A router with a health route only."""
 
@@ -156,13 +156,13 @@ class FakeServer:
             probe.bind(("127.0.0.1", 0))
             self._port: int = probe.getsockname()[1]
 
-    def fail(self, place: int | str, fault: object) -> None:
-        """Make the shard exit with code `fault`, or hang, at its next starts. `place`: replica, or replica-rank."""
-        (self.folder / f"fault{place}").write_text(str(fault))
+    def fail(self, replica: int, fault: object) -> None:
+        """Make the shard exit with code `fault`, or hang, at its next starts."""
+        (self.folder / f"fault{replica}").write_text(str(fault))
 
-    def heal(self, place: int | str) -> None:
+    def heal(self, replica: int) -> None:
         """Make the shard serve again at its next start."""
-        (self.folder / f"fault{place}").unlink()
+        (self.folder / f"fault{replica}").unlink()
 
     def shard(self, replica: int, rank: int | None = None, change: str = "") -> ShardSpec:
         """Return the shard of a replica, or one rank of its group; `change` is code that replaces parts of it."""

@@ -53,11 +53,11 @@ class Stack:
             self._arrivals.put(json.loads(line))  # every line is a JSON record, also those of children
         self._arrivals.put(None)
 
-    def wait_for(self, event: str) -> dict[str, Any]:
-        """Read the log until the launcher logs this event; return the record."""
+    def wait_for(self, event: str, process: str = "launcher") -> dict[str, Any]:
+        """Read the log until a process logs this event; return the record."""
         while record := self._arrivals.get(timeout=START_TIMEOUT):
             self.records.append(record)
-            if record["process"] == "launcher" and record["event"] == event:
+            if record["process"] == process and record["event"] == event:
                 return record
         raise AssertionError(self.records)
 
@@ -123,6 +123,12 @@ def running(model: Path, *args: str, engine: str = "echo", environ: Mapping[str,
         yield stack
     finally:
         stack.close()
+
+
+def still_running(processes: list[psutil.Process], timeout: float) -> list[psutil.Process]:
+    """Wait for processes to end; return the others. A zombie has ended: its new parent has not waited for it yet."""
+    _, alive = psutil.wait_procs(processes, timeout)
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 async def generate(session: aiohttp.ClientSession, url: str) -> str:

@@ -45,15 +45,22 @@ def pair(server: FakeServer, change: str = "") -> tuple[ShardSpec, ShardSpec]:
 
 
 async def test_group_that_loses_a_shard_is_restarted_as_a_whole(server: FakeServer) -> None:
-    async with server.running(AT_ONCE, *pair(server), server.shard(1)):
+    policy = RestartPolicy(delays=(0.0, 3600.0), stable_after=3600.0)
+    async with server.running(policy, *pair(server), server.shard(1)):
         first = dict(server.pids)
         server.kill("0-rank-0")
         died = await server.log.next("shard died")
         assert (died["replica"], died["rank"], died["signal"], died["restart_in_s"]) == (0, 0, "SIGKILL", 0.0)
         await server.wait_for("shard-0-rank-1 stops", *SERVE)
-        assert (await server.log.next("shard serves again"))["replica"] == 0
+        again = await server.log.next("shard serves again")
+        assert (again["replica"], again["seconds"] > 0) == (0, True)
         assert {name for name in first if server.pids[name] == first[name]} == {"shard-1"}
         assert [name for name in first if psutil.pid_exists(first[name])] == ["shard-1"]
+        # The sockets of a dead group are removed before its restart.
+        (server.folder / "g0").touch()  # left by a leader that was killed while the group gathered
+        server.kill("0-rank-1")
+        assert (await server.log.next("shard died"))["restart_in_s"] == 3600.0
+        assert sorted(path.name for path in server.folder.iterdir() if path.name[0] in "sg") == ["s1"]
         assert "router-stops" not in server.messages
 
 
@@ -81,19 +88,27 @@ def follow():
 threading.Thread(target=follow, daemon=True).start()
 """
     holds = f"held = open({str(lifeline)!r}, 'w')"
-    async with server.running(AT_ONCE, server.shard(0, 0, follows), server.shard(0, 1, holds)):
+    policy = RestartPolicy(max_restarts=1, delays=(0.0,), stable_after=3600.0)
+    async with server.running(policy, server.shard(0, 0, follows), server.shard(0, 1, holds)) as task:
         server.kill("0-rank-1")
         died = await server.log.next("shard died")
         assert (died["rank"], died["exit_code"]) == (1, -9)
         assert server.log.rest("child killed") == []
         await server.wait_for(*SERVE)
+        # The deaths of different ranks belong to one failure streak.
+        server.kill("0-rank-0")
+        assert await task is ShardsHopeless
+    assert [record["rank"] for record in server.log.rest("shard died")] == [0]
 
 
-async def test_replica_serves_when_all_its_shards_serve(server: FakeServer) -> None:
+async def test_replica_serves_when_all_its_shards_serve_and_stops_with_the_full_grace_period(
+    server: FakeServer,
+) -> None:
     gate = server.folder / "gate"
     os.mkfifo(gate)
     waits = f"serving = serve\nasync def serve(*args): await asyncio.to_thread(open({str(gate)!r}).read); await serving(*args)"
-    supervisor = server.supervisor(AT_ONCE, server.shard(0, 0), server.shard(0, 1, waits))
+    slow = "import time; before = say\ndef say(word):\n    if word.endswith('stops'): time.sleep(0.6)\n    before(word)"
+    supervisor = server.supervisor(AT_ONCE, server.shard(0, 0, slow), server.shard(0, 1, waits))
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(supervisor.run())
         await server.wait_for("shard-0-rank-0 serves")
@@ -102,40 +117,18 @@ async def test_replica_serves_when_all_its_shards_serve(server: FakeServer) -> N
         await asyncio.to_thread(gate.write_text, "")
         await server.wait_for("router-listens")
         task.cancel()
+        await server.wait_for("shard-0-rank-0 stops", "shard-0-rank-1 stops")
     assert "shard-0-rank-1 serves" in " ".join(server.messages)
+    assert server.log.rest("child killed") == [], "the grace period of a broken group is shorter"
 
 
-async def test_deaths_of_different_ranks_belong_to_one_failure_streak(server: FakeServer) -> None:
-    async with server.running(RestartPolicy(max_restarts=1, delays=(0.0,)), *pair(server)) as task:
-        server.kill("0-rank-0")
-        await server.wait_for(*SERVE)
-        server.kill("0-rank-1")
-        assert await task is ShardsHopeless
-    assert [record["rank"] for record in server.log.rest("shard died")] == [0, 1]
-
-
-async def test_sockets_of_a_dead_group_are_removed_before_its_restart(server: FakeServer) -> None:
-    (server.folder / "g0").touch()  # left by a leader that was killed while the group gathered
-    async with server.running(RestartPolicy(delays=(3600.0,)), *pair(server), server.shard(1)):
-        server.kill("0-rank-1")
-        await server.log.next("shard died")
-        assert sorted(path.name for path in server.folder.iterdir() if path.name[0] in "sg") == ["s1"]
-
-
-async def test_group_with_a_shard_that_cannot_start_fails_the_start(server: FakeServer) -> None:
-    server.fail("0-1", 1)
+async def test_group_with_a_shard_that_cannot_start_fails_the_start(
+    server: FakeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dies = "async def serve(health, stop): print('no such weights', flush=True); sys.exit(4)"
     with pytest.raises(ExceptionGroup) as error:
-        await server.supervisor(AT_ONCE, *pair(server)).run()
+        await server.supervisor(AT_ONCE, server.shard(0, 0), server.shard(0, 1, dies)).run()
     assert error.group_contains(ChildFailed, match="shard-0-rank-1")
     failed = await server.log.next("shard failed to start")
-    assert (failed["replica"], failed["rank"], failed["exit_code"]) == (0, 1, 1)
-
-
-async def test_stopped_group_has_the_full_grace_period(server: FakeServer) -> None:
-    """The short grace period of a broken group does not apply to a requested stop."""
-    slow = "import time; before = say\ndef say(word):\n    if word.endswith('stops'): time.sleep(0.6)\n    before(word)"
-    async with server.running(AT_ONCE, *pair(server, slow)) as task:
-        task.cancel()
-        await server.wait_for("shard-0-rank-0 stops", "shard-0-rank-1 stops")
-    assert task.cancelled()
-    assert server.log.rest("child killed") == []
+    assert (failed["replica"], failed["rank"], failed["exit_code"]) == (0, 1, 4)
+    assert "shard-0-rank-1: no such weights" in capfd.readouterr().err

@@ -1,19 +1,23 @@
-"""Order of start and stop, with fake shards and router."""
+"""Start, restart and stop of shards and router, with fake shards and router."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 
+import psutil
 import pytest
 from fake_children import FakeServer, fake_server
 
-from text_generation_launcher.child import ChildFailed
+from text_generation_launcher.child import ChildLost, ShardsHopeless
 from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
 
-POLICY = RestartPolicy()
+NEVER_STABLE = 3600.0
 
 
 @pytest.fixture
@@ -22,46 +26,126 @@ def server() -> Iterator[FakeServer]:
         yield server
 
 
-async def test_router_starts_when_the_shard_serves_and_stops_before_it(server: FakeServer) -> None:
-    server.router_change = "def drain():\n    import time; time.sleep(0.5); say('router-drained')"
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(server.supervisor(POLICY, server.shard(0)).run())
-        await server.wait_for("router-listens")
+async def test_shards_start_before_the_router_and_outlive_it(server: FakeServer) -> None:
+    """A shard that dies while the router drains is restarted."""
+    drained = server.folder / "drained"
+    os.mkfifo(drained)
+    server.router_change = f"def drain():\n    open({str(drained)!r}).read(); say('router-drained')"
+    async with server.running(RestartPolicy(delays=(0.0,)), server.shard(0)) as task:
+        first = server.pids["shard-0"]
         task.cancel()
+        await server.wait_for("router-stops")
+        server.kill(0)
+        await server.log.next("shard serves again")
+        await asyncio.to_thread(drained.write_text, "")
         await server.wait_for("shard-0 stops")
-    pid = server.pids["shard-0"]
-    started = ["shard-listens", f"shard-0 serves {pid}", "router-listens"]
-    assert server.messages == [*started, "router-stops", "router-drained", "shard-0 stops"]
+    starts = [["shard-listens", f"shard-0 serves {pid}"] for pid in (first, server.pids["shard-0"])]
+    ends = ["router-drained", "shard-0 stops"]
+    assert server.messages == [*starts[0], "router-listens", "router-stops", *starts[1], *ends]
     assert not (server.folder / "s0").exists()
 
 
-async def test_router_waits_for_a_shard_that_only_listens(server: FakeServer) -> None:
-    server.fail(0, "hangs")
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(server.supervisor(POLICY, server.shard(0)).run())
+async def test_restart_delays_grow_until_the_shards_are_hopeless(server: FakeServer) -> None:
+    policy = RestartPolicy(max_restarts=4, delays=(0.01, 0.02, 0.03))
+    async with server.running(policy, server.shard(0)) as task:
+        server.fail(0, 4)
+        server.kill(0)
+        assert await task is ShardsHopeless
+    died = server.log.rest("shard died")
+    assert [record["exit_code"] for record in died] == [-9, 4, 4, 4, 4]
+    assert [record["restart_in_s"] for record in died] == [0.01, 0.02, 0.03, 0.03, None]
+
+
+async def test_stable_serving_resets_the_failure_streak(server: FakeServer) -> None:
+    policy = RestartPolicy(max_restarts=1, delays=(0.0, 3600.0), stable_after=1e-6)
+    async with server.running(policy, server.shard(0)):
+        for _ in range(2):
+            server.kill(0)
+            assert (await server.log.next("shard died"))["restart_in_s"] == 0.0
+            await server.log.next("shard serves again")
+            await server.wait_for("shard-0 serves")
+
+
+async def test_hopeless_shard_is_restarted_while_another_serves(server: FakeServer) -> None:
+    """The other one counts as serving even if its own restarts are used up."""
+    policy = RestartPolicy(max_restarts=1, delays=(0.0, 0.01), stable_after=NEVER_STABLE)
+    async with server.running(policy, server.shard(0), server.shard(1)) as task:
+        for _ in range(2):
+            server.kill(0)
+            await server.log.next("shard serves again")
+            await server.wait_for("shard-0 serves")
+        server.fail(1, 1)
+        server.kill(1)
+        for _ in range(4):
+            died = await server.log.next("shard died")
+            assert (died["replica"], died["restart_in_s"] is not None) == (1, True)
+        assert not task.done()
+        server.heal(1)
+        await server.log.next("shard serves again")
+        await server.wait_for("shard-1 serves")
+        assert "router-stops" not in server.messages
+
+
+async def test_a_loading_shard_does_not_count_as_serving(server: FakeServer) -> None:
+    """Otherwise two shards that die alternately while loading would never be given up."""
+    async with server.running(RestartPolicy(max_restarts=1, delays=(0.0,)), server.shard(0), server.shard(1)) as task:
+        server.fail(0, 1)
+        server.kill(0)
+        for _ in range(2):
+            await server.log.next("shard died")
+        server.fail(0, "hangs")
         await server.wait_for("shard-0 hangs")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(server.log.next("shards serve"), 0.3)
+        server.fail(1, 1)
+        server.kill(1)
+        assert await task is ShardsHopeless
+        await server.wait_for("router-stops", "shard-0 stops")
+    assert [name for name in ("s0", "s1") if (server.folder / name).exists()] == []
+
+
+async def test_usage_error_after_a_restart_is_hopeless_at_once(server: FakeServer) -> None:
+    async with server.running(RestartPolicy(delays=(0.0,)), server.shard(0)) as task:
+        server.fail(0, int(ExitCode.USAGE))
+        server.kill(0)
+        assert await task is ShardsHopeless
+    assert [record["exit_code"] for record in server.log.rest("shard died")] == [-9, 2]
+
+
+async def test_without_restarts_the_death_of_the_last_shard_ends_the_server(server: FakeServer) -> None:
+    async with server.running(RestartPolicy(max_restarts=0, delays=(0.0,)), server.shard(0), server.shard(1)) as task:
+        server.kill(1)
+        assert (await server.log.next("shard died"))["restart_in_s"] is None
+        assert not task.done()
+        server.kill(0)
+        assert await task is ChildLost
+    await server.wait_for("router-stops")
+    assert server.messages.count("shard-listens") == 2
+    assert not (server.folder / "s0").exists()
+
+
+async def test_stop_during_a_restart_delay_and_while_a_shard_loads(server: FakeServer) -> None:
+    policy = RestartPolicy(delays=(0.0, 3600.0), stable_after=NEVER_STABLE)
+    async with server.running(policy, server.shard(0), server.shard(1)) as task:
+        server.fail(1, 1)
+        server.kill(1)
+        for delay in policy.delays:
+            assert (await server.log.next("shard died"))["restart_in_s"] == delay
+        server.fail(0, "hangs")
+        server.kill(0)
+        await server.wait_for("shard-0 hangs")
         task.cancel()
         await server.wait_for("shard-0 stops")
-    assert "router-listens" not in server.messages
+    assert task.cancelled()
+    assert server.messages[-2:] == ["router-stops", "shard-0 stops"]
+    assert not psutil.pid_exists(server.pids["shard-0"])
 
 
-async def test_shard_that_dies_while_loading_fails_the_start(
-    server: FakeServer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    dies = "async def serve(health, stop): print('no such weights', flush=True); sys.exit(4)"
-    with pytest.raises(ExceptionGroup) as error:
-        await server.supervisor(POLICY, server.shard(0, change=dies)).run()
-    assert error.group_contains(ChildFailed)
-    assert (await server.log.next("shard failed to start"))["exit_code"] == 4
-    assert "shard-0: no such weights" in capfd.readouterr().err
-
-
-async def test_router_that_dies_while_starting_stops_the_shard(server: FakeServer) -> None:
-    server.router_change = "def main(): sys.exit(4)"
-    with pytest.raises(ExceptionGroup) as error:
-        await server.supervisor(POLICY, server.shard(0)).run()
-    assert error.group_contains(ChildFailed, depth=2)
-    assert (await server.log.next("router failed to start"))["exit_code"] == 4
-    await server.wait_for("shard-0 stops")
+async def test_failed_process_start_counts_as_a_death(server: FakeServer) -> None:
+    shell = server.folder / "sh"
+    shell.symlink_to("/bin/sh")
+    shard = server.shard(0)
+    shard = replace(shard, argv=(str(shell), "-c", 'exec "$0" "$@"', *shard.argv))
+    async with server.running(RestartPolicy(max_restarts=1, delays=(0.0,)), shard) as task:
+        shell.unlink()
+        server.kill(0)
+        assert await task is ShardsHopeless
+    assert "No such file" in str(server.log.rest("shard cannot be started"))
