@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.core.quality_of_service import TieredFields
 from text_generation_router.api.http.bodies import AnyMetadata, Body, Float32, Int32, Texts, UInt32
+from text_generation_router.api.http.caller import TieredFields
 
 MAX_MESSAGES = 10_000
 """Messages of a conversation; no model reads so many."""

@@ -14,9 +14,9 @@ from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
 from text_generation_router.api.cloud.parallel import all_of
-from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import Body, ResponseBody, UInt64, json_response, parse_body
+from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import RECORD
 from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters

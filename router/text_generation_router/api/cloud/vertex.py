@@ -12,9 +12,9 @@ from aiohttp import web
 from pydantic import Discriminator, FailFast, Field, Tag
 
 from text_generation_router.api.cloud.parallel import all_of
-from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import ResponseBody, json_response, parse_body
+from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import GenerationRecord
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.schemas import ChatBody

@@ -10,11 +10,10 @@ from aiohttp import web
 
 from text_generation_router.api.core.blocks import CachedTokens, Script
 from text_generation_router.api.core.chat import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
-from text_generation_router.api.core.headers import compute_time_header, cost_headers, timing_headers
 from text_generation_router.api.core.parameters import GenerationOptions
-from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.record import GenerationRecord
+from text_generation_router.api.http.caller import QosFields
+from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.chat.events import Event
@@ -39,7 +38,7 @@ async def answer(
         conversation, options = read()
         chat = await chats.prepare(conversation, options, serving.qos(records[0], fields))
         script = script_of(chat, lambda: records[0].cached_tokens)
-        headers = cost_headers(serving.settings, len(chat.prompt))
+        headers = serving.cost_headers(len(chat.prompt))
         if stream:
             events = serving.stream(request, headers, script.failed)
             with serving.run(chat.requests, records, [script_sink(events, script, chat, records[0])]):

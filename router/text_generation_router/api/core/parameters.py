@@ -6,7 +6,7 @@
     check_supported  rule 20: parameters that the engine does not support
 
 The numbers give the order of TGI's rules, which clients can see: the first broken rule is reported. Rules 0 and 1, and
-values that only TGI refuses, are in tgi/parameters.py.
+values that only TGI refuses, are in tgi/generate.py.
 """
 
 from __future__ import annotations

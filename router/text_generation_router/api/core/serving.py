@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from text_generation_router.api.core.admission import Permits, RequestPreparer
-from text_generation_router.api.core.quality_of_service import QosFields, quality_of_service
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.http.caller import read_caller
+from text_generation_router.api.http.caller import QosFields, quality_of_service, read_caller
 from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
@@ -85,7 +84,7 @@ class Serving:
 
     def qos(self, record: GenerationRecord, *asked: QosFields | None) -> QualityOfService:
         """Return the quality of service that headers and body ask for. Raises InvalidRequest."""
-        return quality_of_service(record.caller, self.settings, *asked)
+        return quality_of_service(record.caller, self.settings.config, *asked)
 
     @contextmanager
     def run(
@@ -113,6 +112,10 @@ class Serving:
         for collector, record in zip(collectors, records, strict=True):
             record.ending = collector.ended.result()
         return collectors
+
+    def cost_headers(self, characters: int) -> dict[str, str]:
+        """Return TGI's response headers that are known in advance; `characters` is the length of the prompt."""
+        return {"x-compute-type": self.settings.config.compute_type, "x-compute-characters": str(characters)}
 
     def stream(self, request: web.Request, headers: Mapping[str, str], error_event: ErrorEvent) -> EventStream:
         """Return a response that streams events."""

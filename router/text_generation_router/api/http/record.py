@@ -1,4 +1,6 @@
-"""The record of each HTTP request: one log line, and the counts of its generations. Neither contains prompt text.
+"""The record of each HTTP request: its log line, the counts of its generations, and the response headers with their cost.
+
+None of these contains prompt text.
 
 Record                    one per HTTP request
   └── GenerationRecord    one per requested generation: n choices of 2 prompts are 2 · n; the sequences of `best_of`
@@ -8,7 +10,7 @@ Record                    one per HTTP request
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -148,3 +150,41 @@ def _fields(record: Record, error: type[ServingError] | None, now: float) -> dic
     if error is not None:
         fields["error_type"] = error.error_type
     return fields
+
+
+def timing_headers(generations: Sequence[GenerationRecord]) -> dict[str, str]:
+    """Return TGI's headers of finished generations, summed over several prompts, and x-cached-tokens.
+
+    Times are in milliseconds.
+    """
+    now = time.monotonic()
+    spent = [generation.spent(now) for generation in generations]
+    prompts = [generation.request.prompt for generation in generations if generation.request is not None]
+    return {
+        "x-total-time": _milliseconds(sum(times.total_s for times in spent)),
+        "x-validation-time": _milliseconds(sum(times.validation_s for times in spent)),
+        "x-queue-time": _milliseconds(sum(times.queue_s for times in spent)),
+        "x-inference-time": _milliseconds(sum(times.inference_s for times in spent)),
+        "x-time-per-token": _milliseconds(sum(times.per_token_s for times in spent)),
+        "x-prompt-tokens": str(sum(len(prompt) for prompt in prompts)),
+        "x-generated-tokens": str(sum(times.generated_tokens for times in spent)),
+        "x-cached-tokens": str(_cached_tokens(generations)),
+    }
+
+
+def compute_time_header(generation: GenerationRecord) -> dict[str, str]:
+    """Return TGI's header of replies to a single prompt, in seconds."""
+    return {"x-compute-time": str(generation.spent(time.monotonic()).total_s)}
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(int(seconds * 1000))
+
+
+def _cached_tokens(generations: Sequence[GenerationRecord]) -> int:
+    """Return the cached tokens of all prompts. A prompt with several answers counts once, as in `usage`."""
+    by_prompt: dict[int, list[GenerationRecord]] = {}
+    for generation in generations:
+        if generation.request is not None:
+            by_prompt.setdefault(id(generation.request.prompt), []).append(generation)
+    return sum(cached_tokens(group) for group in by_prompt.values())

@@ -8,14 +8,13 @@ import orjson
 from aiohttp import web
 
 from text_generation_router.api.core.chat import ChatPreparer, ChatRequest, ParsedAnswer
-from text_generation_router.api.core.headers import compute_time_header, cost_headers, timing_headers
 from text_generation_router.api.core.ids import named, new_call_id
-from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import openai_error_event
-from text_generation_router.api.http.record import GenerationRecord, cached_tokens
+from text_generation_router.api.http.record import GenerationRecord, cached_tokens, compute_time_header, timing_headers
 from text_generation_router.api.openai.answers import (
     CHAT_FINISH,
     AssistantMessage,
@@ -52,9 +51,8 @@ class ChatRoutes:
             if body.stream:
                 return await self._streamed(request, body, chat, records)
             collectors = await self._serving.collect(chat.requests, records)
-            settings = self._serving.settings
             headers = (
-                cost_headers(settings, len(chat.prompt)) | timing_headers(records) | compute_time_header(records[0])
+                self._serving.cost_headers(len(chat.prompt)) | timing_headers(records) | compute_time_header(records[0])
             )
             reply = await self._whole(body, chat, collectors, cached_tokens(records))
             return web.Response(body=reply, content_type="application/json", headers=headers)
@@ -81,7 +79,7 @@ class ChatRoutes:
         self, request: web.Request, body: ChatBody, chat: ChatRequest, records: Sequence[GenerationRecord]
     ) -> web.StreamResponse:
         serving = self._serving
-        stream = serving.stream(request, cost_headers(serving.settings, len(chat.prompt)), openai_error_event)
+        stream = serving.stream(request, serving.cost_headers(len(chat.prompt)), openai_error_event)
         options = body.stream_options or StreamOptions()
         shown = Shown(
             logprobs=bool(body.logprobs),

@@ -9,12 +9,11 @@ from itertools import islice
 from aiohttp import web
 
 from text_generation_proto.values import FinishReason, LogprobOptions
-from text_generation_router.api.core.headers import cost_headers, timing_headers
 from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.http.bodies import parse_body
 from text_generation_router.api.http.dialects import openai_error_event
-from text_generation_router.api.http.record import cached_tokens
+from text_generation_router.api.http.record import cached_tokens, timing_headers
 from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, usage, whole_answer
 from text_generation_router.api.openai.completion_chunks import CompletionStream, LogprobColumns, by_prompt
 from text_generation_router.api.openai.parameters import completion_options
@@ -52,7 +51,7 @@ class CompletionRoutes:
             qos = self._serving.qos(records[0], body)
             admitted = [await self._admit(body, prompt, qos) for prompt in prompts]
             requests = [request for prompt in admitted for request in prompt.requests]
-            headers = cost_headers(self._serving.settings, sum(len(prompt.text) for prompt in admitted))
+            headers = self._serving.cost_headers(sum(len(prompt.text) for prompt in admitted))
             if body.stream:
                 stream = self._serving.stream(request, headers, openai_error_event)
                 head = named("cmpl-", body.model, self._serving.settings)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.core.quality_of_service import TieredFields
 from text_generation_router.api.http.bodies import Body, Float32, TextMetadata, Texts, UInt32
+from text_generation_router.api.http.caller import TieredFields
 from text_generation_router.api.openai.schemas import ContentPart
 
 MAX_ITEMS = 10_000

@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, FailFast, Field
 from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import MAX_LOGIT_BIAS
-from text_generation_router.api.core.quality_of_service import TieredFields
 from text_generation_router.api.http.bodies import (
     Body,
     Float32,
@@ -24,6 +23,7 @@ from text_generation_router.api.http.bodies import (
     UInt64,
     at_most,
 )
+from text_generation_router.api.http.caller import TieredFields
 
 MAX_MESSAGES = MAX_PARTS = 10_000
 """Messages of a conversation; parts, or tool calls, of a message. More are an attack."""

@@ -1,19 +1,26 @@
-"""TGI's generation routes: POST /generate, /generate_stream and /."""
+"""TGI's generation routes: POST /generate, /generate_stream and /.
+
+Validation rules are numbered as in TGI. Rules 0 and 1 and the refusal of neutral values exist only in TGI and are here;
+the others are in core/parameters.py.
+"""
 
 from __future__ import annotations
 
 import orjson
 from aiohttp import web
 
-from text_generation_router.api.core.headers import compute_time_header, cost_headers, timing_headers
-from text_generation_router.api.core.quality_of_service import QosFields
+from text_generation_proto.parameters import Api
+from text_generation_proto.values import SAMPLING_PARAMETERS, LogprobOptions, Sampling
+from text_generation_router.api.core.parameters import GenerationOptions, given_sampling
 from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import tgi_error_event
-from text_generation_router.api.http.record import GenerationRecord
-from text_generation_router.api.tgi.parameters import check_streamed, check_whole, to_options
+from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.api.tgi.replies import GenerateAnswer, TokenEvents, whole_reply
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
+from text_generation_router.errors import InvalidRequest
 
 
 class GenerateRoutes:
@@ -88,14 +95,57 @@ class GenerateRoutes:
         with serving.take_permits([record], 1):
             qos = serving.qos(record, body.parameters, body)
             requests = await serving.preparer.prepare(body.inputs, to_options(body.parameters), qos)
-            stream = serving.stream(request, cost_headers(serving.settings, len(body.inputs)), tgi_error_event)
+            stream = serving.stream(request, serving.cost_headers(len(body.inputs)), tgi_error_event)
             events = TokenEvents(stream, body, serving.tokenizer, record)
             with serving.run(requests, [record], [events]):
                 return await stream.run()
 
     def _headers_of_whole(self, body: GenerateBody, record: GenerationRecord) -> dict[str, str]:
-        return (
-            cost_headers(self._serving.settings, len(body.inputs))
-            | compute_time_header(record)
-            | timing_headers([record])
-        )
+        return self._serving.cost_headers(len(body.inputs)) | compute_time_header(record) | timing_headers([record])
+
+
+def check_whole(parameters: GenerateParameters, limits: Limits) -> None:
+    """Check rules 0a and 0b, of replies sent whole. Raises InvalidRequest."""
+    best_of = parameters.best_of or 1
+    if best_of > 1 and limits.max_best_of == 1:
+        raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
+    if best_of > limits.max_best_of:
+        raise InvalidRequest(f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}")
+
+
+def check_streamed(parameters: GenerateParameters) -> None:
+    """Check rules 0s and 0t, of streamed replies. Raises InvalidRequest."""
+    if parameters.best_of not in (None, 1):
+        raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
+    if parameters.decoder_input_details:
+        raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
+
+
+def to_options(parameters: GenerateParameters) -> GenerationOptions:
+    """Return the options. Raises InvalidRequest for rules 1 to 7, which TGI applies to neutral values too.
+
+    Sampling is greedy unless `do_sample` is set or a parameter that filters or scales has another value than its
+    neutral one. Rule 1 counts any such parameter as sampling, also at its neutral value.
+    """
+    given = given_sampling(parameters, Api.TGI)
+    best_of = parameters.best_of or 1
+    present = [parameter for parameter in SAMPLING_PARAMETERS if parameter.field in given]
+    sampled = parameters.do_sample
+    if best_of > 1 and not (sampled or any(parameter.samples for parameter in present)):
+        raise InvalidRequest("you must use sampling when `best_of` is > 1")
+    for parameter in present:
+        value = given[parameter.field]
+        if parameter.range is not None and value not in parameter.range:
+            raise InvalidRequest(f"{parameter.label(Api.TGI)} {parameter.range.rule}")
+        sampled = sampled or (parameter.samples and value != parameter.neutral)
+    return GenerationOptions(
+        api=Api.TGI,
+        sampling=Sampling(**{"greedy": not sampled, "seed": None, **given}),
+        max_new_tokens=parameters.max_new_tokens,
+        stop_sequences=tuple(parameters.stop),
+        keep_stop_text=True,
+        logprobs=LogprobOptions(parameters.top_n_tokens or 0, prompt=parameters.decoder_input_details),
+        grammar=parameters.grammar,
+        best_of=best_of,
+        truncate=parameters.truncate,
+    )

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from text_generation_router.api.core.quality_of_service import QosFields
 from text_generation_router.api.http.bodies import Float32, Int32, UInt32, UInt64
+from text_generation_router.api.http.caller import QosFields
 
 
 class GenerateParameters(QosFields):
-    """Parameters of a generation: types and defaults; their ranges are checked in tgi/parameters.py."""
+    """Parameters of a generation: types and defaults; their ranges are checked in tgi/generate.py."""
 
     best_of: UInt64 | None = None
     """Generate this many sequences, return the one with the highest mean log-probability."""

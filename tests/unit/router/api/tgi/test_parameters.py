@@ -11,7 +11,7 @@ from text_generation_proto.parameters import Api
 from text_generation_proto.values import LogprobOptions, Sampling
 from text_generation_router.api.core.parameters import GenerationOptions, check_options, new_tokens
 from text_generation_router.api.core.settings import Limits
-from text_generation_router.api.tgi.parameters import check_streamed, check_whole, to_options
+from text_generation_router.api.tgi.generate import check_streamed, check_whole, to_options
 from text_generation_router.api.tgi.schemas import GenerateParameters
 from text_generation_router.errors import InvalidRequest
 

@@ -11,10 +11,9 @@ from api_settings import api_settings
 from text_generation_router.api.anthropic.schemas import MessagesBody
 from text_generation_router.api.cloud.kserve import InferBody
 from text_generation_router.api.cloud.vertex import TextInstance, VertexBody
-from text_generation_router.api.core.quality_of_service import QosFields, TieredFields, quality_of_service
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.bodies import validate
-from text_generation_router.api.http.caller import Caller
+from text_generation_router.api.http.caller import Caller, QosFields, TieredFields, quality_of_service
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
@@ -22,7 +21,7 @@ from text_generation_router.errors import InvalidBody, InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
 
 LIMITS = Limits(1, 1, 1, 10, 20)
-SETTINGS = api_settings(LIMITS)
+CONFIG = api_settings(LIMITS).config
 NOW = 1000.0
 CALLER = Caller(NOW)
 
@@ -33,9 +32,7 @@ def fields(**values: object) -> TieredFields:
 
 def test_the_default_has_no_deadline_and_no_salt() -> None:
     assert (
-        quality_of_service(CALLER, SETTINGS)
-        == quality_of_service(CALLER, SETTINGS, None, fields())
-        == QualityOfService()
+        quality_of_service(CALLER, CONFIG) == quality_of_service(CALLER, CONFIG, None, fields()) == QualityOfService()
     )
 
 
@@ -62,13 +59,13 @@ def test_every_generating_body_has_the_fields(schema: type[QosFields]) -> None:
 
 
 def test_timeouts_count_from_the_arrival() -> None:
-    service = quality_of_service(CALLER, SETTINGS, fields(queue_timeout=2, timeout=30.5))
+    service = quality_of_service(CALLER, CONFIG, fields(queue_timeout=2, timeout=30.5))
     assert (service.queue_by, service.end_by, service.first_token_by) == (NOW + 2, NOW + 30.5, None)
 
 
 def test_headers_are_passed_on() -> None:
     caller = Caller(NOW, TenantId("a"), Priority.BULK, NOW + 1, NOW + 2, NOW + 3)
-    assert quality_of_service(caller, SETTINGS) == QualityOfService(
+    assert quality_of_service(caller, CONFIG) == QualityOfService(
         TenantId("a"), Priority.BULK, "", NOW + 1, NOW + 2, NOW + 3
     )
 
@@ -77,16 +74,16 @@ def test_the_earliest_deadline_of_header_and_bodies_counts() -> None:
     for given in ([1.0, 2.0, 3.0], [3.0, 1.0, 2.0], [2.0, 3.0, 1.0]):
         caller = replace(CALLER, queue_by=NOW + given[0], end_by=NOW + given[0])
         bodies = [fields(queue_timeout=seconds, timeout=seconds) for seconds in given[1:]]
-        service = quality_of_service(caller, SETTINGS, *bodies)
+        service = quality_of_service(caller, CONFIG, *bodies)
         assert (service.queue_by, service.end_by) == (NOW + 1, NOW + 1)
 
 
 def test_the_operators_timeouts_are_defaults_and_bounds() -> None:
-    settings = api_settings(LIMITS, queue_timeout=5.0, request_timeout=60.0)
+    config = api_settings(LIMITS, queue_timeout=5.0, request_timeout=60.0).config
     for asked, due in (({}, (5, 60)), ({"queue_timeout": 9, "timeout": 99}, (5, 60)), ({"timeout": 1}, (5, 1))):
-        service = quality_of_service(CALLER, settings, fields(**asked))
+        service = quality_of_service(CALLER, config, fields(**asked))
         assert (service.queue_by, service.end_by) == (NOW + due[0], NOW + due[1])
-    later = quality_of_service(replace(CALLER, end_by=NOW + 100), settings)
+    later = quality_of_service(replace(CALLER, end_by=NOW + 100), config)
     assert later.end_by == NOW + 60
 
 
@@ -95,7 +92,7 @@ def test_the_operators_timeouts_are_defaults_and_bounds() -> None:
 def test_an_invalid_timeout_is_refused_by_name(name: str, value: float) -> None:
     asked = TieredFields.model_construct(**{name: value})
     with pytest.raises(InvalidRequest, match=f"`{name}` must be > 0 and <= 10000000 seconds. Given: "):
-        quality_of_service(CALLER, SETTINGS, asked)
+        quality_of_service(CALLER, CONFIG, asked)
 
 
 @pytest.mark.parametrize(
@@ -137,15 +134,15 @@ def test_wrong_types_are_refused_with_the_body(wrong: dict[str, Any]) -> None:
     ],
 )
 def test_the_body_sets_the_priority(asked: dict[str, Any], priority: Priority) -> None:
-    assert quality_of_service(CALLER, SETTINGS, fields(**asked)).priority is priority
+    assert quality_of_service(CALLER, CONFIG, fields(**asked)).priority is priority
 
 
 def test_the_header_wins_over_the_body_and_the_inner_body_over_the_outer() -> None:
     caller = replace(CALLER, priority=Priority.DEFAULT)
-    assert quality_of_service(caller, SETTINGS, fields(priority=-1)).priority is Priority.DEFAULT
+    assert quality_of_service(caller, CONFIG, fields(priority=-1)).priority is Priority.DEFAULT
     inner, outer = fields(priority=1), fields(priority=-1)
-    assert quality_of_service(CALLER, SETTINGS, inner, outer).priority is Priority.BULK
-    assert quality_of_service(CALLER, SETTINGS, fields(), outer).priority is Priority.INTERACTIVE
+    assert quality_of_service(CALLER, CONFIG, inner, outer).priority is Priority.BULK
+    assert quality_of_service(CALLER, CONFIG, fields(), outer).priority is Priority.INTERACTIVE
 
 
 # ----------------------------------------------------------------------------------------------------------------- salts
@@ -154,15 +151,15 @@ def test_the_header_wins_over_the_body_and_the_inner_body_over_the_outer() -> No
 def test_the_salt_is_that_of_the_body() -> None:
     for tenant in ("a", "b"):
         caller = replace(CALLER, tenant=TenantId(tenant))
-        assert quality_of_service(caller, SETTINGS, fields(cache_salt="s")).salt == "s"
-        assert quality_of_service(caller, SETTINGS).salt == ""
-    assert quality_of_service(CALLER, SETTINGS, fields(cache_salt="inner"), fields(cache_salt="outer")).salt == "inner"
+        assert quality_of_service(caller, CONFIG, fields(cache_salt="s")).salt == "s"
+        assert quality_of_service(caller, CONFIG).salt == ""
+    assert quality_of_service(CALLER, CONFIG, fields(cache_salt="inner"), fields(cache_salt="outer")).salt == "inner"
 
 
 def test_separated_tenants_never_have_the_same_salt() -> None:
-    settings = api_settings(LIMITS, prefix_cache_per_tenant=True)
+    config = api_settings(LIMITS, prefix_cache_per_tenant=True).config
     salts = {
-        quality_of_service(replace(CALLER, tenant=TenantId(tenant)), settings, fields(cache_salt=salt)).salt
+        quality_of_service(replace(CALLER, tenant=TenantId(tenant)), config, fields(cache_salt=salt)).salt
         for tenant in ("", "a", "ab")
         for salt in (None, "b", "a\0", "\0a")
     }
