@@ -1,3 +1,5 @@
+"""Checks of the settings: the rules for the engine, and their place before the search for the model."""
+
 from __future__ import annotations
 
 import sys
@@ -7,7 +9,9 @@ import pytest
 
 from text_generation_launcher.checks import check_engine
 from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.launch import launch
 from text_generation_launcher.plan import PlanError
+from text_generation_proto.exit_codes import ExitCode
 
 
 @pytest.fixture
@@ -47,12 +51,9 @@ def test_valid_settings_pass_without_importing_tensorrt_llm(installed: Path) -> 
 @pytest.mark.parametrize("engine", ["torch", "echo"])
 def test_tensorrt_llm_flags_are_rejected_for_other_engines(engine: str) -> None:
     check(engine=engine)
-    for flag, settings in (
-        ("--trtllm-options", {"trtllm_options": "{max_num_tokens: 4096}"}),
-        ("--trtllm-launch mpirun", {"trtllm_launch": "mpirun"}),
-    ):
-        message = rejection(engine=engine, **settings)
-        assert message == f"{flag} is for the tensorrt-llm engine, and the engine is {engine}"
+    reason = f"is for the tensorrt-llm engine, and the engine is {engine}"
+    assert rejection(engine=engine, trtllm_options="{max_num_tokens: 4096}") == f"--trtllm-options {reason}"
+    assert rejection(engine=engine, trtllm_launch="mpirun") == f"--trtllm-launch mpirun {reason}"
 
 
 def test_missing_tensorrt_llm_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +102,33 @@ def test_mpirun_needs_several_gpus(settings: dict[str, object], installed: Path)
 def test_python_path_with_shell_characters_is_rejected(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/my programs/python")
     assert "has characters that a shell changes" in rejection(installed, trtllm_launch="mpirun", num_shard=2)
+
+
+# -------------------------------------------------------------------------------------------------------------- launch
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+ONE_GPU = {"CUDA_VISIBLE_DEVICES": "0", "PATH": ""}
+OPTIONS = "no-such.yaml: there is no such file"
+TORCH = "--trtllm-options is for the tensorrt-llm engine, and the engine is torch"
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("environ", "settings", "reason"),
+    [
+        # `auto` is TensorRT-LLM if that is installed and there is a GPU for it.
+        (ONE_GPU, {}, OPTIONS),
+        (NO_GPU, {}, TORCH),
+        (ONE_GPU, {"device": "cpu"}, TORCH),
+        (NO_GPU, {"engine": "tensorrt-llm"}, OPTIONS),
+        (ONE_GPU, {"engine": "torch"}, TORCH),
+        (ONE_GPU, {"num_shard": 2}, "2 shards take one each (--num-shard), and 1 are visible"),
+    ],
+)
+async def test_settings_are_rejected_before_the_model_is_resolved(
+    environ: dict[str, str], settings: dict[str, object], reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = LauncherConfig.of(**{"model_id": "/no/such/model", "trtllm_options": "no-such.yaml", **settings})
+    assert await launch(config, environ) == ExitCode.USAGE
+    out, err = capfd.readouterr()
+    assert reason in next(line for line in (out + err).splitlines() if "settings refused" in line)

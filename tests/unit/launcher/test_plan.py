@@ -1,109 +1,26 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
-from pydantic_settings import CliApp
+from launch_plans import config, context, plan, router_of, shards_of
 
-from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.plan import (
-    LaunchContext,
-    LaunchPlan,
-    PlanError,
-    child_env,
-    compute_type,
-    count_parts,
-    count_shards,
-    make_plan,
-)
-from text_generation_proto.settings import ProcessConfig
-from text_generation_router.config import RouterConfig, listen_host
+from text_generation_launcher.plan import PlanError, check_ports, child_env, compute_type, count_parts, count_shards
+from text_generation_router.config import listen_host
 from text_generation_shard.config import ShardConfig
 
-C = TypeVar("C", bound=ProcessConfig)
-
-CONTEXT = LaunchContext(
-    Devices(0, None), 8, Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"}
-)
-TWO_GPUS = dataclasses.replace(CONTEXT, devices=Devices(2, "NVIDIA H200"))
-
-
-def config(**settings: object) -> LauncherConfig:
-    return LauncherConfig.of(model_id="some/model", **settings)
-
-
-def plan(context: LaunchContext = CONTEXT, **settings: object) -> LaunchPlan:
-    return make_plan(config(**settings), context)
-
-
-def parsed(child: type[C], argv: tuple[str, ...], module: str) -> C:
-    """Return the settings that a child parses from its arguments."""
-    assert argv[1:4] == ("-P", "-m", module)
-    return CliApp.run(child, cli_args=list(argv[4:]))
-
-
-def shard_of(plan: LaunchPlan) -> ShardConfig:
-    return shards_of(plan)[0]
-
-
-def shards_of(plan: LaunchPlan) -> list[ShardConfig]:
-    return [parsed(ShardConfig, shard.argv, "text_generation_shard") for shard in plan.shards]
-
-
-def router_of(plan: LaunchPlan) -> RouterConfig:
-    return parsed(RouterConfig, plan.router.argv, "text_generation_router")
-
-
-@pytest.mark.parametrize(
-    ("sharded", "num_shard", "devices", "shards"),
-    [
-        (None, None, 0, 1),
-        (None, None, 1, 1),
-        (None, None, 8, 1),
-        (None, 1, 8, 1),
-        (False, None, 8, 1),
-        (False, 1, 8, 1),
-    ],
-)
-def test_one_shard_is_the_default(sharded: bool | None, num_shard: int | None, devices: int, shards: int) -> None:
-    assert count_shards(config(sharded=sharded, num_shard=num_shard), Devices(devices, None)) == shards
-
-
-@pytest.mark.parametrize(
-    ("sharded", "num_shard", "devices", "text"),
-    [
-        (True, None, 0, "`sharded` is true but only found 0 CUDA devices"),
-        (True, None, 1, "`sharded` is true but only found 1 CUDA devices"),
-        (True, 1, 8, "`sharded` is true but `num_shard` <= 1"),
-    ],
-)
-def test_impossible_sharding_is_rejected(sharded: bool | None, num_shard: int | None, devices: int, text: str) -> None:
-    with pytest.raises(PlanError) as error:
-        count_shards(config(sharded=sharded, num_shard=num_shard), Devices(devices, None))
-    assert str(error.value) == text
+# ------------------------------------------------------------------------------------------------------------ settings
 
 
 def test_children_parse_the_planned_settings() -> None:
     made = plan(port=8080, revision="main", json_output=True, log_level="debug")
-    shard, router = shard_of(made), router_of(made)
-    assert (shard.model_path, shard.address, shard.rank, shard.world_size) == (
-        "/models/m",
-        "unix:///tmp/tgi-1/shard-0",
-        0,
-        1,
-    )
-    assert (router.model_path, router.shard_address, router.port) == ("/models/m", (shard.address,), 8080)
+    (shard,), router = shards_of(made), router_of(made)
+    assert (shard.model_path, shard.rank, shard.world_size) == ("/models/m", 0, 1)
+    assert (router.model_path, router.port, router.revision) == ("/models/m", 8080, "main")
     for child in (shard, router):
-        assert (child.model_id, child.json_output, child.log_level, child.lifeline_fd) == (
-            "some/model",
-            True,
-            "debug",
-            7,
-        )
-    assert router.revision == "main"
+        common = (child.model_id, child.json_output, child.log_level, child.lifeline_fd)
+        assert common == ("some/model", True, "debug", 7)
     assert [child.inherited_fds for child in (*made.shards, made.router)] == [(7,), (7,)]
 
 
@@ -118,6 +35,8 @@ def test_settings_reach_their_child() -> None:
         "shutdown_timeout": 3.0,
         "echo_step_ms": 1.5,
         "echo_fail_token": 5,
+        "hang_timeout": 30.0,
+        "trtllm_options": "max_num_tokens: 4096\n# more\n",
         "max_concurrent_requests": 7,
         "max_stop_sequences": 9,
         "max_total_tokens": 100,
@@ -129,7 +48,7 @@ def test_settings_reach_their_child() -> None:
         "payload_limit": 10,
     }
     made = plan(**settings)
-    shard, router = shard_of(made), router_of(made)
+    (shard,), router = shards_of(made), router_of(made)
     for name, value in settings.items():
         children = [child for child in (shard, router) if name in type(child).model_fields]
         assert children, name
@@ -137,29 +56,20 @@ def test_settings_reach_their_child() -> None:
             assert getattr(child, name) == value, name
 
 
-def test_no_batch_limit_is_zero_for_the_shard() -> None:
-    assert shard_of(plan()).max_batch_size == 0
-    assert router_of(plan()).max_batch_size is None
-
-
-def test_max_input_length_reaches_the_router() -> None:
-    assert router_of(plan(max_input_length=12)).max_input_tokens == 12
-    assert router_of(plan(max_input_tokens=13)).max_input_tokens == 13
+def test_settings_with_another_name_or_default_in_a_child() -> None:
+    made = plan()
+    assert (shards_of(made)[0].max_batch_size, router_of(made).max_batch_size) == (0, None)
+    for name in ("max_input_length", "max_input_tokens"):
+        assert router_of(plan(**{name: 12})).max_input_tokens == 12
 
 
 def test_environment_does_not_override_a_flag_with_the_default_value() -> None:
     """Defaults are omitted from the child's arguments, so the child must not read the variable."""
-    environ = {
-        "PATH": "/bin",
-        "PORT": "80",
-        "port": "81",
-        "RANK": "3",
-        "LOG_LEVEL": "debug",
-        "CUDA_VISIBLE_DEVICES": "1",
-    }
-    made = plan(dataclasses.replace(CONTEXT, environ=environ), port=3000)
-    assert made.router.env == {"PATH": "/bin", "RANK": "3", "CUDA_VISIBLE_DEVICES": "1"}
-    assert made.shards[0].env == {"PATH": "/bin", "PORT": "80", "port": "81", "CUDA_VISIBLE_DEVICES": "1"}
+    own = {"PORT": "80", "port": "81"}
+    kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1"}
+    made = plan(context(environ={**kept, **own, "RANK": "3", "LOG_LEVEL": "debug"}), port=3000)
+    assert made.router.env == {**kept, "RANK": "3"}
+    assert made.shards[0].env == {**kept, **own}
 
 
 def test_children_are_planned_without_reading_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,75 +84,110 @@ def test_hf_api_token_is_passed_as_hf_token() -> None:
     assert child_env({"HF_API_TOKEN": "a", "HF_TOKEN": "b"}, ShardConfig)["HF_TOKEN"] == "b"
 
 
-def test_addresses_of_shards() -> None:
-    assert plan().shards[0].address == "unix:///tmp/tgi-1/shard-0"
-    assert plan(shard_uds_path="/run/tgi").shards[0].address == "unix:///run/tgi-0"
-    assert plan(shard_uds_path="here").shards[0].address == f"unix://{Path.cwd()}/here-0"
-    assert plan(shard_tcp_port=5000).shards[0].address == "127.0.0.1:5000"
+def test_api_key_is_passed_only_in_the_routers_environment() -> None:
+    router = plan(api_key=("hush", "hush2")).router
+    assert not any("hush" in word for word in router.argv)
+    assert router.env["API_KEY"] == "hush,hush2"
+    made = plan(context(environ={"API_KEY": "hush"}))
+    assert all("API_KEY" not in child.env for child in (made.router, *made.shards))
 
 
-def test_router_has_the_addresses_of_all_replicas() -> None:
-    made = plan(num_replicas=3)
-    shards = shards_of(made)
-    assert [shard.name for shard in made.shards] == ["shard-0", "shard-1", "shard-2"]
-    assert [(shard.replica, shard.rank) for shard in made.shards] == [(0, 0), (1, 0), (2, 0)]
-    assert [(shard.rank, shard.world_size) for shard in shards] == [(0, 1)] * 3
-    assert [shard.address for shard in shards] == [f"unix:///tmp/tgi-1/shard-{replica}" for replica in range(3)]
-    assert [shard.address for shard in made.shards] == [shard.address for shard in shards]
-    assert router_of(made).shard_address == tuple(shard.address for shard in shards)
-
-
-def test_replicas_have_consecutive_addresses() -> None:
-    paths = [shard.address for shard in plan(num_replicas=2, shard_uds_path="/run/tgi").shards]
-    assert paths == ["unix:///run/tgi-0", "unix:///run/tgi-1"]
-    ports = plan(num_replicas=2, shard_tcp_port=5000)
-    assert [shard.address for shard in ports.shards] == ["127.0.0.1:5000", "127.0.0.1:5001"]
-    assert router_of(ports).shard_address == ("127.0.0.1:5000", "127.0.0.1:5001")
+def test_stop_timeouts_exceed_those_of_the_children() -> None:
+    made = plan(graceful_termination_timeout=30.0, shutdown_timeout=4.0)
+    assert made.router.stop_timeout > 30.0
+    assert made.shards[0].stop_timeout > 4.0
 
 
 @pytest.mark.parametrize(
-    ("environ", "devices"),
+    ("hostname", "host", "url"),
     [
-        ({}, ["0", "1"]),
-        ({"CUDA_VISIBLE_DEVICES": "3, 5,7"}, ["3", "5"]),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-0a1b,MIG-2c3d"}, ["GPU-0a1b", "MIG-2c3d"]),
-        ({"NVIDIA_VISIBLE_DEVICES": "2,3"}, ["0", "1"]),
+        ("0.0.0.0", "0.0.0.0", "http://127.0.0.1:3000"),
+        ("localhost", "127.0.0.1", "http://127.0.0.1:3000"),
+        ("::", "::", "http://[::1]:3000"),
+        ("::1", "::1", "http://[::1]:3000"),
+        ("my-pod-0", "0.0.0.0", "http://127.0.0.1:3000"),
     ],
 )
-def test_each_replica_has_its_own_device(environ: dict[str, str], devices: list[str]) -> None:
-    made = plan(dataclasses.replace(TWO_GPUS, environ=environ), num_replicas=2)
-    assert [shard.env["CUDA_VISIBLE_DEVICES"] for shard in made.shards] == devices
-    assert [shard.cpu_memory_fraction for shard in shards_of(made)] == [0.4, 0.4]
-    assert [shard.num_threads for shard in shards_of(made)] == [0, 0]
+def test_host_name_means_all_addresses(hostname: str, host: str, url: str) -> None:
+    made = plan(hostname=hostname)
+    assert listen_host(hostname) == made.host == router_of(made).hostname == host
+    assert made.url == url
 
 
-def test_single_replica_sees_all_devices() -> None:
-    assert "CUDA_VISIBLE_DEVICES" not in plan(TWO_GPUS).shards[0].env
+def test_compute_type_counts_the_parts_of_all_replicas() -> None:
+    assert compute_type(1, Devices(2, None)) == "1-gpu"
+    assert router_of(plan(compute_type="mine")).compute_type == "mine"
+    assert router_of(plan(num_replicas=3)).compute_type == "3-cpu"
+    for engine in ("torch", "tensorrt-llm"):
+        settings = {"engine": engine, "num_shard": 4, "num_replicas": 2}
+        assert router_of(plan(8, **settings)).compute_type == "8-nvidia-h200"
+        assert count_parts(config(**settings), Devices(8, None)) == 8
+
+
+# ---------------------------------------------------------------------------------------------- replicas and their ranks
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_shard": 1}, {"sharded": False}, {"sharded": False, "num_shard": 1}])
+def test_one_shard_is_the_default(settings: dict[str, object]) -> None:
+    assert [count_shards(config(**settings), Devices(gpus, None)) for gpus in (0, 1, 8)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, 1), (3, 1), (2, 2)])
+def test_each_rank_of_each_replica_is_a_process_and_the_router_knows_the_leaders(replicas: int, ranks: int) -> None:
+    made = plan(8, num_replicas=replicas, num_shard=ranks)
+    shards = shards_of(made)
+    numbers = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
+    assert [(shard.replica, shard.rank, shard.world_size) for shard in shards] == [(*pair, ranks) for pair in numbers]
+    assert [(spec.replica, spec.rank) for spec in made.shards] == numbers
+    names = [f"shard-{replica}" + (f"-rank-{rank}" if ranks > 1 else "") for replica, rank in numbers]
+    assert [spec.name for spec in made.shards] == [shard.process_name for shard in shards] == names
+    assert [len(group) for group in made.groups] == [ranks] * replicas
+    addresses = [f"unix:///tmp/tgi-1/{name.replace('-rank-', '-')}" for name in names]
+    assert [spec.address for spec in made.shards] == [shard.address for shard in shards] == addresses
+    meeting = [f"unix:///tmp/tgi-1/group-{replica}" if ranks > 1 else "" for replica, _ in numbers]
+    assert [spec.group_address for spec in made.shards] == [shard.group_address for shard in shards] == meeting
+    assert router_of(made).shard_address == tuple(addresses[::ranks])
+
+
+def test_addresses_of_shards() -> None:
+    groups = {"num_replicas": 2, "num_shard": 2}
+    assert plan(shard_uds_path="/run/tgi").shards[0].address == "unix:///run/tgi-0"
+    assert plan(shard_uds_path="here").shards[0].address == f"unix://{Path.cwd()}/here-0"
+    paths = [shard.address for shard in plan(8, **groups, shard_uds_path="/run/tgi").shards]
+    assert paths == [f"unix:///run/tgi-{place}" for place in ("0-0", "0-1", "1-0", "1-1")]
+    made = plan(8, **groups, shard_tcp_port=5000)
+    assert [shard.address for shard in made.shards] == [f"127.0.0.1:{port}" for port in (5000, 5001, 5002, 5003)]
+    assert router_of(made).shard_address == ("127.0.0.1:5000", "127.0.0.1:5002")
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "devices"),
+    [
+        ({}, {"num_replicas": 2}, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "3, 5,7"}, {"num_replicas": 2}, ["3", "5"]),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-0a1b,MIG-2c3d"}, {"num_replicas": 2}, ["GPU-0a1b", "MIG-2c3d"]),
+        ({"NVIDIA_VISIBLE_DEVICES": "2,3"}, {"num_replicas": 2}, ["0", "1"]),
+        ({}, {"num_shard": 2, "device": "cuda"}, ["0", "1"]),
+        ({"CUDA_VISIBLE_DEVICES": "7,5,3,1,0,2,4,6"}, {"num_replicas": 2, "num_shard": 2}, ["7", "5", "3", "1"]),
+        ({}, {"sharded": True}, [str(number) for number in range(8)]),
+        ({}, {}, [None]),
+        ({}, {"num_replicas": 3, "device": "cpu"}, [None] * 3),
+        ({}, {"num_replicas": 3, "engine": "echo"}, [None] * 3),
+    ],
+)
+def test_each_of_several_shards_has_its_own_device(
+    environ: dict[str, str], settings: dict[str, object], devices: list[str | None]
+) -> None:
+    made = plan(context(8, environ=environ), **settings)
+    assert [shard.env.get("CUDA_VISIBLE_DEVICES") for shard in made.shards] == devices
+    if devices[0] is not None:
+        assert {(shard.cpu_memory_fraction, shard.num_threads) for shard in shards_of(made)} == {(0.4, 0)}
 
 
 def test_each_replica_has_its_own_trace_file() -> None:
-    assert shard_of(plan(trace_steps="/tmp/steps")).trace_steps == "/tmp/steps"
+    assert [shard.trace_steps for shard in shards_of(plan(trace_steps="/tmp/steps"))] == ["/tmp/steps"]
     made = plan(num_replicas=2, trace_steps="/tmp/steps")
     assert [shard.trace_steps for shard in shards_of(made)] == ["/tmp/steps-0", "/tmp/steps-1"]
-
-
-def test_more_replicas_than_devices_are_rejected() -> None:
-    with pytest.raises(PlanError) as error:
-        plan(TWO_GPUS, num_replicas=3)
-    assert str(error.value) == "not enough cuda devices: 3 replicas take one each (--num-replicas), and 2 are visible"
-
-
-def test_device_number_is_rejected_for_several_replicas() -> None:
-    with pytest.raises(PlanError, match=r"^`device` is cuda:1, and 2 replicas take a device each$"):
-        plan(TWO_GPUS, num_replicas=2, device="cuda:1")
-    assert plan(TWO_GPUS, device="cuda:1").shards
-
-
-@pytest.mark.parametrize("settings", [{"device": "cpu"}, {"engine": "echo"}])
-def test_replicas_on_cpu_are_not_limited_by_devices(settings: dict[str, object]) -> None:
-    made = plan(TWO_GPUS, num_replicas=3, **settings)
-    assert len(made.shards) == 3
-    assert all("CUDA_VISIBLE_DEVICES" not in shard.env for shard in made.shards)
 
 
 @pytest.mark.parametrize(
@@ -256,68 +201,94 @@ def test_replicas_on_cpu_are_not_limited_by_devices(settings: dict[str, object])
         (8, 2, {"OMP_NUM_THREADS": "1"}, 0, 0),  # OMP_NUM_THREADS has precedence
     ],
 )
-def test_replicas_share_the_cores(
+def test_replicas_on_a_cpu_share_its_cores(
     cpus: int, replicas: int, environ: dict[str, str], num_threads: int, expected: int
 ) -> None:
-    context = dataclasses.replace(CONTEXT, cpus=cpus, environ=environ)
-    made = plan(context, num_replicas=replicas, num_threads=num_threads)
+    made = plan(context(cpus=cpus, environ=environ), num_replicas=replicas, num_threads=num_threads)
     assert [shard.num_threads for shard in shards_of(made)] == [expected] * replicas
 
 
-def test_replicas_share_the_memory() -> None:
-    assert [shard.cpu_memory_fraction for shard in shards_of(plan(num_replicas=2))] == [0.2, 0.2]
-    asked = plan(num_replicas=4, cpu_memory_fraction=0.8)
-    assert [shard.cpu_memory_fraction for shard in shards_of(asked)] == [0.2] * 4
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_replicas_and_ranks_on_a_cpu_share_its_memory(gpus: int) -> None:
+    made = plan(gpus, num_replicas=4, cpu_memory_fraction=0.8, device="cpu")
+    assert [shard.cpu_memory_fraction for shard in shards_of(made)] == [0.2] * 4
+    made = plan(gpus, num_replicas=2, num_shard=2, device="cpu")
+    assert {(shard.cpu_memory_fraction, shard.num_threads) for shard in shards_of(made)} == {(0.1, 2)}
+
+
+def test_torch_log_level_of_groups() -> None:
+    assert {shard.env["TORCH_CPP_LOG_LEVEL"] for shard in plan(8, num_shard=2).shards} == {"ERROR"}
+    asked = context(8, environ={"TORCH_CPP_LOG_LEVEL": "INFO"})
+    assert {shard.env["TORCH_CPP_LOG_LEVEL"] for shard in plan(asked, num_shard=2).shards} == {"INFO"}
+    assert "TORCH_CPP_LOG_LEVEL" not in plan(8).shards[0].env
+
+
+# ---------------------------------------------------------------------------------------------------------- rejections
+
+FEW = "not enough cuda devices:"
+TRTLLM = {"engine": "tensorrt-llm"}
+
+
+@pytest.mark.parametrize("engine", ["torch", "tensorrt-llm"])
+@pytest.mark.parametrize(
+    ("gpus", "settings", "text"),
+    [
+        (0, {"sharded": True}, "`sharded` is true but only found 0 CUDA devices"),
+        (1, {"sharded": True}, "`sharded` is true but only found 1 CUDA devices"),
+        (8, {"sharded": True, "num_shard": 1}, "`sharded` is true but `num_shard` <= 1"),
+        (0, {"num_shard": 2}, f"{FEW} 2 shards take one each (--num-shard), and 0 are visible"),
+        (8, {"num_shard": 9}, f"{FEW} 9 shards take one each (--num-shard), and 8 are visible"),
+        (2, {"num_replicas": 3}, f"{FEW} 3 replicas take one each (--num-replicas), and 2 are visible"),
+        (
+            8,
+            {"num_shard": 4, "num_replicas": 3},
+            f"{FEW} 3 replicas take 4 each (--num-replicas, --num-shard), and 8 are visible",
+        ),
+        (
+            4,
+            {"sharded": True, "num_replicas": 2},
+            f"{FEW} 2 replicas take 4 each (--num-replicas, --num-shard), and 4 are visible",
+        ),
+        (8, {"device": "cuda:1", "num_shard": 2}, "`device` is cuda:1, and 2 shards take a device each"),
+        (8, {"device": "cuda:1", "num_replicas": 2}, "`device` is cuda:1, and 2 replicas take a device each"),
+    ],
+)
+def test_unavailable_devices_are_rejected(gpus: int, settings: dict[str, object], text: str, engine: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan(gpus, engine=engine, **settings)
+    assert str(error.value) == text
+
+
+def test_device_number() -> None:
+    assert plan(2, device="cuda:1").shards
+    with pytest.raises(PlanError, match=r"^`device` is cuda:2, and 2 devices are visible$"):
+        plan(2, **TRTLLM, device="cuda:2")
+
+
+def test_echo_engine_has_no_groups() -> None:
+    text = "2 shards were asked for (--num-shard, --sharded): the echo engine has no model to split"
+    with pytest.raises(PlanError) as error:
+        plan(8, engine="echo", num_shard=2)
+    assert str(error.value) == text
 
 
 @pytest.mark.parametrize(
-    ("hostname", "host", "url"),
+    ("settings", "text"),
     [
-        ("0.0.0.0", "0.0.0.0", "http://127.0.0.1:3000"),
-        ("127.0.0.1", "127.0.0.1", "http://127.0.0.1:3000"),
-        ("localhost", "127.0.0.1", "http://127.0.0.1:3000"),
-        ("::", "::", "http://[::1]:3000"),
-        ("::1", "::1", "http://[::1]:3000"),
-        ("3f2b9c7d1e5a", "0.0.0.0", "http://127.0.0.1:3000"),
-        ("my-pod-0", "0.0.0.0", "http://127.0.0.1:3000"),
+        ({"num_shard": 8}, None),
+        ({"shard_tcp_port": 65532, "num_shard": 4}, None),
+        ({"shard_tcp_port": 65533, "num_shard": 4}, "(65533) for 4 shards: there is no port 65536"),
+        ({"shard_tcp_port": 65535, "num_replicas": 2}, "(65535) for 2 shards: there is no port 65536"),
+        ({"shard_tcp_port": 2996, "num_shard": 4}, None),
+        ({"shard_tcp_port": 2997, "num_replicas": 2, "num_shard": 2}, "(2997) for 4 shards: 3000 is the router's"),
+        ({"shard_tcp_port": 2999, "num_replicas": 2}, "(2999) for 2 shards: 3000 is the router's"),
+        ({"shard_tcp_port": 2999, "num_shard": 4, **TRTLLM}, None),  # one shard process for all four GPUs
     ],
 )
-def test_host_name_means_all_addresses(hostname: str, host: str, url: str) -> None:
-    made = plan(hostname=hostname)
-    assert listen_host(hostname) == made.host == router_of(made).hostname == host
-    assert made.url == url
-
-
-@pytest.mark.parametrize(
-    ("devices", "expected"),
-    [
-        (Devices(0, None), "1-cpu"),
-        (Devices(1, "NVIDIA H200"), "1-nvidia-h200"),
-        (Devices(2, None), "1-gpu"),
-    ],
-)
-def test_compute_type_has_the_device_name(devices: Devices, expected: str) -> None:
-    assert compute_type(1, devices) == expected
-    assert router_of(plan(dataclasses.replace(CONTEXT, devices=devices))).compute_type == expected
-    assert router_of(plan(compute_type="mine")).compute_type == "mine"
-
-
-def test_compute_type_counts_the_shards_of_all_replicas() -> None:
-    assert router_of(plan(num_replicas=3)).compute_type == "3-cpu"
-    assert router_of(plan(TWO_GPUS, num_replicas=2)).compute_type == "2-nvidia-h200"
-    assert count_parts(config(num_replicas=2), TWO_GPUS.devices) == 2
-
-
-def test_stop_timeouts_exceed_those_of_the_children() -> None:
-    made = plan(graceful_termination_timeout=30.0, shutdown_timeout=4.0)
-    assert made.router.stop_timeout > 30.0
-    assert made.shards[0].stop_timeout > 4.0
-
-
-def test_api_key_is_passed_only_in_the_routers_environment() -> None:
-    router = plan(api_key=("hush", "hush2")).router
-    assert not any("hush" in word for word in router.argv)
-    assert router.env["API_KEY"] == "hush,hush2"
-    with_key = dataclasses.replace(CONTEXT, environ={"API_KEY": "hush"})
-    made = plan(with_key)
-    assert all("API_KEY" not in child.env for child in (made.router, *made.shards))
+def test_unavailable_ports_are_rejected(settings: dict[str, object], text: str | None) -> None:
+    if text is None:
+        check_ports(config(**settings), Devices(8, None))
+        return
+    with pytest.raises(PlanError) as error:
+        check_ports(config(**settings), Devices(8, None))
+    assert str(error.value) == f"`shard_tcp_port`{text}"

@@ -1,13 +1,18 @@
+"""The restart policy, and the root cause of the end of a group."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import pytest
 
+from text_generation_launcher.shard_group import RankExit, root_cause
 from text_generation_launcher.shard_restarts import DELAYS, STABLE_AFTER, FailureStreak, RestartPolicy
 from text_generation_proto.exit_codes import ExitCode
 
 KILLED = -9
+LOST = int(ExitCode.BUG)
+"""Exit code of a shard that lost a peer."""
 
 
 def streak_after(policy: RestartPolicy, served: Sequence[float], exit_code: int = KILLED) -> FailureStreak:
@@ -24,37 +29,23 @@ def test_delays_grow_to_half_a_minute() -> None:
     assert delays == [0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
 
 
-def test_stable_serving_starts_a_new_streak() -> None:
-    policy = RestartPolicy()
-    assert streak_after(policy, [0.0, 1.0, STABLE_AFTER - 0.1]).deaths == 3
-    assert streak_after(policy, [0.0, 1.0, STABLE_AFTER]).deaths == 1
-    assert policy.delay(streak_after(policy, [0.0, 1.0, STABLE_AFTER, 0.0])) == DELAYS[1]
-
-
-def test_streak_is_hopeless_after_max_restarts() -> None:
+def test_streak_is_hopeless_after_max_restarts_and_has_the_longest_delay() -> None:
     policy = RestartPolicy(max_restarts=5)
-    hopeless = [policy.hopeless(streak_after(policy, [0.0] * deaths)) for deaths in range(8)]
-    assert hopeless == [False] * 6 + [True] * 2
+    streaks = [streak_after(policy, [0.0] * deaths) for deaths in range(8)]
+    assert [policy.hopeless(streak) for streak in streaks] == [False] * 6 + [True] * 2
+    assert [policy.delay(streak) for streak in streaks[5:]] == [4.0, DELAYS[-1], DELAYS[-1]]
 
 
-def test_stable_serving_ends_hopelessness() -> None:
+def test_stable_serving_starts_a_new_streak() -> None:
     policy = RestartPolicy(max_restarts=2)
-    streak = streak_after(policy, [0.0] * 9)
-    assert policy.hopeless(streak)
-    streak = policy.after_death(streak, STABLE_AFTER, KILLED)
-    assert not policy.hopeless(streak)
-    assert policy.delay(streak) == DELAYS[0]
-
-
-def test_hopeless_streak_has_the_longest_delay() -> None:
-    policy = RestartPolicy(max_restarts=2)
-    assert policy.delay(streak_after(policy, [0.0] * 2)) == DELAYS[1]
-    assert policy.delay(streak_after(policy, [0.0] * 3)) == DELAYS[-1]
+    assert streak_after(policy, [0.0, 1.0, STABLE_AFTER - 0.1]).deaths == 3
+    again = streak_after(policy, [0.0, 1.0, 0.0, STABLE_AFTER])
+    assert (again.deaths, policy.hopeless(again), policy.delay(again)) == (1, False, DELAYS[0])
 
 
 def test_usage_error_is_hopeless_until_the_next_death() -> None:
     policy = RestartPolicy()
-    streak = policy.after_death(FailureStreak(), 0.0, ExitCode.USAGE)
+    streak = streak_after(policy, [0.0], ExitCode.USAGE)
     assert policy.hopeless(streak)
     assert policy.delay(streak) == DELAYS[-1]
     assert not policy.hopeless(policy.after_death(streak, 0.0, KILLED))
@@ -64,5 +55,17 @@ def test_usage_error_is_hopeless_until_the_next_death() -> None:
 def test_without_restarts_the_first_death_is_hopeless(served: float) -> None:
     policy = RestartPolicy(max_restarts=0)
     streak = streak_after(policy, [served])
-    assert policy.hopeless(streak)
-    assert policy.delay(streak) is None
+    assert (policy.hopeless(streak), policy.delay(streak)) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([RankExit(0, -9)], RankExit(0, -9)),
+        ([RankExit(0, LOST), RankExit(1, -9), RankExit(2, LOST)], RankExit(1, -9)),
+        ([RankExit(2, 1), RankExit(0, LOST), RankExit(1, -15)], RankExit(2, 1)),
+        ([RankExit(1, LOST), RankExit(0, LOST)], RankExit(1, LOST)),
+    ],
+)
+def test_root_cause_is_the_first_exit_that_is_not_a_consequence(ends: list[RankExit], expected: RankExit) -> None:
+    assert root_cause(ends) == expected
