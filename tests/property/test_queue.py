@@ -14,7 +14,6 @@ from text_generation_router.scheduling.queue import AGEING_S, LEAD, FairQueue
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 TENANTS = [TenantId(name) for name in ("a", "b", "c", "d")]
-times = st.one_of(st.none(), st.integers(0, 60).map(float))
 
 
 @dataclass(eq=False)
@@ -44,11 +43,6 @@ class Waiter:
         by_class = arrived + AGEING_S * self.qos.priority
         hope = self.qos.first_token_by
         return (by_class if hope is None else max(arrived, min(hope, by_class))), self.arrival
-
-    @property
-    def expires(self) -> float:
-        times = [self.qos.end_by] if self.sent_back else [self.qos.end_by, self.qos.queue_by]
-        return min((time for time in times if time is not None), default=float("inf"))
 
 
 @dataclass
@@ -133,22 +127,14 @@ class QueueMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(TENANTS),
         priority=st.sampled_from(Priority),
         work=st.sampled_from([1, 500, 40_000]),
-        first_token_in=times,
-        queue_for=times,
-        end_in=times,
+        first_token_in=st.one_of(st.none(), st.integers(0, 60)),
+        passed=st.integers(0, 40),
     )
-    def put(
-        self,
-        tenant: TenantId,
-        priority: Priority,
-        work: int,
-        first_token_in: float | None,
-        queue_for: float | None,
-        end_in: float | None,
-    ) -> None:
+    def put(self, tenant: TenantId, priority: Priority, work: int, first_token_in: int | None, passed: int) -> None:
         self.arrivals += 1
-        hope, queue_by, end_by = (None if t is None else self.now + t for t in (first_token_in, queue_for, end_in))
-        qos = QualityOfService(tenant, priority, "", hope, queue_by, end_by)
+        self.now += passed
+        hope = None if first_token_in is None else self.now + first_token_in
+        qos = QualityOfService(tenant, priority, first_token_by=hope)
         request = Request(RequestId(self.arrivals), (1,), 1, qos=qos)
         waiter = Waiter(ScheduledSequence(request, self.arrivals, self.now, 1, work=work))
         self.model.put(waiter)
@@ -163,11 +149,11 @@ class QueueMachine(RuleBasedStateMachine):
                 assert self.queue.peek() is None
                 return
             assert self.queue.peek() is expected.sequence
-            self.queue.remove(expected.sequence)
             tenant = expected.qos.tenant
+            self.queue.tenants.started(tenant)
+            self.queue.remove(expected.sequence)
             self.model.take_out(expected)
             self.model.running[tenant] += 1
-            self.queue.tenants.started(tenant)
             self.charge(tenant, expected.work)
             self.running.append(expected)
 
@@ -216,16 +202,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.take_out(waiter)
         self.queue.remove(waiter.sequence)
 
-    @rule(seconds=st.integers(0, 40))
-    def time_passes(self, seconds: int) -> None:
-        self.now += seconds
-        expired = sorted(
-            (w for w in self.model.queued if w.expires <= self.now), key=lambda waiter: (waiter.expires, waiter.arrival)
-        )
-        for waiter in expired:
-            self.model.take_out(waiter)
-        assert self.queue.expire(self.now) == [waiter.sequence for waiter in expired]
-
     @invariant()
     def the_same_goes_next(self) -> None:
         expected = self.model.next()
@@ -238,7 +214,6 @@ class QueueMachine(RuleBasedStateMachine):
         assert len(self.queue) == len(queued)
         assert list(self.queue) == [waiter.sequence for waiter in queued]
         assert self.queue.work == sum(waiter.work for waiter in queued)
-        assert self.queue.next_expiry == min((w.expires for w in queued if w.expires < float("inf")), default=None)
         weight = self.model.active_weight
         for tenant in TENANTS:
             assert self.queue.tenants.work(tenant) == sum(w.work for w in queued if w.qos.tenant == tenant)

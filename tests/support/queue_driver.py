@@ -16,12 +16,7 @@ class QueueDriver:
     def __init__(self, weights: dict[TenantId, float] | None = None) -> None:
         self.queue = FairQueue(weights or {})
         self.arrivals = 0
-        self.served: dict[TenantId, int] = {}
-
-    def sequence(self, qos: QualityOfService, arrived_at: float = 0.0, work: int = WORK) -> ScheduledSequence:
-        self.arrivals += 1
-        request = Request(RequestId(self.arrivals), (1,), 1, qos=qos)
-        return ScheduledSequence(request, self.arrivals, arrived_at, 1, work=work)
+        self.served: dict[TenantId, int] = {A: 0, B: 0, C: 0}
 
     def put(
         self,
@@ -30,14 +25,17 @@ class QueueDriver:
         arrived_at: float = 0.0,
         work: int = WORK,
         first_token_by: float | None = None,
-        queue_by: float | None = None,
-        end_by: float | None = None,
     ) -> ScheduledSequence:
         """Queue a new sequence and return it."""
-        qos = QualityOfService(tenant, priority, "", first_token_by, queue_by, end_by)
-        sequence = self.sequence(qos, arrived_at, work)
+        self.arrivals += 1
+        qos = QualityOfService(tenant, priority, first_token_by=first_token_by)
+        request = Request(RequestId(self.arrivals), (1,), 1, qos=qos)
+        sequence = ScheduledSequence(request, self.arrivals, arrived_at, 1, work=work)
         self.queue.put(sequence)
         return sequence
+
+    def put_all(self, *tenants: TenantId) -> list[ScheduledSequence]:
+        return [self.put(tenant) for tenant in tenants]
 
     def pop(self) -> ScheduledSequence:
         """Remove and return the next sequence."""
@@ -53,20 +51,32 @@ class QueueDriver:
         self.queue.skip(sequence)
         return sequence
 
+    def charge(self, tenant: TenantId, tokens: int) -> None:
+        """Charge for a sequence that ends at once."""
+        self.queue.tenants.started(tenant)
+        self.queue.charge(tenant, tokens)
+        self.queue.tenants.ended(tenant)
+
     def serve(self) -> ScheduledSequence:
         """Remove the next sequence, charge for it, run and end it."""
-        sequence = self.pop()
+        sequence = self.queue.peek()
+        assert sequence is not None
         tenant = sequence.request.qos.tenant
-        self.queue.charge(tenant, sequence.work)
         self.queue.tenants.started(tenant)
+        self.queue.remove(sequence)
+        self.queue.charge(tenant, sequence.work)
         self.queue.tenants.ended(tenant)
         self.served[tenant] = self.served.get(tenant, 0) + sequence.work
-        self.queue.check_invariants()
         return sequence
+
+    def tenants(self, count: int) -> list[TenantId]:
+        """Serve `count` sequences and return their tenants in order."""
+        return [self.serve().request.qos.tenant for _ in range(count)]
 
     def order(self) -> list[int]:
         """Serve all sequences and return their arrival numbers in order."""
         order = []
         while self.queue.peek() is not None:
             order.append(self.serve().arrival)
+            self.queue.check_invariants()
         return order

@@ -6,10 +6,11 @@ decoding sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.prefix_tree import common_bytes
 from text_generation_router.scheduling.sequence import TOKEN_BYTES, ScheduledSequence, State
 
 MIN_SHARED_TOKENS = 64
@@ -47,18 +48,7 @@ def share_budget(prompts: Sequence[ScheduledSequence], budget: int) -> Iterator[
 
 def shared_tokens(key: bytes, other: bytes, block_size: int) -> int:
     """Return the leading tokens that two prompt keys have in common, in whole blocks."""
-    step = block_size * TOKEN_BYTES
-    blocks = min(len(key), len(other)) // step
-    if blocks == 0 or key[:step] != other[:step]:
-        return 0
-    same, differ = 1, blocks + 1  # binary search: `same` blocks are equal, block `differ` is not or does not exist
-    while differ - same > 1:
-        middle = (same + differ) // 2
-        if key[same * step : middle * step] == other[same * step : middle * step]:
-            same = middle
-        else:
-            differ = middle
-    return same * block_size
+    return common_bytes(key, other, 0, block_size * TOKEN_BYTES) // TOKEN_BYTES
 
 
 class ChunkSizer:
@@ -117,7 +107,6 @@ class PendingPrompts:
         """Prompt tokens not yet reported as computed."""
         self._block_size = block_size
         self._sequences: dict[RequestId, ScheduledSequence] = {}
-        self._unscheduled: dict[RequestId, ScheduledSequence] = {}
         self._by_prefix: dict[tuple[str, bytes], dict[RequestId, ScheduledSequence]] = {}
         """Sequences by salt and their first MIN_SHARED_TOKENS tokens; shorter prompts are left out."""
 
@@ -134,42 +123,41 @@ class PendingPrompts:
 
     def add(self, sequence: ScheduledSequence) -> None:
         """Add a sequence that was placed."""
-        self._sequences[sequence.id] = self._unscheduled[sequence.id] = sequence
+        self._sequences[sequence.id] = sequence
         if len(sequence.prompt_key) >= _PREFIX_BYTES:
             self._by_prefix.setdefault(_prefix(sequence), {})[sequence.id] = sequence
         self.unscheduled += sequence.unscheduled_tokens
         self.uncomputed += sequence.prefill_length - sequence.num_computed_tokens
 
-    def remove(self, sequence: ScheduledSequence) -> bool:
-        """Remove `sequence`. Return False if it is not here."""
+    def remove(self, sequence: ScheduledSequence) -> None:
+        """Remove `sequence`; no-op if it is not here."""
         if self._sequences.pop(sequence.id, None) is None:
-            return False
-        self._unscheduled.pop(sequence.id, None)
-        self._remove_prefix(sequence)
+            return
         self.unscheduled -= sequence.unscheduled_tokens
         self.uncomputed -= sequence.prefill_length - sequence.num_computed_tokens
-        return True
+        prefix = _prefix(sequence)
+        if (group := self._by_prefix.get(prefix)) is not None:
+            del group[sequence.id]
+            if not group:
+                del self._by_prefix[prefix]
 
     def schedule(self, budget: int) -> Iterator[tuple[ScheduledSequence, int]]:
         """Schedule chunks of `budget` tokens in all: yield (sequence, tokens)."""
-        if not self._unscheduled:
+        if not self.unscheduled:
             return
-        for sequence, chunk in share_budget(list(self._unscheduled.values()), budget):
+        for sequence, chunk in share_budget(
+            [each for each in self._sequences.values() if each.unscheduled_tokens], budget
+        ):
             sequence.num_scheduled_tokens += chunk
             self.unscheduled -= chunk
-            if sequence.unscheduled_tokens == 0:
-                del self._unscheduled[sequence.id]
             yield sequence, chunk
 
-    def computed(self, sequence: ScheduledSequence, chunk: int) -> bool:
-        """Record `chunk` computed tokens of `sequence`. Return True if its prompt is complete."""
+    def computed(self, sequence: ScheduledSequence, chunk: int) -> None:
+        """Record `chunk` computed tokens of `sequence`."""
         sequence.num_computed_tokens += chunk
         self.uncomputed -= chunk
-        if sequence.num_computed_tokens < sequence.prefill_length:
-            return False
-        del self._sequences[sequence.id]
-        self._remove_prefix(sequence)
-        return True
+        if sequence.num_computed_tokens == sequence.prefill_length:
+            self.remove(sequence)
 
     def longest_shared(self, sequence: ScheduledSequence) -> tuple[int, ScheduledSequence | None]:
         """Return the longest prefix in tokens that `sequence` shares with a pending prompt, and the owner of that prompt.
@@ -184,23 +172,14 @@ class PendingPrompts:
                     longest, owner = shared, other
         return min(longest, (sequence.length - 1) // self._block_size * self._block_size), owner
 
-    def check_invariants(self, sequences: Sequence[ScheduledSequence]) -> None:
+    def check_invariants(self, sequences: Set[ScheduledSequence]) -> None:
         """Raise AssertionError unless this agrees with `sequences`, the placed and running ones."""
-        pending = [each for each in sequences if each.num_computed_tokens < each.prefill_length]
-        assert set(self._sequences.values()) == set(pending)
-        assert set(self._unscheduled.values()) == {each for each in pending if each.unscheduled_tokens}
+        pending = {each for each in sequences if each.num_computed_tokens < each.prefill_length}
+        assert set(self._sequences.values()) == pending
         assert self.unscheduled == sum(each.unscheduled_tokens for each in sequences)
         assert self.uncomputed == sum(each.prefill_length - each.num_computed_tokens for each in sequences)
-        indexed = {each for group in self._by_prefix.values() for each in group.values()}
-        assert indexed == {each for each in pending if len(each.prompt_key) >= _PREFIX_BYTES}
-        assert all(self._by_prefix.values()), "an empty group is dropped"
-
-    def _remove_prefix(self, sequence: ScheduledSequence) -> None:
-        prefix = _prefix(sequence)
-        if (group := self._by_prefix.get(prefix)) is not None:
-            del group[sequence.id]
-            if not group:
-                del self._by_prefix[prefix]
+        indexed = [each for group in self._by_prefix.values() for each in group.values()]
+        assert set(indexed) == {each for each in pending if len(each.prompt_key) >= _PREFIX_BYTES}
 
 
 def _prefix(sequence: ScheduledSequence) -> tuple[str, bytes]:

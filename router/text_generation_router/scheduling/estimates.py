@@ -11,7 +11,6 @@ _INITIAL_WEIGHT = 2
 """Weight of that assumption, in ended requests."""
 _MEMORY_REQUESTS = 50
 """Ended requests over which the mean is taken."""
-_BUCKETS = 33
 
 _MEMORY_S = 20.0
 """Time constant of the throughput."""
@@ -29,37 +28,28 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._shares = [_INITIAL_SHARE] * _BUCKETS
-        self._ended = [0] * _BUCKETS
+        self._shares: dict[int, tuple[float, int]] = {}
+        """(mean share, ended requests) of the limits in (2^(n-1), 2^n], by n."""
 
     def expected(self, max_new_tokens: int) -> int:
         """Return the new tokens to expect of a request with this limit: 1 to `max_new_tokens`."""
-        share = self._share(_bucket(max_new_tokens))
+        share, _ = self._share((max_new_tokens - 1).bit_length())
         return max(1, min(round(share * max_new_tokens), max_new_tokens))
 
     def record(self, max_new_tokens: int, generated: int) -> None:
         """Record a request that ended by itself or by its limit, not by cancellation or failure."""
-        if max_new_tokens < 1:
-            return
-        bucket = _bucket(max_new_tokens)
-        share = self._share(bucket)
-        used = min(max(generated, 0) / max_new_tokens, 1.0)
-        self._ended[bucket] += 1
+        power = (max_new_tokens - 1).bit_length()
+        share, ended = self._share(power)
         # A plain mean over the first requests.
-        self._shares[bucket] = share + (used - share) / min(self._ended[bucket] + _INITIAL_WEIGHT, _MEMORY_REQUESTS)
+        weight = min(ended + 1 + _INITIAL_WEIGHT, _MEMORY_REQUESTS)
+        self._shares[power] = share + (generated / max_new_tokens - share) / weight, ended + 1
 
-    def _share(self, bucket: int) -> float:
-        """Return the share of the nearest bucket that has one; of two, that of smaller limits."""
-        for distance in range(_BUCKETS):
-            for near in (bucket - distance, bucket + distance):
-                if 0 <= near < _BUCKETS and self._ended[near]:
-                    return self._shares[near]
-        return _INITIAL_SHARE
-
-
-def _bucket(max_new_tokens: int) -> int:
-    """Return n for limits in (2^(n-1), 2^n]."""
-    return min(max(max_new_tokens - 1, 0).bit_length(), _BUCKETS - 1)
+    def _share(self, power: int) -> tuple[float, int]:
+        """Return the share of the nearest power seen (of two, the smaller one), and the requests of this power."""
+        if power in self._shares:
+            return self._shares[power]
+        nearest = min(self._shares, key=lambda seen: (abs(seen - power), seen), default=None)
+        return (_INITIAL_SHARE if nearest is None else self._shares[nearest][0]), 0
 
 
 class Throughput:

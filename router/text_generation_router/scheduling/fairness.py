@@ -13,14 +13,13 @@ priority) would wait all that time. So there is also a virtual time, as in weigh
 the weight of all active tenants, and a tenant enters at most LAG behind it. Among tenants that stay it changes nothing:
 their counters keep up with it.
 
-Memory: an idle tenant is forgotten unless it is in debt (its counter is above the value at which it would enter). Of
-those in debt, the last MAX_IDLE are kept.
+Memory: an idle tenant is forgotten unless it is in debt (its counter is above the value at which it would enter). The
+MAX_IDLE largest debts are kept.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from text_generation_router.request import TenantId
@@ -64,7 +63,6 @@ class Tenant:
 
     @property
     def active(self) -> bool:
-        """True if it has a queued or running sequence."""
         return bool(self.queued or self.running)
 
 
@@ -73,7 +71,7 @@ def _by_counter(tenant: Tenant) -> Key:
 
 
 class Tenants:
-    """The accounts of active tenants and of idle ones in debt."""
+    """The accounts of active tenants (with a queued or running sequence), and of idle ones in debt."""
 
     def __init__(self, weights: Mapping[TenantId, float]) -> None:
         """`weights` are MIN_WEIGHT to MAX_WEIGHT, by default 1. Raise ValueError for others."""
@@ -84,10 +82,7 @@ class Tenants:
         self._known: dict[TenantId, Tenant] = {}
         self._appeared = 0
         self._waiting: LazyHeap[Tenant] = LazyHeap(_by_counter)
-        self._idle: OrderedDict[TenantId, Tenant] = OrderedDict()
-        """Tenants in debt, in the order in which they became idle."""
-        self._debts: LazyHeap[Tenant] = LazyHeap(_by_counter)
-        """The same tenants by counter."""
+        self._idle: LazyHeap[Tenant] = LazyHeap(_by_counter)
         self._active_weight = 0.0
         self._last_waiting_counter = 0.0
         self._virtual_time = 0.0
@@ -96,14 +91,16 @@ class Tenants:
         """Return the number of tenants in memory: active ones, and idle ones in debt."""
         return len(self._known)
 
-    def find(self, name: TenantId) -> Tenant | None:
-        """Return the account of `name`, or None."""
-        return self._known.get(name)
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._known.values())
+
+    def __getitem__(self, name: TenantId) -> Tenant:
+        """Return the account of `name`, which is active or in debt."""
+        return self._known[name]
 
     def work(self, name: TenantId) -> int:
         """Return the expected tokens of the queued sequences of `name`."""
-        tenant = self._known.get(name)
-        return 0 if tenant is None else tenant.work
+        return self._known[name].work if name in self._known else 0
 
     @property
     def min_counter(self) -> float:
@@ -150,45 +147,32 @@ class Tenants:
 
     def ended(self, name: TenantId) -> None:
         """Count a sequence of `name` that left its replica."""
-        tenant = self._known.get(name)
-        assert tenant is not None, "a sequence starts before it ends"
+        tenant = self._known[name]
         assert tenant.running, "a sequence starts before it ends"
         tenant.running -= 1
         self._deactivate(tenant)
 
-    def charge(self, name: TenantId, tokens: int) -> Tenant | None:
-        """Charge `name` for tokens; negative ones correct an earlier charge. Return None if there is no such account."""
-        tenant = self._known.get(name)
-        if tenant is None:
-            if tokens <= 0:
-                return None  # no debt, and credit is not saved up
-            tenant = self._open(name)
+    def charge(self, name: TenantId, tokens: int) -> Tenant:
+        """Charge `name`, which is active, for tokens; negative ones correct an earlier charge."""
+        tenant = self._known[name]
         tenant.counter += tokens / tenant.weight
-        if self._active_weight:
-            self._virtual_time += tokens / self._active_weight
-        if not tenant.active:
-            self._remember(tenant)
-        elif tokens < 0 and tenant.waiting:
+        self._virtual_time += tokens / self._active_weight
+        if tokens < 0 and tenant.waiting:
             self._waiting.put(tenant)
         return tenant
 
-    def check_invariants(self, queued: Iterable[ScheduledSequence]) -> None:
+    def check_invariants(self, queued: Sequence[ScheduledSequence]) -> None:
         """Raise AssertionError unless the accounts agree with the `queued` sequences."""
-        by_tenant: dict[TenantId, list[ScheduledSequence]] = {}
-        for sequence in queued:
-            by_tenant.setdefault(sequence.request.qos.tenant, []).append(sequence)
-        assert by_tenant.keys() <= self._known.keys(), "the tenant of a queued sequence is known"
-        for tenant in self._known.values():
-            sequences = by_tenant.get(tenant.name, [])
-            waiting = [sequence for sequence in sequences if not sequence.requeued]
-            assert (tenant.queued, tenant.waiting) == (len(sequences), len(waiting))
-            assert tenant.work == sum(sequence.work for sequence in sequences)
+        for tenant in self:
+            own = [sequence for sequence in queued if sequence.request.qos.tenant == tenant.name]
+            waiting = [sequence for sequence in own if not sequence.requeued]
+            assert (tenant.queued, tenant.waiting) == (len(own), len(waiting))
+            assert tenant.work == sum(sequence.work for sequence in own)
             assert len(tenant.line) == sum(not sequence.skipped for sequence in waiting)
             assert tenant.head is tenant.line.first()
-            assert tenant.active != (tenant.name in self._idle), "a tenant is active or remembered for its debt"
-        active = [tenant for tenant in self._known.values() if tenant.active]
-        assert self._active_weight == sum(tenant.weight for tenant in active)
-        assert len(self._waiting) == sum(tenant.waiting > 0 for tenant in active)
+        assert self._active_weight == sum(tenant.weight for tenant in self if tenant.active)
+        assert len(self._waiting) == sum(tenant.waiting > 0 for tenant in self)
+        assert len(self._idle) == sum(not tenant.active for tenant in self)
 
     def _entry_counter(self) -> float:
         """Return the smallest counter with which a tenant that had nothing waiting may enter."""
@@ -197,41 +181,24 @@ class Tenants:
         self._virtual_time = min(max(self._virtual_time, lowest), lowest + 2 * LAG)
         return max(lowest, self._virtual_time - LAG)
 
-    def _open(self, name: TenantId) -> Tenant:
-        self._appeared += 1
-        tenant = Tenant(name, self._appeared, self._weights.get(name, 1.0), self.min_counter)
-        self._known[name] = tenant
-        return tenant
-
     def _activate(self, name: TenantId) -> Tenant:
-        tenant = self._known.get(name) or self._open(name)
+        tenant = self._known.get(name)
+        if tenant is None:
+            self._appeared += 1
+            tenant = Tenant(name, self._appeared, self._weights.get(name, 1.0), self.min_counter)
+            self._known[name] = tenant
         if not tenant.active:
-            self._forget_debt(tenant)
+            self._idle.discard(tenant)
             self._active_weight += tenant.weight
         return tenant
 
     def _deactivate(self, tenant: Tenant) -> None:
-        """Handle that `tenant` may have become idle."""
+        """If `tenant` became idle, forget it and all others unless they are in debt."""
         if tenant.active:
             return
         self._active_weight -= tenant.weight
-        self._remember(tenant)
-
-    def _remember(self, tenant: Tenant) -> None:
-        """Keep the idle `tenant` for its debt, and drop those without one or beyond MAX_IDLE."""
-        # Never `tenant` itself: between its turn and the charge for it, it may seem to have no debt.
+        self._idle.put(tenant)
         lowest = self.min_counter
-        while (paid := self._debts.first()) is not None and paid is not tenant and paid.counter <= lowest:
-            self._drop(paid)
-        self._idle[tenant.name] = tenant
-        self._debts.put(tenant)
-        if len(self._idle) > MAX_IDLE:
-            self._drop(next(iter(self._idle.values())))
-
-    def _drop(self, tenant: Tenant) -> None:
-        self._forget_debt(tenant)
-        del self._known[tenant.name]
-
-    def _forget_debt(self, tenant: Tenant) -> None:
-        self._idle.pop(tenant.name, None)
-        self._debts.discard(tenant)
+        while (least := self._idle.first()) is not None and (least.counter <= lowest or len(self._idle) > MAX_IDLE):
+            self._idle.discard(least)
+            del self._known[least.name]

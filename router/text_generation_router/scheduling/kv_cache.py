@@ -10,7 +10,7 @@ others that are due.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.prefix_tree import PrefixTree
@@ -151,21 +151,21 @@ class KVCache:
         self.urgent = any(each.capacity - each.length < URGENT_ROOM for each in self._growing.values())
         return allocations, stalled
 
-    # --------------------------------------------------------------------------------------------------------- checks
-
-    def check_invariants(self, sequences: Iterable[ScheduledSequence]) -> None:
+    def check_invariants(self, sequences: Set[ScheduledSequence]) -> None:
         """Raise AssertionError unless each block has one owner: free, tree, or one of `sequences`, all that have blocks."""
-        sequences = list(sequences)
-        cached = [block for node in self.tree.nodes() for block in node.blocks]
-        owned = [*self._free, *cached]
+        owned = [*self._free, *(block for node in self.tree.nodes() for block in node.blocks)]
+        locks = []
         for sequence in sequences:
-            assert sequence.prefix_lock is not None, "a sequence with blocks holds a lock"
-            owned += (*sequence.duplicate_blocks, *sequence.blocks[sequence.committed_blocks :])
-            assert sequence.capacity == len(sequence.blocks) * self.block_size
-            assert len(self.tree.blocks_to(sequence.prefix_lock)) == sequence.committed_blocks
+            assert sequence.prefix_lock is not None
+            locks.append(sequence.prefix_lock)
+            committed = sequence.committed_blocks
+            owned += (*sequence.duplicate_blocks, *sequence.blocks[committed:])
+            known = {*self.tree.blocks_to(sequence.prefix_lock), *sequence.duplicate_blocks}
+            assert len(self.tree.blocks_to(sequence.prefix_lock)) == committed
+            assert known >= set(sequence.blocks[:committed])
             computed = max(sequence.num_computed_tokens, sequence.num_kv_tokens)
-            assert sequence.committed_blocks * self.block_size <= computed, "only computed blocks are committed"
-            assert set(sequence.blocks[: sequence.committed_blocks]) <= {*cached, *sequence.duplicate_blocks}
+            assert committed * self.block_size <= computed, "only computed blocks are committed"
+            assert sequence.capacity == len(sequence.blocks) * self.block_size
         assert sorted(owned) == list(range(self.num_blocks)), "each block has one owner"
-        self.tree.check_invariants([sequence.prefix_lock for sequence in sequences if sequence.prefix_lock is not None])
-        assert set(self._growing.values()) <= set(sequences)
+        assert set(self._growing.values()) <= sequences
+        self.tree.check_invariants(locks)

@@ -51,8 +51,10 @@ class Policy:
             return True
         return waiting >= int(running * self.waiting_served_ratio)
 
-    def join_reason(self, *, running: int, steps_since_placement: int) -> JoinReason:
-        """Return why placed requests may join `running` sequences."""
+    def join_reason(self, *, running: int, steps_since_placement: int) -> JoinReason | None:
+        """Return why placed requests may join `running` sequences; None without any."""
+        if not running:
+            return None
         if int(running * self.waiting_served_ratio) == 0:
             return JoinReason.CHUNKING
         if steps_since_placement >= self.max_decode_steps_between_prefills:

@@ -12,8 +12,8 @@ def choose_victim(running: Iterable[ScheduledSequence], *, self_scheduling: bool
 
     So the oldest always advances; a request that could not finish alone is not accepted.
 
-    A self-scheduling engine makes room by itself, and a sequence under a grammar could not return to it once it generated
-    tokens (`ScheduledSequence.is_grammar_bound`). There such sequences are not chosen: None if there are no others.
+    A self-scheduling engine makes room by itself, and can start a grammar only at the end of the prompt. So its sequences
+    under a grammar are not chosen, as they could not go on: None if there are no others.
     """
     oldest, *others = sorted(running, key=lambda sequence: sequence.arrival)
     candidates = others or [oldest]

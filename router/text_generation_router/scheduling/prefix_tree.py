@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from itertools import chain
+
+from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 
 _BYTES_PER_TOKEN = 4
-_STALE_ALLOWED = 64
 
 
 class Node:
@@ -49,21 +50,12 @@ class PrefixTree:
         self._block_bytes = _BYTES_PER_TOKEN * block_size
         self._now = 0
         self._roots: dict[str, Node] = {}
-        self._cached = 0
-        self._evictable = 0
-        # (last used, created, node) of each unlocked leaf, and stale entries of leaves that were locked since.
-        self._leaves: list[tuple[int, int, Node]] = []
-        self._stale = 0
-
-    @property
-    def cached_blocks(self) -> int:
+        self.cached_blocks = 0
         """Blocks in the tree."""
-        return self._cached
-
-    @property
-    def evictable_blocks(self) -> int:
+        self.evictable_blocks = 0
         """Blocks that `evict` can return now: those on no locked path."""
-        return self._evictable
+        self._leaves: LazyHeap[Node] = LazyHeap(_by_last_use)
+        """Unlocked leaves."""
 
     def peek(self, salt: str, key: bytes) -> int:
         """Return the tokens of the longest cached prefix of `key`, in whole blocks. Change nothing."""
@@ -113,7 +105,7 @@ class PrefixTree:
             at.locks -= 1
             if at.locks:
                 return
-            self._evictable += len(at.blocks)
+            self.evictable_blocks += len(at.blocks)
             if not at.children:
                 self._became_free_leaf(at)
             at = at.parent
@@ -124,23 +116,17 @@ class PrefixTree:
         A leaf with more blocks than needed loses its tail.
         """
         taken: list[int] = []
-        while self._leaves and len(taken) < count:
-            node = self._leaves[0][2]
-            if _is_stale(self._leaves[0]):
-                heappop(self._leaves)
-                self._stale -= 1
-                continue
+        while len(taken) < count and (node := self._leaves.first()) is not None:
             wanted = count - len(taken)
             if wanted < len(node.blocks):
                 taken += node.blocks[-wanted:]
                 del node.blocks[-wanted:]
                 del node.key[-wanted * self._block_bytes :]
             else:
-                heappop(self._leaves)
                 taken += node.blocks
                 self._detach(node)
-        self._cached -= len(taken)
-        self._evictable -= len(taken)
+        self.cached_blocks -= len(taken)
+        self.evictable_blocks -= len(taken)
         return taken
 
     def nodes(self) -> Iterator[Node]:
@@ -154,22 +140,19 @@ class PrefixTree:
     def check_invariants(self, locked: Sequence[Node]) -> None:
         """Raise AssertionError unless counters and locks agree with the nodes; `locked`: the nodes that callers hold."""
         nodes = list(self.nodes())
-        assert self._cached == sum(len(node.blocks) for node in nodes), "cached blocks are counted"
-        assert self._evictable == sum(len(node.blocks) for node in nodes if not node.locks), (
-            "unlocked blocks are counted"
-        )
         held = Counter(map(id, locked))
         for node in nodes:
             assert node.locks == held.pop(id(node), 0) + sum(child.locks > 0 for child in node.children.values())
             assert len(node.key) == len(node.blocks) * self._block_bytes
-            assert bool(node.blocks) == (node.parent is not None), "only a root has no block"
             assert node.parent is not None or node.children or node.locks, "an unused root is forgotten"
             for first_block, child in node.children.items():
                 assert child.parent is node
+                assert child.blocks
                 assert child.key.startswith(first_block)
         assert not held, "a lock is on a node of the tree"
-        free_leaves = {id(node) for node in nodes if not node.children and not node.locks}
-        assert free_leaves == {id(entry[2]) for entry in self._leaves if not _is_stale(entry)}
+        assert self.cached_blocks == sum(len(node.blocks) for node in nodes)
+        assert self.evictable_blocks == sum(len(node.blocks) for node in nodes if not node.locks)
+        assert len(self._leaves) == sum(not node.children and not node.locks for node in nodes)
 
     def blocks_to(self, node: Node) -> list[int]:
         """Return the blocks from the root to the end of `node`, in order."""
@@ -178,10 +161,7 @@ class PrefixTree:
         while at is not None:
             path.append(at.blocks)
             at = at.parent
-        blocks: list[int] = []
-        for part in reversed(path):
-            blocks += part
-        return blocks
+        return list(chain.from_iterable(reversed(path)))
 
     def _tick(self) -> int:
         self._now += 1
@@ -197,24 +177,10 @@ class PrefixTree:
         at = 0
         while (child := node.children.get(key[at : at + size])) is not None:
             if not key.startswith(child.key, at):
-                return node, at, child, self._common_bytes(child.key, key, at)
+                return node, at, child, common_bytes(child.key, key, at, size)
             node = child
             at += len(child.key)
         return node, at, None, 0
-
-    def _common_bytes(self, run: bytearray, key: bytes, at: int) -> int:
-        """Return the bytes of the whole blocks shared by `run` and `key[at:]`: at least one block, less than all of `run`."""
-        # A binary search that compares each stretch in place: about one pass over the bytes.
-        size = self._block_bytes
-        same, differ = 1, min(len(run), len(key) - at) // size + 1
-        with memoryview(run) as view:
-            while differ - same > 1:
-                middle = (same + differ) // 2
-                if key.startswith(view[same * size : middle * size], at + same * size):
-                    same = middle
-                else:
-                    differ = middle
-        return same * size
 
     def _split(self, node: Node, at: int) -> Node:
         """Split `node` after `at` bytes. `node` becomes the lower part, as locks refer to its end. Return the upper part."""
@@ -231,7 +197,7 @@ class PrefixTree:
 
     def _append(self, node: Node, key: bytes, blocks: Sequence[int]) -> Node:
         """Add a run that shares no block with a child of `node`, and move the caller's lock to its end."""
-        self._cached += len(blocks)
+        self.cached_blocks += len(blocks)
         if node.parent is not None and not node.children and node.locks == 1:
             # The caller holds the only lock, so the node can grow: the blocks of one request stay one node.
             node.key += key
@@ -249,10 +215,9 @@ class PrefixTree:
             at.locks += 1
             if at.locks > 1:
                 return
-            self._evictable -= len(at.blocks)
-            if not at.children and at.parent is not None:
-                self._stale += 1
-                self._drop_stale()
+            self.evictable_blocks -= len(at.blocks)
+            if not at.children:
+                self._leaves.discard(at)
             at = at.parent
 
     def _became_free_leaf(self, node: Node) -> None:
@@ -260,26 +225,32 @@ class PrefixTree:
             # Forget empty salts: clients can make up any number of them.
             del self._roots[node.salt]
         else:
-            heappush(self._leaves, (node.last_used, node.created, node))
+            self._leaves.put(node)
 
     def _detach(self, leaf: Node) -> None:
         """Remove an unlocked leaf. Its parent may become an evictable leaf."""
         parent = leaf.parent
         assert parent is not None, "a root is no leaf"
+        self._leaves.discard(leaf)
         del parent.children[bytes(leaf.key[: self._block_bytes])]
         parent.last_used = max(parent.last_used, leaf.last_used)
         if not parent.children and not parent.locks:
             self._became_free_leaf(parent)
 
-    def _drop_stale(self) -> None:
-        """Rebuild the heap when more than half of it is stale: O(1) amortised per lock."""
-        if self._stale > _STALE_ALLOWED + len(self._leaves) // 2:
-            self._leaves = [entry for entry in self._leaves if not _is_stale(entry)]
-            heapify(self._leaves)
-            self._stale = 0
+
+def _by_last_use(leaf: Node) -> Key:
+    return leaf.last_used, leaf.created
 
 
-def _is_stale(entry: tuple[int, int, Node]) -> bool:
-    """Return True if the node of a heap entry is no unlocked leaf any more, or was used since."""
-    last_used, _, node = entry
-    return node.locks > 0 or bool(node.children) or node.last_used != last_used
+def common_bytes(run: bytes | bytearray, key: bytes, at: int, size: int) -> int:
+    """Return the bytes that `run` and `key[at:]` have in common, in whole blocks of `size` bytes."""
+    # A binary search that compares each stretch in place: about one pass over the bytes.
+    same, differ = 0, min(len(run), len(key) - at) // size + 1
+    with memoryview(run) as view:
+        while differ - same > 1:
+            middle = (same + differ) // 2
+            if key.startswith(view[same * size : middle * size], at + same * size):
+                same = middle
+            else:
+                differ = middle
+    return same * size

@@ -5,7 +5,7 @@
 
        key = tokens served / weight - LEAD[priority of the tenant's next sequence]
 
-   QualityOfService is charged by the caller (`charge`); for tenants that had nothing waiting see `fairness`. A priority buys a
+   Service is charged by the caller (`charge`); for tenants that had nothing waiting see `fairness`. A priority buys a
    bounded lead, in tokens: a tenant that floods the queue at a high priority gets that far ahead of the others, once. A
    low priority puts it that far behind, at most.
 3. Within a tenant the earliest due time goes next, ties by arrival.
@@ -15,14 +15,12 @@
    So each priority is first come, first served, and a bulk request goes before interactive ones that came 60 s after it.
    A `first_token_by` before the arrival counts as the arrival: such a request does not overtake those already waiting.
 
-Call `expire` before `peek`: an expired sequence may be the most urgent one.
 With one tenant and one priority this is first come, first served. All operations are O(log n) amortised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import inf
 from types import MappingProxyType
 
 from text_generation_router.request import Priority, QualityOfService, TenantId
@@ -50,10 +48,6 @@ def _queue_key(sequence: ScheduledSequence) -> Key:
     return sequence.queue_key
 
 
-def _expiry(sequence: ScheduledSequence) -> Key:
-    return sequence.expiry
-
-
 def _tenant_key(tenant: Tenant) -> Key:
     assert tenant.head is not None, "only tenants with a head are compared"
     return tenant.counter - LEAD[tenant.head.request.qos.priority], tenant.head.arrival
@@ -70,21 +64,17 @@ class FairQueue:
         self._ready: LazyHeap[Tenant] = LazyHeap(_tenant_key)
         """Tenants with a head."""
         self._requeued: LazyHeap[ScheduledSequence] = LazyHeap(_queue_key)
-        self._expiring: LazyHeap[ScheduledSequence] = LazyHeap(_expiry)
-        self._work = 0
+        self.work = 0
+        """Expected tokens of the queue."""
 
     def put(self, sequence: ScheduledSequence) -> None:
         """Queue a new sequence."""
-        qos = sequence.request.qos
-        ends = (time for time in (qos.queue_by, qos.end_by) if time is not None)
-        sequence.requeued = False
-        self._enqueue(sequence, due_time(qos, sequence.arrived_at), min(ends, default=inf))
+        self._enqueue(sequence, due_time(sequence.request.qos, sequence.arrived_at))
 
     def requeue(self, sequence: ScheduledSequence) -> None:
-        """Queue a sequence that left the queue before, ahead of all others. Its `queue_by` no longer counts."""
-        end_by = sequence.request.qos.end_by
+        """Queue a sequence that left the queue before, ahead of all others."""
         sequence.requeued = True
-        self._enqueue(sequence, sequence.arrival, inf if end_by is None else end_by)
+        self._enqueue(sequence, sequence.arrival)
 
     def peek(self) -> ScheduledSequence | None:
         """Return the sequence that goes next, or None. Skipped ones do not count."""
@@ -96,46 +86,31 @@ class FairQueue:
     def remove(self, sequence: ScheduledSequence) -> None:
         """Remove a queued sequence, skipped or not. Charge nothing."""
         assert sequence.arrival in self._sequences, "only a queued sequence is removed"
-        tenant = self._tenant_of(sequence)
+        tenant = self.tenants[sequence.request.qos.tenant]
         if not sequence.skipped:
             self._hide(sequence, tenant)
         sequence.skipped = False
-        self._expiring.discard(sequence)
         del self._sequences[sequence.arrival]
-        self._work -= sequence.work
+        self.work -= sequence.work
         self.tenants.dequeue(tenant, sequence.work, waited=not sequence.requeued)
 
     def skip(self, sequence: ScheduledSequence) -> None:
-        """Skip a queued sequence until `unskip`, so that those behind it get their turn. It may be removed and expire."""
+        """Skip a queued sequence until `unskip`, so that those behind it get their turn. It may be removed."""
         assert not sequence.skipped, "a sequence is skipped once"
         sequence.skipped = True
-        self._hide(sequence, self._tenant_of(sequence))
+        self._hide(sequence, self.tenants[sequence.request.qos.tenant])
 
     def unskip(self, sequences: Iterable[ScheduledSequence]) -> None:
         """Give skipped sequences their turn again. Those that left the queue meanwhile are ignored."""
         for sequence in sequences:
             if sequence.skipped:
                 sequence.skipped = False
-                self._show(sequence, self._tenant_of(sequence))
-
-    def expire(self, now: float) -> list[ScheduledSequence]:
-        """Remove and return the sequences past `queue_by` or `end_by`, earliest first; for requeued ones only `end_by`."""
-        expired: list[ScheduledSequence] = []
-        while (sequence := self._expiring.first()) is not None and sequence.expiry[0] <= now:
-            self.remove(sequence)
-            expired.append(sequence)
-        return expired
-
-    @property
-    def next_expiry(self) -> float | None:
-        """The time at which `expire` will return a sequence; None if never."""
-        sequence = self._expiring.first()
-        return None if sequence is None else sequence.expiry[0]
+                self._show(sequence, self.tenants[sequence.request.qos.tenant])
 
     def charge(self, tenant: TenantId, tokens: int) -> None:
-        """Charge `tenant` for tokens; negative ones correct an earlier charge."""
+        """Charge `tenant`, which has a queued or running sequence; negative tokens correct an earlier charge."""
         account = self.tenants.charge(tenant, tokens)
-        if tokens < 0 and account is not None and account.head is not None:
+        if tokens < 0 and account.head is not None:
             self._ready.put(account)
 
     def __len__(self) -> int:
@@ -146,47 +121,33 @@ class FairQueue:
         """Iterate over all queued sequences, in the order in which they were queued."""
         return iter(self._sequences.values())
 
-    @property
-    def work(self) -> int:
-        """Expected tokens of the queue."""
-        return self._work
-
     def exceeds(self, limit: int, work: int, tenant: TenantId) -> bool:
         """Return True if `work` more tokens of `tenant` would exceed `limit`.
 
         A tenant below its share of the queue may exceed it, up to twice the limit.
         """
-        total = self._work + work
+        total = self.work + work
         if not self._sequences or total <= limit:
             return False
         return total > 2 * limit or self.tenants.work(tenant) + work > limit * self.tenants.share(tenant)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless counters, order and accounts agree with the queued sequences."""
-        sequences = list(self._sequences.values())
-        assert self._work == sum(sequence.work for sequence in sequences)
-        assert all(arrival == sequence.arrival for arrival, sequence in self._sequences.items())
-        assert len(self._expiring) == sum(sequence.expiry[0] < inf for sequence in sequences)
-        assert len(self._requeued) == sum(sequence.requeued and not sequence.skipped for sequence in sequences)
-        shown = {each.request.qos.tenant for each in sequences if not (each.requeued or each.skipped)}
-        assert len(self._ready) == len(shown), "a tenant with a head is ready"
+        sequences = list(self)
         self.tenants.check_invariants(sequences)
+        assert self.work == sum(sequence.work for sequence in sequences)
+        assert len(sequences) == sum(tenant.queued for tenant in self.tenants)
+        assert len(self._requeued) == sum(sequence.requeued and not sequence.skipped for sequence in sequences)
+        assert len(self._ready) == sum(tenant.head is not None for tenant in self.tenants)
 
-    def _enqueue(self, sequence: ScheduledSequence, rank: float, expires: float) -> None:
+    def _enqueue(self, sequence: ScheduledSequence, rank: float) -> None:
         arrival = sequence.arrival
         assert arrival not in self._sequences, "a sequence is queued once"
-        sequence.queue_key, sequence.expiry, sequence.skipped = (rank, arrival), (expires, arrival), False
+        sequence.queue_key, sequence.skipped = (rank, arrival), False
         tenant = self.tenants.enqueue(sequence.request.qos.tenant, sequence.work, waits=not sequence.requeued)
         self._sequences[arrival] = sequence
-        self._work += sequence.work
-        if expires < inf:
-            self._expiring.put(sequence)
+        self.work += sequence.work
         self._show(sequence, tenant)
-
-    def _tenant_of(self, sequence: ScheduledSequence) -> Tenant:
-        tenant = self.tenants.find(sequence.request.qos.tenant)
-        assert tenant is not None, "the tenant of a queued sequence is known"
-        return tenant
 
     def _show(self, sequence: ScheduledSequence, tenant: Tenant) -> None:
         """Let `sequence` have its turn."""

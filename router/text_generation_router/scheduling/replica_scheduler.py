@@ -19,6 +19,7 @@ the engine, so that it is not given more than it can hold.
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import repeat
 
 from text_generation_router.request import RequestId
@@ -139,7 +140,7 @@ class ReplicaScheduler:
         """Return the changes for the next step boundary; None if there are none, or earlier orders are under way."""
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
             return None
-        running, steps = len(self._running), self._steps_since_placement
+        running = len(self._running)
         allocations, stalled = self.cache.grow(self._policy.growth_tokens, running)
         if stalled and not self._placed and not self._blocks_are_coming():
             self._preempt()
@@ -155,9 +156,8 @@ class ReplicaScheduler:
         self._releasing += released
         join_reason = None
         if placements:
-            self._steps_since_placement = 0
-            if running:
-                join_reason = self._policy.join_reason(running=running, steps_since_placement=steps)
+            steps, self._steps_since_placement = self._steps_since_placement, 0
+            join_reason = self._policy.join_reason(running=running, steps_since_placement=steps)
         return SchedulerOutput(
             number=self.orders_sent,
             release=tuple(sequence.slot for sequence in released),
@@ -213,17 +213,10 @@ class ReplicaScheduler:
         else:
             sequence.state = State.CANCELLED
 
-    def clear(self) -> tuple[list[ScheduledSequence], list[ScheduledSequence], list[ScheduledSequence]]:
-        """Empty the scheduler of a lost replica. Return the sequences that ran, those not started or being preempted
-        (both oldest first, waiting again), and the cancelled ones."""
+    def close(self) -> list[ScheduledSequence]:
+        """Return the sequences of this replica, which is lost, oldest first."""
         self.is_lost = True
-        held = sorted((each for each in self._slots if each is not None), key=lambda sequence: sequence.arrival)
-        cancelled = [sequence for sequence in held if sequence.state is State.CANCELLED]
-        ran = [sequence for sequence in held if sequence.state is State.RUNNING]
-        others = [sequence for sequence in held if sequence.state in (State.PLACED, State.PREEMPTED)]
-        for sequence in (*ran, *others):
-            sequence.leave_replica(State.WAITING)
-        return ran, others, cancelled
+        return sorted((each for each in self._slots if each is not None), key=lambda sequence: sequence.arrival)
 
     def _release(self, sequence: ScheduledSequence, state: State) -> None:
         self._leave(sequence)
@@ -379,19 +372,16 @@ class ReplicaScheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless slots, blocks, prompts and counters agree with the sequences."""
-        held = [sequence for sequence in self._slots if sequence is not None]
-        here = [sequence for sequence in held if sequence.state in (State.PLACED, State.RUNNING)]
-        slots = [sequence.slot for sequence in held]
-        assert sorted(slots + self._free_slots) == list(range(self.spec.num_slots)), (
-            "each slot is free or has one owner"
-        )
-        assert all(self._slots[sequence.slot] is sequence and sequence.replica == self.replica for sequence in held)
-        assert set(self._placed.values()) == {each for each in here if each.state is State.PLACED}
-        assert set(self._running.values()) == {each for each in here if each.state is State.RUNNING}
-        releasing = [sequence for sequence in (*self._to_release, *self._releasing) if sequence.slot >= 0]
-        assert sorted(map(id, releasing)) == sorted(id(each) for each in held if each not in here), "released once"
-        assert len(here) <= self._policy.max_batch_size
-        assert self.work == sum(sequence.remaining_work for sequence in here)
-        assert self.promised_tokens == sum(sequence.max_length + 1 for sequence in held)
-        self.prompts.check_invariants(here)
+        held = {each for each in self._slots if each is not None}
+        placed = {each for each in held if each.state is State.PLACED}
+        running = {each for each in held if each.state is State.RUNNING}
+        assert (placed, running) == (set(self._placed.values()), set(self._running.values()))
+        assert len(running) + len(placed) <= self._policy.max_batch_size
+        assert sorted([each.slot for each in held] + self._free_slots) == list(range(self.spec.num_slots))
+        assert all(self._slots[each.slot] is each and each.replica == self.replica for each in held)
+        releasing = [each for each in (*self._to_release, *self._releasing) if each.slot >= 0]
+        assert Counter(releasing) == Counter(held - placed - running), "a slot is released once"
+        assert self.work == sum(each.remaining_work for each in placed | running)
+        assert self.promised_tokens == sum(each.max_length + 1 for each in held)
+        self.prompts.check_invariants(placed | running)
         self.cache.check_invariants(held)

@@ -60,9 +60,8 @@ MAX_MOVES = 100
 """Replicas that a request may lose in all."""
 
 
-def _end_by(sequence: ScheduledSequence) -> Key:
-    end_by = sequence.request.qos.end_by
-    return math.inf if end_by is None else end_by, sequence.arrival
+def _deadline(sequence: ScheduledSequence) -> Key:
+    return sequence.deadline
 
 
 class Scheduler:
@@ -79,10 +78,7 @@ class Scheduler:
         self._dispatcher = Dispatcher(policy, self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
         self._skipped: dict[Reason, list[ScheduledSequence]] = {}
-        self._unplaceable: dict[RequestId, ScheduledSequence] = {}
-        """Skipped sequences that no replica can hold which serves and does not drain."""
-        self._ends: LazyHeap[ScheduledSequence] = LazyHeap(_end_by)
-        """Sequences that expire in any state."""
+        self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(_deadline)
         self._lengths = OutputLengths()
         self._throughputs = [Throughput() for _ in range(replicas)]
         self._arrivals = 0
@@ -107,8 +103,8 @@ class Scheduler:
         self._sequences[request.id] = sequence
         sequence.work = self._work(sequence)
         self.queue.put(sequence)
-        if request.qos.end_by is not None:
-            self._ends.put(sequence)
+        if sequence.deadline[0] < math.inf:
+            self._deadlines.put(sequence)
 
     def cancel(self, request_id: RequestId, *, satisfied: bool = False) -> None:
         """Cancel a request: its client left, or a stop string was found (`satisfied`). No-op if unknown or finished."""
@@ -122,45 +118,39 @@ class Scheduler:
 
     def _drop(self, sequence: ScheduledSequence) -> None:
         """End `sequence`. A slot that its replica knows of is free once the release was applied."""
-        if sequence.state is State.WAITING:
-            self.queue.remove(sequence)
-            self._forget(sequence)
-            return
-        replica = self.replicas[sequence.replica]
-        assert replica is not None, "the sequences of a lost replica wait"
-        never_sent = sequence.state is State.PLACED
-        replica.drop(sequence)
-        self._dispatcher.changed(replica.replica)
-        if never_sent:
-            tenant = sequence.request.qos.tenant
+        self._deadlines.discard(sequence)
+        if sequence.state is not State.WAITING:
+            replica = self.replicas[sequence.replica]
+            assert replica is not None, "the sequences of a lost replica wait"
+            sent = sequence.state is not State.PLACED
+            replica.drop(sequence)
+            self._dispatcher.changed(replica.replica)
+            if sent:
+                return
             if not sequence.generated:  # nothing was computed
-                self.queue.charge(tenant, -sequence.charged_tokens)
+                self.queue.charge(sequence.request.qos.tenant, -sequence.charged_tokens)
                 sequence.charged_tokens = 0
-            self.queue.tenants.ended(tenant)
-            self._forget(sequence)
+        self._forget(sequence)
 
     # --------------------------------------------------------------------------------------------------------- the loop
 
     def expire(self, now: float) -> Deliveries:
         """End the requests past their deadline."""
         deliveries = Deliveries()
-        for sequence in self.queue.expire(now):
-            self._fail(sequence, FailureCode.EXPIRED, "its time in the queue was over", deliveries)
-        while (late := self._ends.first()) is not None and _end_by(late)[0] <= now:
-            self._ends.discard(late)
-            if late.state is not State.CANCELLED:
-                message = f"its time was over after {len(late.generated)} new tokens"
-                deliveries.failed.append(Failed(late.id, FailureCode.EXPIRED, message))
-                self._drop(late)
+        while (late := self._deadlines.first()) is not None and late.deadline[0] <= now:
+            message = f"its time was over after {len(late.generated)} new tokens"
+            if late.state is State.WAITING:
+                message = "its time in the queue was over"
+            deliveries.failed.append(Failed(late.id, FailureCode.EXPIRED, message))
+            self._drop(late)
         self._expirations += len(deliveries.failed)
         return deliveries
 
     @property
     def next_expiry(self) -> float | None:
         """The time of the next deadline; None if there is none."""
-        sequence = self._ends.first()
-        ends = (None if sequence is None else _end_by(sequence)[0], self.queue.next_expiry)
-        return min((end for end in ends if end is not None), default=None)
+        sequence = self._deadlines.first()
+        return None if sequence is None or sequence.deadline[0] == math.inf else sequence.deadline[0]
 
     def dispatch(self) -> list[int]:
         """Place queued sequences on replicas with room. Return the replicas that got some."""
@@ -177,21 +167,20 @@ class Scheduler:
                 self._skipped.setdefault(reason, []).append(sequence)
                 skipped += 1
             elif replica := next((each for each in ranked if each.place(sequence)), None):
-                self.queue.remove(sequence)
-                self._charge(sequence, replica)
+                self._leave_queue(sequence, replica)
                 placed[replica.replica] = None
             elif self._dispatcher.can_hold(sequence):
                 break
             else:
-                self.queue.skip(sequence)
-                self._unplaceable[sequence.id] = sequence
+                self.queue.skip(sequence)  # until a replica joins or stops to drain
         return list(placed)
 
-    def _charge(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
+    def _leave_queue(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
         """Count a sequence that was placed; charge its tenant the first time."""
         self._dispatcher.placed(sequence, replica.replica)
         tenant = sequence.request.qos.tenant
         self.queue.tenants.started(tenant)
+        self.queue.remove(sequence)
         if not sequence.charged_tokens:
             # The cache of a self-scheduling engine is only modelled here: its hits are not counted.
             cached = 0 if replica.spec.self_scheduling else sequence.cached_tokens
@@ -226,7 +215,6 @@ class Scheduler:
                 continue
             if sequence.state is State.FINISHED:
                 self._lengths.record(sequence.request.max_new_tokens, len(sequence.generated))
-            self.queue.tenants.ended(sequence.request.qos.tenant)
             self._forget(sequence)
         self._dispatcher.changed(replica)
         return deliveries
@@ -238,18 +226,19 @@ class Scheduler:
         self.queue.tenants.ended(sequence.request.qos.tenant)
 
     def _forget(self, sequence: ScheduledSequence) -> None:
-        """Forget a sequence that ended. Its tenant pays for the generated tokens, not for the expected ones."""
-        del self._sequences[sequence.id]
-        self._unplaceable.pop(sequence.id, None)
-        self._ends.discard(sequence)
-        if sequence.charged_tokens:
-            unused = len(sequence.generated) - sequence.expected_new_tokens
-            self.queue.charge(sequence.request.qos.tenant, unused)
+        """Forget a sequence that waits or left its replica.
 
-    def _fail(self, sequence: ScheduledSequence, kind: FailureCode, message: str, deliveries: Deliveries) -> None:
-        """End a sequence that is neither queued nor on a replica with an error."""
-        deliveries.failed.append(Failed(sequence.id, kind, message))
-        self._forget(sequence)
+        Its tenant pays for the generated tokens, not for the expected ones.
+        """
+        del self._sequences[sequence.id]
+        self._deadlines.discard(sequence)
+        tenant = sequence.request.qos.tenant
+        if sequence.charged_tokens:
+            self.queue.charge(tenant, len(sequence.generated) - sequence.expected_new_tokens)
+        if sequence.state is State.WAITING:
+            self.queue.remove(sequence)
+        else:
+            self.queue.tenants.ended(tenant)
 
     # --------------------------------------------------------------------------------------------------------- replicas
 
@@ -262,8 +251,9 @@ class Scheduler:
         deliveries = Deliveries()
         for sequence in list(self.queue):
             if not self.fits(sequence.length, sequence.request.max_new_tokens - len(sequence.generated)):
-                self.queue.remove(sequence)
-                self._fail(sequence, FailureCode.LOST, "the KV cache is too small for this request now", deliveries)
+                message = "the KV cache is too small for this request now"
+                deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, message))
+                self._forget(sequence)
         return deliveries
 
     def lose(self, replica: int) -> Deliveries:
@@ -274,38 +264,36 @@ class Scheduler:
         self.replicas[replica] = None
         self._dispatcher.changed(replica)
         self._lost_preemptions += lost.preemptions
-        ran, others, cancelled = lost.clear()
-        for sequence in cancelled:
-            self.queue.tenants.ended(sequence.request.qos.tenant)
-            self._forget(sequence)
-        self._moves += len(ran)
-        for sequence in ran:
-            sequence.moves += 1
-            # A request that never gets a token may be what makes shards fail.
-            advanced = len(sequence.generated) > sequence.generated_when_placed
-            sequence.fruitless_moves = 1 if advanced else sequence.fruitless_moves + 1
-        for sequence in sorted((*ran, *others), key=lambda sequence: sequence.arrival):
-            if (problem := self._cannot_move(sequence, lost.spec)) is not None:
-                self.queue.tenants.ended(sequence.request.qos.tenant)
-                self._fail(sequence, FailureCode.LOST, problem, deliveries)
+        for sequence in lost.close():
+            if sequence.state is State.CANCELLED:
+                self._forget(sequence)
+                continue
+            if sequence.state is State.RUNNING:
+                self._moves += 1
+                sequence.moves += 1
+                # A request that never gets a token may be what makes shards fail.
+                advanced = len(sequence.generated) > sequence.generated_when_placed
+                sequence.fruitless_moves = 1 if advanced else sequence.fruitless_moves + 1
+            if sequence.fruitless_moves > self.policy.max_moves or sequence.moves > MAX_MOVES:
+                problem = "the shards that computed this request were lost"
+            elif lost.spec.self_scheduling and sequence.request.grammar is not None and sequence.generated:
+                # Such an engine can start a grammar only at the end of the prompt.
+                problem = "lost its shard; a constrained answer cannot go on elsewhere"
             else:
+                sequence.leave_replica(State.WAITING)
                 self._requeue(sequence)
+                continue
+            sequence.leave_replica(State.FAILED)
+            deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
+            self._forget(sequence)
         return deliveries
-
-    def _cannot_move(self, sequence: ScheduledSequence, lost: ReplicaSpec) -> str | None:
-        """Return why `sequence` cannot continue elsewhere; None if it can."""
-        if sequence.fruitless_moves > self.policy.max_moves or sequence.moves > MAX_MOVES:
-            return "the shards that computed this request were lost"
-        if lost.self_scheduling and sequence.is_grammar_bound:
-            return "lost its shard; a constrained answer cannot go on elsewhere"
-        return None
 
     def drain(self, replica: int, *, draining: bool = True) -> None:
         """Give `replica` no new sequences, or give it some again."""
         (self.draining.add if draining else self.draining.discard)(replica)
         self._dispatcher.changed(replica)
-        self.queue.unskip(self._unplaceable.values())
-        self._unplaceable.clear()
+        self._skipped.clear()
+        self.queue.unskip(self.queue)
 
     def _work(self, sequence: ScheduledSequence) -> int:
         """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""
@@ -383,13 +371,12 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state is inconsistent: blocks, slots, locks, budgets, queue, accounts. For tests."""
-        queued = {sequence.id for sequence in self.queue}
-        assert queued == {each.id for each in self._sequences.values() if each.state is State.WAITING}
-        on_replicas = 0
+        sequences = self._sequences.values()
+        assert set(self.queue) == {each for each in sequences if each.state is State.WAITING}
+        on_replicas = sum(replica.occupied_slots for replica in self._serving)
+        assert len(sequences) == len(self.queue) + on_replicas, "each sequence waits or has one slot"
+        reasoned = {each for group in self._skipped.values() for each in group}
+        assert all(each in reasoned or not self._dispatcher.can_hold(each) for each in self.queue if each.skipped)
+        self.queue.check_invariants()
         for replica in self._serving:
             replica.check_invariants()
-            on_replicas += replica.occupied_slots
-        assert len(self._sequences) == len(queued) + on_replicas, "each sequence waits or has one slot"
-        skipped = {each.id for group in self._skipped.values() for each in group if each.skipped}
-        assert {each.id for each in self.queue if each.skipped} == skipped | self._unplaceable.keys()
-        self.queue.check_invariants()

@@ -57,8 +57,6 @@ class ScheduledSequence:
     """Expected cost in tokens: prompt tokens that are not cached, and new tokens. Constant while queued."""
     queue_key: Key = (0.0, 0)
     """Orders the sequences of one tenant: (due time, arrival); for a requeued one (arrival, arrival)."""
-    expiry: Key = (inf, 0)
-    """(time at which it expires in the queue, arrival)."""
     requeued: bool = False
     """True if it was preempted or lost its replica: it goes before all others."""
     skipped: bool = False
@@ -126,19 +124,20 @@ class ScheduledSequence:
         return self.request.qos.salt
 
     @property
+    def deadline(self) -> Key:
+        """(time at which it expires, arrival). `queue_by` counts until it was placed. Never decreases."""
+        qos = self.request.qos
+        end = inf if qos.end_by is None else qos.end_by
+        if qos.queue_by is not None and self.state is State.WAITING and not self.requeued:
+            end = min(end, qos.queue_by)
+        return end, self.arrival
+
+    @property
     def num_kv_tokens(self) -> int:
         """Leading positions whose KV is known to be computed. That of the newest token is not."""
         if self.num_computed_tokens < self.prefill_length:
             return self.num_computed_tokens
         return self.length - 1
-
-    @property
-    def is_grammar_bound(self) -> bool:
-        """True once it generated tokens under a grammar.
-
-        A self-scheduling engine can start a grammar only at the end of the prompt, so such a sequence cannot move.
-        """
-        return self.request.grammar is not None and bool(self.generated)
 
     @property
     def unscheduled_tokens(self) -> int:

@@ -70,7 +70,3 @@ def test_the_first_requests_count_most() -> None:
 
 def test_a_change_of_clients_is_followed() -> None:
     assert after(*[(100, 10)] * 500, *[(100, 90)] * 200).expected(100) > 85
-
-
-def test_a_limit_below_one_is_ignored() -> None:
-    assert after((0, 0), (-3, 5)).expected(100) == 50
