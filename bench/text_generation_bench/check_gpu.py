@@ -33,7 +33,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.torch.build import build_torch_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor, Launched
-from text_generation_shard.step.rows import StepRows
+from text_generation_shard.step.sequence import StepRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 

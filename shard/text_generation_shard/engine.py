@@ -1,4 +1,4 @@
-"""The Engine protocol and the values that cross it.
+"""The Engine protocol, the values that cross it, and the checks of these values.
 
 An engine holds sequences in numbered slots and runs steps over them. One thread calls it, one call at a time:
 
@@ -18,6 +18,9 @@ from enum import Enum
 from typing import Protocol
 
 from text_generation_proto.values import (
+    LOGIT_BIAS,
+    MAX_LOGIT_BIAS,
+    SAMPLING_PARAMETERS,
     FailureCode,
     FinishReason,
     Grammar,
@@ -28,6 +31,9 @@ from text_generation_proto.values import (
     WarmUpLimits,
 )
 from text_generation_shard.grammar import Grammars, Matcher
+
+NO_BLOCKS = "the engine schedules for itself: it takes no KV blocks"
+NO_PREFILL = "the engine schedules for itself: it takes no prefill orders"
 
 
 class Scheduling(Enum):
@@ -249,3 +255,77 @@ class SynchronousEngine:
 
     def on_broken(self, callback: Callable[[str], None]) -> None:
         """Do nothing: every failure is raised by a call."""
+
+
+def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
+    """Return the first problem of a new sequence, or None."""
+    return (
+        _prompt_problem(sequence, info)
+        or _stopping_problem(sequence.stopping)
+        or _options_problem(sequence, info)
+        or _sampling_problem(sequence.sampling)
+        or _logit_bias_problem(sequence.sampling, info)
+    )
+
+
+def meant_for_steps(orders: Orders) -> list[tuple[int, str]]:
+    """Return (slot, problem) for all parts of `orders` that a self-scheduling engine does not take."""
+    return [(slot, NO_BLOCKS) for slot, _ in orders.grants] + [(slot, NO_PREFILL) for slot, _ in orders.prefill]
+
+
+def _prompt_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
+    if not 0 <= sequence.slot < info.max_slots:
+        return f"slot {sequence.slot} is not one of {info.max_slots}"
+    if not sequence.prompt:
+        return "the prompt is empty"
+    if max(sequence.prompt) >= info.vocab_size:
+        return f"a prompt token is outside the vocabulary of {info.vocab_size}"
+    if not 0 <= sequence.computed_tokens < len(sequence.prompt):
+        return "computed_tokens must leave at least one prompt token to compute"
+    if sequence.computed_tokens > len(sequence.blocks) * info.block_size:
+        return "computed_tokens do not fit in the blocks given"
+    if not 0 <= sequence.generated_tokens < len(sequence.prompt):
+        return "generated_tokens must leave at least one prompt token"
+    if len(sequence.prompt) + sequence.stopping.max_new_tokens > info.max_sequence_length:
+        return f"prompt and new tokens exceed the model's {info.max_sequence_length} positions"
+    return None
+
+
+def _stopping_problem(stopping: Stopping) -> str | None:
+    if stopping.max_new_tokens < 1:
+        return "max_new_tokens must be at least 1"
+    if stopping.min_new_tokens > stopping.max_new_tokens:
+        return "min_new_tokens must be at most max_new_tokens"
+    return None
+
+
+def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
+    if sequence.logprobs.top_n > info.max_top_n_tokens:
+        return f"top_n is at most {info.max_top_n_tokens}"
+    if sequence.logprobs.prompt_top_n > info.max_top_n_tokens:
+        return f"prompt_top_n is at most {info.max_top_n_tokens}"
+    if sequence.logprobs.prompt_top_n and not sequence.logprobs.prompt:
+        return "prompt_top_n comes with prompt logprobs only"
+    if sequence.grammar is not None and not info.grammar_kinds:
+        return "the engine serves no grammars"
+    return None
+
+
+def _sampling_problem(sampling: Sampling) -> str | None:
+    for parameter in SAMPLING_PARAMETERS:
+        if parameter.range is not None and not parameter.allows(getattr(sampling, parameter.field)):
+            return f"{parameter.field} {parameter.range.rule}"
+    return None
+
+
+def _logit_bias_problem(sampling: Sampling, info: EngineInfo) -> str | None:
+    ids, values = sampling.logit_bias_ids, sampling.logit_bias_values
+    if len(ids) != len(values):
+        return "logit_bias_ids and logit_bias_values differ in length"
+    if len(ids) > MAX_LOGIT_BIAS:
+        return f"logit_bias names at most {MAX_LOGIT_BIAS} tokens"
+    if ids and max(ids) >= info.vocab_size:
+        return f"a logit_bias token is outside the vocabulary of {info.vocab_size}"
+    if not all(value in LOGIT_BIAS for value in values):
+        return f"logit_bias values {LOGIT_BIAS.rule}"
+    return None

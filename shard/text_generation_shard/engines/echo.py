@@ -28,8 +28,7 @@ from text_generation_shard.engine import (
 from text_generation_shard.grammar import Grammars, load_grammars
 from text_generation_shard.step.kv_ledger import KVLedger
 from text_generation_shard.step.masks import Mask, TokenMasks
-from text_generation_shard.step.rows import SamplerOutput, StepRow
-from text_generation_shard.step.sequence import Sequence
+from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRow
 from text_generation_shard.step.table import SequenceTable
 
 BLOCK_SIZE = 16

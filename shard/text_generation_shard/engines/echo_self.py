@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from text_generation_proto.values import FailureCode, LogprobOptions, WarmUpLimits
-from text_generation_shard.checks import NO_BLOCKS, meant_for_steps, sequence_problem
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
+    NO_BLOCKS,
     EngineInfo,
     Failure,
     NewSequence,
@@ -25,6 +25,8 @@ from text_generation_shard.engine import (
     StepResult,
     SynchronousEngine,
     TopTokens,
+    meant_for_steps,
+    sequence_problem,
 )
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.grammar import Grammars, Matcher

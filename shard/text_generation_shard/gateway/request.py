@@ -21,8 +21,7 @@ import grpc
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_shard.checks import sequence_problem
-from text_generation_shard.engine import EngineInfo, NewSequence
+from text_generation_shard.engine import EngineInfo, NewSequence, sequence_problem
 
 BANNED = -100.0
 """Logit bias of a banned token: the lowest allowed."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from text_generation_shard.step.rows import PersistentRows
-from text_generation_shard.step.sequence import Sequence
+from text_generation_shard.step.sequence import PersistentRows, Sequence
 
 
 class PersistentBatch:

@@ -24,13 +24,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from text_generation_proto.values import FailureCode
-from text_generation_shard.checks import sequence_problem
-from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult
+from text_generation_shard.engine import EngineInfo, Failure, NewSequence, Orders, StepResult, sequence_problem
 from text_generation_shard.grammar import GrammarError
 from text_generation_shard.step.kv_ledger import KVLedger
 from text_generation_shard.step.persistent_batch import PersistentBatch
-from text_generation_shard.step.rows import PersistentRows, SamplerOutput, StepRow, StepRows
-from text_generation_shard.step.sequence import Sequence, finish_reason
+from text_generation_shard.step.sequence import (
+    PersistentRows,
+    SamplerOutput,
+    Sequence,
+    StepRow,
+    StepRows,
+    finish_reason,
+)
 
 
 @dataclass(slots=True)

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_shard.checks import sequence_problem
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import NewSequence
+from text_generation_shard.engine import NewSequence, sequence_problem
 from text_generation_shard.engines.echo import EchoEngine
 
 INFO = EchoEngine.build(ShardConfig(engine="echo")).info

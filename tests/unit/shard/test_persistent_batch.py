@@ -10,8 +10,7 @@ import pytest
 
 from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping
 from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
-from text_generation_shard.step.rows import SamplerOutput, StepRows
-from text_generation_shard.step.sequence import Sequence
+from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 BLOCK_SIZE = 4

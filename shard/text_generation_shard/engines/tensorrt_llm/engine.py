@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import structlog
 
 from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
-from text_generation_shard.checks import NO_BLOCKS, meant_for_steps, sequence_problem
 from text_generation_shard.engine import (
+    NO_BLOCKS,
     EngineError,
     EngineInfo,
     Failure,
@@ -30,6 +30,8 @@ from text_generation_shard.engine import (
     Orders,
     StepResult,
     TopTokens,
+    meant_for_steps,
+    sequence_problem,
 )
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.library import Library

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, PagedKVCache
-from text_generation_shard.step.rows import StepRow
+from text_generation_shard.step.sequence import StepRow
 
 TILE_TOKENS = 128
 GROUP_COST = 2048

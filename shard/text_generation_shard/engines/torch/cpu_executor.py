@@ -16,7 +16,7 @@ from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, 
 from text_generation_shard.engines.torch.model import Decoder
 from text_generation_shard.engines.torch.model_config import ModelConfig
 from text_generation_shard.engines.torch.sampling.sampler import SORTING
-from text_generation_shard.step.rows import StepRows
+from text_generation_shard.step.sequence import StepRows
 
 
 class CpuExecutor:

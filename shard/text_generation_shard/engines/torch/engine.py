@@ -42,8 +42,7 @@ from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.warm_up import pool_blocks, worst_step
 from text_generation_shard.grammar import Grammars
 from text_generation_shard.step.masks import Mask, TokenMasks
-from text_generation_shard.step.rows import SamplerOutput, StepRow, StepRows
-from text_generation_shard.step.sequence import GREEDY
+from text_generation_shard.step.sequence import GREEDY, SamplerOutput, StepRow, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 Masks = dict[int, Mask]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.device import DeviceEvent
 from text_generation_shard.engines.torch.sampling.sampler import ThresholdSearch
-from text_generation_shard.step.rows import StepRow, StepRows
+from text_generation_shard.step.sequence import StepRow, StepRows
 
 
 @dataclass(slots=True)

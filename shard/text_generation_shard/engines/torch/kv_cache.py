@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_shard.step.rows import StepRow
+from text_generation_shard.step.sequence import StepRow
 
 BLOCK_SIZE = 16
 """Tokens in a block."""

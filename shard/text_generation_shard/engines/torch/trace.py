@@ -18,7 +18,7 @@ import orjson
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.device import DeviceEvent
-from text_generation_shard.step.rows import StepRows
+from text_generation_shard.step.sequence import StepRows
 
 
 class StepTrace:

@@ -13,7 +13,7 @@ from text_generation_proto.values import FinishReason, Stopping
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_shard import engine
-from text_generation_shard.step.rows import SamplerOutput
+from text_generation_shard.step.sequence import SamplerOutput
 from text_generation_shard.step.table import SequenceTable
 
 BLOCK, SLOTS, BLOCKS = 4, 4, 4096

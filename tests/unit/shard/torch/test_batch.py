@@ -16,8 +16,7 @@ from text_generation_shard.engines.torch.batch import (
     build_batch,
 )
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, PagedKVCache
-from text_generation_shard.step.rows import StepRow
-from text_generation_shard.step.sequence import Sequence
+from text_generation_shard.step.sequence import Sequence, StepRow
 
 CPU = torch.device("cpu")
 

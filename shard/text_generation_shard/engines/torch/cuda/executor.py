@@ -23,7 +23,7 @@ from text_generation_shard.engines.torch.device import EventRecorder, PinnedBuff
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
-from text_generation_shard.step.rows import StepRow, StepRows
+from text_generation_shard.step.sequence import StepRow, StepRows
 
 
 class CudaExecutor:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.step.rows import StepRow, StepRows
+from text_generation_shard.step.sequence import StepRow, StepRows
 
 Ints = NDArray[np.int32]
 

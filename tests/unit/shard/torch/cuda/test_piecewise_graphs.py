@@ -34,7 +34,7 @@ from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParal
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model_config import read_model_config
 from text_generation_shard.engines.torch.weights import load_weights
-from text_generation_shard.step.rows import SamplerOutput, StepRows
+from text_generation_shard.step.sequence import SamplerOutput, StepRows
 from text_generation_shard.step.table import SequenceTable
 
 LAYERS, SLOTS, MAX_LENGTH, BLOCKS = 2, 6, 1280, 128
