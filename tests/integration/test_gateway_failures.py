@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from pathlib import Path
 
 import grpc
@@ -23,47 +24,35 @@ async def health(gateway: Gateway) -> str:
     return (await gateway.stub.HealthCheck(pb.HealthCheckRequest())).status
 
 
-async def failure(gateway: Gateway, request: pb.GenerateRequest) -> tuple[grpc.StatusCode, str]:
+async def failure(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    """Return status and message of the error that the call ends with."""
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        await gateway.stream(request)
+        await call
     return error.value.code(), error.value.details() or ""
-
-
-async def test_health_is_ok_before_and_after_a_call(tmp_path: Path) -> None:
-    async with serve_gateway(echo(), tmp_path) as gateway:
-        assert await health(gateway) == "OK"
-        await gateway.stream(ask([1], 2))
-        assert await health(gateway) == "OK"
 
 
 async def test_calls_are_unavailable_while_the_model_loads(tmp_path: Path) -> None:
     async with serve_gateway(None, tmp_path) as gateway:
         assert await health(gateway) == "the model is loading"
-        assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.UNAVAILABLE, "the model is loading")
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await gateway.stub.GetModelInfo(pb.GetModelInfoRequest())
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        loading = (grpc.StatusCode.UNAVAILABLE, "the model is loading")
+        assert await failure(gateway.stream(ask([1], 2))) == loading
+        assert await failure(gateway.stub.GetModelInfo(pb.GetModelInfoRequest())) == loading
         gateway.owner.serve(echo())
         assert await health(gateway) == "OK"
 
 
-async def test_a_failed_sequence_fails_only_its_call(tmp_path: Path) -> None:
-    async with serve_gateway(slow_echo(echo_fail_token=13), tmp_path) as gateway:
+async def test_a_failed_sequence_fails_only_its_call_and_a_failed_step_the_calls_in_it(tmp_path: Path) -> None:
+    async with serve_gateway(slow_echo(echo_fail_token=13, echo_fail_step_token=14), tmp_path) as gateway:
         other = gateway.stub.Generate(ask([1], 30_000))
         await other.read()
-        code, message = await failure(
-            gateway, ask([5, 13], 4, sampling_config=pb.SamplingConfig(num_return_sequences=2))
-        )
+        config = pb.SamplingConfig(num_return_sequences=2)
+        code, message = await failure(gateway.stream(ask([5, 13], 4, sampling_config=config)))
         assert (code, message) == (grpc.StatusCode.INTERNAL, "this token fails, as the echo engine was told")
         assert isinstance(await other.read(), pb.GenerateResponse)
-        other.cancel()
-        assert await health(gateway) == "OK"
-
-
-async def test_a_failed_step_fails_the_calls_in_it(tmp_path: Path) -> None:
-    async with serve_gateway(echo(echo_fail_step_token=13), tmp_path) as gateway:
-        assert (await failure(gateway, ask([13], 4)))[0] is grpc.StatusCode.INTERNAL
+        assert (await failure(gateway.stream(ask([14], 4))))[0] is grpc.StatusCode.INTERNAL
+        assert (await failure(rest(other)))[0] is grpc.StatusCode.INTERNAL
         assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
+        assert await health(gateway) == "OK"
 
 
 class Breaking(SelfSchedulingEcho):
@@ -82,13 +71,10 @@ async def test_a_broken_engine_fails_every_call_and_the_health(tmp_path: Path) -
     engine = Breaking(EchoEngine.build(ShardConfig(max_batch_size=1)), 1)
     async with serve_gateway(engine, tmp_path) as gateway:
         runs, waits = (gateway.stub.Generate(ask([1], 20)) for _ in range(2))
-        for call in (runs, waits):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await rest(call)
-            assert (error.value.code(), error.value.details()) == (grpc.StatusCode.INTERNAL, "the engine failed")
+        for call in (rest(runs), rest(waits), gateway.stream(ask([1], 2))):
+            assert await failure(call) == (grpc.StatusCode.INTERNAL, "the engine failed")
         assert await health(gateway) == "the engine failed"
         assert gateway.owner.crashed.is_set()
-        assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, "the engine failed")
 
 
 async def test_a_stopping_shard_ends_its_calls(tmp_path: Path) -> None:
@@ -96,11 +82,9 @@ async def test_a_stopping_shard_ends_its_calls(tmp_path: Path) -> None:
         call = gateway.stub.Generate(ask([1], 30_000))
         await call.read()
         gateway.owner.stop()
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await rest(call)
         stopping = (grpc.StatusCode.UNAVAILABLE, "the shard is stopping")
-        assert (error.value.code(), error.value.details()) == stopping
-        assert await failure(gateway, ask([1], 2)) == stopping
+        assert await failure(rest(call)) == stopping
+        assert await failure(gateway.stream(ask([1], 2))) == stopping
         assert await health(gateway) == stopping[1]
 
 
@@ -108,7 +92,7 @@ async def test_an_engine_that_breaks_while_idle_fails_the_next_call(tmp_path: Pa
     async with serve_gateway(echo(), tmp_path) as gateway:
         assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
         gateway.owner.crashed.set()
-        assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, "the engine failed")
+        assert await failure(gateway.stream(ask([1], 2))) == (grpc.StatusCode.INTERNAL, "the engine failed")
 
 
 class Short(SelfSchedulingEcho):
@@ -126,7 +110,7 @@ class Short(SelfSchedulingEcho):
 async def test_a_failed_warm_up_is_reported_and_tried_again(tmp_path: Path) -> None:
     async with serve_gateway(Short(EchoEngine.build(ShardConfig()), 1), tmp_path) as gateway:
         message = "8 GB are needed, 4 GB are there"
-        assert await failure(gateway, ask([1], 2)) == (grpc.StatusCode.INTERNAL, message)
+        assert await failure(gateway.stream(ask([1], 2))) == (grpc.StatusCode.INTERNAL, message)
         assert await health(gateway) == message
         assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
         assert await health(gateway) == "OK"
@@ -139,9 +123,8 @@ async def test_a_warm_engine_is_not_warmed_up_again(tmp_path: Path) -> None:
         await gateway.shard.warm_up(max_batch_total_tokens=64)
         for _ in range(2):
             assert (await gateway.stream(ask([1], 2))).streamed() == [1, 1]
-        assert (await failure(gateway, ask([1], 65)))[
-            1
-        ] == "prompt and new tokens exceed the engine's KV pool of 64 tokens"
+        _, message = await failure(gateway.stream(ask([1], 65)))
+        assert message == "prompt and new tokens exceed the engine's KV pool of 64 tokens"
     assert engine.attempts == 2
 
 
@@ -179,17 +162,14 @@ async def test_a_step_scheduled_engine_is_unimplemented(tmp_path: Path) -> None:
             assert code is grpc.StatusCode.UNIMPLEMENTED, method
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "/vllm.grpc.engine.VllmEngine/HealthCheck",  # a gateway probes one service after the other
-        "/sglang.grpc.scheduler.SglangScheduler/HealthCheck",
-        "/trtllm.TrtllmService/GetLoads",
-        "/trtllm.TrtllmService/Embed",
-    ],
-)
-async def test_other_services_and_methods_are_unimplemented(tmp_path: Path, method: str) -> None:
+async def test_other_services_and_methods_are_unimplemented(tmp_path: Path) -> None:
     async with serve_gateway(echo(), tmp_path) as gateway:
-        assert await status(gateway.channel, method) is grpc.StatusCode.UNIMPLEMENTED
+        for method in (
+            "/vllm.grpc.engine.VllmEngine/HealthCheck",  # a gateway probes one service after the other
+            "/sglang.grpc.scheduler.SglangScheduler/HealthCheck",
+            "/trtllm.TrtllmService/GetLoads",
+            "/trtllm.TrtllmService/Embed",
+        ):
+            assert await status(gateway.channel, method) is grpc.StatusCode.UNIMPLEMENTED
         subscribe = "/trtllm.TrtllmService/SubscribeKvEvents"
         assert await status(gateway.channel, subscribe, streams=True) is grpc.StatusCode.UNIMPLEMENTED

@@ -33,27 +33,6 @@ async def first_tokens(call: GenerateCall) -> list[int]:
     return list(message.chunk.token_ids)
 
 
-async def test_two_hundred_simultaneous_calls(tmp_path: Path) -> None:
-    engine = slow_echo(max_batch_size=16)
-    answers: dict[int, Answer] = {}
-    async with serve_gateway(engine, tmp_path) as gateway:
-
-        async def run(number: int) -> None:
-            prompt = [number, number + 1, number + 2]
-            answers[number] = await gateway.stream(ask(prompt, 5 + number % 7, request_id=str(number)))
-
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(200):
-                tasks.create_task(run(number))
-        assert engine.running == 0
-    for number, answer in answers.items():
-        expected = [number + i % 3 for i in range(5 + number % 7)]
-        assert answer.streamed() == list(answer.only.output_token_ids) == expected
-        assert answer.request_ids == {str(number)}
-    assert len(engine.admissions) == 200
-    assert {admission.slot for admission in engine.admissions} <= set(range(16))
-
-
 async def test_a_client_that_leaves_frees_its_slot(tmp_path: Path) -> None:
     engine = slow_echo(max_batch_size=2)
     async with serve_gateway(engine, tmp_path) as gateway:
@@ -79,23 +58,6 @@ async def test_a_client_that_leaves_while_queued_is_dropped(tmp_path: Path) -> N
     assert [admission.prompt for admission in engine.admissions] == [(1,), (3,)]
 
 
-async def test_abort_ends_a_call_with_what_it_has(tmp_path: Path) -> None:
-    async with serve_gateway(slow_echo(max_batch_size=1), tmp_path) as gateway:
-        call = gateway.stub.Generate(ask([1, 2], ENDLESS, request_id="long"))
-        first = await first_tokens(call)
-        reply = await gateway.stub.Abort(pb.AbortRequest(request_id="long"))
-        assert reply.success
-        answer = await rest(call)
-        assert answer.only.finish_reason == "cancelled"
-        assert first + answer.streamed() == list(answer.only.output_token_ids)
-        assert answer.only.WhichOneof("matched_stop") is None
-        assert (await gateway.stream(ask([3], 2))).streamed() == [3, 3]
-        # Gateways send an abort for every stream they drop, finished or not.
-        for request_id in ("long", "never seen", ""):
-            reply = await gateway.stub.Abort(pb.AbortRequest(request_id=request_id))
-            assert (reply.success, reply.message) == (False, "no request of this id is running")
-
-
 async def test_abort_ends_a_queued_call_and_all_sequences_of_a_call(tmp_path: Path) -> None:
     engine = slow_echo(max_batch_size=2)
     async with serve_gateway(engine, tmp_path) as gateway:
@@ -110,6 +72,10 @@ async def test_abort_ends_a_queued_call_and_all_sequences_of_a_call(tmp_path: Pa
         assert (list(answer.only.output_token_ids), answer.only.finish_reason) == ([], "cancelled")
         assert (await gateway.stub.Abort(pb.AbortRequest(request_id="runs"))).success
         assert [complete.finish_reason for complete in (await rest(runs)).completes] == ["cancelled"] * 2
+        # Gateways send an abort for every stream they drop, finished or not.
+        for request_id in ("runs", "never seen", ""):
+            reply = await gateway.stub.Abort(pb.AbortRequest(request_id=request_id))
+            assert (reply.success, reply.message) == (False, "no request of this id is running")
     assert {admission.prompt for admission in engine.admissions} == {(1,)}
 
 
@@ -158,7 +124,8 @@ async def test_no_slot_is_lost_over_random_endings(tmp_path: Path) -> None:
             request_id, prompt = str(number), [number, 7]
             if ending == "read":
                 answer = await gateway.stream(ask(prompt, new, request_id=request_id))
-                assert answer.streamed() == (prompt * new)[:new]
+                assert answer.streamed() == list(answer.only.output_token_ids) == (prompt * new)[:new]
+                assert answer.request_ids == {request_id}
                 return
             call = gateway.stub.Generate(ask(prompt, ENDLESS, request_id=request_id))
             tokens = await first_tokens(call)
@@ -167,7 +134,9 @@ async def test_no_slot_is_lost_over_random_endings(tmp_path: Path) -> None:
                 call.cancel()
             else:
                 assert (await gateway.stub.Abort(pb.AbortRequest(request_id=request_id))).success
-                assert (await rest(call)).only.finish_reason == "cancelled"
+                answer = await rest(call)
+                assert answer.only.finish_reason == "cancelled"
+                assert tokens + answer.streamed() == list(answer.only.output_token_ids)
 
         async with asyncio.TaskGroup() as tasks:
             for plan in plans:
@@ -258,9 +227,6 @@ async def test_while_a_router_drives_the_shard_a_gateway_cannot(tmp_path: Path) 
             await gateway.stream(ask([1], 2))
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert error.value.details() == "a router drives this shard: its Run session is open"
-        with pytest.raises(grpc.aio.AioRpcError) as again:
-            await gateway.stream(ask([1], 2))
-        assert again.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         health = await gateway.stub.HealthCheck(pb.HealthCheckRequest())
         assert health.status == error.value.details()
         await run.done_writing()

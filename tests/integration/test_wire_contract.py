@@ -7,7 +7,6 @@ import json
 import socket
 import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 from byte_tokenizer import END, write_tokenizer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from shard_process import shard
+from shard_process import report, running, shard
 
 from text_generation_proto.client import RunCall, SequenceFailed, SessionClosed, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -42,30 +41,14 @@ def start(number: int, slot: int, prompt: list[int], new: int, blocks: list[int]
     )
 
 
-async def report(call: RunCall) -> pb.StepReport:
-    async with asyncio.timeout(10):
-        read = await call.read()
-    assert isinstance(read, pb.StepReport)
-    return read
-
-
 async def until_finished(call: RunCall, slot: int) -> list[int]:
-    """The tokens of a slot up to its finish."""
+    """Return the tokens of a slot up to its finish."""
     tokens: list[int] = []
     while True:
         step = await report(call)
         tokens += [token for at, token in zip(step.slots, step.token_ids, strict=True) if at == slot]
         if slot in [finish.slot for finish in step.finished]:
             return tokens
-
-
-@asynccontextmanager
-async def running(client: ShardClient) -> AsyncIterator[RunCall]:
-    call = client.run()
-    try:
-        yield call
-    finally:
-        call.cancel()
 
 
 @pytest.fixture
@@ -104,7 +87,7 @@ async def test_a_sequence_stops_at_its_grant_and_goes_on_with_the_next(client: S
         assert len(tokens + await until_finished(call, 0)) == 40
 
 
-async def test_a_released_slot_brings_nothing_more_and_can_be_given_out_again(client: ShardClient) -> None:
+async def test_a_released_slot_can_be_used_again(client: ShardClient) -> None:
     async with running(client) as call:
         await call.write(start(1, slot=0, prompt=[1], new=1000, blocks=list(range(60))))
         await report(call)
@@ -116,21 +99,28 @@ async def test_a_released_slot_brings_nothing_more_and_can_be_given_out_again(cl
         assert await until_finished(call, 0) == [9, 9]
 
 
-async def test_a_bad_admission_fails_alone(client: ShardClient) -> None:
+async def test_a_bad_sequence_fails_alone(client: ShardClient) -> None:
     async with running(client) as call:
         orders = start(1, slot=0, prompt=[7], new=3, blocks=[0])
         orders.admit.append(admission(1, prompt=[], new=3, blocks=[1]))
         orders.admit.append(admission(2, prompt=[1], new=3, blocks=[10_000]))
         orders.admit.append(admission(5000, prompt=[1], new=3, blocks=[2]))
+        orders.admit.append(admission(3, prompt=[1], new=3, blocks=[3]))
+        orders.admit[-1].sampling.logit_bias_ids.append(1)  # without its value
         await call.write(orders)
         failed = {failure.slot: failure.code for failure in (await report(call)).failed}
-        assert failed == dict.fromkeys((1, 2, 5000), pb.FAILURE_CODE_INVALID)
+        assert failed == dict.fromkeys((1, 2, 3, 5000), pb.FAILURE_CODE_INVALID)
         assert await until_finished(call, 0) == [7, 7, 7]
 
 
-async def test_orders_whose_columns_do_not_match_end_the_session_with_invalid_argument(client: ShardClient) -> None:
+@pytest.mark.parametrize(
+    "orders",
+    [pb.Orders(number=1, prefill_slots=[1, 2], prefill_tokens=[1]), pb.Orders(number=2)],
+    ids=["columns do not match", "not the next number"],
+)
+async def test_wrong_orders_end_the_session_with_invalid_argument(client: ShardClient, orders: pb.Orders) -> None:
     async with running(client) as call:
-        await call.write(pb.Orders(number=1, prefill_slots=[1, 2], prefill_tokens=[1]))
+        await call.write(orders)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             while await call.read() is not grpc.aio.EOF:
                 pass
@@ -143,53 +133,16 @@ async def test_orders_whose_columns_do_not_match_end_the_session_with_invalid_ar
 async def test_prompt_logprobs_and_top_tokens_come_with_the_first_token(client: ShardClient) -> None:
     async with running(client) as call:
         orders = start(1, slot=0, prompt=[7, 8, 9], new=1, blocks=[0])
-        orders.admit[0].logprobs.CopyFrom(pb.LogprobOptions(top_n=2, prompt=True))
+        orders.admit[0].logprobs.CopyFrom(pb.LogprobOptions(top_n=2, prompt=True, prompt_top_n=3))
         await call.write(orders)
         while not (step := await report(call)).slots:
             pass
-        assert [len(scored.logprobs) for scored in step.prompt_logprobs] == [3]
         assert [len(top.token_ids) for top in step.top_tokens] == [2]
-
-
-async def test_prompt_top_tokens_come_in_columns(client: ShardClient) -> None:
-    async with running(client) as call:
-        orders = start(1, slot=0, prompt=[7, 8, 9], new=1, blocks=[0])
-        orders.admit[0].logprobs.CopyFrom(pb.LogprobOptions(prompt=True, prompt_top_n=3))
-        await call.write(orders)
-        while not (step := await report(call)).slots:
-            pass
         (scored,) = step.prompt_logprobs
+        assert len(scored.logprobs) == 3
         assert list(scored.top_counts) == [0, 3, 3]
         assert list(scored.top_token_ids) == [8, 9, 10, 9, 10, 11]
         assert len(scored.top_logprobs) == 6
-
-
-@pytest.mark.parametrize(
-    ("sampling", "stopping"),
-    [
-        (pb.Sampling(min_p=float("nan")), pb.Stopping(max_new_tokens=1)),
-        (pb.Sampling(logit_bias_ids=[1, 2], logit_bias_values=[1]), pb.Stopping(max_new_tokens=1)),
-        (pb.Sampling(), pb.Stopping(max_new_tokens=1, min_new_tokens=2)),
-    ],
-)
-async def test_what_is_out_of_range_fails_alone(
-    client: ShardClient, sampling: pb.Sampling, stopping: pb.Stopping
-) -> None:
-    async with running(client) as call:
-        orders = start(1, slot=0, prompt=[7], new=3, blocks=[0])
-        orders.admit.add(slot=1, prompt=[1], blocks=[1], sampling=sampling, stopping=stopping)
-        await call.write(orders)
-        assert [failure.code for failure in (await report(call)).failed] == [pb.FAILURE_CODE_INVALID]
-        assert await until_finished(call, 0) == [7, 7, 7]
-
-
-async def test_no_eos_token_ends_a_sequence_before_min_new_tokens(client: ShardClient) -> None:
-    async with running(client) as call:
-        orders = start(1, slot=0, prompt=[7, 8], new=9, blocks=[0])
-        orders.admit[0].stopping.eos_token_ids.append(8)
-        orders.admit[0].stopping.min_new_tokens = 5
-        await call.write(orders)
-        assert await until_finished(call, 0) == [7, 8, 7, 8, 7, 8]
 
 
 JSON = pb.Grammar(
@@ -225,16 +178,6 @@ async def test_grammars_are_kept_and_a_bad_one_fails_alone(tmp_path: Path) -> No
             assert (value["a"] in (1, 2), value["b"] in (True, False), task.result()[-1]) == (True, True, END)
 
 
-async def test_a_shard_without_a_tokenizer_serves_no_grammars(client: ShardClient) -> None:
-    assert list((await client.info()).grammar_kinds) == []
-    async with running(client) as call:
-        orders = start(1, slot=0, prompt=[7], new=3, blocks=[0])
-        orders.admit[0].grammar.CopyFrom(JSON)
-        await call.write(orders)
-        (failure,) = (await report(call)).failed
-        assert (failure.code, failure.message) == (pb.FAILURE_CODE_INVALID, "the engine serves no grammars")
-
-
 async def test_a_second_session_is_refused_while_one_is_open(client: ShardClient) -> None:
     async with running(client) as first, running(client) as second:
         await first.write(start(1, slot=0, prompt=[1], new=1, blocks=[0]))
@@ -263,23 +206,15 @@ async def test_a_broken_stream_drops_everything_it_held(client: ShardClient) -> 
                     return
 
 
-async def test_run_before_warm_up_is_refused(tmp_path: Path) -> None:
+async def test_run_before_warm_up_and_a_pool_smaller_than_a_block_are_refused(tmp_path: Path) -> None:
     async with shard(f"unix://{tmp_path}/s") as (client, _), running(client) as call:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await call.read()
-        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-
-
-async def test_info_says_what_the_engine_is(client: ShardClient) -> None:
-    info = await client.info()
-    assert (info.engine, info.scheduling, info.block_size) == ("echo", pb.SCHEDULING_STEP, 16)
-
-
-async def test_the_socket_is_for_its_owner_alone_and_gone_afterwards(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    async with shard(f"unix://{path}"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert not path.exists()
+        for refused, code in (
+            (call.read(), grpc.StatusCode.FAILED_PRECONDITION),
+            (client.warm_up(max_batch_total_tokens=8), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await refused
+            assert error.value.code() is code
 
 
 async def test_a_second_shard_does_not_take_a_socket_that_is_served(tmp_path: Path) -> None:
@@ -292,39 +227,37 @@ async def test_a_second_shard_does_not_take_a_socket_that_is_served(tmp_path: Pa
         assert (await client.info()).engine == "echo"
 
 
-async def test_health_follows_the_standard_protocol(tmp_path: Path) -> None:
-    async with (
-        shard(f"unix://{tmp_path}/s"),
-        grpc.aio.insecure_channel(f"unix://{tmp_path}/s") as channel,
-    ):
+async def services(channel: grpc.aio.Channel) -> list[str]:
+    """Return the names that reflection lists; empty without reflection."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
+    try:
+        return [service.name for service in (await answers.read()).list_services_response.service]
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        return []
+
+
+async def test_a_shard_on_a_socket_reports_its_health_and_has_no_reflection(tmp_path: Path) -> None:
+    """The socket is accessible to its owner only, and gone afterwards."""
+    path = tmp_path / "s"
+    async with shard(f"unix://{path}") as (client, _), grpc.aio.insecure_channel(f"unix://{path}") as channel:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        info = await client.info()
+        assert (info.engine, info.scheduling, info.block_size) == ("echo", pb.SCHEDULING_STEP, 16)
         reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        assert await services(channel) == []
+    assert not path.exists()
 
 
-@pytest.mark.parametrize("flag", [True, False])
-async def test_reflection_is_there_when_asked_for(tmp_path: Path, flag: bool) -> None:
-    async with (
-        shard(f"unix://{tmp_path}/s", *(["--reflection"] if flag else [])),
-        grpc.aio.insecure_channel(f"unix://{tmp_path}/s") as channel,
-    ):
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
-        try:
-            services = [
-                service.name for answer in [await answers.read()] for service in answer.list_services_response.service
-            ]
-        except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-            services = []
-        assert ("text_generation.v1.Shard" in services) is flag
-
-
-async def test_the_shard_listens_on_tcp_when_told_to() -> None:
+async def test_a_shard_listens_on_tcp_and_serves_reflection_if_so_configured() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    async with shard(f"127.0.0.1:{port}") as (client, _):
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    async with shard(address, "--reflection") as (client, _), grpc.aio.insecure_channel(address) as channel:
         assert (await client.info()).engine == "echo"
+        assert "text_generation.v1.Shard" in await services(channel)
 
 
 async def test_the_client_runs_many_sequences_on_few_slots(client: ShardClient) -> None:
@@ -365,21 +298,6 @@ async def test_the_client_says_when_a_sequence_fails_and_when_the_shard_is_gone(
                 async for _ in session.generate([1], max_new_tokens=10_000):
                     if process.returncode is None:
                         process.kill()
-
-
-async def test_order_numbers_count_up_from_one(client: ShardClient) -> None:
-    async with running(client) as call:
-        await call.write(start(2, slot=0, prompt=[7], new=1, blocks=[0]))
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            while await call.read() is not grpc.aio.EOF:
-                pass
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_a_pool_smaller_than_a_block_is_refused(client: ShardClient) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await client.warm_up(max_batch_total_tokens=8)
-    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_a_session_whose_client_is_gone_is_waited_for(tmp_path: Path) -> None:

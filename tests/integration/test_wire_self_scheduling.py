@@ -1,14 +1,12 @@
-"""shard.proto as an engine speaks it that schedules for itself, against a real shard process over a real socket."""
+"""shard.proto with a self-scheduling engine, against a real shard process over a real socket."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from shard_process import shard
+from shard_process import report, running, shard
 
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -17,7 +15,7 @@ FLAGS = ("--echo-self-scheduling", "--echo-tokens-per-report=4")
 
 
 def whole(number: int, slot: int, prompt: list[int], new: int) -> pb.Orders:
-    """Admit one sequence: a prompt and nothing more."""
+    """Admit one sequence, without blocks or prefill orders."""
     admission = pb.NewSequence(
         slot=slot,
         prompt=prompt,
@@ -27,24 +25,8 @@ def whole(number: int, slot: int, prompt: list[int], new: int) -> pb.Orders:
     return pb.Orders(number=number, admit=[admission])
 
 
-@asynccontextmanager
-async def running(client: ShardClient) -> AsyncIterator[RunCall]:
-    call = client.run()
-    try:
-        yield call
-    finally:
-        call.cancel()
-
-
-async def report(call: RunCall) -> pb.StepReport:
-    async with asyncio.timeout(10):
-        read = await call.read()
-    assert isinstance(read, pb.StepReport)
-    return read
-
-
 async def until_finished(call: RunCall, slot: int) -> list[pb.StepReport]:
-    """The reports up to that in which a slot finishes."""
+    """Read reports up to the one in which the slot finishes."""
     reports = [await report(call)]
     while slot not in [finish.slot for finish in reports[-1].finished]:
         reports.append(await report(call))
@@ -68,20 +50,16 @@ async def client(tmp_path: Path) -> AsyncIterator[ShardClient]:
         yield connected
 
 
-async def test_info_says_so_and_the_pool_is_told_to_plan_with(client: ShardClient) -> None:
+async def test_a_report_has_several_tokens_and_several_steps(client: ShardClient) -> None:
     assert (await client.info()).scheduling == pb.SCHEDULING_SELF
     pool = await client.warm_up(max_batch_total_tokens=64 * 16)
     assert (pool.num_blocks, pool.block_size) == (64, 16)
-
-
-async def test_tokens_come_several_a_report_and_a_report_tells_of_several_steps(client: ShardClient) -> None:
-    await client.warm_up(max_batch_total_tokens=64 * 16)
     async with running(client) as call:
         await call.write(whole(1, slot=3, prompt=[5, 6, 7], new=42))
         reports = await until_finished(call, 3)
     assert tokens_of(reports, 3) == [5, 6, 7] * 14
     assert [list(each.token_counts) for each in reports if each.slots] == [[4]] * 10 + [[2]]
-    # The orders taken, the prompt computed, eleven times tokens; the steps in between said nothing.
+    # One report when the orders were taken, one when the prompt was computed, then eleven reports with tokens; the other steps have no report.
     assert len(reports) == 13
     assert [each.step for each in reports if each.slots] == [*range(4, 42, 4), 42]
     assert [list(each.prefilled_tokens) for each in reports if each.prefilled_slots] == [[3]]
@@ -104,25 +82,3 @@ async def test_a_sequence_is_released_while_it_runs_and_while_it_waits(client: S
         assert (step.running, step.used_blocks) == (0, 0)
         await call.write(whole(4, slot=0, prompt=[9], new=2))
         assert tokens_of(await until_finished(call, 0), 0) == [9, 9]
-
-
-async def test_what_only_step_engines_take_fails_its_sequence_alone(client: ShardClient) -> None:
-    await client.warm_up(max_batch_total_tokens=64 * 16)
-    async with running(client) as call:
-        orders = whole(1, slot=0, prompt=[7, 8], new=3)
-        orders.admit.extend([whole(0, slot, [1, 2], 3).admit[0] for slot in (1, 2, 3)])
-        orders.admit[1].blocks.append(5)
-        orders.grant_slots.append(2)
-        orders.grant_counts.append(1)
-        orders.grant_blocks.append(6)
-        orders.prefill_slots.append(3)
-        orders.prefill_tokens.append(2)
-        await call.write(orders)
-        reports = await until_finished(call, 0)
-    failed = {failure.slot: (failure.code, failure.message) for each in reports for failure in each.failed}
-    blocks, prefill = (
-        f"the engine schedules for itself: it takes no {what}" for what in ("KV blocks", "prefill orders")
-    )
-    invalid = pb.FAILURE_CODE_INVALID
-    assert failed == {1: (invalid, blocks), 2: (invalid, blocks), 3: (invalid, prefill)}
-    assert tokens_of(reports, 0) == [7, 8, 7]

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from text_generation_proto.client import ShardClient
+from text_generation_proto.client import RunCall, ShardClient
+from text_generation_proto.v1 import shard_pb2 as pb
 
 
 @asynccontextmanager
@@ -29,3 +30,21 @@ async def shard(address: str, *arguments: str) -> AsyncIterator[tuple[ShardClien
         if process.returncode is None:
             process.terminate()
         await process.wait()
+
+
+@asynccontextmanager
+async def running(client: ShardClient) -> AsyncIterator[RunCall]:
+    """A Run session; cancelled with the block."""
+    call = client.run()
+    try:
+        yield call
+    finally:
+        call.cancel()
+
+
+async def report(call: RunCall) -> pb.StepReport:
+    """Read the next report."""
+    async with asyncio.timeout(10):
+        read = await call.read()
+    assert isinstance(read, pb.StepReport)
+    return read

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from model_folders import ENGINE, RANKS, fill
-from standin_loading import Standin, folder_of, tokens
+from standin_loading import Standin, tokens
 from trtllm_standin.inspection import Log
 
 PROMPT = [5, 6, 7, 8]
@@ -45,16 +41,6 @@ def log(tmp_path: Path, set_up: SetUp) -> Path:
 # --------------------------------------------------------------------------------------------------------------- aborts
 
 
-async def test_an_aborted_running_request_gets_a_last_item(standin: Standin, set_up: SetUp) -> None:
-    set_up(step_ms=1)
-    result = standin.llm().generate_async(PROMPT, standin.params(max_tokens=ENDLESS), streaming=True)
-    await anext(result)
-    result.abort()
-    result.abort()
-    assert [item.outputs[0].finish_reason async for item in result][-1] == "cancelled"
-    assert (result.aborted(), result.finished) == (True, True)
-
-
 async def test_an_aborted_queued_request_is_never_answered(standin: Standin, set_up: SetUp, log: Path) -> None:
     set_up(step_ms=1)
     llm = standin.llm(max_batch_size=1)
@@ -69,72 +55,7 @@ async def test_an_aborted_queued_request_is_never_answered(standin: Standin, set
     assert Log.read(log).unfinished == set()
 
 
-async def test_leaving_the_iteration_stops_nothing(standin: Standin, log: Path) -> None:
-    async for _ in standin.llm().generate_async(PROMPT, standin.params(max_tokens=30), streaming=True):
-        break
-    await until(lambda: Log.read(log).ends["length"] == 1)
-
-
-async def test_a_sequence_starts_when_all_its_blocks_are_free(standin: Standin, set_up: SetUp) -> None:
-    """And the next one in line waits behind it, without an item."""
-    set_up(step_ms=1)
-    llm = standin.llm(kv_cache_config={"max_tokens": 4096}, max_seq_len=4096)
-    running = llm.generate_async(PROMPT, standin.params(max_tokens=4092), streaming=True)
-    await anext(running)
-    starved = llm.generate_async(PROMPT, standin.params(), streaming=True)
-    await never_answers(starved)
-    starved.abort()
-    assert (await starved).outputs[0].finish_reason == "cancelled"
-    running.abort()
-    await running
-
-
 # ------------------------------------------------------------------------------------------------------------- failures
-
-
-async def test_reading_on_after_an_error_waits_forever(standin: Standin, set_up: SetUp) -> None:
-    set_up(fail_token=666)
-    llm = standin.llm()
-    wrong = llm.generate_async([5, 6, 666], standin.params(), streaming=True)
-    right = llm.generate_async(PROMPT, standin.params())
-    with pytest.raises(standin.request_error, match="666"):
-        async for _ in wrong:
-            pass
-    assert (await right).outputs[0].finish_reason == "length"
-    assert not wrong.finished
-    await never_answers(wrong)
-
-
-async def test_a_failed_step_fails_the_active_requests_only(standin: Standin, set_up: SetUp) -> None:
-    set_up(step_fail_token=666, step_ms=20)
-    llm = standin.llm(max_batch_size=2)
-    before = llm.generate_async(PROMPT, standin.params(max_tokens=ENDLESS))
-    bad = llm.generate_async([5] * 25 + [666], standin.params(max_tokens=30))
-    queued = llm.generate_async(PROMPT, standin.params(max_tokens=3))
-    for result in (before, bad):
-        with pytest.raises(standin.request_error, match="666"):
-            await result
-    assert (await queued).outputs[0].length == 3
-
-
-async def test_after_a_failed_step_the_loop_may_have_ended(standin: Standin, set_up: SetUp) -> None:
-    set_up(step_fail_token=666, step_fail_ends=1)
-    llm = standin.llm()
-    with pytest.raises(standin.request_error):
-        await llm.generate_async([666], standin.params())
-    assert llm._check_health()
-    await never_answers(llm.generate_async(PROMPT, standin.params(), streaming=True))
-
-
-async def test_a_hanging_step_answers_nobody_and_is_healthy(standin: Standin, set_up: SetUp) -> None:
-    set_up(hang_step_token=666)
-    llm = standin.llm()
-    stuck = llm.generate_async([5, 666], standin.params(), streaming=True)
-    await anext(stuck)
-    await never_answers(stuck)
-    await never_answers(llm.generate_async(PROMPT, standin.params(), streaming=True))
-    assert llm._check_health()
-    standin.abandon(llm)
 
 
 async def test_the_death_of_the_engine(standin: Standin, set_up: SetUp) -> None:
@@ -182,41 +103,6 @@ async def test_the_death_of_a_worker_process(standin: Standin, set_up: SetUp) ->
             llm.generate_async(PROMPT, standin.params())
 
 
-def test_shutdown_may_hang_also_at_exit(standin: Standin, set_up: SetUp) -> None:
-    set_up(hang_shutdown=1, workers=1)
-    process = start(standin.version, "llm = LLM('m', skip_tokenizer_init=True); print('made', flush=True)")
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == "made"
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.3)
-    workers = worker_processes(psutil.Process(process.pid))
-    process.kill()
-    process.communicate()
-    assert len(workers) == 1
-    assert psutil.wait_procs(workers, timeout=60)[1] == []  # they end with their parent
-
-
-def start(version: str, program: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", f"from tensorrt_llm import LLM; {program}"]
-    environ = {**os.environ, "PYTHONPATH": str(folder_of(version))}
-    return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-async def test_shutdown_aborts_what_runs(standin: Standin, set_up: SetUp, log: Path) -> None:
-    set_up(step_ms=1)
-    llm = standin.llm(max_batch_size=1)
-    running = llm.generate_async(PROMPT, standin.params(max_tokens=ENDLESS), streaming=True)
-    await anext(running)
-    queued = llm.generate_async(PROMPT, standin.params(), streaming=True)
-    await asyncio.to_thread(llm.shutdown)
-    llm.shutdown()
-    assert (await running).outputs[0].finish_reason == "cancelled"
-    await never_answers(queued)
-    assert Log.read(log).ends == {"cancelled": 1, "dropped": 1}
-    with pytest.raises(RuntimeError, match="LLM is shutting down"):
-        llm.generate_async(PROMPT, standin.params())
-
-
 # ----------------------------------------------------------------------------------------------------------- statistics
 
 
@@ -235,22 +121,6 @@ async def test_statistics_are_read_once(standin: Standin) -> None:
     assert await statistics(llm, 0.05) == []
 
 
-async def test_statistics_of_1_2_stay_empty_until_the_next_request(old: Standin, set_up: SetUp) -> None:
-    set_up(step_ms=5)
-    llm = old.llm(enable_iter_perf_stats=True)
-    running = llm.generate_async(PROMPT, old.params(max_tokens=ENDLESS), streaming=True)
-    await anext(running)
-    while await statistics(llm, 0.02):  # entries come every 0.2 s
-        await anext(running)
-    for _ in range(60):
-        await anext(running)
-    assert await statistics(llm, 0.5) == []
-    await llm.generate_async(PROMPT, old.params(max_tokens=1))
-    assert await anext(llm.get_stats_async(5.0))
-    running.abort()
-    await running
-
-
 async def test_statistics_of_1_2_raise_without_a_timeout(old: Standin) -> None:
     llm = old.llm()
     await llm.generate_async(PROMPT, old.params(max_tokens=1))
@@ -263,24 +133,6 @@ async def test_statistics_of_1_3_block_the_event_loop(new: Standin) -> None:
     begun = time.monotonic()
     llm.get_stats_async(0.3)  # not awaited
     assert time.monotonic() - begun >= 0.3
-
-
-def test_the_size_of_the_kv_cache_is_known_in_1_3_only(standin: Standin) -> None:
-    llm = standin.llm(kv_cache_config={"max_tokens": 1000, "tokens_per_block": 64})
-    if standin.version == "1.2":
-        assert not hasattr(llm, "get_kv_cache_capacity")
-    else:
-        assert llm.get_kv_cache_capacity() == {"maxNumBlocks": 16, "tokensPerBlock": 64, "maxNumTokens": 1024}
-
-
-def test_an_idle_engine_takes_no_processor_time(standin: Standin) -> None:
-    standin.llm()
-    thread = next(thread for thread in threading.enumerate() if thread.name == "trtllm-standin")
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    before = time.clock_gettime(clock)
-    threading.Event().wait(0.2)
-    assert time.clock_gettime(clock) - before < 0.05
 
 
 # ----------------------------------------------------------------------------------------------------- compiled engines
@@ -310,28 +162,6 @@ async def test_compiled_engines_keep_the_limits_of_their_build(old: Standin, tmp
 def test_compiled_engines_check_more(old: Standin, tmp_path: Path, fields: dict[str, object], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         load(old, fill(tmp_path, ENGINE, RANKS)).generate_async(PROMPT, old.params(**fields))
-
-
-async def test_compiled_engines_refuse_guides(old: Standin, tmp_path: Path) -> None:
-    guide = old.find("tensorrt_llm.llmapi", "GuidedDecodingParams")(regex="a")
-    with pytest.raises(old.request_error, match="GuidedDecoder is not setup"):
-        await load(old, fill(tmp_path, ENGINE, RANKS)).generate_async(PROMPT, old.params(guided_decoding=guide))
-
-
-@pytest.mark.parametrize(
-    ("change", "arguments", "error"),
-    [
-        ({"version": "1.1.0"}, {}, "Failed to deserialize cuda engine"),
-        ({}, {"tensor_parallel_size": 4}, "different from the engine's tp_size 2"),
-        ({"build_config": {}}, {}, "max_input_len"),
-    ],
-    ids=["version", "ranks", "missing limits"],
-)
-def test_compiled_engines_that_cannot_be_loaded(
-    old: Standin, tmp_path: Path, change: dict[str, object], arguments: dict[str, object], error: str
-) -> None:
-    with pytest.raises(Exception, match=error):
-        load(old, fill(tmp_path, ENGINE | change, RANKS), **arguments)
 
 
 # --------------------------------------------------------------------------------------------------------------- record

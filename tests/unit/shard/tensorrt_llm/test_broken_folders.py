@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +20,6 @@ from model_folders import (
     fill,
     mapping,
     nothing_imported,
-    poison,
 )
 
 from text_generation_shard.engine import EngineError
@@ -51,14 +49,10 @@ DOWNLOAD = "copy or download the folder again"
 BROKEN = {
     # config.json is not a JSON object.
     "empty config": Broken(("config.json is empty", DOWNLOAD), b""),
-    "blank config": Broken(("config.json is empty", DOWNLOAD), b" \n"),
     "config cut off": Broken(("is no JSON", DOWNLOAD), json.dumps(ENGINE).encode()[:300]),
-    "config of zeros": Broken(("is no JSON", DOWNLOAD), bytes(100)),
     "config not UTF-8": Broken(("is no JSON", "utf-8", DOWNLOAD), b'{"version": "\xff"}'),
     "config too deep": Broken(("is no JSON", DOWNLOAD), b"[" * 100_000),
-    "number too long": Broken(("is no JSON", DOWNLOAD), b'{"version": 1' + b"0" * 5000 + b"}"),
     "a list": Broken(("does not hold a JSON object", DOWNLOAD), []),
-    "a string": Broken(("does not hold a JSON object", DOWNLOAD), "engine"),
     # Not a model, or incomplete.
     "no config": Broken(("has no config.json", "name the folder of a model"), None, {}),
     "engines without config": Broken(("has engines but no config.json", "copy the whole folder"), None),
@@ -69,8 +63,6 @@ BROKEN = {
         ("architectures is missing", "such as LlamaForCausalLM"), {"model_type": "llama", "architectures": None}
     ),
     "architectures no list": Broken(("architectures must be a list",), HUGGING_FACE | {"architectures": "Llama"}),
-    "architectures empty": Broken(("architectures must be a list",), HUGGING_FACE | {"architectures": []}),
-    "architectures of numbers": Broken(("architectures must be a list",), HUGGING_FACE | {"architectures": [1]}),
     "Hugging Face for GPUs there are not": Broken(
         ("4 GPUs", "only 2 can be seen", "CUDA_VISIBLE_DEVICES", "--num-shard"), HUGGING_FACE, world_size=4, gpus=2
     ),
@@ -93,16 +85,13 @@ BROKEN = {
     "engine of before 0.8": Broken(("before 0.8", AGAIN, "Hugging Face checkpoint"), OLD_ENGINE),
     # Versions.
     "no version": Broken(("version is missing", AGAIN), engine(version=...)),
-    "version null": Broken(("version is missing", AGAIN), engine(version=None)),
     "version a number": Broken(("version is 1.2, not a name", AGAIN), engine(version=1.2)),
     "version not one": Broken(("version is 'none'", AGAIN), engine(version="none")),
-    "version of many lines": Broken(("version is '1.2\\n3'", AGAIN), engine(version="1.2\n3")),
     "older engine": Broken(
         ("built by TensorRT-LLM 1.1.0", "1.2.1 is installed", f"{AGAIN} of 1.2.1", "install tensorrt-llm 1.1.0"),
         engine(version="1.1.0"),
     ),
     "newer engine": Broken(("built by TensorRT-LLM 1.2.1", "1.1.0 is installed", AGAIN), ENGINE, installed="1.1.0"),
-    "engine of another major version": Broken(("built by TensorRT-LLM 0.2.0", "1.2.1"), engine(version="0.2.0")),
     "no backend for engines": Broken(
         (
             "TensorRT-LLM 1.3.0rc14",
@@ -113,46 +102,33 @@ BROKEN = {
         ENGINE,
         installed="1.3.0rc14",
     ),
-    "no backend in 2.0": Broken(("TensorRT-LLM 2.0", "install tensorrt-llm <= 1.2"), ENGINE, installed="2.0"),
     # GPUs and ranks.
     "for more GPUs": Broken(
         ("built for 2 GPUs", "has 1", "--num-shard 2", "build the engines again for 1"), ENGINE, world_size=1
     ),
-    "for fewer GPUs": Broken(("built for 2 GPUs", "has 4", "--num-shard 2"), ENGINE, world_size=4),
     "for one GPU": Broken(("built for 1 GPU,", "--num-shard 1"), mapping(world_size=1, tp_size=1)),
     "GPUs that are not seen": Broken(("2 GPUs", "only 1 can be seen", "CUDA_VISIBLE_DEVICES"), ENGINE, gpus=1),
     "ranks that do not add up": Broken(
         ("world_size is 2", "4 × 1 × 1", AGAIN), mapping(world_size=2, tp_size=4, pp_size=1)
     ),
     "no tp_size": Broken(("pretrained_config.mapping.tp_size is missing", AGAIN), mapping(world_size=2)),
-    "no world_size": Broken(("pretrained_config.mapping.world_size is missing", AGAIN), mapping(tp_size=2)),
     "a rank is missing": Broken(("rank1.engine is missing", "2 GPUs", AGAIN), ENGINE, {"rank0.engine": b"plan"}),
-    "all ranks are missing": Broken(("rank0.engine is missing", "copy the whole folder"), ENGINE, {}),
     "a rank is empty": Broken(("rank1.engine is empty", AGAIN), ENGINE, RANKS | {"rank1.engine": b""}),
     # Objects and names.
     "no pretrained_config": Broken(("pretrained_config is missing", AGAIN), engine(pretrained_config=...)),
     "no build_config": Broken(("build_config is missing", AGAIN, "1.2.1"), engine(build_config=...)),
     "build_config a list": Broken(("build_config is [], not an object", AGAIN), engine(build_config=[])),
-    "no plugin_config": Broken(("plugin_config is missing", AGAIN), engine(build_config__plugin_config=...)),
-    "no mapping": Broken(("mapping is missing", AGAIN), engine(pretrained_config__mapping=...)),
-    "no quantization": Broken(("quantization is missing", AGAIN), engine(pretrained_config__quantization=...)),
     "quant_algo a number": Broken(
         ("quantization.quant_algo is 8, not a name", AGAIN), engine(pretrained_config__quantization__quant_algo=8)
     ),
     "dtype of weights only": Broken(("dtype is 'int8'", "bfloat16", AGAIN), engine(pretrained_config__dtype="int8")),
     # Limits.
     "no max_seq_len": Broken(("build_config.max_seq_len is missing", AGAIN), engine(build_config__max_seq_len=...)),
-    "max_seq_len null": Broken(("build_config.max_seq_len is missing", AGAIN), engine(build_config__max_seq_len=None)),
     "max_seq_len a string": Broken(
         ("max_seq_len is '4096', not a whole", AGAIN), engine(build_config__max_seq_len="4096")
     ),
-    "max_batch_size a float": Broken(("max_batch_size is 8.0, not", AGAIN), engine(build_config__max_batch_size=8.0)),
-    "max_batch_size zero": Broken(("max_batch_size is 0, not", AGAIN), engine(build_config__max_batch_size=0)),
     "max_batch_size true": Broken(("max_batch_size is True, not", AGAIN), engine(build_config__max_batch_size=True)),
-    "max_num_tokens null": Broken(("max_num_tokens is missing", AGAIN), engine(build_config__max_num_tokens=None)),
-    "max_input_len negative": Broken(("max_input_len is -1, not", AGAIN), engine(build_config__max_input_len=-1)),
     "max_input_len huge": Broken(("max_input_len is 4294967296", AGAIN), engine(build_config__max_input_len=2**32)),
-    "vocab_size zero": Broken(("vocab_size is 0, not", AGAIN), engine(pretrained_config__vocab_size=0)),
     "prompts longer than sequences": Broken(
         ("max_input_len 4097 is above max_seq_len 4096", AGAIN), engine(build_config__max_input_len=4097)
     ),
@@ -168,12 +144,7 @@ BROKEN = {
         ("CONTINUOUS, not paged", f"{AGAIN} --kv_cache_type paged"),
         engine(build_config__kv_cache_type="continuous", build_config__plugin_config__paged_kv_cache=False),
     ),
-    "no KV cache": Broken(
-        ("DISABLED, not paged", "--kv_cache_type paged"),
-        engine(build_config__kv_cache_type="DISABLED", build_config__plugin_config__paged_kv_cache=False),
-    ),
     "KV cache of another kind": Broken(("kv_cache_type is 'RING'", AGAIN), engine(build_config__kv_cache_type="ring")),
-    "no kv_cache_type": Broken(("kv_cache_type is missing", AGAIN), engine(build_config__kv_cache_type=...)),
     "padded input": Broken(
         ("padded", f"{AGAIN} --remove_input_padding enable"),
         engine(build_config__plugin_config__remove_input_padding=False),
@@ -181,9 +152,6 @@ BROKEN = {
     "padding not settled": Broken(
         ("remove_input_padding is 1, not true or false", AGAIN),
         engine(build_config__plugin_config__remove_input_padding=1),
-    ),
-    "no tokens_per_block": Broken(
-        ("tokens_per_block is missing", AGAIN), engine(build_config__plugin_config__tokens_per_block=...)
     ),
     # generation_config.json and EOS tokens.
     "generation_config broken": Broken(
@@ -194,7 +162,6 @@ BROKEN = {
         ENGINE,
         RANKS | {"generation_config.json": b'{"eos_token_id": "</s>"}'},
     ),
-    "eos below zero": Broken(("eos_token_id is [-1]", AGAIN), engine(pretrained_config__eos_token_id=[-1])),
 }
 
 
@@ -210,34 +177,13 @@ def test_broken_folders_are_refused_in_one_line(tmp_path: Path, broken: Broken) 
     assert "\n" not in line
 
 
-def test_neither_tensorrt_llm_nor_torch_is_imported(tmp_path: Path) -> None:
-    """In a new process: every folder of the table, and a valid one of each kind."""
-    folders = [
-        (str(fill(tmp_path / f"model-{i}", broken.config, broken.files)), broken.installed, broken.world_size)
-        for i, broken in enumerate(BROKEN.values())
-    ]
-    folders.append((str(fill(tmp_path / "engine", ENGINE, RANKS)), "1.2.1", 2))
-    folders.append((str(fill(tmp_path / "hugging-face", HUGGING_FACE, {})), "1.2.1", 2))
-    poisons = tmp_path / "poisons"
-    poisons.mkdir()
-    for name in ("tensorrt_llm", "torch", "tensorrt"):
-        poison(poisons, name)
+def test_torch_is_not_imported_either(tmp_path: Path) -> None:
     program = f"""
-import json, sys
+import sys
 from pathlib import Path
-from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.folder import check_folder, inspect_folder
-fine = 0
-for path, installed, world_size in json.loads({json.dumps(folders)!r}):
-    try:
-        check_folder(inspect_folder(Path(path)), world_size=world_size, installed=installed, gpus=8)
-        fine += 1
-    except EngineError:
-        pass
-print(fine, *sorted({{"tensorrt_llm", "torch", "tensorrt"}} & set(sys.modules)))
+check_folder(inspect_folder(Path({str(fill(tmp_path, ENGINE, RANKS))!r})), world_size=2, installed="1.2.1", gpus=8)
+print(*{{"tensorrt_llm", "torch", "tensorrt"}} & set(sys.modules))
 """
-    environment = os.environ | {"PYTHONPATH": str(poisons)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    fine = sum(broken.gpus != 8 for broken in BROKEN.values()) + 2
-    assert done.stdout.split() == [str(fine)]
-    assert not (poisons / "mark").exists()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

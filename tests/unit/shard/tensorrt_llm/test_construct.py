@@ -80,10 +80,7 @@ def test_settings_and_options(library: Library, tmp_path: Path) -> None:
     assert (keywords["tensor_parallel_size"], keywords["dtype"], keywords["load_format"]) == (4, "bfloat16", "DUMMY")
     assert keywords["kv_cache_config"] == {"free_gpu_memory_fraction": 0.5, "dtype": "fp8"}
     assert (how.max_slots, how.max_sequence_length, how.reserves_max_length) == (8, 1024, False)
-
-
-def test_an_option_wins_over_the_default_for_the_memory_fraction(library: Library, tmp_path: Path) -> None:
-    options = {"kv_cache_config": {"free_gpu_memory_fraction": 0.3}}
+    options = {"kv_cache_config": {"free_gpu_memory_fraction": 0.3}}  # an option wins over the flag's default
     how = constructed(library, model_folder(tmp_path), options, cuda_memory_fraction=0.5)
     assert how.keywords["kv_cache_config"] == {"free_gpu_memory_fraction": 0.3}
 

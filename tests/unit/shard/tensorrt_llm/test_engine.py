@@ -53,8 +53,9 @@ def test_info(built: Build, version: str) -> None:
     assert ("seed" in refused, "repetition_penalty" in refused, "prompt" in refused) == (version == "1.2",) * 3
 
 
-def test_concurrent_sequences(built: Build) -> None:
-    driver = SelfDriver(built(step_ms=1))
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+def test_concurrent_sequences(built: Build, tokens_per_step: int) -> None:
+    driver = SelfDriver(built(step_ms=1, tokens_per_step=tokens_per_step))
     streams = [driver.admit(range(100 + n, 130 + 2 * n), 10 + n) for n in range(40)]
     driver.run()
     for n, stream in enumerate(streams):
@@ -64,13 +65,6 @@ def test_concurrent_sequences(built: Build) -> None:
         assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
     assert driver.engine.running == 0
     assert driver.step() is None
-
-
-def test_several_tokens_per_step(built: Build) -> None:
-    driver = SelfDriver(built(tokens_per_step=3))
-    stream = driver.admit(PROMPT, 20)
-    driver.run()
-    assert stream.tokens == echoed(20)
 
 
 @pytest.mark.parametrize(
@@ -122,21 +116,6 @@ def test_logprobs_of_a_cached_prompt_belong_to_its_end(built: Build) -> None:
     assert len(scores) == len(prompt)
     assert math.isnan(scores[1])
     assert not any(math.isnan(score) for score in scores[-10:])
-
-
-def test_nothing_is_reported_for_a_released_slot(built: Build) -> None:
-    driver = SelfDriver(built(step_ms=2))
-    gone, stays = driver.admit(PROMPT, 500), driver.admit(PROMPT, 50)
-    while not gone.tokens:
-        driver.step()
-    driver.release(gone)
-    driver.step()
-    received = len(gone.tokens)
-    successor = driver.admit(range(200, 210), 20)
-    assert successor.slot == gone.slot
-    driver.run()
-    assert len(gone.tokens) == received
-    assert (stays.tokens, successor.tokens) == (echoed(50), echoed(20, tuple(range(200, 210))))
 
 
 def test_reset_drops_and_aborts_everything(built: Any, tmp_path: Path) -> None:  # noqa: ANN401 - the fixture's class is in conftest.py
@@ -200,22 +179,18 @@ def test_churn_leaves_nothing_behind(built: Any, tmp_path: Path) -> None:  # noq
 # -------------------------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
+def test_unsupported_parameters_are_refused_by_name(built: Build) -> None:
+    driver = SelfDriver(built())
+    for fields, name in (
         ({"sampling": Sampling(greedy=False, typical_p=0.5)}, "typical_p"),
         ({"top_n": 21}, "top_n"),
         ({"grammar": Grammar(GrammarKind.REGEX, "a")}, "grammar"),
-    ],
-    ids=["typical_p", "top_n", "grammar"],
-)
-def test_unsupported_parameters_are_refused_by_name(built: Build, fields: dict[str, object], name: str) -> None:
-    driver = SelfDriver(built())
-    stream = driver.admit(PROMPT, 5, **fields)
-    driver.run()
-    assert stream.failure is not None
-    assert stream.failure.code is FailureCode.INVALID
-    assert name in stream.failure.message
+    ):
+        stream = driver.admit(PROMPT, 5, **fields)
+        driver.run()
+        assert stream.failure is not None
+        assert stream.failure.code is FailureCode.INVALID
+        assert name in stream.failure.message
 
 
 def test_blocks_chunks_and_taken_slots_are_refused(built: Build) -> None:
@@ -231,18 +206,23 @@ def test_blocks_chunks_and_taken_slots_are_refused(built: Build) -> None:
     assert engine.running == 0
 
 
-def test_an_unknown_option_is_refused_in_one_line(built: Build) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("no_such_option: 1", "no_such_option"),
+        # The stand-in has no other capacity policy; its worker fails as a worker of the library does.
+        (
+            "scheduler_config: {capacity_scheduler_policy: STATIC_BATCH}",
+            "could not build the engine: Executor worker returned error (NotImplementedError: ",
+        ),
+    ],
+    ids=["unknown option", "failed build"],
+)
+def test_an_engine_that_cannot_be_built_is_refused_in_one_line(built: Build, options: str, words: str) -> None:
     with pytest.raises(EngineError) as caught:
-        built(options="no_such_option: 1")
-    assert "no_such_option" in str(caught.value)
+        built(options=options)
+    assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_failed_build_names_its_cause(built: Build) -> None:
-    """The stand-in has no other capacity policy; its worker fails as a worker of the library does."""
-    with pytest.raises(EngineError) as caught:
-        built(options="scheduler_config: {capacity_scheduler_policy: STATIC_BATCH}")
-    assert "could not build the engine: Executor worker returned error (NotImplementedError: " in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------------------- KV blocks

@@ -133,18 +133,15 @@ def test_nothing_is_reported_after_the_end() -> None:
     assert stream.fail(FailureCode.STEP, "too late") is None
 
 
-def test_missing_logprobs_are_nan() -> None:
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [([{7: Logprob(-0.7)}], [-0.7, math.nan]), ([-0.5, -1.5], [-0.5, -1.5])],
+    ids=["missing", "without rank"],
+)
+def test_logprobs(reported: list[object], expected: list[float]) -> None:
     output = Output().say(7, 8)
-    output.completion.logprobs = [{7: Logprob(-0.7)}]
-    update = read(Stream(SEQUENCE), output)
-    assert update.logprobs[0] == -0.7
-    assert math.isnan(update.logprobs[1])
-
-
-def test_logprobs_without_rank() -> None:
-    output = Output().say(7, 8)
-    output.completion.logprobs = [-0.5, -1.5]
-    assert read(Stream(SEQUENCE), output).logprobs == [-0.5, -1.5]
+    output.completion.logprobs = reported
+    assert read(Stream(SEQUENCE), output).logprobs == pytest.approx(expected, nan_ok=True)
 
 
 def test_top_tokens_are_sorted() -> None:
@@ -163,27 +160,21 @@ def test_prompt_logprobs_are_for_the_next_token() -> None:
     ]
     scores = read(stream, output).prompt_scores
     assert scores is not None
-    assert math.isnan(scores.logprobs[0])
-    assert scores.logprobs[1:] == [-1.2, -1.3]
+    assert scores.logprobs == pytest.approx([math.nan, -1.2, -1.3], nan_ok=True)
     assert scores.tops == [((), ()), ((50,), (-0.1,)), ((13,), (-1.3,))]
     assert read(stream, output.say(8)).prompt_scores is None
 
 
-def test_prompt_logprobs_are_reported_with_a_token() -> None:
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [([-1.2, -1.3, -0.7], [math.nan, -1.2, -1.3]), ([-1.3, -0.7], [math.nan, math.nan, -1.3])],
+    ids=["whole prompt", "cached tokens have none"],
+)
+def test_prompt_logprobs_are_reported_with_a_token(reported: list[object], expected: list[float]) -> None:
     """Without a token there is no report."""
     stream, output = Stream(replace(SEQUENCE, logprobs=LogprobOptions(prompt=True))), Output()
-    output.completion.prompt_logprobs = [-1.2, -1.3, -0.7]
+    output.completion.prompt_logprobs = reported
     assert stream.read(output) is None  # type: ignore[arg-type]
     scores = read(stream, output.say(7)).prompt_scores
     assert scores is not None
-    assert scores.logprobs[1:] == [-1.2, -1.3]
-
-
-def test_prompt_logprobs_of_a_cached_prompt() -> None:
-    """Cached tokens have none."""
-    stream, output = Stream(replace(SEQUENCE, logprobs=LogprobOptions(prompt=True))), Output().say(7)
-    output.completion.prompt_logprobs = [-1.3, -0.7]
-    scores = read(stream, output).prompt_scores
-    assert scores is not None
-    assert [math.isnan(value) for value in scores.logprobs] == [True, True, False]
-    assert scores.logprobs[2] == -1.3
+    assert scores.logprobs == pytest.approx(expected, nan_ok=True)
