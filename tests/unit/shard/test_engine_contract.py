@@ -37,6 +37,8 @@ def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampli
     stream = driver.admit(prompt, new, sampling=sampling)
     driver.run()
     assert stream.finish is FinishReason.LENGTH
+    assert len(stream.logprobs) == new
+    assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
     return stream.tokens
 
 
@@ -61,17 +63,11 @@ def test_max_new_tokens_is_exact(driver: Driver, new: int) -> None:
     assert len(alone(driver, new=new)) == new
 
 
-def test_tokens_have_finite_logprobs(driver: Driver) -> None:
-    stream = driver.admit(PROMPT)
-    driver.run()
-    assert len(stream.logprobs) == 8
-    assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
-
-
 def test_a_released_slot_gets_no_tokens(driver: Driver) -> None:
     gone, stays = driver.admit(PROMPT, 20), driver.admit(PROMPT, 20)
     driver.step()
     driver.release(gone)
+    assert driver.engine.apply(Orders(99, release=(10_000,))) == []  # an unknown slot is ignored
     result = driver.step()
     assert result is not None
     assert result.slots == [stays.slot]
@@ -88,14 +84,6 @@ def test_a_slot_can_be_released_and_reused_in_the_same_orders(driver: Driver) ->
     assert stream.slot == gone.slot
     driver.run()
     assert stream.tokens == expected
-
-
-def test_release_of_an_unknown_slot_is_ignored(driver: Driver) -> None:
-    stream = driver.admit(PROMPT)
-    driver.step()
-    assert driver.engine.apply(Orders(99, release=(stream.slot + 1, 10_000))) == []
-    driver.run()
-    assert stream.finish is FinishReason.LENGTH
 
 
 def test_finishing_frees_the_slot_and_its_blocks(driver: Driver) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
-from byte_tokenizer import END, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from self_driver import SelfDriver
 
-from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, Stopping, WarmUpLimits
+from text_generation_proto.values import FailureCode, FinishReason, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, Scheduling, StepResult
+from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 from text_generation_shard.grammar import Matcher
@@ -45,12 +42,6 @@ def rejections(engine: Engine, orders: Orders) -> list[tuple[int, str]]:
     failures: list[Failure] = engine.apply(orders)
     assert all(failure.code is FailureCode.INVALID for failure in failures)
     return [(failure.slot, failure.message) for failure in failures]
-
-
-def test_info_has_the_scheduling() -> None:
-    info = driver_of().engine.info
-    assert (info.engine, info.scheduling, info.block_size) == ("echo", Scheduling.SELF, 16)
-    assert build_engine(ShardConfig(engine="echo")).info.scheduling is Scheduling.STEP
 
 
 @pytest.mark.parametrize("what", [{"blocks": (1, 2, 3)}, {"blocks": (1, 2, 3), "computed_tokens": 16}])
@@ -110,16 +101,6 @@ def test_prompts_are_computed_in_order_within_the_token_budget() -> None:
     ]
 
 
-def test_decoding_continues_beside_a_chunked_prefill() -> None:
-    driver = driver_of(prefill=16)
-    decoding = driver.admit(PROMPT[:5], 30)
-    driver.step()
-    driver.admit(range(100), 1)
-    for _ in range(7):
-        driver.step()
-    assert len(decoding.tokens) == 8
-
-
 def test_the_newest_sequence_is_preempted_and_continues() -> None:
     driver = driver_of(blocks=8)
     old, new = driver.admit(PROMPT, 70, prompt_logprobs=True), driver.admit(PROMPT, 70, prompt_logprobs=True)
@@ -144,19 +125,6 @@ def test_min_new_tokens_counts_across_a_preemption() -> None:
     stream = driver.admit(PROMPT, 70, stopping=Stopping(70, ends, min_new_tokens=50))
     driver.run()
     assert (len(stream.tokens), stream.finish) == (51, FinishReason.EOS_TOKEN)
-
-
-def test_a_grammar_continues_after_a_preemption(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer(tmp_path)
-    schema = {"type": "object", "properties": {"a": {"enum": ["x" * 60]}}, "required": ["a"]}
-    driver = driver_of(blocks=8, model_path=str(tmp_path))
-    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
-    driver.admit(PROMPT, 70)
-    stream = driver.admit(PROMPT, stopping=Stopping(80, frozenset([END])), grammar=grammar)
-    results = steps(driver)
-    assert json.loads(tokenizer.decode(stream.tokens)) == {"a": "x" * 60}
-    assert sum(tokens for result in results for slot, tokens in result.prefilled if slot == stream.slot) > len(PROMPT)
-    driver.engine.close()
 
 
 @pytest.mark.parametrize("after", [1, 2, 4])
@@ -224,28 +192,6 @@ def test_a_failure_is_reported_with_the_unreported_tokens() -> None:
     driver.run()
     assert stream.failure is not None
     assert (stream.tokens, stream.failure.code) == ([5, 6], FailureCode.NUMERICS)
-
-
-def test_unreported_tokens_of_a_released_sequence_are_discarded() -> None:
-    driver = driver_of(echo_tokens_per_report=4)
-    gone = driver.admit(PROMPT, 10)
-    driver.step()
-    driver.step()
-    driver.release(gone)
-    same_slot = driver.admit(range(100, 110), 2)
-    assert same_slot.slot == gone.slot
-    driver.run()
-    assert (gone.tokens, same_slot.tokens) == ([], [100, 101])
-
-
-def test_a_failed_step_fails_its_sequences_and_frees_their_blocks() -> None:
-    driver = driver_of(batch=2, echo_fail_step_token=9)
-    bad, neighbour, queued = driver.admit([1, 9], 4), driver.admit([1, 2], 4), driver.admit([3, 4], 4)
-    driver.run()
-    assert bad.failure is not None
-    assert neighbour.failure is not None
-    assert neighbour.failure.code is FailureCode.STEP
-    assert (queued.tokens, driver.engine.used_blocks) == ([3, 4, 3, 4], 0)
 
 
 @given(

@@ -87,14 +87,6 @@ def test_a_sequence_pauses_until_it_has_blocks(driver: Driver) -> None:
     assert stream.tokens == expected
 
 
-def test_a_paused_sequence_does_not_delay_others(driver: Driver) -> None:
-    paused = driver.admit(PROMPT, 40, granted=48)
-    running = driver.admit(PROMPT, 40)
-    driver.run()
-    assert running.finish is FinishReason.LENGTH
-    assert not paused.is_over
-
-
 def test_a_release_during_prefill_drops_its_chunk(driver: Driver) -> None:
     gone = driver.admit(PROMPT, chunk=16)
     driver.step()
@@ -173,12 +165,6 @@ def test_cached_tokens_are_not_computed_again(driver: Driver) -> None:
     assert result.prefilled == [(second.slot, len(PROMPT) - 32)]
     driver.run()
     assert second.tokens == expected
-
-
-def test_a_step_without_work_is_none(driver: Driver) -> None:
-    assert driver.engine.step() is None
-    driver.engine.apply(Orders(1, admit=(new_sequence(),)))
-    assert driver.engine.step() is None
 
 
 def test_shared_blocks_count_once(driver: Driver) -> None:
