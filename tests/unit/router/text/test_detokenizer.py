@@ -13,12 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from text_generation_router.text.detokenizer import (
-    ByteLevelDetokenizer,
-    DetokenizerFactory,
-    StreamDetokenizer,
-    byte_alphabet,
-)
+from text_generation_router.text import tokenizer as router_text
+from text_generation_router.text.tokenizer import ByteLevelDetokenizer, StreamDetokenizer, byte_alphabet
 
 
 @pytest.fixture(scope="session")
@@ -40,16 +36,12 @@ def metaspace() -> Tokenizer:
 
 
 @cache
-def factory(made_for: int) -> DetokenizerFactory:
-    return DetokenizerFactory(TOKENIZERS[made_for])
-
-
-TOKENIZERS: dict[int, Tokenizer] = {}
+def wrapped(tokenizer: Tokenizer) -> router_text.Tokenizer:
+    return router_text.Tokenizer(tokenizer, workers=1)
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
-    TOKENIZERS[id(tokenizer)] = tokenizer
-    detokenizer = factory(id(tokenizer)).create(prompt)
+    detokenizer = wrapped(tokenizer).detokenizer(prompt)
     return [*(detokenizer.step(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -87,8 +79,8 @@ def test_the_byte_alphabet_names_every_byte_once() -> None:
 
 
 def test_byte_level_vocabularies_have_their_own_detokenizer(tokenizer: Tokenizer, metaspace: Tokenizer) -> None:
-    assert isinstance(DetokenizerFactory(tokenizer).create(()), ByteLevelDetokenizer)
-    assert isinstance(DetokenizerFactory(metaspace).create(()), StreamDetokenizer)
+    assert isinstance(wrapped(tokenizer).detokenizer(()), ByteLevelDetokenizer)
+    assert isinstance(wrapped(metaspace).detokenizer(()), StreamDetokenizer)
 
 
 def test_a_sentencepiece_token_keeps_its_leading_space_after_a_prompt(metaspace: Tokenizer) -> None:
