@@ -7,6 +7,7 @@ import gc
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
@@ -26,7 +28,6 @@ from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.metrics import Metrics
-from text_generation_router.request import TenantId
 from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -218,18 +219,7 @@ def _cluster(config: RouterConfig, joined: Sequence[ReplicaInfo | None], limits:
     present = [replica for replica in joined if replica is not None]
     info = present[0].info
     capacity = sum(replica.pool.num_blocks * replica.pool.block_size for replica in present)
-    policy = Policy(
-        max_batch_prefill_tokens=config.max_batch_prefill_tokens or info.suggested_prefill_tokens,
-        max_batch_size=min(config.max_batch_size or info.max_slots, info.max_slots),
-        waiting_served_ratio=config.waiting_served_ratio,
-        max_decode_steps_between_prefills=config.max_waiting_tokens,
-        target_itl_s=config.target_itl_ms / 1e3 or None,
-        prefix_caching=config.prefix_caching,
-        dispatch=Dispatch(config.dispatch),
-        tenant_weights={TenantId(name): weight for name, weight in config.tenant_weights.items()},
-        max_queued_tokens=config.max_queued_tokens or QUEUED_KV_CACHES * capacity,
-        max_moves=config.max_request_moves,
-    )
+    policy = _policy(config, info, capacity)
     scheduler = Scheduler(policy, len(joined))
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens,
@@ -237,6 +227,23 @@ def _cluster(config: RouterConfig, joined: Sequence[ReplicaInfo | None], limits:
         scheduler=scheduler,
     )
     return Cluster(scheduler, metrics.steps), metrics
+
+
+def _policy(config: RouterConfig, info: pb.InfoResponse, capacity: int) -> Policy:
+    """Return the scheduling policy: settings of the same name, and those that depend on the engine or its KV caches."""
+    settings = {
+        each.name: getattr(config, each.name) for each in fields(Policy) if each.name in RouterConfig.model_fields
+    }
+    return Policy(
+        **settings
+        | {
+            "max_batch_prefill_tokens": config.max_batch_prefill_tokens or info.suggested_prefill_tokens,
+            "max_batch_size": min(config.max_batch_size or info.max_slots, info.max_slots),
+            "target_itl_s": config.target_itl_ms / 1e3 or None,
+            "dispatch": Dispatch(config.dispatch),
+            "max_queued_tokens": config.max_queued_tokens or QUEUED_KV_CACHES * capacity,
+        }
+    )
 
 
 async def _serve_http(

@@ -282,7 +282,7 @@ async def test_a_stream_continues_after_its_shard_returns(demo_model: Path) -> N
 
 
 async def test_a_stream_that_loses_its_shard_too_often_ends_with_an_error(demo_model: Path) -> None:
-    async with serve(demo_model, policy={"max_moves": 0}, echo_step_ms=2) as stack:
+    async with serve(demo_model, policy={"max_request_moves": 0}, echo_step_ms=2) as stack:
         async with stack.client.post("/generate_stream", json=asking_for(MANY)) as streamed:
             first = await streamed.content.readuntil(b"\n\n")
             stack.stop_shard()

@@ -35,7 +35,7 @@ def policies(draw: st.DrawFn, machine: CostModel) -> Policy:
         max_batch_prefill_tokens=machine.prefill_budget,
         max_batch_size=draw(st.integers(1, machine.slots)),
         waiting_served_ratio=draw(st.sampled_from([0.0, 0.5])),
-        max_decode_steps_between_prefills=draw(st.integers(1, 5)),
+        max_waiting_tokens=draw(st.integers(1, 5)),
         target_itl_s=draw(st.sampled_from([None, 0.02, 0.05])),
         prefix_caching=draw(st.booleans()),
         dispatch=draw(st.sampled_from(list(Dispatch))),

@@ -30,13 +30,13 @@ def draw_world(draw: Random) -> SchedulerWorld:
         max_batch_prefill_tokens=budget,
         max_batch_size=batch,
         waiting_served_ratio=draw.choice([0.0, 0.0, 0.3, 1.2]),
-        max_decode_steps_between_prefills=draw.randint(0, 5),
+        max_waiting_tokens=draw.randint(0, 5),
         target_itl_s=draw.choice([None, None, 0.0005, 0.002, 0.01]),
         prefix_caching=draw.choice([True, True, True, False]),
         dispatch=draw.choice(list(Dispatch)),
         tenant_weights={TenantId("a"): draw.choice([0.5, 1.0, 4.0])},
         max_queued_tokens=draw.choice([None, None, 300, 2000]),
-        max_moves=draw.randint(0, 3),
+        max_request_moves=draw.randint(0, 3),
         growth_tokens=draw.choice([0, 8, 40, 100]),
     )
     replicas = [

@@ -17,7 +17,7 @@ class JoinReason(Enum):
     BACKPRESSURE = "backpressure"
     """The queue reached the waiting-served ratio."""
     WAIT_EXCEEDED = "wait_exceeded"
-    """The ratio no longer counted after `max_decode_steps_between_prefills` steps."""
+    """The ratio no longer counted after `max_waiting_tokens` steps."""
     CHUNKING = "chunking"
     """No ratio is set: prompts are computed in chunks beside decoding."""
 

@@ -30,7 +30,7 @@ class Policy:
     """Sequences running at once on a replica."""
     waiting_served_ratio: float = 0.0
     """Place queued requests only once the queue holds this share of the running sequences; 0: always."""
-    max_decode_steps_between_prefills: int = 20
+    max_waiting_tokens: int = 20
     """Steps without a placement after which the ratio no longer counts: `--max-waiting-tokens`."""
     target_itl_s: float | None = None
     """Target for the duration of steps that decode and prefill; None: only the token budget limits chunks."""
@@ -40,14 +40,14 @@ class Policy:
     """Shares of tenants, if not 1.0."""
     max_queued_tokens: int | None = None
     """Tokens of work that may wait; None: no limit."""
-    max_moves: int = 3
+    max_request_moves: int = 3
     """Consecutive replica losses without a new token in between that a request survives."""
     growth_tokens: int = 40
     """Free positions that a block allocation restores if the pool has enough blocks."""
 
     def may_place(self, *, waiting: int, running: int, steps_since_placement: int) -> bool:
         """True if queued requests may join the next step (TGI, backends/v3 `batching_task`)."""
-        if running == 0 or steps_since_placement >= self.max_decode_steps_between_prefills:
+        if running == 0 or steps_since_placement >= self.max_waiting_tokens:
             return True
         return waiting >= int(running * self.waiting_served_ratio)
 
@@ -57,6 +57,6 @@ class Policy:
             return None
         if int(running * self.waiting_served_ratio) == 0:
             return JoinReason.CHUNKING
-        if steps_since_placement >= self.max_decode_steps_between_prefills:
+        if steps_since_placement >= self.max_waiting_tokens:
             return JoinReason.WAIT_EXCEEDED
         return JoinReason.BACKPRESSURE

@@ -46,7 +46,7 @@ class Library:
 
     @property
     def has_sampler_choice(self) -> bool:
-        """True if `sampler_type` selects one of two samplers, of which the default ignores penalties, min_p and seeds.
+        """True if `sampler_type` selects one of two samplers, of which the default ignores penalties, filters and seeds.
 
         True in 1.2 (issue #9442, PRs #16485, #16590, #17172). PR #18232 removed the second sampler after the first supported
         them all.

@@ -14,7 +14,7 @@ from text_generation_router.scheduling.scheduler import Scheduler
 
 
 def a_scheduler(ratio: float = 0.0, batch: int = 8) -> Scheduler:
-    scheduler = Scheduler(Policy(64, batch, ratio, max_decode_steps_between_prefills=3), replicas=2)
+    scheduler = Scheduler(Policy(64, batch, ratio, max_waiting_tokens=3), replicas=2)
     scheduler.open(0, ReplicaSpec(num_slots=8, num_blocks=100, block_size=16))
     return scheduler
 

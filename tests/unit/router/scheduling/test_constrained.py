@@ -140,7 +140,7 @@ def test_step_engines_preempt_constrained_requests() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_events_never_send_a_started_constrained_request(seed: int) -> None:
     draw = Random(seed)
-    rig = SelfRig(a_policy(max_moves=draw.randint(0, 2)), blocks=draw.randint(8, 14), replicas=2)
+    rig = SelfRig(a_policy(max_request_moves=draw.randint(0, 2)), blocks=draw.randint(8, 14), replicas=2)
     constrained: set[int] = set()
     cancelled: set[int] = set()
     gone: set[int] = set()

@@ -72,7 +72,7 @@ def test_a_prompt_without_blocks_waits_and_so_do_later_ones() -> None:
 
 
 def test_the_waiting_served_ratio_counts_for_a_limited_number_of_steps() -> None:
-    rig = Rig(a_policy(waiting_served_ratio=1.0, max_decode_steps_between_prefills=3))
+    rig = Rig(a_policy(waiting_served_ratio=1.0, max_waiting_tokens=3))
     for _ in range(4):
         rig.submit(new=100)
     rig.turn()

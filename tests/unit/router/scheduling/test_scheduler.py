@@ -103,7 +103,7 @@ def test_requests_of_a_lost_replica_go_before_queued_ones() -> None:
 
 
 def test_a_request_fails_after_losing_replicas_without_a_new_token() -> None:
-    rig = Rig(a_policy(max_moves=2))
+    rig = Rig(a_policy(max_request_moves=2))
     rig.submit(prompt=300)
     rig.turns(2)
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_a_request_fails_after_losing_replicas_without_a_new_token() -> None:
 
 
 def test_a_request_with_new_tokens_between_moves_may_move_often() -> None:
-    rig = Rig(a_policy(max_moves=1))
+    rig = Rig(a_policy(max_request_moves=1))
     rig.submit(new=100)
     for _ in range(10):
         rig.turns(2)
@@ -128,7 +128,7 @@ def test_a_request_with_new_tokens_between_moves_may_move_often() -> None:
 
 
 def test_a_request_that_was_not_sent_does_not_count_as_moved() -> None:
-    rig = Rig(a_policy(max_moves=0))
+    rig = Rig(a_policy(max_request_moves=0))
     rig.submit(new=3)
     rig.scheduler.dispatch()
     rig.lose(0)
