@@ -1,0 +1,70 @@
+"""docs/architecture.md against the code: the files it names, and the tables of "How to add"."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PACKAGES = {
+    "P/": "proto/text_generation_proto/",
+    "R/": "router/text_generation_router/",
+    "S/": "shard/text_generation_shard/",
+    "launcher/": "launcher/",
+}
+MAX_FILES = {
+    "a request parameter of one dialect": 5,
+    "a request parameter of all dialects": 7,
+    "a router flag that the scheduler uses": 3,
+    "a router flag that HTTP uses": 3,
+    "a shard flag": 3,
+    "an error": 2,
+    "a metric of the scheduler": 3,
+    "a metric of requests": 2,
+    "a route": 2,
+}
+ROWS = re.findall(r"^\| (an? [^|]+) \| `(\w+)` \| ([^|]+) \|$", TEXT, re.MULTILINE)
+
+
+def path_of(name: str) -> Path:
+    prefix, folder = next((prefix, folder) for prefix, folder in PACKAGES.items() if name.startswith(prefix))
+    return ROOT / folder / name.removeprefix(prefix)
+
+
+def named_in(text: str) -> list[Path]:
+    return [path_of(name) for name in re.findall(r"(?<![\w/.])((?:[PRS]|launcher)/[\w/.]+\.(?:py|proto))", text)]
+
+
+def product_files_with(word: str) -> set[Path]:
+    sources = [path for folder in ("proto", "router", "shard") for path in (ROOT / folder).rglob("*.p*")]
+    return {
+        path
+        for path in sources
+        if path.suffix in (".py", ".proto")
+        and "_pb2" not in path.name
+        and "gateway" not in path.parts
+        and re.search(rf"\b{word}\b", path.read_text(encoding="utf-8"))
+    }
+
+
+def test_every_file_it_names_exists() -> None:
+    named = named_in(TEXT)
+    assert len(named) > 30
+    assert [str(path) for path in named if not path.is_file()] == []
+
+
+def test_it_has_a_row_for_every_kind_of_addition() -> None:
+    assert {kind for kind, _, _ in ROWS} == MAX_FILES.keys()
+
+
+@pytest.mark.parametrize(("kind", "example", "files"), ROWS, ids=[example for _, example, _ in ROWS])
+def test_an_example_touches_the_files_of_its_row(kind: str, example: str, files: str) -> None:
+    listed = named_in(files)
+    if files.startswith("the same"):
+        first = next(row for row in ROWS if row[0] == "a request parameter of one dialect")
+        listed += named_in(first[2])
+    assert product_files_with(example) == set(listed)
+    assert len(listed) <= MAX_FILES[kind]
