@@ -274,7 +274,7 @@ class Scheduler:
                 # A request that never gets a token may be what makes shards fail.
                 advanced = len(sequence.generated) > sequence.generated_when_placed
                 sequence.fruitless_moves = 1 if advanced else sequence.fruitless_moves + 1
-            if sequence.fruitless_moves > self.policy.max_moves or sequence.moves > MAX_MOVES:
+            if sequence.fruitless_moves > self.policy.max_request_moves or sequence.moves > MAX_MOVES:
                 problem = "the shards that computed this request were lost"
             elif lost.spec.self_scheduling and sequence.request.grammar is not None and sequence.generated:
                 # Such an engine can start a grammar only at the end of the prompt.
