@@ -127,17 +127,8 @@ async def test_no_key_is_returned_or_logged(stack: Stack) -> None:
     assert not any(key in text + str(records) for key in (KEY, "sk-other", "sk-wrong"))
 
 
-async def test_without_configured_keys_every_request_is_accepted(demo_model: Path) -> None:
-    async with serve(demo_model) as stack, stack.client.get("/info") as response:
-        assert response.status == 200
-
-
 async def test_routes_named_by_vertex_ai_require_keys_like_the_others(demo_model: Path) -> None:
-    settings = {
-        "api_key": [KEY],
-        "aip_predict_route": "/v1/e:predict",
-        "aip_health_route": "/v1/e",
-    }
+    settings = {"api_key": [KEY], "aip_predict_route": "/v1/e:predict", "aip_health_route": "/v1/e"}
     async with serve(demo_model, settings=settings) as stack:
         async with stack.client.post("/v1/e:predict", json={"instances": []}) as response:
             assert (response.status, await response.read()) == (401, b"")

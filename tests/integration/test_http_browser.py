@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from http_stack import Stack, serve
 from structlog.testing import capture_logs
 
@@ -14,7 +15,10 @@ KEYS = {"api_key": ["key"]}
 BEARER = {"authorization": "Bearer key"}
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
     async with serve(demo_model, settings=KEYS) as stack:
         yield stack
@@ -22,11 +26,7 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 
 async def test_a_preflight_needs_no_key_and_allows_any_header(stack: Stack) -> None:
     asked = "authorization, content-type, x-stainless-os"
-    headers = {
-        "origin": ORIGIN,
-        "access-control-request-method": "POST",
-        "access-control-request-headers": asked,
-    }
+    headers = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": asked}
     for path in ("/v1/chat/completions", "/generate", "/nowhere"):
         async with stack.client.options(path, headers=headers) as response:
             assert response.status == 200

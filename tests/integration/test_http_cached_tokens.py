@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +75,61 @@ async def test_best_of_reports_the_minimum_over_its_sequences(stack: Stack) -> N
         assert "cached_tokens" not in (await response.json())["details"]
 
 
-@pytest.mark.parametrize("asking", [CHAT, COMPLETIONS], ids=["chat", "completions"])
-async def test_openais_usage_has_cached_tokens(stack: Stack, asking: Asking) -> None:
-    fresh = (await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"]
-    assert fresh["prompt_tokens_details"] == {"cached_tokens": 0}
+def last_chunk(stream: bytes) -> Json:
+    return stream_data(stream)[-1]["usage"]
+
+
+def response_usage(stream: bytes) -> Json:
+    return stream_data(stream)[-1]["response"]["usage"]
+
+
+def message_usage(stream: bytes) -> Json:
+    start, *_, delta, _ = stream_data(stream)
+    assert start["message"]["usage"] == delta["usage"] | {"output_tokens": 0}
+    return delta["usage"]
+
+
+def details(usage: Json) -> tuple[int, int]:
+    model = CompletionUsage.model_validate(usage)
+    assert model.prompt_tokens_details is not None
+    return model.prompt_tokens_details.cached_tokens or 0, model.prompt_tokens
+
+
+def input_details(usage: Json) -> tuple[int, int]:
+    model = ResponseUsage.model_validate(usage)
+    return model.input_tokens_details.cached_tokens, model.input_tokens
+
+
+def anthropics_sum(usage: Json) -> tuple[int, int]:
+    model = AnthropicUsage.model_validate(usage)
+    found, written = model.cache_read_input_tokens or 0, model.cache_creation_input_tokens or 0
+    return found, model.input_tokens + found + written
+
+
+@pytest.mark.parametrize(
+    ("asking", "streamed_usage", "read"),
+    [
+        (CHAT, last_chunk, details),
+        (COMPLETIONS, last_chunk, details),
+        (RESPONSES, response_usage, input_details),
+        (MESSAGES, message_usage, anthropics_sum),
+    ],
+    ids=["chat", "completions", "responses", "messages"],
+)
+async def test_the_usage_has_the_cached_and_all_prompt_tokens(
+    stack: Stack, asking: Asking, streamed_usage: Callable[[bytes], Json], read: Callable[[Json], tuple[int, int]]
+) -> None:
+    fresh = await post(stack.client, asking.path, asking.body(TEXT, 3))
+    assert read(fresh["usage"]) == (0, PROMPT)
     await until(lambda: stack.scheduler.stats().running == 0)
-    again = CompletionUsage.model_validate((await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"])
-    assert again.prompt_tokens_details is not None
-    assert 0 < (again.prompt_tokens_details.cached_tokens or 0) < again.prompt_tokens == PROMPT
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    stream = await chunks(stack.client, asking.path, asking.body(TEXT, 3) | {"stream_options": options})
-    told = [chunk["usage"]["prompt_tokens_details"]["cached_tokens"] for chunk in stream]
-    assert set(told) == {again.prompt_tokens_details.cached_tokens}
+    usage = (await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"]
+    found, prompt = read(usage)
+    assert 0 < found < prompt == PROMPT
+    body = asking.streamed(TEXT, 3)
+    if asking in (CHAT, COMPLETIONS):
+        body["stream_options"] = {"include_usage": True}
+    async with stack.client.post(asking.path, json=body) as response:
+        assert streamed_usage(await response.read()) == usage
 
 
 async def test_a_prompt_with_several_choices_counts_once(stack: Stack) -> None:
@@ -99,30 +142,6 @@ async def test_a_prompt_with_several_choices_counts_once(stack: Stack) -> None:
     assert found == 2 * await cached(stack)
     stream = await chunks(stack.client, COMPLETIONS.path, body | {"stream_options": {"include_usage": True}})
     assert stream[-1]["usage"] == again
-
-
-async def test_the_usage_of_responses_has_cached_tokens(stack: Stack) -> None:
-    await post(stack.client, RESPONSES.path, RESPONSES.body(TEXT, 3))
-    await until(lambda: stack.scheduler.stats().running == 0)
-    reply = await post(stack.client, RESPONSES.path, RESPONSES.body(TEXT, 3))
-    usage = ResponseUsage.model_validate(reply["usage"])
-    assert 0 < usage.input_tokens_details.cached_tokens < usage.input_tokens == PROMPT
-    async with stack.client.post(RESPONSES.path, json=RESPONSES.streamed(TEXT, 3)) as response:
-        assert stream_data(await response.read())[-1]["response"]["usage"] == reply["usage"]
-
-
-async def test_anthropics_three_counts_add_up_to_the_prompt(stack: Stack) -> None:
-    await post(stack.client, MESSAGES.path, MESSAGES.body(TEXT, 3))
-    await until(lambda: stack.scheduler.stats().running == 0)
-    reply = await post(stack.client, MESSAGES.path, MESSAGES.body(TEXT, 3))
-    usage = AnthropicUsage.model_validate(reply["usage"])
-    assert usage.cache_read_input_tokens
-    assert usage.input_tokens > 0
-    assert usage.input_tokens + usage.cache_read_input_tokens + (usage.cache_creation_input_tokens or 0) == PROMPT
-    async with stack.client.post(MESSAGES.path, json=MESSAGES.streamed(TEXT, 3)) as response:
-        events = stream_data(await response.read())
-    assert events[0]["message"]["usage"] == reply["usage"] | {"output_tokens": 0}
-    assert events[-2]["usage"] == reply["usage"]
 
 
 async def test_tokens_found_after_a_preemption_do_not_count(demo_model: Path) -> None:
@@ -144,11 +163,8 @@ async def test_the_log_has_cached_tokens(stack: Stack) -> None:
     await cached(stack)
     with capture_logs() as logs:
         found = await cached(stack)
-    [line] = [one for one in logs if one["event"] == "request finished"]
+    [line] = [record for record in logs if record["event"] == "request finished"]
     assert line["cached_tokens"] == found > 0
-
-
-# ------------------------------------------------------------------------------------------------------- who shares what
 
 
 async def test_another_salt_shares_nothing(stack: Stack) -> None:

@@ -1,5 +1,7 @@
-"""Chats in OpenAI's dialect. The echo engine repeats the prompt, and this template's prompt is the messages' text: so a
-test writes down what the model is to say."""
+"""Chats in OpenAI's dialect.
+
+The echo engine repeats the prompt, and the prompt is the text of the messages: a test sets the model's answer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 import orjson
 import pytest
 import pytest_asyncio
-from http_stack import Stack, serve, until
+from http_stack import Stack, serve
 from jsonschema import Draft202012Validator
 from sse_client import chunks, post
 
@@ -112,59 +114,52 @@ async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:
     assert float(headers["x-compute-time"]) > 0
 
 
-@pytest.mark.parametrize("model", [None, "tgi", ""])
-async def test_the_model_defaults_to_the_served_one(stack: Stack, model: str | None) -> None:
-    assert (await post(stack.client, CHAT, await asking(stack, "Hi", model=model)))["model"] == "echo"
+async def test_the_model_defaults_to_the_served_one(stack: Stack) -> None:
+    for model in (None, "tgi", ""):
+        assert (await post(stack.client, CHAT, await asking(stack, "Hi", model=model)))["model"] == "echo"
 
 
-SAYINGS = [
-    ("text", "Plain text, of any kind: größer, 你好, 🙂."),
-    ("a stop", "One two three four"),
-    ("a call", CALL),
-    ("text and calls", f"Let me see. {CALL}\n{CLOCK}"),
-    ("thoughts", "<think>\nHm, a call.\n</think>\n\n" + CALL),
-    ("thoughts alone", "<think>No answer"),
-    ("an unknown tool", CALL.replace("weather", "stocks")),
-    ("a broken call", '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'),
+WEATHER_CALL = {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'}
+CLOCK_CALL = {"name": "clock", "arguments": "{}"}
+BROKEN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
+SAYINGS: list[tuple[str, str, Json, Json]] = [
+    # (name, the model's text, fields of the body, parts of the reply)
+    ("text", "Plain text, of any kind: größer, 你好, 🙂.", {}, {"finish_reason": "length"}),
+    ("stop", "One two three four", {"stop": "two three"}, {"content": "One ", "finish_reason": "stop"}),
+    (
+        "calls",
+        f"{CALL}\n{CLOCK}\nSTOP",
+        {"stop": ["zzz", "STOP"]},
+        {"content": "", "tool_calls": [WEATHER_CALL, CLOCK_CALL], "finish_reason": "tool_calls"},
+    ),
+    ("text and calls", f"Let me see. {CALL}\n{CLOCK}", {}, {"content": "Let me see. "}),
+    ("thoughts", "<think>\nHm, a call.\n</think>\n\n" + CALL, {}, {"reasoning_content": "Hm, a call.", "content": ""}),
+    ("thoughts alone", "<think>No answer", {}, {"reasoning_content": "No answer", "content": ""}),
+    ("unknown tool", CALL.replace("weather", "stocks"), {}, {"tool_calls": []}),
+    ("broken call", BROKEN, {}, {"finish_reason": "length"}),
+    ("cut call", CALL + " and more", {"max_tokens": 18}, {"finish_reason": "length"}),
+    (
+        "one call",
+        f"{CALL}\n{CLOCK}STOP",
+        {"stop": "STOP", "parallel_tool_calls": False},
+        {"tool_calls": [WEATHER_CALL]},
+    ),
+    ("no tools", CALL, {"tool_choice": "none"}, {"content": CALL, "tool_calls": []}),
 ]
 
 
-@pytest.mark.parametrize(("name", "says"), SAYINGS, ids=[name for name, _ in SAYINGS])
-async def test_a_stream_equals_a_whole_reply(stack: Stack, name: str, says: str) -> None:
-    body = await asking(stack, says, tools=TOOLS, stop=["three", "zzz"])
-    assert joined(await chunks(stack.client, CHAT, body)) == whole(await post(stack.client, CHAT, body))
-
-
-async def test_the_stop_text_is_cut_and_the_reason_is_stop(stack: Stack) -> None:
-    body = await asking(stack, "One two three four", stop="two three")
-    for answer in (whole(await post(stack.client, CHAT, body)), joined(await chunks(stack.client, CHAT, body))):
-        assert (answer["content"], answer["finish_reason"]) == ("One ", "stop")
-
-
-async def test_calls_are_parsed_and_end_with_tool_calls(stack: Stack) -> None:
-    # The echo goes on after the calls until its stop.
-    body = await asking(stack, f"{CALL}\n{CLOCK}\nSTOP", tools=TOOLS, stop="STOP")
+@pytest.mark.parametrize(("name", "says", "fields", "expected"), SAYINGS, ids=[row[0] for row in SAYINGS])
+async def test_an_answer_is_parsed_and_streamed_as_it_is_returned_whole(
+    stack: Stack, name: str, says: str, fields: Json, expected: Json
+) -> None:
+    body = await asking(stack, says, **{"tools": TOOLS, **fields})
     reply = await post(stack.client, CHAT, body)
-    message = reply["choices"][0]["message"]
-    assert message["content"] is None
-    assert [call["type"] for call in message["tool_calls"]] == ["function", "function"]
-    assert len({call["id"] for call in message["tool_calls"]}) == 2
-    assert whole(reply) == {
-        "content": "",
-        "reasoning_content": "",
-        "tool_calls": [
-            {"name": "weather", "arguments": '{"city": "Rome", "days": 2}'},
-            {"name": "clock", "arguments": "{}"},
-        ],
-        "finish_reason": "tool_calls",
-    }
-
-
-async def test_a_call_cut_by_its_length_is_not_reported_as_whole(stack: Stack) -> None:
-    body = await asking(stack, CALL + " and more", tools=TOOLS, max_tokens=18)
-    answer = whole(await post(stack.client, CHAT, body))
-    assert answer["finish_reason"] == "length"
-    assert answer["tool_calls"][0]["name"] == "weather"
+    answer = whole(reply)
+    assert {part: answer[part] for part in expected} == expected
+    calls = reply["choices"][0]["message"].get("tool_calls", [])
+    assert all(call["type"] == "function" for call in calls)
+    assert len({call["id"] for call in calls}) == len(calls)
+    assert joined(await chunks(stack.client, CHAT, body)) == answer
 
 
 async def test_the_first_chunk_has_the_role_and_a_call_begins_with_its_name(stack: Stack) -> None:
@@ -205,11 +200,6 @@ async def test_a_strict_tool_may_be_called_or_not(stack: Stack) -> None:
             Draft202012Validator(WEATHER).validate(orjson.loads(call["arguments"]))
 
 
-async def test_without_tools_to_choose_from_all_is_text(stack: Stack) -> None:
-    body = await asking(stack, CALL, tools=TOOLS, tool_choice="none")
-    assert whole(await post(stack.client, CHAT, body))["content"] == CALL
-
-
 async def test_an_answer_follows_its_response_format(stack: Stack) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "weather", "strict": True, "schema": WEATHER}}
     body = await asking(stack, "No JSON here.", response_format=form, max_tokens=200)
@@ -219,31 +209,16 @@ async def test_an_answer_follows_its_response_format(stack: Stack) -> None:
     assert joined(await chunks(stack.client, CHAT, body)) == answer
 
 
-async def test_without_parallel_calls_there_is_one(stack: Stack) -> None:
-    body = await asking(stack, f"{CALL}\n{CLOCK}STOP", tools=TOOLS, stop="STOP", parallel_tool_calls=False)
-    answer = whole(await post(stack.client, CHAT, body))
-    assert [call["name"] for call in answer["tool_calls"]] == ["weather"]
-    assert joined(await chunks(stack.client, CHAT, body)) == answer
-
-
 async def test_tools_that_may_not_be_called_leave_room_for_a_format(stack: Stack) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
     body = await asking(stack, "x", tools=TOOLS, tool_choice="none", response_format=form, max_tokens=200)
     Draft202012Validator(WEATHER).validate(orjson.loads(whole(await post(stack.client, CHAT, body))["content"]))
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"guided_choice": ["yes", "no"]},
-        {"guided_regex": "yes|no"},
-        {"guided_json": {"enum": ["yes", "no"]}},
-        {"structured_outputs": {"choice": ["yes", "no"]}},
-    ],
-)
-async def test_vllms_fields_for_grammars_are_accepted(stack: Stack, asked: Json) -> None:
-    answer = whole(await post(stack.client, CHAT, await asking(stack, "maybe so, maybe not", **asked)))
-    assert answer["content"].strip('"') in ("yes", "no")
+async def test_vllms_fields_for_grammars_are_accepted(stack: Stack) -> None:
+    """All of its fields: tests/unit/router/grammar/test_grammar_forms.py."""
+    answer = whole(await post(stack.client, CHAT, await asking(stack, "maybe so", guided_choice=["yes", "no"])))
+    assert answer["content"] in ("yes", "no")
 
 
 async def test_each_of_n_answers_has_its_index(stack: Stack) -> None:
@@ -274,29 +249,16 @@ async def test_logprobs_stand_beside_each_token(stack: Stack, says: str) -> None
     assert bytes(byte for token in content for byte in token["bytes"]).decode() == says
     assert all(len(token["top_logprobs"]) == 2 and token["logprob"] == -0.5 for token in content)
     stream = await chunks(stack.client, CHAT, body)
-    streamed = [one for chunk in stream for one in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
-    assert streamed == content
+    parts = [chunk["choices"][0]["logprobs"] or {"content": []} for chunk in stream]
+    assert [token for part in parts for token in part["content"]] == content
 
 
 async def test_values_that_tgi_refuses_are_accepted(stack: Stack) -> None:
     body = await asking(
-        stack,
-        "Hello",
-        top_p=1.0,
-        stop=None,
-        n=None,
-        logit_bias={"5": -1.5},
-        max_completion_tokens=1,
-        presence_penalty=0.5,
-        frequency_penalty=-0.5,
-        seed=-3,
-        user="me",
-        response_format={"type": "text"},
-        stream_options=None,
-        tools=None,
-        tool_choice=None,
-        metadata={"unknown": "field"},
-    )
+        stack, "Hello", top_p=1.0, stop=None, n=None, logit_bias={"5": -1.5}, max_completion_tokens=1, presence_penalty=0.5,
+        frequency_penalty=-0.5, seed=-3, user="me", response_format={"type": "text"}, stream_options=None, tools=None,
+        tool_choice=None, metadata={"unknown": "field"},
+    )  # fmt: skip
     assert whole(await post(stack.client, CHAT, body))["content"] == "Hello"
 
 
@@ -320,16 +282,6 @@ async def test_message_parts_tool_results_and_developers_reach_the_template(demo
         reply = await post(stack.client, "/chat_tokenize", {"messages": messages})
     assert reply["templated_text"] == "[system|Be brief.||][assistant|||weather(Rome)][tool|sunny|c1|]"
     assert "".join(token["text"] for token in reply["tokenize_response"]) == reply["templated_text"]
-
-
-async def test_a_client_that_leaves_frees_all_its_answers(demo_model: Path) -> None:
-    async with serve(demo_model, chat_template=VERBATIM, echo_step_ms=5) as stack:
-        body = await asking(stack, "Hello", n=3, max_tokens=1000, stream=True)
-        async with stack.client.post(CHAT, json=body) as response:
-            await response.content.readany()
-            assert stack.permits.in_use == 3
-        await until(lambda: stack.permits.in_use == 0)
-        await stack.assert_empty()
 
 
 async def test_chats_at_once_do_not_mix(stack: Stack) -> None:

@@ -42,14 +42,13 @@ class TestSageMaker:
             assert response.content_type == "text/event-stream"
             assert (await response.text()).count("data: {") == 3
 
-    async def test_messages_are_a_chat(self, stack: Stack) -> None:
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
-        status, reply = await post(stack, "/invocations", body)
-        assert (status, reply["object"]) == (200, "chat.completion")
-
-    async def test_a_prompt_is_a_completion(self, stack: Stack) -> None:
-        status, reply = await post(stack, "/invocations", {"prompt": "Hello", "max_tokens": 3})
-        assert (status, reply["object"]) == (200, "text_completion")
+    async def test_a_body_may_be_a_chat_or_a_completion(self, stack: Stack) -> None:
+        messages = {"messages": [{"role": "user", "content": "Hello"}]}
+        for form, kind in ((messages, "chat.completion"), ({"prompt": "Hello"}, "text_completion")):
+            status, reply = await post(stack, "/invocations", {**form, "max_tokens": 3})
+            assert (status, reply["object"]) == (200, kind)
+        status, reply = await post(stack, "/invocations", {**messages, "max_tokens": 0})
+        assert (status, reply["error"]["type"]) == (422, "invalid_request_error")
 
     async def test_inputs_come_first(self, stack: Stack) -> None:
         body = {"prompt": "a", "messages": [], "inputs": "a", "parameters": FEW}
@@ -57,26 +56,25 @@ class TestSageMaker:
         assert status == 200
         assert list(reply[0]) == ["generated_text"]
 
-    @pytest.mark.parametrize("body", [{}, [], "inputs", 1, {"input": "a"}])
-    async def test_a_body_of_no_known_form_is_refused(self, stack: Stack, body: object) -> None:
-        assert await post(stack, "/invocations", body) == (
-            422,
+    @pytest.mark.parametrize(
+        ("body", "detail"),
+        [
+            ({}, ""),
+            ([], ""),
+            ("inputs", ""),
+            (1, ""),
+            ({"input": "a"}, ""),
+            ({"inputs": 1}, ": inputs: Input should be"),
+        ],
+    )
+    async def test_a_body_of_no_known_form_is_refused(self, stack: Stack, body: object, detail: str) -> None:
+        status, text = await post(stack, "/invocations", body)
+        message = (
             "Failed to deserialize the JSON body into the target type: "
-            "data did not match any variant of untagged enum SagemakerRequest",
+            "data did not match any variant of untagged enum SagemakerRequest"
         )
-
-    async def test_a_wrong_type_is_named(self, stack: Stack) -> None:
-        status, text = await post(stack, "/invocations", {"inputs": 1})
-        assert status == 422
-        assert text.startswith(
-            "Failed to deserialize the JSON body into the target type: "
-            "data did not match any variant of untagged enum SagemakerRequest: inputs: "
-        )
-
-    async def test_an_error_of_a_chat_is_in_openais_dialect(self, stack: Stack) -> None:
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 0}
-        status, reply = await post(stack, "/invocations", body)
-        assert (status, reply["error"]["type"]) == (422, "invalid_request_error")
+        assert (status, text[: len(message + detail)]) == (422, message + detail)
+        assert detail or text == message
 
 
 class TestVertex:
@@ -87,18 +85,14 @@ class TestVertex:
         instances = [{"inputs": prompt, "parameters": FEW} for prompt in prompts]
         assert await post(stack, path, {"instances": instances}) == (200, {"predictions": alone})
 
-    async def test_parameters_are_honoured(self, stack: Stack) -> None:
-        parameters = {**FEW, "return_full_text": True}
-        _, reply = await post(stack, "/vertex", {"instances": [{"inputs": "Hello there", "parameters": parameters}]})
-        assert reply["predictions"][0].startswith("Hello there")
-        status, reply = await post(stack, "/vertex", {"instances": [{"inputs": "a", "parameters": {"top_k": 0}}]})
-        assert (status, reply["error"]) == (422, "Input validation error: `top_k` must be strictly positive")
-
-    async def test_instances_may_be_conversations(self, stack: Stack) -> None:
+    async def test_an_instance_may_be_a_conversation_and_has_parameters(self, stack: Stack) -> None:
         chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
-        status, reply = await post(stack, "/vertex", {"instances": [chat, {"inputs": "a", "parameters": FEW}]})
+        full = {"inputs": "Hello there", "parameters": {**FEW, "return_full_text": True}}
+        status, reply = await post(stack, "/vertex", {"instances": [chat, full]})
         assert status == 200
-        assert [type(text) for text in reply["predictions"]] == [str, str]
+        said, text = reply["predictions"]
+        assert isinstance(said, str)
+        assert text.startswith("Hello there")
 
     async def test_no_instances_are_refused(self, stack: Stack) -> None:
         assert await post(stack, "/vertex", {"instances": []}) == (
@@ -111,14 +105,6 @@ class TestVertex:
         status, reply = await post(stack, "/vertex", {"instances": instances})
         assert (status, reply["error"]) == (422, "Input validation error: `inputs` cannot be empty")
         await stack.assert_empty()
-
-    async def test_more_instances_than_permits_are_refused(self, demo_model: Path) -> None:
-        async with serve(demo_model, max_concurrent_requests=2) as stack:
-            instances = [{"inputs": "a", "parameters": FEW}] * 3
-            status, reply = await post(stack, "/vertex", {"instances": instances})
-            assert (status, reply["error_type"]) == (422, "validation")
-            await stack.assert_empty()
-            assert (await post(stack, "/vertex", {"instances": instances[:2]}))[0] == 200
 
     async def test_every_sequence_takes_a_permit(self, demo_model: Path) -> None:
         best = {"inputs": "a", "parameters": {"max_new_tokens": 3, "best_of": 2}}
@@ -141,14 +127,6 @@ class TestVertex:
             await until(lambda: bool(held.add(stack.permits.in_use)) or asked.done() or stack.permits.in_use == 0)
             assert (await asked)[0] == 200
         assert held == {4, 0}
-
-    async def test_a_client_that_leaves_frees_all(self, demo_model: Path) -> None:
-        async with serve(demo_model, echo_step_ms=10) as stack:
-            instances = [{"inputs": "a", "parameters": {"max_new_tokens": 1000}}] * 4
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await post(stack, "/vertex", {"instances": instances})
-            await stack.assert_empty()
 
     async def test_the_number_of_instances_is_limited(self, stack: Stack) -> None:
         status, text = await post(stack, "/vertex", {"instances": [{"inputs": "a"}] * 1025})
@@ -209,13 +187,9 @@ class TestKServe:
     async def test_strings_in_strings_out(self, stack: Stack) -> None:
         prompts = ["one two", "drei vier fünf"]
         alone = [(await stack.generate(prompt, **FEW))["generated_text"] for prompt in prompts]
-        body = {
-            "parameters": FEW,
-            "inputs": [{"name": "in", "shape": [2], "datatype": "BYTES", "data": prompts}],
-        }
-        status, reply = await post(stack, f"{self.MODEL}/infer", body)
-        assert status == 200
-        assert reply["outputs"] == [{"name": "in", "shape": [2], "datatype": "BYTES", "data": alone}]
+        source = {"name": "in", "shape": [2], "datatype": "BYTES", "data": prompts}
+        status, reply = await post(stack, f"{self.MODEL}/infer", {"parameters": FEW, "inputs": [source]})
+        assert (status, reply["outputs"]) == (200, [source | {"data": alone}])
         assert reply["id"]
 
     async def test_the_number_of_texts_is_limited(self, stack: Stack) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from every_dialect import GENERATE, MESSAGES, STREAMED, VERBATIM, WHOLE, Asking, name, stream_data
 from http_stack import Stack, serve, until
 
@@ -13,51 +17,63 @@ MANY = 1500
 TIMED_OUT = {"timeout", "timeout_error"}
 
 
-def counted(stack: Stack, line: str) -> int:
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(demo_model: Path) -> AsyncIterator[Stack]:
+    async with serve(demo_model, chat_template=VERBATIM, echo_step_ms=5) as running:
+        yield running
+
+
+FAILURES = 'tgi_request_failure{err="%s"}'
+FINISHED = 'text_generation_requests_finished_total{reason="%s"}'
+
+
+def counts(stack: Stack) -> Counter[str]:
+    """The value of each counter of ends."""
     lines = stack.metrics.exposition().decode().splitlines()
-    return next(int(float(one.rsplit(" ", 1)[1])) for one in lines if one.startswith(line + " "))
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(("tgi_request_failure{", FINISHED[:-4])))
+    return Counter({name: int(float(value)) for name, value in pairs})
 
 
-def assert_timed_out_once(stack: Stack) -> None:
-    assert counted(stack, 'tgi_request_failure{err="timeout"}') == 1
-    assert counted(stack, 'text_generation_requests_finished_total{reason="expired"}') == 1
-    assert counted(stack, 'text_generation_requests_finished_total{reason="length"}') == 0
+@asynccontextmanager
+async def one_timeout(stack: Stack) -> AsyncIterator[None]:
+    """Check that one request expires in the block, and that nothing is left of it."""
+    before = counts(stack)
+    yield
+    assert counts(stack) - before == {FAILURES % "timeout": 1, FINISHED % "expired": 1}
+    await stack.assert_empty()
 
 
 @pytest.mark.parametrize("asking", WHOLE, ids=name)
-async def test_a_response_that_is_not_complete_in_time_is_408(demo_model: Path, asking: Asking) -> None:
-    async with serve(demo_model, chat_template=VERBATIM, echo_step_ms=5) as stack:
-        body = asking.body("one two three four", MANY) | {"timeout": 0.05}
-        async with stack.client.post(asking.path, json=body) as response:
-            assert response.status == 408, await response.text()
-            assert "retry-after" not in response.headers
-            error = await response.json()
+async def test_a_response_that_is_not_complete_in_time_is_408(stack: Stack, asking: Asking) -> None:
+    body = asking.body("one two three four", MANY) | {"timeout": 0.05}
+    async with one_timeout(stack), stack.client.post(asking.path, json=body) as response:
+        assert response.status == 408, await response.text()
+        assert "retry-after" not in response.headers
+        error = await response.json()
         assert asking.error_word(error) in TIMED_OUT
         assert "Request timed out: " in str(error)
-        assert_timed_out_once(stack)
-        await stack.assert_empty()
 
 
 @pytest.mark.parametrize("asking", STREAMED, ids=name)
-async def test_a_stream_past_its_deadline_ends_with_an_error(demo_model: Path, asking: Asking) -> None:
-    async with serve(demo_model, chat_template=VERBATIM, echo_step_ms=5) as stack:
-        body = asking.streamed("one two three four", MANY)
-        headers = {"x-request-timeout-ms": "150"}
-        async with stack.client.post(asking.path, json=body, headers=headers) as response:
-            assert response.status == 200
-            written = await response.read()
-        *before, last = stream_data(written)
-        assert len(before) > 2
-        assert "Request timed out: " in str(last)
-        assert b'"length"' not in written
-        assert b"max_tokens" not in written
-        if asking.path == "/v1/responses":
-            assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
-        else:
-            assert asking.error_word(last) in TIMED_OUT
-        assert written.endswith(b"data: [DONE]\n\n") == asking.path.endswith("completions")
-        assert_timed_out_once(stack)
-        await stack.assert_empty()
+async def test_a_stream_past_its_deadline_ends_with_an_error(stack: Stack, asking: Asking) -> None:
+    body = asking.streamed("one two three four", MANY)
+    headers = {"x-request-timeout-ms": "150"}
+    async with one_timeout(stack), stack.client.post(asking.path, json=body, headers=headers) as response:
+        assert response.status == 200
+        written = await response.read()
+    *before, last = stream_data(written)
+    assert len(before) > 2
+    assert "Request timed out: " in str(last)
+    assert b'"length"' not in written
+    assert b"max_tokens" not in written
+    if asking.path == "/v1/responses":
+        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    else:
+        assert asking.error_word(last) in TIMED_OUT
+    assert written.endswith(b"data: [DONE]\n\n") == asking.path.endswith("completions")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +81,6 @@ async def test_a_stream_past_its_deadline_ends_with_an_error(demo_model: Path, a
     [
         ({"x-queue-timeout-ms": "60"}, {}),
         ({"grpc-timeout": "60m"}, {}),
-        ({"x-request-timeout-ms": "60"}, {}),
-        ({}, {"queue_timeout": 0.06}),
         ({}, {"timeout": 0.06}),
         ({}, {"parameters": {"queue_timeout": 0.06}}),
         ({"x-queue-timeout-ms": "60000"}, {"parameters": {"queue_timeout": 0.06}, "queue_timeout": 3.0}),
@@ -86,7 +100,7 @@ async def test_a_request_leaves_the_queue_at_its_queue_timeout(
         assert not running.done()
         assert stack.scheduler.stats().waiting == 0
         await running
-        assert counted(stack, 'tgi_request_failure{err="timeout"}') == 1
+        assert counts(stack)[FAILURES % "timeout"] == 1
 
 
 async def test_a_request_whose_estimated_wait_is_too_long_is_refused_at_once(demo_model: Path) -> None:
@@ -100,19 +114,17 @@ async def test_a_request_whose_estimated_wait_is_too_long_is_refused_at_once(dem
         await stack.assert_empty()
 
 
-async def test_a_queue_timeout_does_not_end_a_running_request(demo_model: Path) -> None:
-    async with serve(demo_model, echo_step_ms=5) as stack:
-        reply = await stack.generate("one two three four", max_new_tokens=40, details=True, queue_timeout=0.1)
-        assert reply["details"]["generated_tokens"] == 40
+async def test_a_queue_timeout_does_not_end_a_running_request(stack: Stack) -> None:
+    reply = await stack.generate("one two three four", max_new_tokens=40, details=True, queue_timeout=0.1)
+    assert reply["details"]["generated_tokens"] == 40
 
 
-async def test_a_target_for_the_first_token_ends_nothing(demo_model: Path) -> None:
-    async with serve(demo_model, echo_step_ms=5) as stack:
-        for header in ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"):
-            body = GENERATE.body("one two three four", 20)
-            async with stack.client.post("/generate", json=body, headers={header: "1"}) as response:
-                assert response.status == 200
-                assert (await response.json())["details"]["generated_tokens"] == 20
+async def test_a_target_for_the_first_token_ends_nothing(stack: Stack) -> None:
+    headers = dict.fromkeys(("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"), "1")
+    body = GENERATE.body("one two three four", 20)
+    async with stack.client.post("/generate", json=body, headers=headers) as response:
+        assert response.status == 200
+        assert (await response.json())["details"]["generated_tokens"] == 20
 
 
 async def test_the_operators_timeout_is_an_upper_bound(demo_model: Path) -> None:
@@ -124,40 +136,34 @@ async def test_the_operators_timeout_is_an_upper_bound(demo_model: Path) -> None
         await stack.generate("Hello", max_new_tokens=1)
 
 
-async def test_several_prompts_share_one_deadline(demo_model: Path) -> None:
-    async with serve(demo_model, echo_step_ms=5) as stack:
-        instances = [
-            {"inputs": "Hello", "parameters": {"max_new_tokens": 1}},
-            {"inputs": "one two three four", "parameters": {"max_new_tokens": MANY}, "timeout": 0.1},
-        ]
-        async with stack.client.post("/vertex", json={"instances": instances}) as response:
-            assert response.status == 408
-        await stack.assert_empty()
+async def test_several_prompts_share_one_deadline(stack: Stack) -> None:
+    instances = [
+        {"inputs": "Hello", "parameters": {"max_new_tokens": 1}},
+        {"inputs": "one two three four", "parameters": {"max_new_tokens": MANY}, "timeout": 0.1},
+    ]
+    async with stack.client.post("/vertex", json={"instances": instances}) as response:
+        assert response.status == 408
+    await stack.assert_empty()
 
 
-# -------------------------------------------------------------------------------------------------------- what is refused
+INVALID: list[tuple[dict[str, str], dict[str, object], str]] = [
+    ({}, {"timeout": 0}, "`timeout` must be > 0"),
+    ({"x-slo-ttft-ms": "soon"}, {}, "header `x-slo-ttft-ms` must be"),
+]
 
 
 @pytest.mark.parametrize("asking", [*WHOLE, *STREAMED[:1]], ids=name)
-async def test_an_invalid_timeout_is_refused_in_the_routes_dialect(demo_model: Path, asking: Asking) -> None:
-    async with serve(demo_model, chat_template=VERBATIM) as stack:
-        cases: list[tuple[dict[str, str], dict[str, object], str]] = [
-            ({}, {"timeout": 0}, "`timeout` must be > 0"),
-            ({}, {"queue_timeout": -1}, "`queue_timeout` must be > 0"),
-            ({"x-slo-ttft-ms": "soon"}, {}, "header `x-slo-ttft-ms` must be"),
-            ({"x-smg-priority": "first"}, {}, "header `x-smg-priority` must be"),
-            ({"x-llm-d-inference-fairness-id": "a" * 129}, {}, "header `x-llm-d-inference-fairness-id` must"),
-        ]
-        for headers, fields, words in cases:
-            body = asking.body("Hello", 1) | fields
-            async with stack.client.post(asking.path, json=body, headers=headers) as response:
-                assert response.status == 422
-                error = await response.json()
-            assert f"Input validation error: {words}" in str(error)
-            if asking.path == MESSAGES.path:
-                assert asking.error_word(error) == "invalid_request_error"
-        assert counted(stack, 'tgi_request_failure{err="validation"}') == len(cases)
-        await stack.assert_empty()
+async def test_an_invalid_timeout_is_refused_in_the_routes_dialect(stack: Stack, asking: Asking) -> None:
+    """All invalid values: tests/unit/router/api/http/test_caller.py and core/test_quality_of_service.py."""
+    before = counts(stack)
+    for headers, fields, words in INVALID:
+        async with stack.client.post(asking.path, json=asking.body("Hello", 1) | fields, headers=headers) as response:
+            assert response.status == 422
+            error = await response.json()
+        assert f"Input validation error: {words}" in str(error)
+        if asking.path == MESSAGES.path:
+            assert asking.error_word(error) == "invalid_request_error"
+    assert (counts(stack) - before)[FAILURES % "validation"] == len(INVALID)
 
 
 async def test_interactive_requests_run_before_bulk(demo_model: Path) -> None:

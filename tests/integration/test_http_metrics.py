@@ -72,6 +72,7 @@ async def scrape(stack: Stack) -> Samples:
     """(name, labels) → value, as Prometheus reads it."""
     async with stack.client.get("/metrics") as response:
         assert response.status == 200
+        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         text = await response.text()
     # The parser expects counters to end in _total and would rename TGI's.
     families = text_string_to_metric_families(text.replace(" counter\n", " unknown\n"))
@@ -256,6 +257,7 @@ async def test_counts_agree_for_every_kind_of_end(demo_model: Path, best_of: int
         await until(lambda: stack.permits.in_use == 0)
         await until(lambda: stack.scheduler.stats().running == 0)
         samples = await scrape(stack)
+        await stack.assert_empty()
 
     started = value(samples, "tgi_request_count")
     finished = {

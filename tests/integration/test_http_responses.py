@@ -10,11 +10,11 @@ from typing import Any
 
 import openai
 import pytest
+import pytest_asyncio
 from answer_events import RESPONSES, check_types, read_events
 from http_stack import Stack, serve
 from openai import AsyncOpenAI
 from openai.types.responses import Response
-from pydantic import BaseModel
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 """The echo engine repeats the prompt, so that an answer begins with the templated conversation."""
@@ -43,48 +43,16 @@ async def connected(model: Path, **options: object) -> AsyncIterator[tuple[Stack
             yield stack, client
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack_and_client(demo_model: Path) -> AsyncIterator[tuple[Stack, AsyncOpenAI]]:
     async with connected(demo_model) as both:
         yield both
 
 
 Both = tuple[Stack, AsyncOpenAI]
-
-
-async def test_a_text_is_the_users(stack_and_client: Both) -> None:
-    stack, client = stack_and_client
-    response = await client.responses.create(
-        model="m", input="Hello there", instructions="Be brief.", max_output_tokens=9, temperature=0
-    )
-    Response.model_validate(response.model_dump(by_alias=True))
-    assert response.output_text.startswith("[system]Be brief.[user]Hello")
-    assert response.status == "incomplete"
-    assert response.incomplete_details is not None
-    assert response.incomplete_details.reason == "max_output_tokens"
-    assert response.usage is not None
-    assert response.usage.output_tokens == 9
-    assert response.usage.input_tokens == len(
-        (await stack.tokenizer.encode("[system]Be brief.[user]Hello there", add_special_tokens=False)).ids
-    )
-    assert response.model == "m"
-    assert response.store is False
-    await stack.assert_empty()
-
-
-async def test_a_stream_equals_a_whole_reply(stack_and_client: Both) -> None:
-    _, client = stack_and_client
-    asked: dict[str, Any] = {"model": "m", "input": "schön 漢字 😀", "max_output_tokens": 30, "temperature": 0}
-    whole = await client.responses.create(**asked)
-    async with client.responses.stream(**asked) as stream:
-        events = [event async for event in stream]
-    assert events[0].type == "response.created"
-    assert events[-1].type == "response.incomplete"
-    final = events[-1].response
-    assert final.output_text == whole.output_text
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
-    assert final.usage == whole.usage
-    assert final.id != whole.id
 
 
 async def test_the_bytes_of_a_stream(stack_and_client: Both) -> None:
@@ -128,63 +96,6 @@ async def test_items_become_messages(demo_model: Path) -> None:
             model="m", input=items, tools=[WEATHER], tool_choice="none", max_output_tokens=length, temperature=0
         )
     assert response.output_text == expected
-
-
-async def test_a_forced_call_and_its_result_go_round(demo_model: Path) -> None:
-    async with connected(demo_model, chat_template=DETAILED, grammars=True) as (_, client):
-        asked: dict[str, Any] = {
-            "model": "m",
-            "input": "How is it?",
-            "tools": [WEATHER],
-            "tool_choice": {"type": "function", "name": "weather"},
-            "max_output_tokens": 200,
-            "temperature": 0,
-        }
-        whole = await client.responses.parse(**asked)
-        [call] = whole.output
-        assert call.type == "function_call"
-        assert call.name == "weather"
-        assert isinstance(call.parsed_arguments, dict)
-        assert set(call.parsed_arguments) == {"city"}
-        assert whole.status == "completed"
-
-        async with client.responses.stream(**asked) as stream:
-            events = [event async for event in stream]
-            final = await stream.get_final_response()
-        assert final.output[0].type == "function_call"
-        assert final.output[0].arguments == call.arguments
-        [added] = [event for event in events if event.type == "response.output_item.added"]
-        assert added.item.name == "weather"
-        deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-        assert len(deltas) > 1
-        assert "".join(deltas) == call.arguments
-
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
-        after = await client.responses.create(
-            model="m",
-            input=[*whole.output, result],
-            tools=[WEATHER],
-            tool_choice="none",
-            max_output_tokens=40,
-            temperature=0,
-        )
-        assert f"({call.call_id} weather " in after.output_text
-
-
-class Person(BaseModel):
-    name: str
-    age: int
-
-
-async def test_a_text_is_parsed_into_the_requested_type(demo_model: Path) -> None:
-    async with connected(demo_model, grammars=True) as (_, client):
-        asked: dict[str, Any] = {"model": "m", "input": "Who?", "max_output_tokens": 300, "temperature": 0}
-        response = await client.responses.parse(**asked, text_format=Person)
-        assert isinstance(response.output_parsed, Person)
-        assert response.status == "completed"
-        async with client.responses.stream(**asked, text_format=Person) as stream:
-            final = await stream.get_final_response()
-        assert final.output_parsed == response.output_parsed
 
 
 async def test_nothing_is_stored(stack_and_client: Both) -> None:
@@ -258,29 +169,3 @@ async def test_unsupported_fields_are_refused_by_name(
     assert message in str(refused.value)
     assert refused.value.type == "invalid_request_error"
     assert stack.permits.in_use == 0
-
-
-async def test_a_failure_before_the_first_event_has_its_status_and_after_it_an_ending(demo_model: Path) -> None:
-    async with connected(demo_model) as (stack, _):
-        [*_, last] = (await stack.tokenizer.encode("[user]one two", add_special_tokens=False)).ids
-        [first, *_] = (await stack.tokenizer.encode("[user]one two", add_special_tokens=False)).ids
-    async with connected(demo_model, echo_fail_token=first) as (_, client):
-        with pytest.raises(openai.APIStatusError) as failed:
-            async with client.responses.stream(model="m", input="one two", temperature=0) as stream:
-                await stream.until_done()
-        assert failed.value.status_code == 424
-    async with connected(demo_model, echo_fail_token=last) as (stack, client):
-        async with client.responses.stream(model="m", input="one two", temperature=0) as stream:
-            events = [event async for event in stream]
-        assert events[-1].type == "response.failed"
-        assert events[-1].response.error is not None
-        assert "failed during generation" in events[-1].response.error.message
-        assert events[-1].response.output_text == "[user]one"
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        assert 'tgi_request_failure{err="generation"} 1\n' in stack.metrics.exposition().decode()
-
-
-async def test_overload_is_429(demo_model: Path) -> None:
-    async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
-        with stack.permits.take(1), pytest.raises(openai.RateLimitError):
-            await client.responses.create(model="m", input="Hi", stream=True)

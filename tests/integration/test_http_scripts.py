@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from corpus import CORPUS
 from http_stack import Stack, serve
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
     async with serve(demo_model) as running:
         yield running
@@ -37,7 +40,7 @@ async def test_streamed_whole_and_decoded_text_agree(stack: Stack, script: str) 
         whole = await stack.generate(text, **parameters)
         joined = "".join(event["token"]["text"] for event in streamed if not event["token"]["special"])
         assert joined == streamed[-1]["generated_text"] == whole["generated_text"]
-        end = min((echoed.index(one) + len(one) for one in stop if one in echoed), default=None)
+        end = min((echoed.index(word) + len(word) for word in stop if word in echoed), default=None)
         assert joined == echoed[:end]
         reason = "length" if end is None or end == len(echoed) else "stop_sequence"
         assert whole["details"]["finish_reason"] == streamed[-1]["details"]["finish_reason"] == reason

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from http_stack import Stack, load_tokenizer, serve
 
 TEXT = "Grüße, 世界! <|im_end|>\n"
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
     async with serve(demo_model) as stack:
         yield stack
@@ -50,18 +54,19 @@ async def test_chat_tokenize_returns_the_tokens_of_the_rendered_text(stack: Stac
     assert reply["tokenize_response"] == (await post(stack, "/tokenize", {"inputs": reply["templated_text"]}))[1]
 
 
-async def test_an_error_of_the_tokenizer_is_returned(stack: Stack) -> None:
-    stack.tokenizer.close()
-    try:
+async def test_an_error_of_the_tokenizer_is_returned(demo_model: Path) -> None:
+    load_tokenizer.cache_clear()
+    async with serve(demo_model) as stack:
+        load_tokenizer.cache_clear()
+        stack.tokenizer.close()
+        text = "a" * 10_000
         for path, body in (
-            ("/tokenize", {"inputs": "a" * 10_000}),
-            ("/chat_tokenize", {"messages": [{"role": "user", "content": "a" * 10_000}]}),
+            ("/tokenize", {"inputs": text}),
+            ("/chat_tokenize", {"messages": [{"role": "user", "content": text}]}),
         ):
             status, reply = await post(stack, path, body)
             assert (status, reply["error_type"]) == (422, "validation")
             assert reply["error"].startswith("Input validation error: tokenizer error ")
-    finally:
-        load_tokenizer.cache_clear()
 
 
 @pytest.mark.parametrize("ids", [[], [1] * 100_000])
@@ -88,7 +93,7 @@ async def test_models_lists_the_served_model(stack: Stack) -> None:
     model = {"id": "echo", "object": "model", "created": 0, "owned_by": "echo"}
     async with stack.client.get("/v1/models") as response:
         assert await response.json() == {"object": "list", "data": [model]}
-    for name in ("echo", "tgi"):  # what it is, and what every chat may call it
+    for name in ("echo", "tgi"):  # its id, and the name that chats may use
         async with stack.client.get(f"/v1/models/{name}") as response:
             assert await response.json() == model
     async with stack.client.get("/v1/models/some/other") as response:

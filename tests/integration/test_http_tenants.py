@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from every_dialect import GENERATE, STREAMED, VERBATIM, WHOLE, Asking, name
 from http_stack import Stack, serve, until
 
@@ -17,9 +18,8 @@ from text_generation_router.request import TenantId
 
 MANY = 1500
 BUSY = {"overloaded", "rate_limit_error"}
-EVERYWHERE = [(one, one.body) for one in WHOLE] + [(one, one.streamed) for one in STREAMED]
-IDS = [name(one) for one in WHOLE] + [f"{name(one)}-stream" for one in STREAMED]
-by_route = pytest.mark.parametrize(("asking", "body"), EVERYWHERE, ids=IDS)
+EVERYWHERE = [(asking, asking.body) for asking in WHOLE] + [(asking, asking.streamed) for asking in STREAMED]
+IDS = [name(asking) for asking in WHOLE] + [f"{name(asking)}-stream" for asking in STREAMED]
 BodyOf = Callable[[str, int], dict[str, Any]]
 
 
@@ -43,19 +43,9 @@ async def status_of(stack: Stack, headers: dict[str, str]) -> int:
         return response.status
 
 
-@by_route
-async def test_a_refusal_for_lack_of_permits_has_retry_after(demo_model: Path, asking: Asking, body: BodyOf) -> None:
-    async with serve(demo_model, chat_template=VERBATIM, max_concurrent_requests=1) as stack:
-        with stack.permits.take(1):
-            async with stack.client.post(asking.path, json=body("Hello", 1)) as response:
-                assert (response.status, response.content_type) == (429, "application/json")
-                assert response.headers["retry-after"] == "1"
-                assert asking.error_word(await response.json()) in BUSY
-        await stack.assert_empty()
-
-
-@by_route
-async def test_a_full_queue_refuses_before_the_response_begins(demo_model: Path, asking: Asking, body: BodyOf) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def busy(demo_model: Path) -> AsyncIterator[Stack]:
+    """A server that runs one request and can queue another."""
     policy = {"max_queued_tokens": 1}
     async with (
         serve(demo_model, chat_template=VERBATIM, max_batch_size=1, policy=policy, echo_step_ms=5) as stack,
@@ -64,29 +54,31 @@ async def test_a_full_queue_refuses_before_the_response_begins(demo_model: Path,
         async with endless(stack, 1, {}):
             waiting = tasks.create_task(stack.generate("one two three", max_new_tokens=5))
             await until(lambda: stack.scheduler.stats().waiting == 1)
-            async with stack.client.post(asking.path, json=body("one two three", 5)) as response:
-                assert (response.status, response.content_type) == (429, "application/json")
-                assert int(response.headers["retry-after"]) >= 1
-                assert asking.error_word(await response.json()) in BUSY
-            assert stack.permits.in_use == 2
+            yield stack
         await waiting
         await stack.assert_empty()
 
 
-@by_route
-async def test_a_draining_server_refuses_with_retry_after(demo_model: Path, asking: Asking, body: BodyOf) -> None:
-    async with serve(demo_model, chat_template=VERBATIM) as stack:
-        stack.cluster.draining = True
-        async with stack.client.post(asking.path, json=body("Hello", 1)) as response:
-            assert response.status == 503
-            assert response.headers["retry-after"] == "1"
-        stack.cluster.draining = False
-        await stack.assert_empty()
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("asking", "body"), EVERYWHERE, ids=IDS)
+async def test_a_refusal_has_retry_after_and_comes_before_the_response_begins(
+    busy: Stack, asking: Asking, body: BodyOf
+) -> None:
+    """Refused are requests without a permit, without a place in the queue, and all while the server drains."""
 
+    async def check_refusal(status: int, tokens: int) -> int:
+        async with busy.client.post(asking.path, json=body("one two three", tokens)) as response:
+            assert (response.status, response.content_type) == (status, "application/json")
+            assert status == 503 or asking.error_word(await response.json()) in BUSY
+            return int(response.headers["retry-after"])
 
-async def test_an_unhealthy_server_sends_retry_after(demo_model: Path) -> None:
-    async with serve(demo_model, healthy=lambda: False) as stack, stack.client.get("/health") as response:
-        assert (response.status, response.headers["retry-after"]) == (503, "5")
+    with busy.permits.take(126):
+        assert await check_refusal(429, 1) == 1
+    assert await check_refusal(429, 5) >= 1
+    busy.cluster.draining = True
+    assert await check_refusal(503, 1) == 1
+    busy.cluster.draining = False
+    assert busy.permits.in_use == 2
 
 
 async def test_browsers_may_read_retry_after(demo_model: Path) -> None:
@@ -123,7 +115,7 @@ async def test_with_several_keys_the_tenant_header_is_ignored(demo_model: Path) 
     settings = {"api_key": ["one", "two"]}
     async with serve(demo_model, max_concurrent_requests=1, settings=settings, echo_step_ms=5) as stack:
         async with endless(stack, 1, {"x-api-key": "one"}):
-            pretending = {"x-api-key": "one", "x-llm-d-inference-fairness-id": "somebody else"}
+            pretending = {"x-api-key": "one", "x-llm-d-inference-fairness-id": "another"}
             assert await status_of(stack, pretending) == 429
         await until(lambda: stack.permits.in_use == 0)
 

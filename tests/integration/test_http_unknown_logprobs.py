@@ -1,4 +1,4 @@
-"""An engine that does not know the log-probabilities of the tokens it chose: every dialect says null, in JSON that is JSON."""
+"""An engine without log-probabilities of the chosen tokens: every dialect returns null, in valid JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAT: Json = {"messages": [{"role": "user", "content": "Hello there"}], "max_tok
 
 
 class Forgetful(EchoEngine):
-    """Knows no log-probability of a token that it chose; of the others, the least probable one cannot come."""
+    """Knows no log-probability of a chosen token; the last of the top tokens has a probability of 0."""
 
     def step(self) -> StepResult | None:
         result = super().step()
@@ -68,14 +68,14 @@ def unknown(content: list[Json]) -> list[tuple[float | None, list[float | None]]
 
 
 async def test_chats(stack: Stack) -> None:
-    """A chosen token could come, and nobody knows how probably; one that could not come has OpenAI's number for it."""
+    """An unknown log-probability is null; that of a probability of 0 is OpenAI's -9999."""
     body = CHAT | {"logprobs": True, "top_logprobs": 2}
     [choice] = (await post(stack.client, "/v1/chat/completions", body))["choices"]
     expected = [(None, [-0.5, -9999.0])] * 3
     assert unknown(choice["logprobs"]["content"]) == expected
     stream = await chunks(stack.client, "/v1/chat/completions", body)
     told = [choice["logprobs"]["content"] for chunk in stream for choice in chunk["choices"] if choice["logprobs"]]
-    assert [one for content in told for one in unknown(content)] == expected
+    assert [pair for content in told for pair in unknown(content)] == expected
 
 
 async def test_completions(stack: Stack) -> None:
@@ -85,7 +85,7 @@ async def test_completions(stack: Stack) -> None:
     assert [sorted(tops.values()) for tops in choice["logprobs"]["top_logprobs"]] == [[-9999.0, -0.5]] * 2
     stream = await chunks(stack.client, "/v1/completions", body)
     told = [choice["logprobs"] for chunk in stream for choice in chunk["choices"] if choice["logprobs"]]
-    assert [one for columns in told for one in columns["token_logprobs"]] == [None, None]
+    assert [logprob for columns in told for logprob in columns["token_logprobs"]] == [None, None]
 
 
 async def test_completions_without_alternatives_name_the_chosen_token_alone(stack: Stack) -> None:
@@ -95,10 +95,6 @@ async def test_completions_without_alternatives_name_the_chosen_token_alone(stac
     assert choice["logprobs"]["top_logprobs"] == [{"Hello": None}]
 
 
-async def test_the_other_dialects_tell_none_and_answer(stack: Stack) -> None:
-    for path, body in (
-        ("/v1/responses", {"input": "Hello there", "max_output_tokens": 3}),
-        ("/v1/messages", CHAT),
-        ("/vertex", {"instances": [{"inputs": "Hello", "parameters": {"max_new_tokens": 2}}]}),
-    ):
+async def test_dialects_without_logprobs_answer(stack: Stack) -> None:
+    for path, body in (("/v1/responses", {"input": "Hello there", "max_output_tokens": 3}), ("/v1/messages", CHAT)):
         assert await post(stack.client, path, body)

@@ -140,12 +140,7 @@ def test_a_schema_that_breaks_the_meta_schema_is_not_valid(schema: Json, tokeniz
         {"anyOf": [{"const": value} for value in range(500)]},
         {"enum": list(range(5000))},
         {"$ref": "#/components/schemas/A", "components": {"schemas": {"A": {"type": "object"}}}},
-        {
-            "properties": {
-                "a/b": {"type": "null"},
-                "c": {"$ref": "#/properties/a~1b"},
-            }
-        },
+        {"properties": {"a/b": {"type": "null"}, "c": {"$ref": "#/properties/a~1b"}}},
         {"properties": {"oneOf": {"const": {"$ref": "#"}}, "$ref": {"type": "string"}, "not": {"enum": [{"not": 1}]}}},
         {"$defs": {"unused": {"not": {}}}, "type": "object"},
         {"type": "object", "minProperties": 2, "required": ["a"]},

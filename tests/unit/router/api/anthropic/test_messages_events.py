@@ -145,10 +145,5 @@ def test_an_input_may_be_deep() -> None:
 def test_a_failure_is_an_error_event() -> None:
     writer = MessageScript(NAMED, 7, none_cached)
     read = read_events(writer.text("Hel") + writer.failed(GenerationFailed("no memory")))
-    assert [event["type"] for event in read] == [
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "error",
-    ]
+    assert [event["type"] for event in read] == ["message_start", "content_block_start", "content_block_delta", "error"]
     assert read[-1]["error"] == {"type": "api_error", "message": "Request failed during generation: no memory"}

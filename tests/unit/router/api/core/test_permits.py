@@ -82,10 +82,7 @@ def test_a_refusal_has_a_retry_hint(tenant: TenantId, seconds: float | None) -> 
     assert refusal.value.retry_after_s == (1.0 if seconds is None else seconds)
 
 
-@given(
-    st.integers(1, 12),
-    st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 6), st.booleans()), max_size=60),
-)
+@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 6), st.booleans()), max_size=60))
 def test_a_tenant_within_its_share_is_not_refused_below_twice_the_limit(
     limit: int, arrivals: list[tuple[str, int, bool]]
 ) -> None:

@@ -133,10 +133,7 @@ def test_a_failure_keeps_the_output_before_it() -> None:
     response = read[-1]["response"]
     assert read[-1]["type"] == "response.failed"
     assert response["status"] == "failed"
-    assert response["error"] == {
-        "code": "server_error",
-        "message": "Request failed during generation: no memory",
-    }
+    assert response["error"] == {"code": "server_error", "message": "Request failed during generation: no memory"}
     [item] = response["output"]
     assert item["status"] == "incomplete"
     assert item["content"][0]["text"] == "Hel"

@@ -85,10 +85,7 @@ HERMES: dict[str, tuple[str, list[Event]]] = {
         [*call(0, "get_weather", BROOKLYN), *call(1, "get_weather", BROOKLYN)],
     ),
     "a brace short": (f"<tool_call>{WEATHER[:-1]}\n</tool_call>", call(0, "get_weather", BROOKLYN)),
-    "a brace too many": (
-        f"<tool_call>{WEATHER}}}</tool_call>",
-        [*call(0, "get_weather", BROOKLYN), *text("}")],
-    ),
+    "a brace too many": (f"<tool_call>{WEATHER}}}</tool_call>", [*call(0, "get_weather", BROOKLYN), *text("}")]),
     "unknown tool": (
         '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
         text('<tool_call>{"name": "rm", "arguments": {}}</tool_call>'),
@@ -107,10 +104,7 @@ HERMES: dict[str, tuple[str, list[Event]]] = {
         '<tool_call>{"name": "stop", "arguments": [1]}</tool_call>',
         call(0, "stop", "[1]}"),
     ),
-    "a word for arguments": (
-        '<tool_call>{"name": "stop", "arguments": "now"}</tool_call>',
-        call(0, "stop", '"now"}'),
-    ),
+    "a word for arguments": ('<tool_call>{"name": "stop", "arguments": "now"}</tool_call>', call(0, "stop", '"now"}')),
     "broken arguments": (
         '<tool_call>{"name": "search", "arguments": {"q": oops}}</tool_call> ok',
         [*call(0, "search", '{"q": oops}}'), *text(" ok")],
@@ -126,10 +120,7 @@ HERMES: dict[str, tuple[str, list[Event]]] = {
     ),
     "a long name": ('<tool_call>{"name": "' + "x" * 300, text('<tool_call>{"name": "' + "x" * 300)),
     "cut in the name": ('<tool_call>{"name": "sea', text('<tool_call>{"name": "sea')),
-    "cut in the arguments": (
-        '<tool_call>{"name": "search", "arguments": {"q": "a',
-        call(0, "search", '{"q": "a'),
-    ),
+    "cut in the arguments": ('<tool_call>{"name": "search", "arguments": {"q": "a', call(0, "search", '{"q": "a')),
     "cut in the marker": ("so <tool_c", text("so <tool_c")),
     "cut in the end tag": (f"<tool_call>{WEATHER}</tool_", [*call(0, "get_weather", BROOKLYN), *text("</tool_")]),
     "only whitespace": (" \n ", text(" \n ")),
@@ -145,10 +136,7 @@ LLAMA: dict[str, tuple[str, list[Event]]] = {
         [*call(0, "get_weather", BROOKLYN), *call(1, "stop", "{}"), *call(2, "stop", "{}")],
     ),
     "two semicolons": (f"{PARAMETERS};; {WEATHER}", [*call(0, "get_weather", BROOKLYN), *text(f";; {WEATHER}")]),
-    "text, then tagged": (
-        f"Sure: <|python_tag|>{PARAMETERS}",
-        [*text("Sure: "), *call(0, "get_weather", BROOKLYN)],
-    ),
+    "text, then tagged": (f"Sure: <|python_tag|>{PARAMETERS}", [*text("Sure: "), *call(0, "get_weather", BROOKLYN)]),
     "text, then an object": (f"Sure: {PARAMETERS}", text(f"Sure: {PARAMETERS}")),
     "some other JSON": ('{"answer": {"name": "stop"}}', text('{"answer": {"name": "stop"}}')),
     "code": ("<|python_tag|>print(1)", text("<|python_tag|>print(1)")),
