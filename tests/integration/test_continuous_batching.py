@@ -73,7 +73,7 @@ async def test_new_requests_join_the_next_step(demo_model: Path) -> None:
                     if len(waited) == count:
                         done.set()
 
-                # They come one after another at the beginning of a step.
+                # They come one after another at the start of a step.
                 for number in range(count):
                     request = Request(RequestId(1000 * (round_ + 1) + number), (60, 61), max_new_tokens=1)
                     listener = Listener(lambda came=steps, on_first_token=on_first_token: on_first_token(came))

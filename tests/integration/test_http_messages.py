@@ -184,7 +184,7 @@ async def test_anthropics_runner_of_tools_keeps_its_history(demo_model: Path) ->
 
     @beta_async_tool
     async def weather(city: str) -> str:
-        """How the weather is."""
+        """Return the weather of a city."""
         return f"sun in {city}"
 
     says = '<tool_call>\n{"name": "weather", "arguments": {"city": "X"}}\n</tool_call>END'

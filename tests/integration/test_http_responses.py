@@ -143,7 +143,7 @@ async def test_values_too_deep_to_be_repeated_are_refused(
         ),
         ({"tools": [{"type": "function"}]}, "has no `name`"),
         ({"tool_choice": {"type": "file_search"}}, "a tool choice of type 'file_search' is not supported"),
-        ({"tool_choice": {"type": "function", "name": "nobody"}}, "Tool with name nobody not found"),
+        ({"tool_choice": {"type": "function", "name": "unknown"}}, "Tool with name unknown not found"),
         ({"input": []}, "`input` cannot be empty"),
         ({"input": [{"role": "wizard", "content": "Hi"}]}, "the role of an input message must be one of"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input items of type 'item_reference' are not supported"),

@@ -40,7 +40,7 @@ class SaltedSteps(EchoEngine):
 
 
 async def salts(stack: Stack, *asked: tuple[str, str | None]) -> list[str]:
-    """What the engine was told for each (tenant, salt)."""
+    """Return the salts that the engine got for each (tenant, salt)."""
     for tenant, salt in asked:
         body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1}}
         headers = {"x-llm-d-inference-fairness-id": tenant}

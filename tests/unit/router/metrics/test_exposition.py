@@ -15,56 +15,30 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.observer import StepRecord
 
-TGI = {
-    "tgi_request_count": ("counter", ""),
-    "tgi_request_success": ("counter", ""),
-    "tgi_request_failure": ("counter", "err"),
-    "tgi_request_duration": ("histogram", ""),
-    "tgi_request_validation_duration": ("histogram", ""),
-    "tgi_request_queue_duration": ("histogram", ""),
-    "tgi_request_inference_duration": ("histogram", ""),
-    "tgi_request_mean_time_per_token_duration": ("histogram", ""),
-    "tgi_request_generated_tokens": ("histogram", ""),
-    "tgi_request_input_length": ("histogram", ""),
-    "tgi_request_max_new_tokens": ("histogram", ""),
-    "tgi_request_skipped_tokens": ("histogram", ""),
-    "tgi_queue_size": ("gauge", ""),
-    "tgi_batch_current_size": ("gauge", ""),
-    "tgi_batch_current_max_tokens": ("gauge", ""),
-    "tgi_batch_next_size": ("histogram", ""),
-    "tgi_batch_concat": ("counter", "reason"),
-    "tgi_batch_inference_count": ("counter", "method"),
-    "tgi_batch_inference_success": ("counter", "method"),
-    "tgi_batch_inference_failure": ("counter", "method"),
-    "tgi_batch_inference_duration": ("histogram", "method"),
-    "tgi_batch_forward_duration": ("histogram", "method"),
-    "tgi_batch_decode_duration": ("histogram", "method"),
-    "tgi_batch_filter_duration": ("histogram", "method"),
-    "tgi_batch_concat_duration": ("histogram", "method"),
-    "tgi_batch_max_total_tokens": ("gauge", ""),
-    "tgi_batch_total_tokens": ("gauge", ""),
+KINDS = {
+    ("counter", ""): "request_count request_success",
+    ("counter", "err"): "request_failure",
+    ("counter", "reason"): "batch_concat",
+    ("counter", "method"): "batch_inference_count batch_inference_success batch_inference_failure",
+    ("gauge", ""): "queue_size batch_current_size batch_current_max_tokens batch_max_total_tokens batch_total_tokens",
+    ("histogram", ""): "request_duration request_validation_duration request_queue_duration request_inference_duration "
+    "request_mean_time_per_token_duration request_generated_tokens request_input_length request_max_new_tokens "
+    "request_skipped_tokens batch_next_size",
+    (
+        "histogram",
+        "method",
+    ): "batch_inference_duration batch_forward_duration batch_decode_duration batch_filter_duration "
+    "batch_concat_duration",
 }
+TGI = {f"tgi_{name}": kind for kind, names in KINDS.items() for name in names.split()}
 """Name → type, label. The skipped tokens are a histogram here, because TGI's dashboard reads their buckets."""
-
 GATEWAYS = {
-    "trtllm_num_requests_waiting",
-    "trtllm_num_requests_running",
-    "trtllm_kv_cache_utilization",
-    "trtllm_kv_cache_tokens_per_block",
-    "trtllm_kv_cache_max_blocks",
+    *("trtllm_num_requests_waiting", "trtllm_num_requests_running", "trtllm_kv_cache_utilization"),
+    *("trtllm_kv_cache_tokens_per_block", "trtllm_kv_cache_max_blocks"),
 }
-
+FAILURES = {"overloaded", "validation", "incomplete", "template", "generation", "dropped", "tool", "timeout"}
 LABELS = {
-    "tgi_request_failure": {
-        "overloaded",
-        "validation",
-        "incomplete",
-        "template",
-        "generation",
-        "dropped",
-        "tool",
-        "timeout",
-    },
+    "tgi_request_failure": FAILURES,
     "tgi_batch_concat": {"backpressure", "wait_exceeded", "chunking"},
     "tgi_batch_concat_duration": {"decode"},
 }
@@ -86,12 +60,14 @@ def test_every_metric_has_its_name_type_and_labels() -> None:
     assert families.keys() >= TGI.keys() | GATEWAYS
     assert {name for name in families if not name.startswith("text_generation_")} == TGI.keys() | GATEWAYS
     for name, (kind, label) in TGI.items():
-        labels = [{key: value for key, value in one.labels.items() if key != "le"} for one in families[name].samples]
+        labels = [
+            {key: sample.labels[key] for key in sample.labels if key != "le"} for sample in families[name].samples
+        ]
         assert families[name].type == kind, name
-        assert {key for one in labels for key in one} == ({label} if label else set()), name
+        assert {key for pairs in labels for key in pairs} == ({label} if label else set()), name
         if label:
             wanted = LABELS.get(name, {"prefill", "decode"})
-            assert {one[label] for one in labels} == wanted, name
+            assert {pairs[label] for pairs in labels} == wanted, name
     assert {families[name].type for name in GATEWAYS} == {"gauge"}
 
 

@@ -38,13 +38,8 @@ def told(events: list[Event], end: AnswerEnd = STOPPED) -> tuple[list[dict[str, 
 def test_the_events_of_a_text_come_in_anthropics_order() -> None:
     read, whole = told([TextDelta("Hel"), TextDelta('"lo"\n')])
     assert [event["type"] for event in read] == [
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
+        *("message_start", "content_block_start", "content_block_delta", "content_block_delta"),
+        *("content_block_stop", "message_delta", "message_stop"),
     ]
     start = read[0]["message"]
     assert (start["content"], start["stop_reason"], start["usage"]["input_tokens"]) == ([], None, 7)

@@ -24,24 +24,17 @@ def test_a_valid_key_in_either_header_is_accepted(headers: dict[str, str]) -> No
 
 
 @pytest.mark.parametrize(
-    "headers",
+    "authorization",
     [
-        {},
-        {"Authorization": ""},
-        {"Authorization": "sk-First"},
-        {"Authorization": "Bearer"},
-        {"Authorization": "Bearer "},
-        {"Authorization": "Bearer sk-first"},
-        {"Authorization": "Bearer sk-Firs"},
-        {"Authorization": "Bearer sk-First2"},
-        {"Authorization": "Bearer  sk-First"},
-        {"Authorization": "Bearer sk-First,second"},
-        {"Authorization": "Basic sk-First"},
-        {"Authorization": "Bearer \udcff"},
-        {"x-api-key": "SECOND"},
-        {"x-api-key": "Bearer second"},
+        "", "sk-First", "Bearer", "Bearer ", "Bearer sk-first", "Bearer sk-Firs", "Bearer sk-First2", "Bearer  sk-First",
+        "Bearer sk-First,second", "Basic sk-First", "Bearer \udcff",
     ],
-)
+)  # fmt: skip
+def test_another_authorization_is_rejected(authorization: str) -> None:
+    assert not KEYS.admit({"Authorization": authorization})
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-api-key": "SECOND"}, {"x-api-key": "Bearer second"}])
 def test_anything_else_is_rejected(headers: dict[str, str]) -> None:
     assert not KEYS.admit(headers)
 
@@ -59,11 +52,11 @@ def test_only_digests_of_keys_are_kept() -> None:
     assert not ApiKeys()
 
 
-@pytest.mark.parametrize("header", ["Bearer sk-First", "bearer sk-First"])
-def test_the_name_of_a_key_does_not_depend_on_the_header(header: str) -> None:
-    holder = KEYS.holder({"Authorization": header})
+def test_the_name_of_a_key_does_not_depend_on_the_header() -> None:
+    holder = KEYS.holder({"Authorization": "bearer sk-First"})
     assert holder == KEYS.holder({"x-api-key": "sk-First"}) == ApiKeys(["sk-First"]).holder({"x-api-key": "sk-First"})
     assert holder != KEYS.holder({"x-api-key": "second"})
+    assert KEYS.holder({}) is KEYS.holder({"x-api-key": "third"}) is None
 
 
 def test_the_name_of_a_key_does_not_reveal_it() -> None:
@@ -73,11 +66,6 @@ def test_the_name_of_a_key_does_not_reveal_it() -> None:
     assert "second" not in name
     # Nor is it the digest that keys are compared by.
     assert not any(name in digest.hex() for digest in vars(KEYS)["_digests"])
-
-
-def test_without_a_valid_key_there_is_no_name() -> None:
-    assert KEYS.holder({}) is None
-    assert KEYS.holder({"x-api-key": "third"}) is None
 
 
 @pytest.mark.parametrize(("keys", "several"), [([], False), (["a"], False), (["a", "a"], False), (["a", "b"], True)])

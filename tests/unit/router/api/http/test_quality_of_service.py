@@ -36,21 +36,13 @@ def test_the_default_has_no_deadline_and_no_salt() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
-        GenerateBody,
-        CompatGenerateBody,
-        GenerateParameters,
-        ChatBody,
-        CompletionBody,
-        ResponsesBody,
-        MessagesBody,
-        InferBody,
-        TextInstance,
-        VertexBody,
-    ],
-)
+BODIES = [
+    GenerateBody, CompatGenerateBody, GenerateParameters, ChatBody, CompletionBody, ResponsesBody, MessagesBody, InferBody,
+    TextInstance, VertexBody,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", BODIES)
 def test_every_generating_body_has_the_fields(schema: type[QosFields]) -> None:
     assert issubclass(schema, QosFields)
 

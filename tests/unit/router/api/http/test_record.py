@@ -9,12 +9,14 @@ from structlog.testing import capture_logs
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.http.record import GenerationRecord, Record, cached_tokens, finish
-from text_generation_router.errors import DeadlineExceeded, GenerationFailed, InvalidRequest
+from text_generation_router.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
+
+Json = dict[str, float]
 
 
 @pytest.fixture
@@ -76,41 +78,46 @@ def test_each_generation_counts_and_the_log_has_one_line(metrics: Metrics) -> No
     }
 
 
-def test_a_generation_may_fail_alone(metrics: Metrics) -> None:
+LENGTH = GenerationResult(FinishReason.LENGTH, "", 5)
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "counts"),
+    [
+        ((LENGTH, GenerationFailed("no")), None, {"success": 1, "generation": 1, "length": 1, "error": 1}),
+        ((DeadlineExceeded("too late"),), None, {"timeout": 1, "expired": 1}),
+        ((LENGTH, None), InvalidRequest("no"), {"validation": 2, "refused": 2}),
+        ((None,), None, {"incomplete": 1, "error": 1}),
+        ((), None, {}),
+    ],
+    ids=["one fails alone", "expired", "the error of the request fails all", "no end", "no generations"],
+)
+def test_each_generation_has_one_end(
+    metrics: Metrics, ends: tuple[GenerationResult | ServingError | None, ...], error: ServingError | None, counts: Json
+) -> None:
     record = Record()
-    started(record, metrics, 1).ending = GenerationResult(FinishReason.LENGTH, "", 5)
-    started(record, metrics, 2).failed(GenerationFailed("numerics"))
+    for number, end in enumerate(ends):
+        generation = started(record, metrics, number)
+        if isinstance(end, GenerationResult):
+            generation.ending = end
+        elif end is not None:
+            generation.failed(end)
+    if error is not None:
+        record.failed(error)
     with capture_logs() as logs:
         finish(record, a_post(), 200, metrics)
-    assert nonzero(metrics) == {
-        "tgi_request_count": 2,
-        "tgi_request_success": 1,
-        'tgi_request_failure{err="generation"}': 1,
-        'text_generation_requests_finished_total{reason="length"}': 1,
-        'text_generation_requests_finished_total{reason="error"}': 1,
-    }
-    assert logs[0]["error_type"] == "generation"
-
-
-def test_an_expired_generation_is_neither_an_error_nor_cancelled(metrics: Metrics) -> None:
-    record = Record()
-    started(record, metrics, 1).failed(DeadlineExceeded("too late"))
-    finish(record, a_post(), 200, metrics)
-    assert nonzero(metrics) == {
-        "tgi_request_count": 1,
-        'tgi_request_failure{err="timeout"}': 1,
-        'text_generation_requests_finished_total{reason="expired"}': 1,
-    }
+    values = nonzero(metrics)
+    assert values.pop("tgi_request_count", 0) == len(ends)
+    assert {name.split('"')[1] if '"' in name else "success": value for name, value in values.items()} == counts
+    errors = [failed.error_type for failed in (*ends, error) if isinstance(failed, ServingError)]
+    assert logs[0].get("error_type") == (errors[0] if errors else None)
 
 
 def test_cached_tokens_are_the_minimum_over_the_sequences(metrics: Metrics) -> None:
     generation = Record().start(metrics)
     assert generation.cached_tokens == 0
-    for times in (
-        GenerationTimes(1.0, 2.0, 16),
-        GenerationTimes(1.0, 2.0, 4),
-        GenerationTimes(1.0),
-    ):  # the last one is still in the queue
+    queued = GenerationTimes(1.0)
+    for times in (GenerationTimes(1.0, 2.0, 16), GenerationTimes(1.0, 2.0, 4), queued):
         generation.follow(times)
     assert generation.cached_tokens == 4
 
@@ -123,31 +130,6 @@ def test_cached_tokens_of_several_choices_are_their_minimum(metrics: Metrics) ->
         answer.follow(GenerationTimes(1.0, 2.0, found))
     assert cached_tokens(answers) == 0
     assert cached_tokens(answers[::2]) == 32
-
-
-def test_the_error_of_a_request_fails_all_its_generations(metrics: Metrics) -> None:
-    record = Record()
-    started(record, metrics, 1).ending = GenerationResult(FinishReason.LENGTH, "", 5)
-    started(record, metrics, 2)
-    record.failed(InvalidRequest("no"))
-    finish(record, a_post(), 422, metrics)
-    assert nonzero(metrics) == {
-        "tgi_request_count": 2,
-        'tgi_request_failure{err="validation"}': 2,
-        'text_generation_requests_finished_total{reason="refused"}': 2,
-    }
-
-
-def test_a_generation_without_an_end_counts_as_incomplete(metrics: Metrics) -> None:
-    record = Record()
-    started(record, metrics, 1)
-    finish(record, a_post(), 200, metrics)
-    assert nonzero(metrics)['tgi_request_failure{err="incomplete"}'] == 1
-
-
-def test_a_request_without_generations_is_not_counted(metrics: Metrics) -> None:
-    finish(Record(), a_post(), 200, metrics)
-    assert nonzero(metrics) == {}
 
 
 def test_the_first_token_of_several_sequences_counts_once(metrics: Metrics) -> None:

@@ -8,21 +8,9 @@ from pydantic import ValidationError
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody
 
 OPTIONAL = [
-    "best_of",
-    "temperature",
-    "repetition_penalty",
-    "frequency_penalty",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "max_new_tokens",
-    "return_full_text",
-    "truncate",
-    "seed",
-    "top_n_tokens",
-    "grammar",
-    "adapter_id",
-]
+    "best_of", "temperature", "repetition_penalty", "frequency_penalty", "top_k", "top_p", "typical_p", "max_new_tokens",
+    "return_full_text", "truncate", "seed", "top_n_tokens", "grammar", "adapter_id",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
@@ -34,33 +22,13 @@ def test_null_is_absence_for_an_optional_parameter(name: str) -> None:
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"best_of": -1},
-        {"best_of": 2**64},
-        {"best_of": 1.0},
-        {"temperature": "1"},
-        {"temperature": True},
-        {"temperature": 1e39},
-        {"top_k": 2**31},
-        {"top_k": 1.5},
-        {"max_new_tokens": 2**32},
-        {"max_new_tokens": -1},
-        {"max_new_tokens": True},
-        {"max_new_tokens": "1"},
-        {"seed": 2**64},
-        {"seed": -1},
-        {"do_sample": 1},
-        {"do_sample": None},
-        {"details": "true"},
-        {"stop": None},
-        {"stop": "a"},
-        {"stop": ["a", 1]},
-        {"watermark": 0},
-        {"grammar": "a"},
-        {"adapter_id": 1},
-        [],
-        None,
+        {"best_of": -1}, {"best_of": 2**64}, {"best_of": 1.0}, {"temperature": "1"}, {"temperature": True},
+        {"temperature": 1e39}, {"top_k": 2**31}, {"top_k": 1.5}, {"max_new_tokens": 2**32}, {"max_new_tokens": -1},
+        {"max_new_tokens": True}, {"max_new_tokens": "1"}, {"seed": 2**64}, {"seed": -1}, {"do_sample": 1},
+        {"do_sample": None}, {"details": "true"}, {"stop": None}, {"stop": "a"}, {"stop": ["a", 1]}, {"watermark": 0},
+        {"grammar": "a"}, {"adapter_id": 1}, [], None,
     ],
-)
+)  # fmt: skip
 def test_nothing_is_coerced(parameters: object) -> None:
     with pytest.raises(ValidationError):
         GenerateBody.model_validate({"inputs": "Hello", "parameters": parameters})
