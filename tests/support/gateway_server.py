@@ -57,7 +57,6 @@ def slow_echo(**flags: object) -> RecordingEcho:
 class Gateway:
     """Connections to a shard in this process."""
 
-    address: str
     channel: grpc.aio.Channel
     stub: trtllm_service_pb2_grpc.TrtllmServiceAsyncStub
     owner: SessionOwner
@@ -131,7 +130,7 @@ async def serve_gateway(
         # Small flow-control windows: a client that does not read is noticed.
         options = [("grpc.http2.bdp_probe", 0)]
         async with grpc.aio.insecure_channel(address, options) as channel, ShardClient.connect(address) as shard:
-            yield Gateway(address, channel, trtllm_service_pb2_grpc.TrtllmServiceStub(channel), owner, shard)
+            yield Gateway(channel, trtllm_service_pb2_grpc.TrtllmServiceStub(channel), owner, shard)
     finally:
         owner.stop()
         await server.stop(grace=1)

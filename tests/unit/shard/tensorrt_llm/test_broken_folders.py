@@ -127,6 +127,7 @@ BROKEN = {
     "max_seq_len a string": Broken(
         ("max_seq_len is '4096', not a whole", AGAIN), engine(build_config__max_seq_len="4096")
     ),
+    "max_batch_size zero": Broken(("max_batch_size is 0, not", AGAIN), engine(build_config__max_batch_size=0)),
     "max_batch_size true": Broken(("max_batch_size is True, not", AGAIN), engine(build_config__max_batch_size=True)),
     "max_input_len huge": Broken(("max_input_len is 4294967296", AGAIN), engine(build_config__max_input_len=2**32)),
     "prompts longer than sequences": Broken(
@@ -162,6 +163,7 @@ BROKEN = {
         ENGINE,
         RANKS | {"generation_config.json": b'{"eos_token_id": "</s>"}'},
     ),
+    "eos below zero": Broken(("eos_token_id is [-1]", AGAIN), engine(pretrained_config__eos_token_id=[-1])),
 }
 
 

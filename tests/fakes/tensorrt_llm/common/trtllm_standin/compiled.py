@@ -37,12 +37,6 @@ class CompiledLLM(StandInLLM):
             built = pretrained["mapping"].get(name, 1)
             if given not in (1, built):
                 raise ValueError(f"{name} {given} from the LLM args is different from the engine's {name} {built}")
-        for rank in range(self._ranks):
-            if not (folder / f"rank{rank}.engine").is_file():
-                raise RuntimeError(f"Error opening engine file: {folder / f'rank{rank}.engine'}")
-        # An engine runs only on the version that built it.
-        if config["version"].split(".")[:2] != self.release.version.split(".")[:2]:
-            raise RuntimeError("[TensorRT-LLM][ERROR] Assertion failed: Failed to deserialize cuda engine.")
         positions = pretrained["max_position_embeddings"]
         return replace(read_model(folder), vocab_size=pretrained["vocab_size"], max_positions=positions)
 
@@ -59,9 +53,6 @@ class CompiledLLM(StandInLLM):
 
     def _collects_stats(self) -> bool:
         return bool(self.args.iter_stats_max_iterations != 0)
-
-    def _refuses_guides(self) -> bool:
-        return True
 
     def _check_arguments(self, prompt_len: int, sampling_params: Any) -> None:  # noqa: ANN401 - SamplingParams
         """Check more than the PyTorch backend, with other errors."""

@@ -15,7 +15,7 @@ from trtllm_standin.folder import ModelFacts, read_model
 from trtllm_standin.guides import GuidedDecoder, Tokenizer, load_tokenizer
 from trtllm_standin.inspection import Recorder, changed_fields, plain
 from trtllm_standin.release import SAMPLING_EXTRAS, Release
-from trtllm_standin.results import RequestError, RequestOutput
+from trtllm_standin.results import RequestOutput
 from trtllm_standin.scheduler import Limits
 from trtllm_standin.settings import Settings
 from trtllm_standin.statistics import Statistics
@@ -53,8 +53,6 @@ class StandInLLM:
         values = {**plain(arguments), **{key: plain(value) for key, value in kwargs.items()}}
         self._recorder.write("llm", version=self.release.version, arguments=values)
         self._ranks = self._world_size()
-        if self._ranks > 1 and self._settings.gpus < self._ranks:
-            raise RuntimeError(f"Only {self._settings.gpus} GPUs are available, but {self._ranks} are required.")
         self._facts = self._read_facts()
         self.tokenizer = None if self.args.skip_tokenizer_init else load_tokenizer(Path(self.args.model))
         self._build()
@@ -72,7 +70,6 @@ class StandInLLM:
                 default_seed=0 if self._uses_cxx_sampler() else None,
                 faults=self._settings.faults,
                 guided=guided,
-                refuses_guides=self._refuses_guides(),
             )
         except Exception as error:
             # proxy.py: an error in the worker is the cause of this one.
@@ -98,9 +95,6 @@ class StandInLLM:
     def _collects_stats(self) -> bool:
         return bool(self.args.enable_iter_perf_stats)
 
-    def _refuses_guides(self) -> bool:
-        return False
-
     def _limits(self) -> Limits:
         """The limits of the engine. max_seq_len is reduced to the KV cache with a warning (pyexecutor, _util.py)."""
         args = self.args
@@ -121,14 +115,7 @@ class StandInLLM:
         )
 
     def _check_arguments(self, prompt_len: int, sampling_params: Any) -> None:  # noqa: ANN401 - SamplingParams
-        """Check that the prompt fits in a step."""
-        args = self.args
-        length = prompt_len / args.context_parallel_size
-        if not args.enable_chunked_prefill and length > args.max_num_tokens:
-            raise RequestError(
-                f"The sum of prompt length ({length}), query length (0) should not exceed max_num_tokens "
-                f"({args.max_num_tokens})"
-            )
+        """Raise an exception for a request that the backend refuses at once."""
 
     # ---------------------------------------------------------------------------------------------------------------- use
 
@@ -192,12 +179,7 @@ class StandInLLM:
         if not isinstance(sampling_params, self.sampling_class):
             raise TypeError(f"The sampling_params must be type SamplingParams or None, but got {type(sampling_params)}")
         if sampling_params.end_id is None:
-            if self.tokenizer is None:
-                raise ValueError(
-                    "tokenizer is required to reset end_id if it is None, or you can explicitly specify the end_id for "
-                    "sampling_params"
-                )
-            sampling_params._setup(self.tokenizer, self._facts.eos_token_ids)
+            raise ValueError("the stand-in needs end_id; the library would take it from a tokenizer")
         return sampling_params
 
     tokenizer: Tokenizer | None

@@ -57,7 +57,6 @@ def install(version: str) -> None:
             recorded.build(name, recorded.classes["BaseLlmArgs"] if name == "TrtLlmArgs" else BEHAVIOUR.get(name))
     names |= {name: cls for name, cls in recorded.classes.items() if isinstance(cls, type)}
     names["LlmArgs"] = names["TorchLlmArgs"]
-    names["SamplingParams"].release = release
     for cls in (names["SamplingParams"], names["GuidedDecodingParams"]):
         cls.__module__ = "tensorrt_llm.sampling_params"
     attributes = {"release": release, "args_class": names["TorchLlmArgs"], "sampling_class": names["SamplingParams"]}

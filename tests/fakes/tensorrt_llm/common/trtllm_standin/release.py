@@ -20,8 +20,6 @@ class Release:
     """
     zero_logprobs: bool
     """logprobs=0 requests the chosen token's. 1.2: `return_log_probs = bool(logprobs)`, so 0 means none."""
-    limits_logprobs: bool
-    """logprobs above 20 are refused. Main: sampling_params.py."""
     own_prompt_logprobs: bool
     """prompt_logprobs contain the prompt's own token even if it is improbable. 1.2: only the top k (end of result.py)."""
     ignores_stops_with_eos: bool
@@ -40,8 +38,6 @@ class Release:
     """Statistics are fetched by a call to the worker (PR #9980, December 2025), else pushed by its dispatch thread."""
     detailed_stats: bool
     """inflightBatchingStats counts queued requests (py_executor.py on main)."""
-    min_p_is_sampling: bool
-    """min_p alone makes a request sampling, not greedy (docs/source/features/sampling.md on main)."""
 
 
 RELEASES = {
@@ -49,26 +45,22 @@ RELEASES = {
         version="1.2.1",
         sampling_extras=frozenset(),
         zero_logprobs=False,
-        limits_logprobs=False,
         own_prompt_logprobs=False,
         ignores_stops_with_eos=False,
         lacks_cancelled_logprobs=True,
         announces_death=False,
         fetches_stats=False,
         detailed_stats=False,
-        min_p_is_sampling=False,
     ),
     "1.3": Release(
         version="1.3.0rc28",
         sampling_extras=SAMPLING_EXTRAS,
         zero_logprobs=True,
-        limits_logprobs=True,
         own_prompt_logprobs=True,
         ignores_stops_with_eos=True,
         lacks_cancelled_logprobs=False,
         announces_death=True,
         fetches_stats=True,
         detailed_stats=True,
-        min_p_is_sampling=True,
     ),
 }

@@ -99,27 +99,11 @@ class CompletionOutput:
         """Number of tokens."""
         return len(self.token_ids or ())
 
-    @property
-    def text_diff(self) -> str:
-        """Text is not imitated."""
-        return ""
-
-    @property
-    def token_ids_diff(self) -> list[int]:
-        """Tokens of the last item; unreliable after a stop token was removed."""
-        return (self.token_ids or [])[self._last_token_ids_len :]
-
-    @property
-    def logprobs_diff(self) -> list[Any]:
-        """Log-probabilities of the last item."""
-        return list(self.logprobs or [])[self._last_logprobs_len :]
-
     def extend(self, response: Response, stop_token_ids: list[int], keeps_stop: bool) -> None:
         """Add a response."""
         tokens, logprobs = self.token_ids, self.logprobs
         assert tokens is not None
         assert logprobs is not None
-        self._last_token_ids_len, self._last_logprobs_len = len(tokens), len(logprobs)
         tokens += response.tokens
         if response.logprobs is not None:
             logprobs += response.logprobs  # type: ignore[arg-type]
@@ -165,7 +149,6 @@ class RequestOutput:
         self.finished = False
         """True after the last item; not after an error."""
         self.cached_tokens = 0
-        self._aborted = False
         self._background_errors = executor.errors
         # After the LLM is gone, abort fails with AttributeError (result.py).
         self._executor = weakref.ref(executor)
@@ -176,21 +159,12 @@ class RequestOutput:
         """Stop the request. A cancelled item follows, or none if the request still waits in the queue."""
         executor = self._executor()
         executor.abort_request(self.request_id)  # type: ignore[union-attr]  # the AttributeError of result.py
-        self._aborted = True
-
-    def aborted(self) -> bool:
-        """True if `abort` was called."""
-        return self._aborted
 
     async def aresult(self) -> Self:
         """Wait for the end."""
         while not self.finished:
             await self.__anext__()
         return self
-
-    def result(self, timeout: float | None = None) -> NoReturn:
-        """Not imitated."""
-        raise NotImplementedError("the stand-in does not imitate synchronous reading")
 
     def __await__(self) -> Generator[Any, None, Self]:
         return self.aresult().__await__()
@@ -206,12 +180,6 @@ class RequestOutput:
             await queue.arrival()
         self._handle(queue.items.popleft())
         return self
-
-    def __hash__(self) -> int:
-        return hash(self.request_id)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
     def _handle(self, response: Response | ErrorResponse | BaseException) -> None:
         if not isinstance(response, Response):

@@ -5,12 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from trtllm_standin.guides import Tokenizer
-    from trtllm_standin.release import Release
-
-MAX_TOP_LOGPROBS = 20
-
 
 class GuideMethods:
     """Behaviour of GuidedDecodingParams."""
@@ -28,7 +22,6 @@ class SamplingMethods:
 
     __slots__ = ()
     if TYPE_CHECKING:
-        release: Release
 
         def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401 - the recorded fields
 
@@ -56,22 +49,9 @@ class SamplingMethods:
             raise ValueError(f"require temperature >= 0, got temperature={self.temperature}")
         if self.guided_decoding is not None:
             self.guided_decoding._validate()
-        for name in ("logprobs", "prompt_logprobs") if self.release.limits_logprobs else ():
-            wanted = getattr(self, name)
-            if wanted is not None and not 0 <= wanted <= MAX_TOP_LOGPROBS:
-                raise ValueError(f"{name} must be between 0 and {MAX_TOP_LOGPROBS}, got {wanted}")
 
     @property
     def _greedy_decoding(self) -> bool:
         """A request with nothing set is greedy; one with a temperature or top_p of 1 is not."""
         nothing_set = self.temperature is None and self.top_p is None and self.top_k is None
-        if nothing_set and self.release.min_p_is_sampling and self.min_p:
-            return bool(self.min_p == 1)
         return bool(nothing_set or self.top_k == 1 or self.top_p == 0 or self.temperature == 0)
-
-    def _setup(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
-        """Set end_id from the tokenizer, in the caller's object. Only then do further EOS tokens become stop tokens."""
-        self.end_id = self.pad_id = tokenizer.eos_token_id
-        further = [token for token in eos_token_ids if token != self.end_id]
-        if further:
-            self.stop_token_ids = list(dict.fromkeys([*(self.stop_token_ids or ()), *further]))

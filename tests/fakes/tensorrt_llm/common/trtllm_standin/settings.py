@@ -43,8 +43,6 @@ class Settings:
     """The last item of a cancelled request has a token without log-probabilities."""
     workers: bool
     """Start a process per rank."""
-    gpus: int
-    """GPUs of the machine."""
     log: str
     """File for the records of `inspection`."""
     single_process: bool
@@ -62,7 +60,6 @@ class Settings:
             step_fail_ends=_flag("STEP_FAIL_ENDS"),
             cancel_with_token=_flag("CANCEL_WITH_TOKEN"),
             workers=_flag("WORKERS"),
-            gpus=int(_variable("GPUS", "8")),
             log=_variable("LOG", ""),
             single_process=os.environ.get(SINGLE_PROCESS) == "1",
             faults={int(token): fault for fault in Fault if (token := _variable(fault.value, ""))},

@@ -52,8 +52,6 @@ class Worker:
     """Seed of requests without one. The C++ sampler has 0: equal prompts get equal answers."""
     faults: Mapping[int, Fault]
     guided: GuidedDecoder | None
-    refuses_guides: bool
-    """Refuse a guide if there is no decoder (C++ executor, issue #2624). py_executor.py silently ignores it."""
 
     def take(
         self,
@@ -110,14 +108,8 @@ class Worker:
 
     def _chooser(self, params: Any, request: Request) -> Chooser | None:  # noqa: ANN401 - see take
         """Return None for a plain greedy sequence."""
-        guide = params.guided_decoding
-        if guide is not None and self.guided is None:
-            if self.refuses_guides:
-                raise RuntimeError(
-                    "Request is specified with GuidedDecodingParams, but GuidedDecoder is not setup. Please provide a "
-                    "valid GuidedDecodingConfig to setup GuidedDecoder."
-                )
-            guide = None
+        # py_executor.py silently ignores a guide without a decoder.
+        guide = None if self.guided is None else params.guided_decoding
         min_p = params.min_p if "min_p" in self.sampling_extras else None
         prompt = request.prompt
         width = 1 if params._greedy_decoding else width_of(len(prompt), params.top_k, params.top_p, min_p)
