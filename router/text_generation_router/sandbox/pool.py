@@ -4,9 +4,6 @@ A chat template and a grammar are foreign programs. In the router's process they
 for any time, and a thread cannot be killed. So each kind of job has a sandbox: a few small processes with limited
 memory, time and output and a low priority (nice). A worker that is too slow or dies is replaced while the others go on.
 
-    call ──▶ waiting (FIFO, bounded) ──▶ an idle worker ──▶ result
-              └─ too long ──▶ Overloaded     └─ too slow, dead ──▶ SandboxError, and a new worker
-
 The pool is our own because pebble's (5.2.3 was tried) gives its children the whole environment, keys included, unpickles
 what they send, lets one that ignores SIGTERM run three seconds past its limit, and does not bound its queue.
 """
@@ -20,10 +17,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 from text_generation_router.errors import Overloaded
@@ -36,7 +31,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 MAX_WAIT_S = 1.0
 """Time that a call waits for a worker before it is refused with Overloaded."""
 NICENESS = 5
-REAP_INTERVAL_S = 0.01
 CLOSED = "the sandbox is closed"
 ENV_NAMES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TZDIR", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")  # fmt: skip
 """The environment variables that a worker gets: no tokens and no keys."""
@@ -62,25 +56,6 @@ class _Crashed(SandboxError):
     """The worker died, because of the job or for another reason."""
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    payload: bytes
-    answer: asyncio.Future[bytes]
-    wait_timer: asyncio.TimerHandle = field(init=False)
-    """Refuses the call, unless a worker takes it in time."""
-    is_repeated: bool = False
-    """The first worker that did it died."""
-
-    def settle(self, outcome: bytes | Exception) -> None:
-        """Answer the caller, unless it was answered or cancelled."""
-        if self.answer.done():
-            return
-        if isinstance(outcome, bytes):
-            self.answer.set_result(outcome)
-        else:
-            self.answer.set_exception(outcome)
-
-
 class Sandbox:
     """A pool of worker processes for one kind of job. Belongs to the event loop it was started on."""
 
@@ -104,7 +79,8 @@ class Sandbox:
         self._settings = json.dumps(settings).encode()
         self._factory, self._size, self._timeout_s = factory, workers, timeout_s
         self._max_waiting, self._max_output = max_waiting, max_output
-        self._waiting: deque[_Call] = deque()
+        self._waiting: dict[asyncio.Future[bytes], bytes] = {}
+        """The payloads of calls that wait for a worker, in order, by the future of the result."""
         self._idle: list[_Worker] = []
         self._ready: set[_Worker] = set()
         """The workers that have created their job: idle or busy."""
@@ -151,37 +127,47 @@ class Sandbox:
 
         A caller that is cancelled leaves the queue; a job that already runs goes on, and its result is dropped.
         """
+        try:
+            return await self._call(payload)
+        except _Crashed:
+            # The worker may have been killed for another reason. If the job did it, it will do it again.
+            return await self._call(payload, is_repeated=True)
+
+    async def _call(self, payload: bytes, *, is_repeated: bool = False) -> bytes:
         if self._broken is not None:
             raise SandboxBroken(self._broken)
-        if not self._idle and len(self._waiting) >= self._max_waiting:
+        if not self._idle and len(self._waiting) >= self._max_waiting and not is_repeated:
             raise Overloaded
         loop = asyncio.get_running_loop()
-        call = _Call(payload, loop.create_future())
-        call.wait_timer = loop.call_later(MAX_WAIT_S, call.settle, Overloaded())
-        self._waiting.append(call)
+        answer: asyncio.Future[bytes] = loop.create_future()
+        self._waiting[answer] = payload
         self._dispatch()
+        if answer in self._waiting and not is_repeated:
+            loop.call_later(MAX_WAIT_S, self._refuse, answer)
         try:
-            return await call.answer
+            return await answer
         finally:
-            call.wait_timer.cancel()
-            if call in self._waiting:
-                self._waiting.remove(call)
+            self._waiting.pop(answer, None)
+
+    def _refuse(self, answer: asyncio.Future[bytes]) -> None:
+        if answer in self._waiting:
+            _settle(answer, Overloaded())
 
     def _break(self, reason: str) -> None:
         """Refuse all calls, also those that wait or run."""
         self._broken = reason
-        for call in (*self._waiting, *(worker.call for worker in self._ready)):
-            if call is not None:
-                call.settle(SandboxBroken(reason))
+        for answer in (*self._waiting, *(worker.answer for worker in self._ready)):
+            if answer is not None:
+                _settle(answer, SandboxBroken(reason))
 
     def _dispatch(self) -> None:
         while self._idle and self._waiting:
-            call = self._waiting.popleft()
-            if not call.answer.done():
-                call.wait_timer.cancel()
+            answer = next(iter(self._waiting))
+            payload = self._waiting.pop(answer)
+            if not answer.done():
                 worker = self._idle.pop()
-                worker.call = call
-                worker.ask(call.payload, self._timeout_s)
+                worker.answer = answer
+                worker.ask(payload, self._timeout_s)
 
     async def _keep_worker(self, started: asyncio.Future[None]) -> None:
         """Run a worker; when it ends, run the next one."""
@@ -190,7 +176,7 @@ class Sandbox:
             try:
                 async with _start_worker(self._factory) as worker:
                     worker.ask(self._settings, START_TIMEOUT_S)
-                    if isinstance(error := await worker.answer(START_TIMEOUT_S, self._max_output), SandboxError):
+                    if isinstance(error := await worker.outcome(self._max_output), SandboxError):
                         raise error
                     pause_s, self._broken = FIRST_PAUSE_S, None
                     self._ready.add(worker)
@@ -209,22 +195,26 @@ class Sandbox:
         """Give jobs to a ready worker until it ends."""
         try:
             while not worker.ended:
-                worker.call = None
+                worker.answer = None
                 self._idle.append(worker)
                 self._dispatch()
-                outcome = await worker.answer(self._timeout_s, self._max_output)
-                if worker.call is None:  # it died, or broke the protocol
+                outcome = await worker.outcome(self._max_output)
+                if worker.answer is None:  # it died, or broke the protocol
                     self._idle.remove(worker)
                     return
-                if isinstance(outcome, _Crashed) and not worker.call.is_repeated:
-                    # The worker may have been killed for another reason. If the job did it, it will do it again.
-                    worker.call.is_repeated = True
-                    self._waiting.appendleft(worker.call)
-                    self._dispatch()
-                else:
-                    worker.call.settle(outcome)
+                _settle(worker.answer, outcome)
         finally:
             self._ready.discard(worker)
+
+
+def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
+    """Answer a call, unless it was answered or cancelled."""
+    if answer.done():
+        return
+    if isinstance(outcome, bytes):
+        answer.set_result(outcome)
+    else:
+        answer.set_exception(outcome)
 
 
 class _Worker:
@@ -234,39 +224,40 @@ class _Worker:
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.process = process
-        self.call: _Call | None = None
+        self.answer: asyncio.Future[bytes] | None = None
+        """The result of its job; None while it is idle."""
         self.ended = False
         self._reader, self._writer = reader, writer
+        self._timeout_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def ask(self, payload: bytes, timeout_s: float) -> None:
-        """Send a job; kill the process if the answer takes too long."""
+        """Send a job; kill the process if its outcome takes too long."""
+        self._timeout_s = timeout_s
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.process.kill)
-        if not self._writer.is_closing():  # else `answer` is about to see it
+        if not self._writer.is_closing():  # else `outcome` is about to see it
             self._writer.write(HEADER.pack(len(payload), FrameKind.JOB) + payload)
 
-    async def answer(self, timeout_s: float, max_output: int) -> bytes | SandboxError:
+    async def outcome(self, max_output: int) -> bytes | SandboxError:
         """Wait for the result of the job, or for the end of the worker, also without a job."""
         try:
             size, kind = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if size > max(max_output, 4 * MAX_MESSAGE + 4):
                 raise ConnectionError  # the worker broke the protocol
             body = await self._reader.readexactly(size)
-            self.ended = kind == FrameKind.OUT_OF_MEMORY
         except (asyncio.IncompleteReadError, ConnectionError):
             self.ended = True
             if self._timer is not None and self._timer.when() <= asyncio.get_running_loop().time():
-                return SandboxTimeout(f"took longer than {timeout_s:g} s")
+                return SandboxTimeout(f"took longer than {self._timeout_s:g} s")
             code = self.process.poll() or 0
             return _Crashed(f"the worker died of {signal.Signals(-code).name}" if code < 0 else "the worker ended")
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-        if kind == FrameKind.RESULT:
-            return body
-        if kind == FrameKind.FAILED:
-            return SandboxError(body.decode(errors="replace"))
-        return SandboxOutOfMemory("needs more memory than it may have")
+        if kind == FrameKind.OUT_OF_MEMORY:
+            self.ended = True
+            return SandboxOutOfMemory("needs more memory than it may have")
+        return body if kind == FrameKind.RESULT else SandboxError(body.decode(errors="replace"))
 
 
 @asynccontextmanager
@@ -285,8 +276,7 @@ async def _start_worker(factory: str) -> AsyncIterator[_Worker]:
     finally:
         process.kill()
         try:
-            while process.poll() is None:  # noqa: ASYNC110 - no event says that a process has ended
-                await asyncio.sleep(REAP_INTERVAL_S)
+            await asyncio.to_thread(process.wait)
         finally:
             process.wait()  # the sandbox was closed meanwhile
 
