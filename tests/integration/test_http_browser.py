@@ -52,7 +52,7 @@ async def test_a_browser_may_read_errors_and_our_headers(stack: Stack) -> None:
             assert response.status == status
             assert response.headers["access-control-allow-origin"] == "*"
             exposed = response.headers["access-control-expose-headers"].split(",")
-            assert {"x-request-id", "request-id"} <= {*exposed}
+            assert {"x-request-id", "request-id", "retry-after", "x-cached-tokens"} <= {*exposed}
     async with stack.client.get("/info", headers={"origin": ORIGIN}) as response:
         assert response.status == 401
         assert response.headers["access-control-allow-origin"] == "*"

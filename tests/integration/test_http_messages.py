@@ -11,7 +11,7 @@ import anthropic
 import pytest
 import pytest_asyncio
 from answer_events import MESSAGES, check_types, read_events
-from anthropic import AsyncAnthropic, beta_async_tool
+from anthropic import AsyncAnthropic
 from anthropic.types import Message
 from http_stack import Stack, serve
 from pydantic import BaseModel
@@ -56,27 +56,6 @@ Both = tuple[Stack, AsyncAnthropic]
 
 async def count(stack: Stack, text: str) -> int:
     return len((await stack.tokenizer.encode(text, add_special_tokens=False)).ids)
-
-
-async def test_a_message_is_answered(stack_and_client: Both) -> None:
-    stack, client = stack_and_client
-    prompt = "[system]Be brief.\nBe kind.[user]Hi[answer]"
-    message = await client.messages.create(
-        model="m",
-        system=[{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}],
-        messages=HI,
-        max_tokens=await count(stack, prompt),
-        metadata={"user_id": "me"},
-        extra_body={"temperature": 0.0, "top_p": 1.0, "top_k": 40},  # the client has no names for them any more
-    )
-    Message.model_validate(message.model_dump())
-    [block] = message.content
-    assert block.type == "text"
-    assert block.text == prompt
-    assert (message.stop_reason, message.stop_sequence) == ("max_tokens", None)
-    assert (message.usage.input_tokens, message.usage.output_tokens) == (await count(stack, prompt),) * 2
-    assert (message.model, message.id[:4]) == ("m", "msg_")
-    await stack.assert_empty()
 
 
 async def test_a_stream_equals_a_whole_reply(stack_and_client: Both) -> None:
@@ -177,33 +156,6 @@ async def test_a_thread_is_refused_so_that_clients_send_all(stack_and_client: Bo
     }
     async with stack.client.post(path, json={"messages": HI, "max_tokens": 1, "thread": None}) as response:
         assert response.status == 200
-
-
-async def test_anthropics_runner_of_tools_keeps_its_history(demo_model: Path) -> None:
-    """The runner requests a thread first; with one it would send only new messages."""
-
-    @beta_async_tool
-    async def weather(city: str) -> str:
-        """Return the weather of a city."""
-        return f"sun in {city}"
-
-    says = '<tool_call>\n{"name": "weather", "arguments": {"city": "X"}}\n</tool_call>END'
-    template = (
-        "{% if messages|length == 1 %}{{ messages[0].content }}{% else %}"
-        "{% for m in messages %}[{{ m.role }}]{% if m.role == 'tool' %}{{ m.content }}{% endif %}{% endfor %}{% endif %}"
-    )
-    async with connected(demo_model, chat_template=template, tool_call_parser="hermes", grammars=True) as (_, client):
-        runner = client.beta.messages.tool_runner(
-            model="m",
-            max_tokens=60,
-            stop_sequences=["END"],
-            messages=[{"role": "user", "content": says}],
-            tools=[weather],
-            max_iterations=2,
-        )
-        used, said = [message async for message in runner]
-    assert [block.type for block in used.content] == ["tool_use"]
-    assert said.content[0].text.startswith("[user][assistant][tool]sun in X")
 
 
 @pytest.mark.parametrize(

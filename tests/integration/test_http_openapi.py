@@ -42,32 +42,12 @@ async def test_it_lists_every_route(stack: Stack) -> None:
     paths = (await document_of(stack))["paths"]
     served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert served >= {
-        "GET /",
-        "POST /",
-        "POST /generate",
-        "POST /generate_stream",
-        "POST /tokenize",
-        "POST /chat_tokenize",
-        "POST /detokenize",
-        "GET /tokenizer_info",
-        "GET /info",
-        "GET /health",
-        "GET /ping",
-        "GET /metrics",
-        "POST /v1/chat/completions",
-        "POST /v1/completions",
-        "GET /v1/models",
-        "GET /v1/models/{model}",
-        "POST /invocations",
-        "POST /vertex",
-        "GET /v2",
-        "GET /v2/health/live",
-        "GET /v2/health/ready",
-        "GET /v2/models/{name}/versions/{version}",
-        "GET /v2/models/{name}/versions/{version}/ready",
-        "POST /v2/models/{name}/versions/{version}/infer",
-        "GET /docs",
-        "GET /api-doc/openapi.json",
+        *("GET /", "POST /", "POST /generate", "POST /generate_stream", "POST /tokenize", "POST /chat_tokenize"),
+        *("POST /detokenize", "GET /tokenizer_info", "GET /info", "GET /health", "GET /ping", "GET /metrics"),
+        *("POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /v1/models/{model}"),
+        *("POST /invocations", "POST /vertex", "GET /v2", "GET /v2/health/live", "GET /v2/health/ready"),
+        *("GET /v2/models/{name}/versions/{version}", "GET /v2/models/{name}/versions/{version}/ready"),
+        *("POST /v2/models/{name}/versions/{version}/infer", "GET /docs", "GET /api-doc/openapi.json"),
     }
 
 
@@ -78,9 +58,9 @@ async def test_every_reference_resolves_and_every_operation_has_an_id(stack: Sta
         for part in reference.removeprefix("#/").split("/"):
             found = found[part]
         assert isinstance(found, dict)
-    operations = [one for methods in document["paths"].values() for one in methods.values()]
-    assert len({one["operationId"] for one in operations}) == len(operations)
-    assert all(one["summary"] and one["tags"] for one in operations)
+    operations = [operation for methods in document["paths"].values() for operation in methods.values()]
+    assert len({operation["operationId"] for operation in operations}) == len(operations)
+    assert all(operation["summary"] and operation["tags"] for operation in operations)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +106,7 @@ async def test_responses_match_their_schema(
     stack: Stack, method: str, path: str, body: Json | None, status: int
 ) -> None:
     document = await document_of(stack)
-    template = next(one for one in document["paths"] if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", one), path))
+    template = next(known for known in document["paths"] if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", known), path))
     described = document["paths"][template][method]["responses"][str(status)]
     async with stack.client.request(method, path, json=body) as response:
         assert response.status == status
@@ -163,6 +143,9 @@ async def test_events_match_their_schema(stack: Stack, path: str, body: Json) ->
         jsonschema.validate(json.loads(event), schema, cls=jsonschema.Draft202012Validator)
 
 
+PROBES = ("/", "/health", "/ping", "/v2/health/live", "/v2/health/ready", "/v2/models/{name}/versions/{version}/ready")
+
+
 async def test_every_route_except_probes_requires_a_key(demo_model: Path, stack: Stack) -> None:
     assert "securitySchemes" not in (await document_of(stack))["components"]
     async with serve(demo_model, settings={"api_key": ["key"]}) as locked:
@@ -171,10 +154,7 @@ async def test_every_route_except_probes_requires_a_key(demo_model: Path, stack:
     assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            ready = "/v2/models/{name}/versions/{version}/ready"
-            probe = (method, path) in {
-                ("get", one) for one in ("/", "/health", "/ping", "/v2/health/live", "/v2/health/ready", ready)
-            }
+            probe = method == "get" and path in PROBES
             assert ("401" not in operation["responses"]) == probe
             assert (operation.get("security") == []) == probe
 
@@ -208,7 +188,7 @@ async def test_every_body_has_a_size_limit_and_must_be_json(stack: Stack) -> Non
     taking = [path for path, methods in (await document_of(stack))["paths"].items() if "post" in methods]
     assert len(taking) > 10
     headers = {"content-type": "application/json"}
-    for path in (one.replace("{name}", "a").replace("{version}", "1") for one in taking):
+    for path in (known.replace("{name}", "a").replace("{version}", "1") for known in taking):
         for body, status in ((b" " * 2_000_001, 413), (b"{", 400), (b"[]", 422)):
             async with stack.client.post(path, data=io.BytesIO(body), headers=headers) as response:
                 assert (path, response.status) == (path, status)
@@ -223,7 +203,7 @@ async def test_routes_that_generate_document_timeouts_and_retry_after(stack: Sta
     headers = {f"#/components/parameters/{name}" for name in document["components"]["parameters"]}
     for path in generating:
         operation = document["paths"][path]["post"]
-        assert headers <= {one.get("$ref") for one in operation["parameters"]}
+        assert headers <= {parameter.get("$ref") for parameter in operation["parameters"]}
         answers = operation["responses"]
         assert "Retry-After" not in answers["408"]["headers"]
         for status in ("429", "503"):
@@ -238,8 +218,8 @@ async def test_routes_that_generate_document_timeouts_and_retry_after(stack: Sta
 
 async def test_documented_header_values_are_accepted(stack: Stack) -> None:
     described = (await document_of(stack))["components"]["parameters"]
-    for name, one in described.items():
-        schema = one["schema"]
+    for name, parameter in described.items():
+        schema = parameter["schema"]
         values = [str(schema[bound]) for bound in ("minimum", "maximum") if bound in schema]
         values += schema.get("enum", [])
         values += ["a" * schema["maxLength"]] if "maxLength" in schema else []
@@ -247,4 +227,4 @@ async def test_documented_header_values_are_accepted(stack: Stack) -> None:
         assert values
         for value in values:
             async with stack.client.post("/generate", json=HELLO, headers={name: value}) as response:
-                assert response.status in (200, 408), (name, value)  # a nanosecond is a timeout, if a short one
+                assert response.status in (200, 408), (name, value)  # a nanosecond is a valid timeout

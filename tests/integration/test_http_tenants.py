@@ -81,13 +81,6 @@ async def test_a_refusal_has_retry_after_and_comes_before_the_response_begins(
     assert busy.permits.in_use == 2
 
 
-async def test_browsers_may_read_retry_after(demo_model: Path) -> None:
-    asked = {"json": {"inputs": "a"}, "headers": {"origin": "http://a"}}
-    async with serve(demo_model) as stack, stack.client.post("/generate", **asked) as response:
-        exposed = response.headers["access-control-expose-headers"].split(",")
-    assert {"retry-after", "x-cached-tokens"} <= set(exposed)
-
-
 # --------------------------------------------------------------------------------------------------------------- tenants
 
 
@@ -108,15 +101,6 @@ async def test_a_tenant_with_all_permits_blocks_only_itself(
             assert await status_of(stack, other) == 200
             async with endless(stack, 1, other):
                 assert await status_of(stack, other) == 429
-        await until(lambda: stack.permits.in_use == 0)
-
-
-async def test_with_several_keys_the_tenant_header_is_ignored(demo_model: Path) -> None:
-    settings = {"api_key": ["one", "two"]}
-    async with serve(demo_model, max_concurrent_requests=1, settings=settings, echo_step_ms=5) as stack:
-        async with endless(stack, 1, {"x-api-key": "one"}):
-            pretending = {"x-api-key": "one", "x-llm-d-inference-fairness-id": "another"}
-            assert await status_of(stack, pretending) == 429
         await until(lambda: stack.permits.in_use == 0)
 
 

@@ -1,4 +1,4 @@
-"""No body stops the server: whatever list it has, the first wrong entry is the last one looked at."""
+"""The check of any list or dict in a body stops at its first wrong entry, so that no body stops the server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Path = tuple[tuple[type[BaseModel], str], ...]
 
 
 def bodies() -> list[type[Body]]:
-    """What the routes of the table take. Their handlers are only looked at, so nothing is behind them."""
+    """Return the body types in the route table. No handler is called."""
     service, generate = ServiceRoutes.__new__(ServiceRoutes), GenerateRoutes.__new__(GenerateRoutes)
     chat, completions = ChatRoutes.__new__(ChatRoutes), CompletionRoutes.__new__(CompletionRoutes)
     table = [

@@ -25,19 +25,6 @@ def count_and_sum(histogram: Histogram) -> tuple[float, float]:
     return count, total
 
 
-def test_a_first_token_has_no_gap_before_it(histogram: Histogram) -> None:
-    gaps = TokenGaps(histogram)
-    gaps.step(1.0, ids(1, 2), ids(1, 2))
-    assert count_and_sum(histogram) == (0, 0)
-
-
-def test_requests_in_consecutive_steps_are_counted_together(histogram: Histogram) -> None:
-    gaps = TokenGaps(histogram)
-    gaps.step(1.0, ids(1, 2), ids(1, 2))
-    gaps.step(1.5, ids(1, 2, 3), ids(1, 2, 3))
-    assert count_and_sum(histogram) == (2, 1.0)
-
-
 def test_a_request_left_out_of_steps_has_one_long_gap(histogram: Histogram) -> None:
     gaps = TokenGaps(histogram)
     for at, served in ((1.0, ids(1, 2)), (2.0, ids(1)), (3.0, ids(1)), (7.0, ids(1, 2))):
