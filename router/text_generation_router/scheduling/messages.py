@@ -12,14 +12,11 @@ from text_generation_router.request import Request, RequestId, TokenId
 
 
 class JoinReason(Enum):
-    """The reason why queued requests joined running ones. The values are TGI's."""
+    """The reason why queued requests joined running ones: see `Policy.join_reason`. The values are TGI's."""
 
     BACKPRESSURE = "backpressure"
-    """The queue reached the waiting-served ratio."""
     WAIT_EXCEEDED = "wait_exceeded"
-    """The ratio no longer counted after `max_waiting_tokens` steps."""
     CHUNKING = "chunking"
-    """No ratio is set: prompts are computed in chunks beside decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,6 @@ class SchedulerStats:
     """Gauges and counters over all replicas. Counters never decrease."""
 
     waiting: int
-    """Queued requests."""
     queued_tokens: int
     """Expected work of the queue, in tokens."""
     running: int
@@ -124,15 +120,15 @@ class SchedulerStats:
     num_replicas: int
     """Configured replicas."""
     serving_replicas: int
+
+    # Counters.
     preemptions: int
-    """Counter: running sequences returned to the queue for lack of blocks."""
     cancellations: int
-    """Counter: requests cancelled before their end (client gone, or stop string found)."""
+    """By clients that left, and by stop strings."""
     expirations: int
-    """Counter: requests whose deadline passed."""
     moves: int
-    """Counter: running sequences that lost their replica."""
+    """Running sequences that lost their replica."""
     prompt_tokens: int
-    """Counter: prompt tokens of requests when they first left the queue."""
+    """Prompt tokens of requests that left the queue for the first time."""
     hit_tokens: int
-    """Counter: of these, tokens found in a prefix cache."""
+    """Prompt tokens of these that were found in a prefix cache."""

@@ -56,7 +56,7 @@ class Policy:
         if not running:
             return None
         if int(running * self.waiting_served_ratio) == 0:
-            return JoinReason.CHUNKING
+            return JoinReason.CHUNKING  # no ratio is set: prompts are computed in chunks beside decoding
         if steps_since_placement >= self.max_waiting_tokens:
             return JoinReason.WAIT_EXCEEDED
         return JoinReason.BACKPRESSURE

@@ -137,14 +137,21 @@ class ReplicaScheduler:
         return bool(self.prompts.unscheduled or self._to_release or self.cache.urgent)
 
     def schedule(self) -> SchedulerOutput | None:
-        """Return the changes for the next step boundary; None if there are none, or earlier orders are under way."""
+        """See `Scheduler.schedule`."""
         if self.orders_sent > self._orders_applied or not self.may_have_orders:
             return None
         running = len(self._running)
         allocations, stalled = self.cache.grow(self._policy.growth_tokens, running)
-        if stalled and not self._placed and not self._blocks_are_coming():
+        if stalled and not self._placed and not any(each.blocks for each in (*self._to_release, *self._releasing)):
             self._preempt()
-        placements, prefill = self._schedule_prompts()
+        budget = self.prompts.unscheduled
+        if not self.spec.self_scheduling:
+            budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running)
+        placements, prefill = [], []
+        for sequence, chunk in self.prompts.schedule(budget):
+            if sequence.state is State.PLACED:
+                placements.append(self._start(sequence))
+            prefill.append((sequence.slot, chunk))
         if self.spec.self_scheduling:
             allocations, prefill = [], []
         if not (self._to_release or placements or allocations or prefill):
@@ -167,27 +174,10 @@ class ReplicaScheduler:
             join_reason=join_reason,
         )
 
-    def _blocks_are_coming(self) -> bool:
-        """Return True if releases under way will free blocks."""
-        return any(sequence.blocks for sequence in (*self._to_release, *self._releasing))
-
     def _preempt(self) -> None:
         if victim := choose_victim(self._running.values(), self_scheduling=self.spec.self_scheduling):
             self.preemptions += 1
             self._release(victim, State.PREEMPTED)
-
-    def _schedule_prompts(self) -> tuple[list[Placement], list[tuple[int, int]]]:
-        placements: list[Placement] = []
-        chunks: list[tuple[int, int]] = []
-        if self.spec.self_scheduling:
-            budget = self.prompts.unscheduled
-        else:
-            budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running)
-        for sequence, chunk in self.prompts.schedule(budget):
-            if sequence.state is State.PLACED:
-                placements.append(self._start(sequence))
-            chunks.append((sequence.slot, chunk))
-        return placements, chunks
 
     def _start(self, sequence: ScheduledSequence) -> Placement:
         del self._placed[sequence.id]
@@ -253,7 +243,7 @@ class ReplicaScheduler:
     def update(self, output: StepOutput, deliveries: Deliveries) -> tuple[int, list[ScheduledSequence]]:
         """Record the results of a step, and add tokens and errors to `deliveries`.
 
-        Return the tokens computed for sequences that continue or finished, and the sequences that left, whose state is
+        Return the prompt and new tokens computed for running sequences that did not fail, and the sequences that left:
         FINISHED, FAILED, CANCELLED, or WAITING after a preemption.
         """
         left: list[ScheduledSequence] = []
@@ -277,7 +267,6 @@ class ReplicaScheduler:
         return served, left
 
     def _update_prefills(self, output: StepOutput) -> int:
-        """Return the prompt tokens computed for sequences that did not fail."""
         served = 0
         for slot, chunk in output.prefilled:
             sequence = self._slots[slot]
@@ -302,7 +291,6 @@ class ReplicaScheduler:
         return chunk
 
     def _update_tokens(self, output: StepOutput, deliveries: Deliveries, left: list[ScheduledSequence]) -> int:
-        """Return the number of new tokens of running sequences."""
         # Runs once per token: local names, no properties, the rare cases below.
         slots, finished, token_ids = self._slots, output.finished, output.token_ids
         deliver = deliveries.tokens.append
@@ -356,7 +344,7 @@ class ReplicaScheduler:
         self._releasing = under_way
 
     def request_in(self, slot: int) -> RequestId | None:
-        """Return the request in `slot`; None if it is free or its request was cancelled."""
+        """See `Scheduler.request_in`."""
         sequence = self._slots[slot]
         return sequence.id if sequence is not None and sequence.state is not State.CANCELLED else None
 

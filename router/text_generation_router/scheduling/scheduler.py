@@ -2,27 +2,23 @@
 
 Each replica runs this loop; clients submit and cancel beside it:
 
-    while it serves:
-        expire()                        # end queued and running requests past their deadline
+    expire()                            # end queued and running requests past their deadline
 
-        dispatch():                     # what leaves the queue, and where it goes
-            while a replica has room and sequence := queue.peek():
-                replicas = ranked by cached prefix - pending work, those with room
-                if a better replica has room soon, or another sequence is computing its prefix:
-                    queue.skip(sequence)
-                elif one of replicas has a slot and the KV blocks:
-                    queue.remove(sequence); charge its tenant
-                elif one of them could ever hold it:
-                    break               # the order of the queue holds: the next ones wait, too
+    dispatch():                         # what leaves the queue, and where it goes
+        while a replica has room and sequence := queue.peek():
+            if a better replica has room soon, or another sequence is computing its prefix:
+                queue.skip(sequence)
+            elif a replica with room has the KV blocks:     # the one with most cached prefix - pending work
+                queue.remove(sequence); charge its tenant
+            elif one of them could ever hold it:
+                break                   # the order of the queue holds: the next ones wait, too
 
-        output = schedule(replica):     # what its next step computes
-            allocate KV blocks to sequences near the end of theirs
-            if one is stalled without a block:
-                preempt choose_victim(running)      # back to the head of the queue
-            prefill = chunks of prompts, within the token budget
-            return releases, placements, block allocations, prefill chunks
+    output = schedule(replica):         # what its next step computes
+        allocate KV blocks to sequences near the end of theirs
+        if one is stalled without a block: preempt choose_victim(running)      # back to the head of the queue
+        prefill = chunks of prompts, within the token budget
 
-        deliveries = update(replica, step_output)   # new tokens, errors, freed slots and blocks
+    deliveries = update(replica, step_output)           # new tokens, errors, freed slots and blocks
 
 A sequence leaves the queue only when a replica has room for it now, so order, priorities and fairness hold until the last
 moment. See `queue` for that order, `dispatch` for the choice of a replica, `replica_scheduler` for steps, `preemption`
@@ -55,7 +51,7 @@ from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
 MAX_SKIPPED = 16
-"""Sequences that one `dispatch` skips: it has to take microseconds, and there will be another one."""
+"""Sequences that one `dispatch` skips: it has to take microseconds."""
 MAX_MOVES = 100
 """Replicas that a request may lose in all."""
 
@@ -167,7 +163,7 @@ class Scheduler:
                 self._skipped.setdefault(reason, []).append(sequence)
                 skipped += 1
             elif replica := next((each for each in ranked if each.place(sequence)), None):
-                self._leave_queue(sequence, replica)
+                self._start(sequence, replica)
                 placed[replica.replica] = None
             elif self._dispatcher.can_hold(sequence):
                 break
@@ -175,8 +171,8 @@ class Scheduler:
                 self.queue.skip(sequence)  # until a replica joins or stops to drain
         return list(placed)
 
-    def _leave_queue(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
-        """Count a sequence that was placed; charge its tenant the first time."""
+    def _start(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
+        """Take a sequence that was placed out of the queue; charge its tenant the first time."""
         self._dispatcher.placed(sequence, replica.replica)
         tenant = sequence.request.qos.tenant
         self.queue.tenants.started(tenant)
@@ -220,16 +216,12 @@ class Scheduler:
         return deliveries
 
     def _requeue(self, sequence: ScheduledSequence) -> None:
-        """Queue a sequence that left its replica, before all others."""
         sequence.work = self._work(sequence)
         self.queue.requeue(sequence)
         self.queue.tenants.ended(sequence.request.qos.tenant)
 
     def _forget(self, sequence: ScheduledSequence) -> None:
-        """Forget a sequence that waits or left its replica.
-
-        Its tenant pays for the generated tokens, not for the expected ones.
-        """
+        """Forget a sequence that waits or left its replica. Its tenant pays for generated, not for expected tokens."""
         del self._sequences[sequence.id]
         self._deadlines.discard(sequence)
         tenant = sequence.request.qos.tenant
@@ -303,10 +295,10 @@ class Scheduler:
     def estimated_wait(self, tenant: TenantId) -> float | None:
         """Return the seconds that a new request of `tenant` would wait (`Retry-After`); None if unknown.
 
-        The work before it over the measured throughput. That is the work of the whole queue, or of its own tenant at that
-        tenant's share of the replicas, whichever takes less time.
+        The work before it over the measured throughput: the work of the whole queue, or of its tenant over that tenant's
+        share, whichever is less.
         """
-        serving = self._serving
+        serving = self.serving
         rates = [self._throughputs[replica.replica].rate() for replica in serving]
         if work := self.queue.work:
             return estimate_wait(min(work, self.queue.tenants.work(tenant) / self.queue.tenants.share(tenant)), rates)
@@ -339,16 +331,16 @@ class Scheduler:
 
     @property
     def is_serving(self) -> bool:
-        """True if a replica serves."""
-        return any(replica is not None for replica in self.replicas)
+        return bool(self.serving)
 
     @property
-    def _serving(self) -> Sequence[ReplicaScheduler]:
+    def serving(self) -> Sequence[ReplicaScheduler]:
+        """The replicas that serve."""
         return [replica for replica in self.replicas if replica is not None]
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters, in time proportional to the number of replicas."""
-        serving = self._serving
+        serving = self.serving
         return SchedulerStats(
             waiting=len(self.queue),
             queued_tokens=self.queue.work,
@@ -373,10 +365,10 @@ class Scheduler:
         """Raise AssertionError if the state is inconsistent: blocks, slots, locks, budgets, queue, accounts. For tests."""
         sequences = self._sequences.values()
         assert set(self.queue) == {each for each in sequences if each.state is State.WAITING}
-        on_replicas = sum(replica.occupied_slots for replica in self._serving)
+        on_replicas = sum(replica.occupied_slots for replica in self.serving)
         assert len(sequences) == len(self.queue) + on_replicas, "each sequence waits or has one slot"
         reasoned = {each for group in self._skipped.values() for each in group}
         assert all(each in reasoned or not self._dispatcher.can_hold(each) for each in self.queue if each.skipped)
         self.queue.check_invariants()
-        for replica in self._serving:
+        for replica in self.serving:
             replica.check_invariants()
