@@ -96,6 +96,23 @@ class Rig:
         self.scheduler.submit(request, self.now)
         return number
 
+    def serve(self, *args: int | tuple[int, ...], **options: object) -> int:
+        """Submit a request and run turns until all have ended; return its number."""
+        number = self.submit(*args, **options)  # type: ignore[arg-type]
+        self.until_idle()
+        return number
+
+    def order(self, replica: int = 0) -> SchedulerOutput:
+        """Dispatch, and return the orders for a replica, which are due and not sent to it."""
+        self.scheduler.dispatch()
+        orders = self.scheduler.schedule(replica)
+        assert orders is not None
+        return orders
+
+    def cached(self, request: int) -> int:
+        """Return the cached tokens of the last placement of the request."""
+        return self.placement(request).cached_tokens
+
     def replica(self, number: int = 0) -> ReplicaScheduler:
         replica = self.scheduler.replicas[number]
         assert replica is not None

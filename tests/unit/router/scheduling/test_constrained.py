@@ -90,54 +90,26 @@ def test_at_step_engines_a_constrained_request_continues_elsewhere() -> None:
     assert len(rig.placement(0).generated) == had
 
 
-def test_a_queued_constrained_request_survives_the_loss_of_a_replica() -> None:
-    rig = SelfRig(a_policy(max_batch_size=1))
-    rig.constrained(new=3)
-    rig.constrained(new=3)
-    rig.turn()
-    rig.lose(0)
-    assert list(rig.failed) == [0]
-    rig.open(0)
+@pytest.mark.parametrize(
+    ("kind", "constrained", "preempted"),
+    [
+        pytest.param(SelfRig, {2}, {1}, id="spares constrained requests"),
+        pytest.param(SelfRig, {0, 1, 2}, set(), id="none if all are constrained"),
+        pytest.param(ConstrainedRig, {0, 1, 2}, {1, 2}, id="step engines spare none"),
+    ],
+)
+def test_preemption(kind: type[ConstrainedRig], constrained: set[int], preempted: set[int]) -> None:
+    rig = kind(a_policy(), blocks=13)
+    for number in range(3):
+        (rig.constrained if number in constrained else rig.submit)(10, new=60)
     rig.until_idle()
-    assert rig.finished == [1]
-
-
-def test_preemption_spares_constrained_requests() -> None:
-    rig = SelfRig(a_policy(), blocks=13)
-    first = rig.submit(10, new=60)
-    free = rig.submit(10, new=60)
-    constrained = rig.constrained(10, new=60)
-    rig.until_idle()
-    assert rig.scheduler.stats().preemptions > 0
-    assert {request: len(rig.placements(request)) > 1 for request in (first, free, constrained)} == {
-        first: False,
-        free: True,
-        constrained: False,
-    }
-    assert sorted(rig.finished) == [first, free, constrained]
-    assert_idle(rig.scheduler)
-
-
-def test_constrained_requests_are_never_preempted() -> None:
-    rig = SelfRig(a_policy(), blocks=13)
-    for _ in range(3):
-        rig.constrained(10, new=60)
-    rig.until_idle()
-    assert rig.scheduler.stats().preemptions == 0
+    assert {number for number in range(3) if len(rig.placements(number)) > 1} <= preempted
+    assert (rig.scheduler.stats().preemptions > 0) == bool(preempted)
     assert (sorted(rig.finished), rig.failed) == ([0, 1, 2], {})
     assert_idle(rig.scheduler)
 
 
-def test_step_engines_preempt_constrained_requests() -> None:
-    rig = ConstrainedRig(a_policy(), blocks=13)
-    for _ in range(3):
-        rig.constrained(10, new=60)
-    rig.until_idle()
-    assert rig.scheduler.stats().preemptions > 0
-    assert sorted(rig.finished) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_events_never_send_a_started_constrained_request(seed: int) -> None:
     draw = Random(seed)
     rig = SelfRig(a_policy(max_request_moves=draw.randint(0, 2)), blocks=draw.randint(8, 14), replicas=2)

@@ -37,18 +37,6 @@ def test_the_first_item_is_the_smallest_after_any_change() -> None:
         assert heap.stored <= 2 * len(heap) == 2 * len(items)
 
 
-def test_repeated_put_and_discard_does_not_grow_the_heap() -> None:
-    heap: LazyHeap[Item] = LazyHeap(key_of)
-    items = [Item(1.0, number) for number in range(10)]
-    for item in items:
-        heap.put(item)
-    for turn in range(1000):
-        heap.discard(items[turn % 10])
-        heap.put(items[turn % 10])
-        assert heap.stored <= 20
-    assert heap.first() is items[0]
-
-
 def test_an_item_may_reuse_the_key_of_a_removed_one() -> None:
     heap: LazyHeap[Item] = LazyHeap(key_of)
     others = [Item(2.0, number) for number in range(9)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from text_generation_router.scheduling.estimates import OutputLengths
@@ -29,12 +27,6 @@ def test_the_expected_length_is_within_one_and_the_limit(limit: int) -> None:
 def test_expectations_converge_to_the_observed_share() -> None:
     assert after(*[(2_048, 50)] * 300).expected(2_048) == pytest.approx(50, abs=5)
     assert after(*[(20, 20)] * 300).expected(20) == 20
-
-
-def test_the_mean_counts_not_the_last_request() -> None:
-    rng = random.Random(1)
-    lengths = after(*[(200, rng.randint(1, 200)) for _ in range(500)])
-    assert lengths.expected(200) == pytest.approx(100, rel=0.25)
 
 
 def test_limits_of_different_size_are_estimated_apart() -> None:

@@ -59,16 +59,6 @@ def test_a_peek_does_not_count_as_a_use() -> None:
     assert tree.evict(1) == [10]
 
 
-def test_salts_share_nothing_in_the_tree() -> None:
-    tree = PrefixTree(1)
-    cache(tree, [1, 2], [10, 11], salt="a")
-    assert find(tree, [1, 2], salt="b") == []
-    cache(tree, [1, 2], [20, 21], salt="b")
-    assert find(tree, [1, 2], salt="a") == [10, 11]
-    assert find(tree, [1, 2], salt="b") == [20, 21]
-    assert sorted(evict_all(tree)) == [10, 11, 20, 21]
-
-
 def test_a_prompt_computed_twice_at_once_is_kept_once() -> None:
     tree = PrefixTree(1)
     first, _ = tree.acquire(SALT, key([1, 2, 3]))
@@ -99,60 +89,6 @@ def test_a_run_is_locked_to_its_end_and_no_further(run: list[int], present: int)
     assert evict_all(tree) == mine[present:] + [10, 11, 12][:present]
 
 
-def test_a_run_that_ends_within_another_is_locked_only_that_far() -> None:
-    tree = PrefixTree(1)
-    cache(tree, [1, 2, 3, 4], [10, 11, 12, 13])
-    node, blocks = tree.acquire(SALT, key([1, 2, 9]))
-    assert blocks == [10, 11]
-    assert tree.evictable_blocks == 2
-    assert tree.evict(9) == [12, 13]
-    tree.release(node)
-    assert tree.evict(9) == [10, 11]
-
-
-def test_extend_moves_the_lock() -> None:
-    tree = PrefixTree(1)
-    cache(tree, [1, 2, 3], [10, 11, 12])
-    node, _ = tree.acquire(SALT, key([1]))
-    node, present = tree.extend(node, key([2, 3]), [21, 22])
-    assert present == 2
-    assert tree.evictable_blocks == 0
-    tree.release(node)
-    assert tree.evictable_blocks == 3
-
-
-def test_a_split_leaves_the_locks_of_others_where_they_were() -> None:
-    tree = PrefixTree(1)
-    cache(tree, [1, 2, 3, 4], [10, 11, 12, 13])
-    whole, _ = tree.acquire(SALT, key([1, 2, 3, 4]))
-    half, _ = tree.acquire(SALT, key([1, 2]))
-    tree.release(half)
-    assert tree.evictable_blocks == 0
-    assert tree.evict(9) == []
-    whole, present = tree.extend(whole, key([5]), [14])
-    assert present == 0
-    assert find(tree, [1, 2, 3, 4, 5]) == [10, 11, 12, 13, 14]
-    tree.release(whole)
-    assert evict_all(tree) == [12, 13, 14, 10, 11]
-
-
-def test_blocks_added_one_by_one_follow_their_own_request() -> None:
-    tree = PrefixTree(1)
-    root, _ = tree.acquire(SALT, b"")
-    first, _ = tree.extend(root, key([1, 2]), [10, 11])
-    second, blocks = tree.acquire(SALT, key([1, 2]))
-    assert blocks == [10, 11]
-    first, _ = tree.extend(first, key([3]), [12])
-    first, _ = tree.extend(first, key([4]), [13])
-    second, _ = tree.extend(second, key([7]), [27])
-    assert find(tree, [1, 2, 3, 4]) == [10, 11, 12, 13]
-    assert find(tree, [1, 2, 7]) == [10, 11, 27]
-    tree.release(first)
-    assert tree.evict(9) == [12, 13]
-    tree.release(second)
-    assert tree.evict(9) == [27, 10, 11]
-
-
 def test_a_long_answer_added_block_by_block_is_one_run() -> None:
     tree = PrefixTree(1)
     node, _ = tree.acquire(SALT, b"")
@@ -165,33 +101,12 @@ def test_a_long_answer_added_block_by_block_is_one_run() -> None:
     assert find(tree, range(1000)) == list(range(1000))
 
 
-def test_an_extended_leaf_is_not_evicted() -> None:
-    tree = PrefixTree(1)
-    cache(tree, [1], [10])
-    one, _ = tree.acquire(SALT, key([1]))
-    two, _ = tree.acquire(SALT, key([1]))
-    one, _ = tree.extend(one, key([2]), [11])
-    two, _ = tree.extend(two, key([3]), [12])
-    tree.release(one)
-    tree.release(two)
-    assert [tree.evict(1) for _ in range(4)] == [[11], [12], [10], []]
-
-
 def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     tree = PrefixTree(1)
     for token in (1, 2, 3):
         cache(tree, [token], [token * 10])
     find(tree, [1])
     assert [tree.evict(1) for _ in range(3)] == [[20], [30], [10]]
-
-
-def test_a_leaf_counts_as_used_until_its_lock_is_dropped() -> None:
-    tree = PrefixTree(1)
-    long, _ = tree.acquire(SALT, b"")
-    long, _ = tree.extend(long, key([1]), [10])
-    cache(tree, [2], [20])
-    tree.release(long)
-    assert tree.evict(1) == [20]
 
 
 def test_use_of_a_run_counts_for_its_prefix() -> None:
@@ -225,15 +140,6 @@ def test_eviction_stops_at_the_requested_count(count: int, taken: list[int], lef
     assert find(tree, range(8)) == left
 
 
-def test_a_run_that_lost_its_tail_can_grow_again() -> None:
-    tree = PrefixTree(1)
-    cache(tree, [1, 2, 3], [10, 11, 12])
-    assert tree.evict(2) == [11, 12]
-    assert cache(tree, [1, 2, 9], [10, 21, 22]) == [10]
-    assert find(tree, [1, 2, 3]) == [10, 21]
-    assert evict_all(tree) == [22, 10, 21]
-
-
 def test_misuse_is_caught() -> None:
     tree = PrefixTree(2)
     node, _ = tree.acquire(SALT, b"")
@@ -244,54 +150,3 @@ def test_misuse_is_caught() -> None:
         tree.release(node)
     with pytest.raises(AssertionError, match="only a locked node"):
         tree.extend(node, key([1, 2]), [1])
-
-
-class Pool:
-    """Free blocks of TGI's radix allocator."""
-
-    def __init__(self, blocks: int, block_size: int) -> None:
-        self.free = list(range(blocks - 1, -1, -1))
-        self.block_size = block_size
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
-
-def test_vectors_of_tgi() -> None:
-    """Vectors of TGI's radix allocator: block 0 is reserved, prompts are cached when their request ends."""
-
-    def allocate(tokens: int, prompt: list[int]) -> tuple[Node, int, list[int]]:
-        node, held = tree.acquire(SALT, key(prompt[: len(prompt) // tree_block * tree_block]))
-        need = pool.blocks_for(tokens) - len(held)
-        pool.free += tree.evict(need - len(pool.free))
-        return node, len(held) * tree_block, [*held, *(pool.free.pop() for _ in range(need))]
-
-    def free(node: Node, cached: int, prompt: list[int], blocks: list[int]) -> None:
-        full = len(prompt) // tree_block
-        start = cached // tree_block
-        node, present = tree.extend(node, key(prompt[cached : full * tree_block]), blocks[start:full])
-        pool.free += blocks[start : start + present] + blocks[full:]
-        tree.release(node)
-
-    tree_block, tree, pool = 1, PrefixTree(1), Pool(11, 1)
-    node, cached, first = allocate(8, [0, 1, 2, 3])
-    assert cached == 0
-    free(node, cached, [0, 1, 2, 3], first)
-    _, cached, second = allocate(8, [0, 1, 2, 3])
-    assert (cached, sorted(second)) == (4, sorted(first))
-
-    tree_block, tree, pool = 2, PrefixTree(2), Pool(11, 2)
-    node, cached, first = allocate(7, [0, 1, 2])
-    assert (cached, len(first)) == (0, 4)
-    free(node, cached, [0, 1, 2], first)
-    _, cached, second = allocate(7, [0, 1, 2])
-    assert (cached, second[0]) == (2, first[0])
-
-    tree_block, tree, pool = 1, PrefixTree(1), Pool(6, 1)
-    node_a, _, blocks_a = allocate(4, [0, 1, 2, 3])
-    node_b, _, blocks_b = allocate(2, [4, 5])
-    free(node_a, 0, [0, 1, 2, 3], blocks_a)
-    free(node_b, 0, [4, 5], blocks_b)
-    _, cached, third = allocate(4, [6, 7, 8, 9])
-    assert (cached, sorted(third)) == (0, sorted(blocks_a))
-    assert find(tree, [4, 5]) == blocks_b

@@ -55,21 +55,6 @@ def test_hits_without_evictions_use_bounded_memory() -> None:
     assert tree.evict(10) == list(range(10))
 
 
-def test_the_order_of_use_survives_the_removal_of_stale_entries() -> None:
-    tree = PrefixTree(1)
-    order = list(range(500))
-    for token in order:
-        cache(tree, [token], [token])
-    assert tree.evict(200) == order[:200]
-    del order[:200]
-    for number in range(1000):
-        token = order[number**2 * 7 % 300] if number < 150 else order[-1 - number % 40]
-        find(tree, [token])
-        order.remove(token)
-        order.append(token)
-    assert [tree.evict(1) for _ in order] == [[token] for token in order]
-
-
 def test_a_deep_path_is_walked_without_recursion() -> None:
     depth = 3000  # three times what recursion could
     tree = PrefixTree(1)

@@ -94,7 +94,7 @@ def test_unskipped_sequences_get_their_positions_back(driver: QueueDriver) -> No
 
 
 def test_a_skipped_sequence_stays_queued(driver: QueueDriver) -> None:
-    """Its tenant stays active, and it may be removed."""
+    """The tenant stays active, and the sequence may be removed."""
     driver.put_all(*[B] * 50)
     removed, stays = driver.put_all(A, A)
     driver.serve()

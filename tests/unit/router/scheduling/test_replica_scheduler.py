@@ -12,26 +12,15 @@ from text_generation_router.scheduling.messages import ReplicaSpec, SchedulerOut
 from text_generation_router.scheduling.scheduler import Scheduler
 
 
-def test_waiting_requests_enter_in_order_of_arrival() -> None:
-    rig = Rig(a_policy())
-    for _ in range(3):
-        rig.submit()
-    rig.turn()
-    assert rig.placed() == [0, 1, 2]
-
-
 def test_one_set_of_orders_is_under_way_at_a_time() -> None:
     rig = Rig(a_policy())
     rig.submit()
-    rig.scheduler.dispatch()
-    orders = rig.scheduler.schedule(0)
-    assert orders is not None
+    orders = rig.order()
     rig.submit()
     rig.scheduler.dispatch()
     assert rig.scheduler.schedule(0) is None
     rig.apply(0, StepOutput(orders.number))
-    after = rig.scheduler.schedule(0)
-    assert after is not None
+    after = rig.order()
     assert [placement.request.id for placement in after.placements] == [1]
 
 
@@ -85,8 +74,7 @@ def test_the_waiting_served_ratio_counts_for_a_limited_number_of_steps() -> None
 
 def test_a_growing_sequence_gets_blocks_before_it_runs_out() -> None:
     rig = Rig(a_policy())
-    rig.submit(16, new=200)
-    rig.until_idle()
+    rig.serve(16, new=200)
     # One turn per token and one for the prompt: it never stalled.
     assert rig.now == pytest.approx(200 * rig.step_s)
     assert sum(len(blocks) for orders in rig.orders for _, blocks in orders[1].allocations) > 0
@@ -97,8 +85,7 @@ def test_blocks_of_a_cancelled_sequence_are_free_once_its_release_was_applied() 
     rig.submit(new=100)
     rig.turns(2)
     rig.scheduler.cancel(RequestId(0))
-    release = rig.scheduler.schedule(0)
-    assert release is not None
+    release = rig.order()
     slot = rig.placement(0).slot
     assert release.release == (slot,)
     # A step made before the release arrived.
@@ -123,8 +110,7 @@ def test_a_sequence_that_ends_during_its_release_is_freed_once() -> None:
     rig.submit(new=3)
     rig.turns(2)
     rig.scheduler.cancel(RequestId(0))
-    release = rig.scheduler.schedule(0)
-    assert release is not None
+    release = rig.order()
     slot = rig.placement(0).slot
     rig.apply(0, StepOutput(1, [slot], [], [7], {slot: FinishReason.LENGTH}))
     rig.apply(0, StepOutput(release.number))
@@ -176,7 +162,7 @@ def test_without_blocks_the_newest_is_preempted_and_returns_with_its_tokens() ->
     rig.until_idle()
     assert rig.scheduler.stats().preemptions == 1
     assert len(rig.placement(1).generated) == had
-    assert rig.placement(1).cached_tokens > 0
+    assert rig.cached(1) > 0
     assert (rig.tokens[0], rig.tokens[1]) == (60, 60)
     assert_idle(rig.scheduler)
 
@@ -192,21 +178,18 @@ def test_a_preempted_request_goes_before_queued_ones() -> None:
     assert rig.placed()[2:] == [1, 2]
 
 
-def test_the_lowest_priority_is_preempted_before_a_newer_request() -> None:
-    rig = Rig(a_policy(), blocks=15)
-    rig.submit(30, new=60)
-    rig.submit(30, new=60, priority=Priority.BULK)
-    rig.submit(30, new=60, priority=Priority.INTERACTIVE)
-    orders = until_preempted(rig)
-    assert orders.release == (rig.placement(1).slot,)
-
-
-def test_the_oldest_is_never_preempted_for_another_of_any_priority() -> None:
-    rig = Rig(a_policy(), blocks=8)
-    rig.submit(30, new=60, priority=Priority.BULK)
-    rig.submit(30, new=60, priority=Priority.SYSTEM)
-    orders = until_preempted(rig)
-    assert orders.release == (rig.placement(1).slot,)
+@pytest.mark.parametrize(
+    ("blocks", "priorities"),
+    [
+        pytest.param(15, (Priority.DEFAULT, Priority.BULK, Priority.INTERACTIVE), id="low before new"),
+        pytest.param(8, (Priority.BULK, Priority.SYSTEM), id="never the oldest"),
+    ],
+)
+def test_the_victim_is_chosen_by_priority_but_never_the_oldest(blocks: int, priorities: tuple[Priority, ...]) -> None:
+    rig = Rig(a_policy(), blocks=blocks)
+    for priority in priorities:
+        rig.submit(30, new=60, priority=priority)
+    assert until_preempted(rig).release == (rig.placement(1).slot,)
 
 
 def test_under_pressure_all_requests_end_and_the_oldest_first() -> None:
@@ -223,16 +206,11 @@ def test_under_pressure_all_requests_end_and_the_oldest_first() -> None:
 # ---------------------------------------------------------------------------------------------------- latency target
 
 
-def test_without_decoding_sequences_a_prompt_gets_the_whole_budget() -> None:
-    rig = Rig(a_policy(max_batch_prefill_tokens=4000, target_itl_s=0.001), blocks=1000)
-    rig.submit(3000, new=5)
-    assert rig.turn()[0].prefill == ((0, 3000),)
-
-
 def test_before_measurements_a_prompt_is_computed_block_by_block() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=4000, target_itl_s=0.001), blocks=1000, step_s=0.0)
-    rig.submit(20, new=500)
-    rig.turns(2)
+    rig.submit(3000, new=500)
+    assert rig.turn()[0].prefill == ((0, 3000),), "nothing decodes"
+    rig.turn()
     rig.submit(100, new=5)
     assert rig.turn()[0].prefill == ((1, BLOCK),)
 
@@ -250,9 +228,7 @@ def a_self_scheduling_replica(**changes: object) -> Rig:
 def test_a_self_scheduling_engine_gets_whole_prompts_and_no_blocks() -> None:
     rig = a_self_scheduling_replica()
     rig.submit(100, new=200)
-    rig.scheduler.dispatch()
-    orders = rig.scheduler.schedule(0)
-    assert orders is not None
+    orders = rig.order()
     assert (orders.prefill, orders.allocations) == ((), ())
     assert (orders.placements[0].blocks, orders.placements[0].cached_tokens) == ((), 0)
     slot = orders.placements[0].slot
@@ -266,18 +242,14 @@ def test_a_self_scheduling_engine_gets_two_steps_of_prompts_ahead() -> None:
     rig = a_self_scheduling_replica()
     for _ in range(5):
         rig.submit(50, new=5)
-    rig.scheduler.dispatch()
-    orders = rig.scheduler.schedule(0)
-    assert orders is not None
+    orders = rig.order()
     assert [placement.request.id for placement in orders.placements] == [0, 1, 2]
 
 
 def test_a_self_scheduling_engine_may_exceed_the_modelled_blocks() -> None:
     rig = a_self_scheduling_replica()
     rig.submit(20, new=300)
-    rig.scheduler.dispatch()
-    orders = rig.scheduler.schedule(0)
-    assert orders is not None
+    orders = rig.order()
     slot = orders.placements[0].slot
     rig.apply(0, StepOutput(orders.number, [slot], [300], [7] * 300, {slot: FinishReason.LENGTH}))
     assert rig.finished == [0]
