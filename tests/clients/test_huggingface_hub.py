@@ -29,11 +29,8 @@ def client(server: Server) -> Iterator[InferenceClient]:
 
 
 def test_text(client: InferenceClient) -> None:
+    """Full text is TGI's default on the base URL; the client sends no value."""
     assert client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20) == ANSWER
-
-
-def test_full_text_is_the_default(client: InferenceClient) -> None:
-    """TGI's default on the base URL; the client sends no value."""
     assert client.text_generation(PROMPT, max_new_tokens=20) == PROMPT + ANSWER
 
 
@@ -103,12 +100,17 @@ def test_overloaded_server(client: InferenceClient, server: Server, stream: bool
 
 
 def test_chat(client: InferenceClient, server: Server) -> None:
-    reply = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0)
-    assert reply.choices[0].message.content == ANSWER
-    assert reply.choices[0].finish_reason == "stop"
+    reply = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, logprobs=True, top_logprobs=2)
+    (choice,) = reply.choices
+    assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
     usage = reply.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    tokens = choice.logprobs.content
+    assert "".join(token.token for token in tokens) == ANSWER
+    assert all(token.top_logprobs[0].token == token.token and token.logprob <= 0 for token in tokens)
+    choice = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, stop=["France"]).choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("The capital of ", "stop")
 
 
 def test_chat_as_a_stream(client: InferenceClient, server: Server) -> None:
@@ -122,19 +124,6 @@ def test_chat_as_a_stream(client: InferenceClient, server: Server) -> None:
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["stop"]
     assert chunks[-1].usage.completion_tokens == ANSWER_TOKENS
     assert chunks[-1].usage.prompt_tokens == server.count(PROMPT)
-
-
-def test_chat_with_logprobs(client: InferenceClient) -> None:
-    reply = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, logprobs=True, top_logprobs=2)
-    content = reply.choices[0].logprobs.content
-    assert "".join(token.token for token in content) == ANSWER
-    assert all(token.top_logprobs[0].token == token.token for token in content)
-    assert all(token.logprob <= 0 for token in content)
-
-
-def test_chat_stop_sequence(client: InferenceClient) -> None:
-    choice = client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, stop=["France"]).choices[0]
-    assert (choice.message.content, choice.finish_reason) == ("The capital of ", "stop")
 
 
 def test_chat_with_required_tool(client: InferenceClient) -> None:
@@ -174,36 +163,25 @@ def test_server_information(client: InferenceClient, server: Server) -> None:
 
 
 async def test_async(server: Server) -> None:
-    """All kinds of requests concurrently."""
+    """Three kinds of requests concurrently."""
     async with AsyncInferenceClient(base_url=server.url, timeout=60) as client:
-
-        async def text() -> None:
-            assert await client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20) == ANSWER
 
         async def details() -> None:
             reply = await client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, details=True)
             assert (reply.generated_text, reply.details.generated_tokens) == (ANSWER, ANSWER_TOKENS)
 
         async def stream() -> None:
-            words = await client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, stream=True)
-            assert "".join([word async for word in words]) == ANSWER + "<|im_end|>"
-
-        async def stream_with_details() -> None:
             events = await client.text_generation(PROMPT, **ONLY_NEW, max_new_tokens=20, stream=True, details=True)
             *_, last = [event async for event in events]
             assert (last.generated_text, last.details.finish_reason) == (ANSWER, "eos_token")
 
-        async def chat() -> None:
-            reply = await client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0)
-            assert reply.choices[0].message.content == ANSWER
-
         async def streamed_chat() -> None:
             chunks = await client.chat_completion(MESSAGES, max_tokens=20, temperature=0.0, stream=True)
-            assert "".join([one.delta.content or "" async for chunk in chunks for one in chunk.choices]) == ANSWER
+            assert "".join([part.delta.content or "" async for chunk in chunks for part in chunk.choices]) == ANSWER
 
         async with TaskGroup() as tasks:
-            for shape in (text, details, stream, stream_with_details, chat, streamed_chat):
-                tasks.create_task(shape())
+            for request in (details, stream, streamed_chat):
+                tasks.create_task(request())
 
 
 async def test_async_errors(server: Server) -> None:

@@ -32,12 +32,11 @@ class Weather(BaseModel):
     city: Literal["Paris", "London"]
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_required_call(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as clients send it
-    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice=choice)
-    (one,) = reply.choices
-    assert (one.finish_reason, one.message.content) == ("tool_calls", None)
-    (call,) = one.message.tool_calls or []
+def test_required_call(openai_client: OpenAI) -> None:
+    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="required")
+    (choice,) = reply.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls or []
     assert isinstance(call, ChatCompletionMessageFunctionToolCall)
     assert call.id.startswith("call_")
     assert call.function.name == "get_weather"
@@ -71,22 +70,16 @@ def test_a_streamed_call(openai_client: OpenAI) -> None:
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
 
 
-def test_stream_helper_assembles_a_call(openai_client: OpenAI) -> None:
-    tool = pydantic_function_tool(Weather)
-    with openai_client.chat.completions.stream(**GREEDY, tools=[tool], tool_choice="required") as stream:
-        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
-        final = stream.get_final_completion()
-    assert [event.name for event in done] == ["Weather"]
-    (call,) = final.choices[0].message.tool_calls or []
-    assert isinstance(call.function.parsed_arguments, Weather)
-    assert final.choices[0].finish_reason == "tool_calls"
-
-
 def test_parsed_arguments(openai_client: OpenAI) -> None:
-    tool = pydantic_function_tool(Weather)
-    reply = openai_client.chat.completions.parse(**GREEDY, tools=[tool], tool_choice="required")
-    (call,) = reply.choices[0].message.tool_calls or []
-    assert isinstance(call.function.parsed_arguments, Weather)
+    arguments: dict[str, Any] = {**GREEDY, "tools": [pydantic_function_tool(Weather)], "tool_choice": "required"}
+    with openai_client.chat.completions.stream(**arguments) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        streamed = stream.get_final_completion()
+    assert [event.name for event in done] == ["Weather"]
+    for completion in (streamed, openai_client.chat.completions.parse(**arguments)):
+        (call,) = completion.choices[0].message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, Weather)
+        assert completion.choices[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("choice", ["auto", "none", None])

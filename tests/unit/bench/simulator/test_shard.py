@@ -9,7 +9,7 @@ import pytest
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.shard import RuleViolation, SimulatedShard, StepSpan
 from text_generation_bench.simulator.traces import Arrival, TokenPool
-from text_generation_proto.values import FinishReason, Stopping
+from text_generation_proto.values import Stopping
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_shard import engine
@@ -132,13 +132,13 @@ class BothShards:
                 if sequence.computed < sequence.prompt_length and random.random() < 0.7:
                     prefill.append((slot, random.randint(1, sequence.prompt_length - sequence.computed)))
             elif random.random() < 0.5:
-                admit.append(self.random_admission(random, slot))
+                admit.append(self.random_placement(random, slot))
                 if random.random() < 0.7:
                     rest = len(admit[-1].request.prompt) + len(admit[-1].generated) - admit[-1].cached_tokens
                     prefill.append((slot, random.randint(1, rest)))
         return SchedulerOutput(number, release, tuple(admit), tuple(grants), tuple(prefill))
 
-    def random_admission(self, random: Random, slot: int) -> Placement:
+    def random_placement(self, random: Random, slot: int) -> Placement:
         most = random.randint(1, 60)
         arrival = Arrival(0.0, POOL.text(random, random.randint(1, 30)), random.randint(1, most), most, 17)
         request = Request(RequestId(len(self.arrivals)), arrival.prompt, most)
@@ -160,52 +160,25 @@ def test_results_equal_those_of_the_real_shard(seed: int) -> None:
             both.compare(random.choice([1, 1, 5, 1000]))
 
 
-def admitted(new: int = 20, most: int = 20, prompt: int = 6, blocks: int = 8) -> tuple[SimulatedShard, Request]:
+def placed() -> tuple[SimulatedShard, Request]:
+    """Return a shard with a request of 6 prompt tokens and 20 new tokens in slot 2."""
     shard = SimulatedShard(COST_MODEL, SLOTS, POOL.ids)
-    arrival = Arrival(0.0, tuple(range(prompt)), new, most, 100)
-    request = Request(RequestId(1), arrival.prompt, most)
-    admission = Placement(2, request, (), tuple(range(blocks)))
-    shard.apply(SchedulerOutput(1, placements=(admission,), prefill=((2, prompt),)), {request.id: arrival})
+    arrival = Arrival(0.0, tuple(range(6)), 20, 20, 100)
+    request = Request(RequestId(1), arrival.prompt, 20)
+    placement = Placement(2, request, (), tuple(range(8)))
+    shard.apply(SchedulerOutput(1, placements=(placement,), prefill=((2, 6),)), {request.id: arrival})
     return shard, request
 
 
-def test_span_ends_with_the_first_sequence_that_finishes() -> None:
-    shard, _ = admitted(new=20)
+def test_rest_of_a_span_continues() -> None:
+    shard, _ = placed()
     first = shard.begin(0.0, 1000)
     assert first is not None
     assert (first.steps, first.chunks[0][1]) == (1, 6)
     shard.advance(1)
-    rest = shard.begin(first.end, 1000)
-    assert rest is not None
-    assert rest.steps == 19
-    assert shard.advance(19).finished == {2: FinishReason.LENGTH}
-    assert shard.begin(9.0, 1000) is None
-
-
-def test_answer_shorter_than_max_new_tokens_ends_with_eos() -> None:
-    shard, _ = admitted(new=1, most=20)
-    shard.begin(0.0, 1000)
-    assert shard.advance(1).finished == {2: FinishReason.EOS_TOKEN}
-
-
-def test_no_sequence_runs_past_its_blocks() -> None:
-    shard, _ = admitted(new=20, most=20, prompt=6, blocks=2)
-    shard.begin(0.0, 1000)
-    shard.advance(1)
-    tokens = 1
-    while (span := shard.begin(1.0, 1000)) is not None:
-        tokens += len(shard.advance(span.steps).token_ids)
-    assert (
-        tokens == 3
-    )  # two blocks of four hold positions up to 7; computing 6 and 7 gives one token each after the prefill's
-
-
-def test_rest_of_a_span_continues() -> None:
-    shard, _ = admitted(new=20)
-    shard.begin(0.0, 1000)
-    shard.advance(1)
-    whole = shard.begin(1.0, 1000)
+    whole = shard.begin(first.end, 1000)
     assert whole is not None
+    assert whole.steps == 19
     output = shard.advance(5)
     assert (output.steps, list(output.token_counts)) == (5, [5])
     assert output.step_s == pytest.approx(whole.seconds(5))
@@ -216,7 +189,7 @@ def test_rest_of_a_span_continues() -> None:
 
 
 def test_orders_that_the_real_shard_rejects_violate_a_rule() -> None:
-    shard, request = admitted()
+    shard, request = placed()
     arrivals = {request.id: Arrival(0.0, request.prompt, 20, 20, 100)}
     with pytest.raises(RuleViolation, match="slot 2 is taken"):
         shard.apply(SchedulerOutput(2, placements=(Placement(2, request, (), (9,)),)), arrivals)
