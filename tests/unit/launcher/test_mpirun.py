@@ -13,13 +13,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from fake_children import TIMEOUT, Journal
+from stack import still_running
 
 from text_generation_launcher import mpi, orphans
 from text_generation_launcher.child import run_to_end
@@ -33,8 +35,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="TensorRT-LLM runs on Linux, and so does what is tested here"),
 ]
 
-TIMEOUT = 60.0
-"""Seconds to wait for a message or the end of a process."""
 SHEBANG = f"#!{sys.executable}\n"
 SEND = """
 import json, os
@@ -114,17 +114,7 @@ class FakeMpi:
         self.write("mpirun", MPIRUN)
         self.write("trtllm-llmapi-launch", SEND + SCRIPT)
         os.mkfifo(folder / "stop-1")
-        os.mkfifo(folder / "journal")
-        self._journal = asyncio.StreamReader()
-        self._transport: asyncio.ReadTransport | None = None
-
-    async def open(self) -> None:
-        """Start to read messages."""
-        # Opened for reading and writing: reading never ends, and no writer blocks.
-        pipe = os.fdopen(os.open(self._folder / "journal", os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0)
-        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(self._journal), pipe
-        )
+        self.journal = Journal(folder)
 
     def write(self, name: str, script: str) -> None:
         """Write a program."""
@@ -138,7 +128,7 @@ class FakeMpi:
             **os.environ,
             "PATH": f"{self._folder / 'bin'}:{os.environ['PATH']}",
             "RANKS": str(self._folder),
-            "JOURNAL": str(self._folder / "journal"),
+            "JOURNAL": str(self.journal.path),
             "LIFELINE": str(lifeline_fd),
         }
         argv = (
@@ -150,22 +140,15 @@ class FakeMpi:
 
     async def next(self) -> dict[str, Any]:
         """Wait for the next message."""
-        async with asyncio.timeout(TIMEOUT):
-            message: dict[str, Any] = json.loads(await self._journal.readline())
+        message: dict[str, Any] = json.loads(await self.journal.next())
         return message
-
-    def close(self) -> None:
-        """Stop reading messages."""
-        if self._transport is not None:
-            self._transport.close()
 
 
 @pytest.fixture
-async def mpi_programs(tmp_path: Path) -> AsyncIterator[FakeMpi]:
+def mpi_programs(tmp_path: Path) -> Iterator[FakeMpi]:
     mpi_programs = FakeMpi(tmp_path)
-    await mpi_programs.open()
     yield mpi_programs
-    mpi_programs.close()
+    mpi_programs.journal.close()
 
 
 class Started:
@@ -183,8 +166,7 @@ class Started:
 
     async def all_gone(self) -> None:
         """Check that all processes have ended."""
-        _, alive = await asyncio.to_thread(psutil.wait_procs, self.processes, TIMEOUT)
-        assert [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE] == []
+        assert await asyncio.to_thread(still_running, self.processes, TIMEOUT) == []
 
 
 @asynccontextmanager
@@ -276,8 +258,7 @@ async def test_killed_launcher_leaves_no_ranks_behind(mpi_programs: FakeMpi) -> 
     os.close(write_fd)  # as the kernel does when the launcher dies
     os.close(read_fd)
     await process.wait()
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, TIMEOUT)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert await asyncio.to_thread(still_running, processes, TIMEOUT) == []
     assert orphans.find(mark) == []
 
 
