@@ -101,13 +101,12 @@ def test_invalid_arguments(arguments: list[str], message: str, capsys: pytest.Ca
     assert message in capsys.readouterr().err
 
 
-def test_exit_code_if_the_output_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_of_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("")
     assert main([*SHORT, "--scenario", "poisson", "--out", str(tmp_path / "file")]) == 1
     assert "cannot be written" in capsys.readouterr().err
-
-
-def test_exit_code_of_a_rule_violation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(Scheduler, "requests", property(lambda _: (1,)))
     assert main([*SHORT, "--scenario", "poisson", "--policies", "ours"]) == 70
     assert "rule violated: 1 requests are still in the scheduler" in capsys.readouterr().err

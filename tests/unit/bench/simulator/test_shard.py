@@ -22,23 +22,21 @@ POOL = TokenPool(3)
 EOS = 1_000_000
 
 
-def real_table() -> SequenceTable:
-    info = engine.EngineInfo(
-        engine="test",
-        model_id="",
-        model_type="",
-        dtype="",
-        device="",
-        scheduling=engine.Scheduling.STEP,
-        vocab_size=EOS + 1,
-        max_sequence_length=BLOCK * BLOCKS,
-        max_slots=SLOTS,
-        block_size=BLOCK,
-        eos_token_ids=(EOS,),
-        suggested_prefill_tokens=16,
-        max_top_n_tokens=0,
-    )
-    return SequenceTable(info, num_blocks=BLOCKS)
+INFO = engine.EngineInfo(
+    engine="test",
+    model_id="",
+    model_type="",
+    dtype="",
+    device="",
+    scheduling=engine.Scheduling.STEP,
+    vocab_size=EOS + 1,
+    max_sequence_length=BLOCK * BLOCKS,
+    max_slots=SLOTS,
+    block_size=BLOCK,
+    eos_token_ids=(EOS,),
+    suggested_prefill_tokens=16,
+    max_top_n_tokens=0,
+)
 
 
 class BothShards:
@@ -46,7 +44,7 @@ class BothShards:
 
     def __init__(self) -> None:
         self.simulated = SimulatedShard(COST_MODEL, SLOTS, POOL.ids)
-        self.real = real_table()
+        self.real = SequenceTable(INFO, num_blocks=BLOCKS)
         self.arrivals: dict[RequestId, Arrival] = {}
         self.by_slot: dict[int, Arrival] = {}
         self.generated: dict[int, int] = {}

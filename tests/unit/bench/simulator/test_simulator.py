@@ -97,16 +97,13 @@ def test_next_turn_hits_the_prefix_of_the_last_answer() -> None:
     assert simulator.ideal.hit_rate == pytest.approx(48 / (32 + 65))
 
 
-def test_clients_send_nothing_after_until() -> None:
+def test_clients_that_leave_and_that_send_nothing_after_until() -> None:
     def again(now: float) -> Arrival:
         return ask(now + 0.5, follow_up=again)
 
-    assert 5 < simulate(ask(0.0, follow_up=again), until=5.0).statistics.total.finished < 12
-
-
-def test_client_that_leaves_is_counted() -> None:
     statistics = simulate(ask(0.0, new=50, leaves_after_s=0.2), ask(0.0, new=5)).statistics
     assert (statistics.cancelled, statistics.total.finished) == (1, 1)
+    assert 5 < simulate(ask(0.0, follow_up=again), until=5.0).statistics.total.finished < 12
 
 
 def test_deadlines_end_queued_and_running_requests() -> None:
@@ -131,24 +128,21 @@ def test_full_queue_and_oversized_prompt_are_rejected() -> None:
     assert simulate(ask(0.0, prompt=1000, most=50)).statistics.rejected == 1
 
 
-def test_lost_replica_costs_no_request() -> None:
+def test_lost_and_preempting_replicas_cost_no_request() -> None:
     trace = [ask(0.05 * number, new=40, most=50) for number in range(40)]
     simulator = simulate(*trace, replicas=2, outages=[Outage(0.51, 0, 0.4), Outage(1.3, 1, 0.4)])
     assert simulator.scheduler.stats().moves > 0
     assert (simulator.statistics.total.finished, simulator.statistics.failed) == (40, {})
+    trace = [ask(0.001 * number, prompt=40, new=100, most=120) for number in range(8)]
+    simulator = simulate(*trace, cost_model=replace(COST_MODEL, kv_tokens=256))
+    assert simulator.scheduler.stats().preemptions > 0
+    assert simulator.statistics.total.finished == 8
 
 
 def test_requests_wait_for_the_return_of_the_only_replica() -> None:
     total = simulate(ask(0.0, new=50, most=50), outages=[Outage(0.2, 0, 3.0)]).statistics.total
     assert total.finished == 1
     assert total.itl.longest > 3.0
-
-
-def test_preempted_requests_finish() -> None:
-    trace = [ask(0.001 * number, prompt=40, new=100, most=120) for number in range(8)]
-    simulator = simulate(*trace, cost_model=replace(COST_MODEL, kv_tokens=256))
-    assert simulator.scheduler.stats().preemptions > 0
-    assert simulator.statistics.total.finished == 8
 
 
 def test_queue_time_estimates_are_compared_with_actual_ones() -> None:
