@@ -1,4 +1,4 @@
-"""Several shards behind one scheduler, over real gRPC: who is given what, and who is given nothing."""
+"""Several shards behind one scheduler, over real gRPC: spread of load, draining, lost and silent shards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 class Listener:
-    """Keeps what it hears."""
+    """Records tokens and errors."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -101,7 +101,7 @@ async def two_replicas(folder: Path, max_batch_size: int = 64) -> AsyncIterator[
             joined.append(await join(shards[-1].client, limits, address, timeout=20))
         await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
         async with asyncio.timeout(20):
-            while cluster.scheduler.stats().serving_replicas < 2:  # noqa: ASYNC110 - nobody else waits for the second one
+            while cluster.scheduler.stats().serving_replicas < 2:  # noqa: ASYNC110 - `opened` waits for the first one only
                 await asyncio.sleep(0)
         yield Replicas(cluster, shards, engines)
 
@@ -115,7 +115,7 @@ async def test_requests_are_spread_by_load(tmp_path: Path) -> None:
         assert [listener.tokens for listener in listeners] == [[1, 2, 3] * 66 + [1, 2]] * 6
 
 
-async def test_a_shard_that_says_it_does_not_serve_gets_nothing_new_and_ends_what_it_has(tmp_path: Path) -> None:
+async def test_a_shard_that_does_not_serve_finishes_its_requests_and_gets_no_new_ones(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as replicas:
         first = [replicas.submit(400) for _ in range(2)]
         await replicas.until_running(1, 1)
@@ -133,7 +133,7 @@ async def test_a_shard_that_says_it_does_not_serve_gets_nothing_new_and_ends_wha
         await replicas.until_running(1, 1)
 
 
-async def test_what_ran_on_a_lost_shard_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_requests_of_a_lost_shard_continue_with_their_next_token(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as replicas:
         listeners = [replicas.submit(300) for _ in range(8)]
         await replicas.until_running(4, 4)
@@ -144,51 +144,51 @@ async def test_what_ran_on_a_lost_shard_goes_on_where_it_was(tmp_path: Path) -> 
         assert replicas.cluster.scheduler.stats().moves == 4
 
 
-async def test_a_shard_that_owes_a_report_gets_nothing_new_until_it_brings_one(
+async def test_a_shard_with_an_overdue_report_gets_no_new_requests_until_it_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "HANGS_AFTER_S", 0.3)
     monkeypatch.setattr(replica, "HANGS_AFTER_STEPS", 3)
     monkeypatch.setattr(replica, "CHECK_SILENCE_EVERY_S", 0.05)
     async with two_replicas(tmp_path) as replicas:
-        hanging = replicas.engines[0]
+        silent = replicas.engines[0]
         first = [replicas.submit(300) for _ in range(2)]
         await replicas.until_running(1, 1)
-        goes_on = threading.Event()
-        step = hanging.step
-        monkeypatch.setattr(hanging, "step", lambda: (goes_on.wait(), step())[1])
+        resume = threading.Event()
+        step = silent.step
+        monkeypatch.setattr(silent, "step", lambda: (resume.wait(), step())[1])
         await replicas.until_draining(0)
         more = [replicas.submit(20) for _ in range(3)]
         for listener in more:
             await listener.over.wait()
         assert not all(listener.over.is_set() for listener in first)
-        goes_on.set()
+        resume.set()
         await replicas.until_draining()
         for listener in first:
             await listener.over.wait()
         assert [len(listener.tokens) for listener in first] == [300, 300]
 
 
-async def test_a_report_that_makes_no_sense_costs_the_session_and_no_request(
+async def test_an_invalid_report_ends_the_session_and_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with two_replicas(tmp_path) as replicas:
         listeners = [replicas.submit(100) for _ in range(4)]
         await replicas.until_running(2, 2)
-        lying = replicas.engines[0]
+        faulty = replicas.engines[0]
 
-        def lie() -> StepResult | None:
+        def invalid_report() -> StepResult | None:
             monkeypatch.undo()
-            return StepResult(slots=[lying.info.max_slots], token_ids=[1], logprobs=[0.0])
+            return StepResult(slots=[faulty.info.max_slots], token_ids=[1], logprobs=[0.0])
 
-        monkeypatch.setattr(lying, "step", lie)
+        monkeypatch.setattr(faulty, "step", invalid_report)
         for listener in listeners:
             await listener.over.wait()
         assert [listener.tokens for listener in listeners] == [[1, 2, 3] * 33 + [1]] * 4
         assert replicas.cluster.scheduler.stats().moves == 2
 
 
-async def test_one_that_comes_when_its_time_is_over_is_not_queued(tmp_path: Path) -> None:
+async def test_a_request_past_its_deadline_is_not_queued(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as replicas:
         for over in ({"end_by": 1.0}, {"queue_by": 1.0}):
             with pytest.raises(DeadlineExceeded):
@@ -196,7 +196,7 @@ async def test_one_that_comes_when_its_time_is_over_is_not_queued(tmp_path: Path
         assert replicas.cluster.scheduler.requests == ()
 
 
-async def test_who_waited_for_one_that_is_cancelled_before_it_was_sent_is_placed(tmp_path: Path) -> None:
+async def test_a_request_behind_one_cancelled_before_it_was_sent_is_placed(tmp_path: Path) -> None:
     async with two_replicas(tmp_path, max_batch_size=1) as replicas:
         first, second, third = (replicas.submit(5) for _ in range(3))
         replicas.cluster.cancel(RequestId(1))
@@ -206,7 +206,7 @@ async def test_who_waited_for_one_that_is_cancelled_before_it_was_sent_is_placed
         assert (first.tokens, second.tokens, len(third.tokens)) == ([], [], 5)
 
 
-async def test_after_the_end_requests_are_refused_at_once(tmp_path: Path) -> None:
+async def test_a_stopped_cluster_refuses_requests(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as replicas:
         running_one = replicas.submit(10_000)
         replicas.cluster.give_up("the server was stopped")

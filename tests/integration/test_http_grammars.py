@@ -37,8 +37,7 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 
 
 def asking(schema: Json) -> Json:
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    return {"messages": [{"role": "user", "content": "{"}], "max_tokens": 400, "response_format": form}
+    return {"messages": [{"role": "user", "content": "{"}], "max_tokens": 400, "response_format": schema_form(schema)}
 
 
 async def test_answers_to_random_schemas_satisfy_them_streamed_or_not(stack: Stack) -> None:
@@ -78,42 +77,39 @@ def recursive() -> Json:
     return {"$ref": "#/$defs/node", "$defs": {"node": node}}
 
 
+def schema_form(schema: Json) -> Json:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def slow(count: int, prefix: str = "p") -> Json:
+    """Return a form with as many patterns that take long to compile."""
+    patterns = {f"{prefix}{i}": {"type": "string", "pattern": f"^[a-z]*{i}[^{i % 9}]+$"} for i in range(count)}
+    return schema_form({"type": "object", "properties": patterns})
+
+
 HOSTILE: list[tuple[str, Json]] = [
     ("nested repetition", {"type": "regex", "value": "(a+)+$"}),
     ("counted repetition", {"type": "regex", "value": "(.{1,1000}){1,1000}"}),
-    ("nested oneOf", {"type": "json_schema", "json_schema": {"name": "x", "schema": nested_one_of(12)}}),
-    ("recursion", {"type": "json_schema", "json_schema": {"name": "x", "schema": recursive()}}),
-    ("itself", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}),
-    (
-        "five megabytes",
-        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["x" * 100 + str(i) for i in range(46000)]}}},
-    ),
-    (
-        "many patterns",
-        {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "x",
-                "schema": {
-                    "type": "object",
-                    "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-z]*{i}[^{i % 9}]+$"} for i in range(3900)},
-                },
-            },
-        },
-    ),
-    ("a bad pattern", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "("}}}),
+    ("nested oneOf", schema_form(nested_one_of(12))),
+    ("recursion", schema_form(recursive())),
+    ("itself", schema_form({"$ref": "#"})),
+    ("five megabytes", schema_form({"enum": ["x" * 100 + str(i) for i in range(46000)]})),
+    ("many patterns", slow(3900)),
+    ("a bad pattern", schema_form({"type": "string", "pattern": "("})),
     ("look-around", {"type": "regex", "value": "(?=a)b"}),
-]  # fmt: skip
+]
+HEADERS = {"content-type": "application/json"}
+
+
+def encoded(form: Json) -> bytes:
+    """Return a body with this grammar."""
+    return orjson.dumps({"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 50})
 
 
 @pytest.mark.parametrize(("name", "form"), HOSTILE, ids=[name for name, _ in HOSTILE])
 async def test_a_hostile_grammar_is_refused_with_a_reason_and_soon(stack: Stack, name: str, form: Json) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 50}
     started = time.monotonic()
-    headers = {"content-type": "application/json"}
-    async with stack.client.post(
-        "/v1/chat/completions", data=io.BytesIO(orjson.dumps(body)), headers=headers
-    ) as response:
+    async with stack.client.post("/v1/chat/completions", data=io.BytesIO(encoded(form)), headers=HEADERS) as response:
         answer = await response.json()
         assert response.status == 422, answer
     assert time.monotonic() - started < 6
@@ -136,16 +132,12 @@ async def gaps(stack: Stack, tokens: int) -> list[float]:
 async def test_another_stream_does_not_wait_for_hostile_grammars(demo_model: Path) -> None:
     async with serve(demo_model, grammars=True, settings={"payload_limit": 8_000_000}, echo_step_ms=20) as stack:
         quiet = await gaps(stack, 100)
-        bodies = [
-            orjson.dumps({"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 50})
-            for _, form in HOSTILE
-        ]
+        bodies = [encoded(form) for _, form in HOSTILE]
 
         async def attack() -> None:
             for body in bodies:
-                headers = {"content-type": "application/json"}
                 async with stack.client.post(
-                    "/v1/chat/completions", data=io.BytesIO(body), headers=headers
+                    "/v1/chat/completions", data=io.BytesIO(body), headers=HEADERS
                 ) as response:
                     assert response.status == 422
 
@@ -160,9 +152,7 @@ async def test_many_hostile_grammars_at_once_are_all_refused_soon(stack: Stack) 
     """A request that finds no worker in time is refused with 429."""
 
     async def request(number: int) -> int:
-        slow = {f"p{number}_{i}": {"type": "string", "pattern": f"^[a-z]*{i}[^{i % 9}]+$"} for i in range(3800)}
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": slow}}}
-        body = {"messages": [{"role": "user", "content": "a"}], "response_format": form, "max_tokens": 5}
+        body = orjson.loads(encoded(slow(3800, f"p{number}_")))
         started = time.monotonic()
         async with stack.client.post("/v1/chat/completions", json=body) as response:
             await response.read()

@@ -148,23 +148,20 @@ async def test_no_seed_is_reported_if_the_engine_takes_none(stack: Stack) -> Non
     assert reply["details"]["seed"] is None
 
 
-@pytest.mark.parametrize(
-    ("earlier", "message"),
-    [
-        (tgi(stop=list("abcde")), "`stop` supports up to 4 stop sequences. Given: 5"),
-        (tgi() | {"inputs": " the" * 3000}, "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 3000 `inputs`"),
-        (tgi(grammar={"type": "json", "value": {}}), "grammar is not valid: Grammar must have a 'properties' field"),
-    ],
-)
-async def test_support_is_checked_after_all_other_rules(demo_model: Path, earlier: Json, message: str) -> None:
-    body = earlier | {"parameters": {**earlier["parameters"], "watermark": True}}
-    async with (
-        serve(demo_model, build=lacking("watermark"), grammars=True) as stack,
-        stack.client.post("/generate", json=body) as response,
-    ):
-        assert response.status == 422
-        told = (await response.json())["error"]
-    assert told.startswith(f"Input validation error: {message}")
+EARLIER: list[tuple[Json, str]] = [
+    (tgi(stop=list("abcde")), "`stop` supports up to 4 stop sequences. Given: 5"),
+    (tgi() | {"inputs": " the" * 3000}, "`inputs` tokens + `max_new_tokens` must be <= 2048. Given: 3000 `inputs`"),
+    (tgi(grammar={"type": "json", "value": {}}), "grammar is not valid: Grammar must have a 'properties' field"),
+]
+
+
+async def test_support_is_checked_after_all_other_rules(demo_model: Path) -> None:
+    async with serve(demo_model, build=lacking("watermark"), grammars=True) as stack:
+        for earlier, message in EARLIER:
+            body = earlier | {"parameters": {**earlier["parameters"], "watermark": True}}
+            async with stack.client.post("/generate", json=body) as response:
+                assert response.status == 422
+                assert (await response.json())["error"].startswith(f"Input validation error: {message}")
 
 
 async def test_prompt_logprobs_are_served_without_their_alternatives(demo_model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Server-sent events of the official SDKs' dialects, held against the SDKs' own types."""
+"""Server-sent events of OpenAI and Anthropic, checked against the types of their SDKs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MESSAGES = _by_type(RawMessageStreamEvent)
 
 
 def read_events(stream: bytes) -> list[Json]:
-    """The data of each event, whose name must be its type."""
+    """Return the data of each event; its name must be its type."""
     assert stream.endswith(b"\n\n")
     events = []
     for event in stream.decode().removesuffix("\n\n").split("\n\n"):
@@ -35,6 +35,6 @@ def read_events(stream: bytes) -> list[Json]:
 
 
 def check_types(events: list[Json], types: dict[str, type[BaseModel]]) -> None:
-    """Every event is what the SDK says it is, to the last required field."""
+    """Check that every event is valid for its type in the SDK."""
     for event in events:
         types[event["type"]].model_validate(event)

@@ -1,4 +1,4 @@
-"""One question in the words of every route that generates, for what all of them must do alike."""
+"""The body of one request for every route that generates: for tests of behaviour that all routes share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ VERBATIM = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @dataclass(frozen=True)
 class Asking:
-    """How a route is asked for so many tokens after a text, and what a failure looks like there."""
+    """A route: its body for a text and a number of new tokens, and the type in its errors."""
 
     path: str
     body: Callable[[str, int], Json]
     error_word: Callable[[Json], str]
-    """Of an error's JSON: its word for the cause."""
+    """Return the error type in the JSON of an error."""
 
     def streamed(self, text: str, tokens: int) -> Json:
         return {**self.body(text, tokens), "stream": True}
@@ -85,7 +85,7 @@ WHOLE = (
     Asking("/vertex", _instances, _tgi_word),
     Asking("/v2/models/m/versions/1/infer", _infer, _tgi_word),
 )
-"""Every route that answers whole."""
+"""Every route that returns a complete response."""
 
 STREAMED = (
     Asking("/generate_stream", _tgi, _tgi_word),
@@ -99,11 +99,11 @@ STREAMED = (
 
 
 def name(asking: Asking) -> str:
-    """For the ids of tests."""
+    """Return the id for parametrized tests."""
     return asking.path + "-" + next(iter(asking.body("", 1)))
 
 
 def stream_data(stream: bytes) -> list[Json]:
-    """The data of each event that has some."""
+    """Return the JSON data of each event that has data."""
     lines = (line for line in stream.split(b"\n") if line.startswith(b"data: {"))
     return [orjson.loads(line.removeprefix(b"data: ")) for line in lines]

@@ -45,7 +45,7 @@ class Stack:
 
     port: int
     client: aiohttp.ClientSession
-    """Speaks to it."""
+    """A client session with the server."""
     permits: Permits
     metrics: Metrics
     scheduler: Scheduler
@@ -55,14 +55,14 @@ class Stack:
     stop_shard: Callable[[], None]
 
     async def generate(self, inputs: str, **parameters: object) -> dict[str, Any]:
-        """The reply of /generate, which must be a good one."""
+        """Return the reply of /generate; its status must be 200."""
         async with self.client.post("/generate", json={"inputs": inputs, "parameters": parameters}) as response:
             assert response.status == 200, await response.text()
             reply: dict[str, Any] = await response.json()
             return reply
 
     async def assert_empty(self) -> None:
-        """Nothing is held anywhere: a request served now is alone, and after it all is free."""
+        """Serve one request; after it no permit, slot or KV block may be in use."""
         await until(lambda: self.permits.in_use == 0)
         await self.generate("Are you there?", max_new_tokens=1)
         await until(lambda: self.engine.running == 0)
@@ -73,9 +73,9 @@ class Stack:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Let the server go on until something is so."""
+    """Run the event loop until the condition holds."""
     async with asyncio.timeout(20):
-        while not holds():  # noqa: ASYNC110 - what is held has no event to wait for, and gets none for a test's sake
+        while not holds():  # noqa: ASYNC110 - the resources in use have no event to wait for
             await asyncio.sleep(0)
 
 
@@ -102,8 +102,10 @@ async def serve(
     build: Callable[[ShardConfig], Engine] = EchoEngine.build,
     **echo: float,
 ) -> AsyncIterator[Stack]:
-    """Serve `model`'s tokenizer; `settings` are fields of RouterConfig or Settings, `policy` the scheduler's, `echo` those of the engine, which
-    `build` makes; 0: its own pool.
+    """Serve the tokenizer of `model` with an engine that `build` makes.
+
+    `settings`: fields of RouterConfig or Settings; `policy`: fields of Policy; `echo`: fields of the ShardConfig;
+    `pool_tokens`: size of the KV cache, 0: the engine's own.
 
     With `grammars` the echo engine follows them, and workers are started that compile them.
     """

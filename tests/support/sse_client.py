@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 async def post(client: aiohttp.ClientSession, path: str, body: Json) -> Json:
-    """The reply to a body, which must be a good one."""
+    """Return the reply to a body; its status must be 200."""
     async with client.post(path, json=body) as response:
         assert response.status == 200, await response.text()
         reply: Json = await response.json()
@@ -19,7 +19,7 @@ async def post(client: aiohttp.ClientSession, path: str, body: Json) -> Json:
 
 
 async def chunks(client: aiohttp.ClientSession, path: str, body: Json) -> list[Json]:
-    """The chunks of a stream of OpenAI's, which must end in [DONE]."""
+    """Return the chunks of an OpenAI stream, which must end in [DONE]."""
     async with client.post(path, json=body | {"stream": True}) as response:
         assert (response.status, response.content_type) == (200, "text/event-stream"), await response.text()
         events = [line async for line in response.content if line.startswith(b"data:")]
