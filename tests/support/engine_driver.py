@@ -96,6 +96,15 @@ class Driver:
         )
         return stream
 
+    def alone(self, prompt: Sequence[int], new: int = 8, sampling: Sampling = Sampling()) -> list[int]:
+        """Run one sequence to its end, by length, and return its tokens."""
+        stream = self.admit(prompt, new, sampling=sampling)
+        self.run()
+        assert stream.finish is FinishReason.LENGTH
+        assert len(stream.logprobs) == new
+        assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
+        return stream.tokens
+
     def grant(self, stream: Stream, tokens: int) -> None:
         """Allocate blocks for `tokens` more tokens."""
         blocks = [self._free_blocks.pop() for _ in range(self.blocks_for(tokens))]

@@ -33,22 +33,13 @@ def driver(engine: Engine) -> Driver:
     return driver_for(engine, WarmUpLimits(max_batch_total_tokens=2048))
 
 
-def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampling: Sampling = Sampling()) -> list[int]:
-    stream = driver.admit(prompt, new, sampling=sampling)
-    driver.run()
-    assert stream.finish is FinishReason.LENGTH
-    assert len(stream.logprobs) == new
-    assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
-    return stream.tokens
-
-
 def test_warm_up_allocates_max_batch_total_tokens(engine: Engine) -> None:
     assert engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)) == 512 // engine.info.block_size
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED], ids=["greedy", "seeded"])
 def test_tokens_do_not_depend_on_the_batch(driver: Driver, sampling: Sampling) -> None:
-    expected = alone(driver, sampling=sampling)
+    expected = driver.alone(PROMPT, sampling=sampling)
     for length in (1, 9, 70, 33):
         driver.admit(range(3, 3 + length), 30)
     driver.step()
@@ -60,7 +51,7 @@ def test_tokens_do_not_depend_on_the_batch(driver: Driver, sampling: Sampling) -
 
 @pytest.mark.parametrize("new", [1, 2, 25])
 def test_max_new_tokens_is_exact(driver: Driver, new: int) -> None:
-    assert len(alone(driver, new=new)) == new
+    assert len(driver.alone(PROMPT, new=new)) == new
 
 
 def test_a_released_slot_gets_no_tokens(driver: Driver) -> None:
@@ -76,7 +67,7 @@ def test_a_released_slot_gets_no_tokens(driver: Driver) -> None:
 
 
 def test_a_slot_can_be_released_and_reused_in_the_same_orders(driver: Driver) -> None:
-    expected = alone(driver)
+    expected = driver.alone(PROMPT)
     gone = driver.admit(range(60, 90), 20)
     driver.step()
     driver.release(gone)
@@ -109,7 +100,7 @@ def test_a_sequence_ends_at(
     driver: Driver, stopping: Callable[[int], Stopping], tokens: int, reason: FinishReason
 ) -> None:
     # Sampled, so that the third token differs from the first two in every model.
-    draws = alone(driver, sampling=SEEDED)
+    draws = driver.alone(PROMPT, sampling=SEEDED)
     assert draws[2] not in draws[:2]
     stream = driver.admit(PROMPT, sampling=SEEDED, stopping=stopping(draws[2]))
     driver.run()
@@ -155,7 +146,7 @@ def new_sequence(slot: int = 3, **changes: object) -> NewSequence:
 def test_an_invalid_sequence_fails_alone(driver: Driver, bad: NewSequence) -> None:
     if isinstance(driver, SelfDriver):
         bad = replace(bad, blocks=())
-    expected = alone(driver)
+    expected = driver.alone(PROMPT)
     neighbour = driver.admit(PROMPT)
     driver.step()
     (failure,) = driver.engine.apply(Orders(98, admit=(bad,)))
@@ -184,7 +175,7 @@ PENALIZED = replace(SEEDED, repetition_penalty=1.3, frequency_penalty=0.5)
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED, PENALIZED], ids=["greedy", "seeded", "penalized"])
 @pytest.mark.parametrize("steps", [1, 5, 19])
 def test_a_preempted_sequence_continues(driver: Driver, sampling: Sampling, steps: int) -> None:
-    expected = alone(driver, new=20, sampling=sampling)
+    expected = driver.alone(PROMPT, new=20, sampling=sampling)
     before = driver.admit(PROMPT, 20, sampling=sampling)
     for _ in range(steps):
         driver.step()
@@ -196,9 +187,9 @@ def test_a_preempted_sequence_continues(driver: Driver, sampling: Sampling, step
 
 
 def test_penalties_ignore_the_previous_sequence_of_a_slot(driver: Driver) -> None:
-    expected = alone(driver, sampling=PENALIZED)
-    alone(driver, tuple(range(100, 160)), new=30, sampling=PENALIZED)
-    assert alone(driver, sampling=PENALIZED) == expected
+    expected = driver.alone(PROMPT, sampling=PENALIZED)
+    driver.alone(tuple(range(100, 160)), new=30, sampling=PENALIZED)
+    assert driver.alone(PROMPT, sampling=PENALIZED) == expected
 
 
 def test_reset_drops_everything(driver: Driver) -> None:

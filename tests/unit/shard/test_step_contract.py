@@ -9,7 +9,7 @@ import pytest
 from engine_driver import Driver
 from tiny_engines import tiny_engine
 
-from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping, WarmUpLimits
+from text_generation_proto.values import FailureCode, FinishReason, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders
 from text_generation_shard.engines import build_engine
@@ -27,13 +27,6 @@ def driver(engine: Engine) -> Driver:
     return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
 
 
-def alone(driver: Driver, prompt: tuple[int, ...] = PROMPT, new: int = 8, sampling: Sampling = Sampling()) -> list[int]:
-    stream = driver.admit(prompt, new, sampling=sampling)
-    driver.run()
-    assert stream.finish is FinishReason.LENGTH
-    return stream.tokens
-
-
 def new_sequence(slot: int = 3, **changes: object) -> NewSequence:
     valid = NewSequence(slot, PROMPT, Stopping(4), blocks=(40, 41, 42))
     return replace(valid, **changes)  # type: ignore[arg-type]
@@ -49,7 +42,7 @@ def new_sequence(slot: int = 3, **changes: object) -> NewSequence:
     ids=["nothing left to compute", "computed tokens without blocks", "unknown block"],
 )
 def test_a_sequence_with_bad_blocks_fails_alone(driver: Driver, bad: NewSequence) -> None:
-    expected = alone(driver)
+    expected = driver.alone(PROMPT)
     neighbour = driver.admit(PROMPT)
     driver.step()
     (failure,) = driver.engine.apply(Orders(98, admit=(bad,)))
@@ -60,7 +53,7 @@ def test_a_sequence_with_bad_blocks_fails_alone(driver: Driver, bad: NewSequence
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 39])
 def test_chunked_prefill_gives_the_same_tokens(driver: Driver, chunk: int) -> None:
-    expected = alone(driver)
+    expected = driver.alone(PROMPT)
     stream = driver.admit(PROMPT, chunk=chunk)
     driver.run()
     assert stream.tokens == expected
@@ -73,7 +66,7 @@ def test_every_prompt_token_is_reported_prefilled_once(driver: Driver) -> None:
 
 
 def test_a_sequence_pauses_until_it_has_blocks(driver: Driver) -> None:
-    expected = alone(driver, new=40)
+    expected = driver.alone(PROMPT, new=40)
     stream = driver.admit(PROMPT, 40, granted=48)
     driver.run()
     # Positions 0 to 47 are computed; the last of them chose token 48, which has no room.
@@ -106,7 +99,7 @@ def test_a_release_during_prefill_drops_its_chunk(driver: Driver) -> None:
     ids=["chunk longer than the prompt", "empty chunk", "two chunks in a step", "unknown block"],
 )
 def test_an_invalid_chunk_or_block_fails_alone(driver: Driver, orders: Orders) -> None:
-    expected = alone(driver)
+    expected = driver.alone(PROMPT)
     neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, chunk=16)
     driver.step()
     assert broken.slot == 1
@@ -156,7 +149,7 @@ def test_prompt_logprobs_exclude_cached_and_generated_tokens(driver: Driver) -> 
 
 
 def test_cached_tokens_are_not_computed_again(driver: Driver) -> None:
-    expected = alone(driver)
+    expected = driver.alone(PROMPT)
     first = driver.admit(PROMPT, 30)
     driver.step()
     second = driver.admit(PROMPT, shared=first.blocks[:2], computed_tokens=32)

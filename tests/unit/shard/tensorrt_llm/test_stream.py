@@ -97,9 +97,11 @@ def test_a_removed_stop_token_is_reported() -> None:
 
 
 def test_min_new_tokens() -> None:
-    stream = Stream(replace(SEQUENCE, stopping=replace(SEQUENCE.stopping, min_new_tokens=3)))
-    update = read(stream, Output().say(EOS, STOP, 7))
-    assert (update.token_ids, update.finish) == ([EOS, STOP, 7], None)
+    stream, output = Stream(replace(SEQUENCE, stopping=replace(SEQUENCE.stopping, min_new_tokens=3))), Output()
+    update = read(stream, output.say(EOS, STOP))
+    assert (update.token_ids, update.finish) == ([EOS, STOP], None)
+    update = read(stream, output.say(7, EOS, 8))
+    assert (update.token_ids, update.finish) == ([7, EOS], FinishReason.EOS_TOKEN)
 
 
 @pytest.mark.parametrize(
