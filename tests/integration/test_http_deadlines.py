@@ -154,7 +154,7 @@ INVALID: list[tuple[dict[str, str], dict[str, object], str]] = [
 
 @pytest.mark.parametrize("asking", [*WHOLE, *STREAMED[:1]], ids=name)
 async def test_an_invalid_timeout_is_refused_in_the_routes_dialect(stack: Stack, asking: Asking) -> None:
-    """All invalid values: tests/unit/router/api/http/test_caller.py and core/test_quality_of_service.py."""
+    """All invalid values: tests/unit/router/api/http/test_caller.py and test_quality_of_service.py."""
     before = counts(stack)
     for headers, fields, words in INVALID:
         async with stack.client.post(asking.path, json=asking.body("Hello", 1) | fields, headers=headers) as response:
