@@ -107,10 +107,12 @@ async def test_blocks_become_messages(stack_and_client: Both) -> None:
         {"role": "user", "content": "E"},
     ]
     expected = (
+        "[system]Be brief.\nBe kind."
         "[user]A\nB[assistant]TC(t1 weather X)(t2 weather Y)[tool]sun(t1 weather)[tool]Error: no(t2 weather)"
         "[user]D[user]E<weather>[answer]False"
     )
     asked: dict[str, Any] = {"model": "m", "messages": messages, "tools": [WEATHER], "thinking": {"type": "disabled"}}
+    asked["system"] = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
     counted = await client.messages.count_tokens(**asked)
     assert counted.input_tokens == await count(stack, expected)
     message = await client.messages.create(**asked, max_tokens=counted.input_tokens)
