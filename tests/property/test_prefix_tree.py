@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tree_keys import key
 
 from text_generation_router.scheduling.prefix_tree import Node, PrefixTree
 
@@ -15,10 +15,6 @@ from text_generation_router.scheduling.prefix_tree import Node, PrefixTree
 TOKENS = st.lists(st.integers(0, 1), max_size=14)
 SALTS = st.sampled_from(["", "a"])
 Path = tuple[str, tuple[int, ...]]
-
-
-def key(tokens: tuple[int, ...]) -> bytes:
-    return array("I", tokens).tobytes()
 
 
 @dataclass

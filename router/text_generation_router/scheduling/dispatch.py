@@ -18,7 +18,7 @@ from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.fleet import SMALL_FLEET, PrefixHints, least_loaded, pseudo_random
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
-from text_generation_router.scheduling.sequence import ScheduledSequence, State
+from text_generation_router.scheduling.sequence import ScheduledSequence
 
 Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
 """The reason to skip a sequence: (replica, leader, n) waits until `leader` has computed n tokens on `replica`; without a
@@ -28,13 +28,11 @@ leader, until `replica` has prefill room."""
 def still_holds(reason: Reason) -> bool:
     """Return True if a sequence skipped for this reason has to wait on."""
     replica, leader, tokens = reason
+    if replica.is_lost:
+        return False
     if leader is None:
-        return not replica.is_lost and not replica.has_prefill_room
-    return (
-        leader.state in (State.PLACED, State.RUNNING)
-        and leader.replica == replica.replica
-        and leader.num_computed_tokens < tokens
-    )
+        return not replica.has_prefill_room
+    return leader in replica.prompts and leader.num_computed_tokens < tokens
 
 
 class Dispatcher:
