@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,7 @@ def test_a_sequence_that_ended_before_its_request_is_aborted(make: Make, version
     update = requests.read(stream)
     assert (update.token_ids, update.finish) == ([100, 101, 102], FinishReason.STOP_SEQUENCE)
     requests.wait_until_read()
+    assert len(read_log(tmp_path / "log").of("abort")) == (0 if version == "1.2" else 1)
     requests.llm.shutdown()
     assert read_log(tmp_path / "log").ends == ({"stop": 1} if version == "1.2" else {"cancelled": 1})
 
@@ -177,6 +178,25 @@ def test_any_other_error_breaks_the_engine(make: Make) -> None:
     update = requests.read(requests.start(5))
     assert update.failure == (FailureCode.STEP, "LLM is shutting down")
     assert requests.broken == ["RuntimeError: LLM is shutting down"]
+
+
+class Raising:
+    """An LLM whose requests fail when they are read."""
+
+    async def generate_async(self, **_: object) -> AsyncIterator[Any]:
+        raise ValueError("no such position")
+        yield
+
+
+def test_a_value_error_breaks_the_engine_unless_it_refuses_a_request() -> None:
+    broken: list[str] = []
+    loop = RequestLoop(Raising(), (), broken.append)  # type: ignore[arg-type]
+    stream = Stream(NewSequence(0, PROMPT, Stopping(5)))
+    loop.start(stream, {})
+    update = loop.collect(20)[stream]
+    loop.close()
+    assert update.failure == (FailureCode.STEP, "no such position")
+    assert broken == ["ValueError: no such position"]
 
 
 @pytest.mark.parametrize("version", ["1.2"], indirect=True)  # 1.3 no longer asserts
