@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from engine_driver import Driver
+from full_grid import full
+from transformers import AutoModelForCausalLM
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -14,7 +17,14 @@ from text_generation_shard.engines.torch.engine import TorchEngine
 
 pytestmark = pytest.mark.model
 
-NEW_TOKENS = 64
+NEW_TOKENS = 48
+
+Prompts = list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module", params=[0, full(1)], ids=["even prompts", "odd prompts"])
+def half(request: pytest.FixtureRequest, prompts: Prompts) -> Prompts:
+    return prompts[request.param :: 2]
 
 
 @pytest.fixture(scope="module")
@@ -22,50 +32,58 @@ def engine(demo_model: Path) -> TorchEngine:
     return build_engine(ShardConfig(model_path=str(demo_model), dtype="float32", device="cpu", max_batch_size=32))
 
 
-@pytest.fixture
-def driver(engine: TorchEngine) -> Driver:
+def warm(engine: TorchEngine) -> Driver:
     limits = WarmUpLimits(max_batch_total_tokens=8192, max_batch_prefill_tokens=64, max_batch_size=1)
     return Driver(engine, engine.warm_up(limits))
 
 
-def test_alone(driver: Driver, prompts: list[tuple[int, ...]], reference: list[list[int]]) -> None:
-    # Every fourth prompt only, because running alone is slowest; the others run in the tests below.
-    for prompt, expected in zip(prompts[::4], reference[::4], strict=True):
+@pytest.fixture(scope="module")
+def together(engine: TorchEngine, half: Prompts) -> list[list[int]]:
+    """The tokens of the prompts, all started in the same step."""
+    driver = warm(engine)
+    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in half]
+    driver.run()
+    return [stream.tokens for stream in streams]
+
+
+def test_transformers_predicts_each_token(demo_model: Path, half: Prompts, together: list[list[int]]) -> None:
+    """Each token is the most probable one after those before it: the tokens that `generate` would return."""
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    for prompt, tokens in zip(half, together, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+        assert len(tokens) == NEW_TOKENS
+
+
+def test_alone(engine: TorchEngine, half: Prompts, together: list[list[int]]) -> None:
+    driver = warm(engine)
+    # Every third prompt only, because running alone is slowest.
+    for prompt, tokens in list(zip(half, together, strict=True))[::3]:
         stream = driver.admit(prompt, NEW_TOKENS)
         driver.run()
-        assert stream.tokens == expected
+        assert stream.tokens == tokens
 
 
-def test_all_at_once(driver: Driver, prompts: list[tuple[int, ...]], reference: list[list[int]]) -> None:
-    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in prompts]
-    driver.run()
-    assert [stream.tokens for stream in streams] == reference
-
-
-def test_arriving_staggered(driver: Driver, prompts: list[tuple[int, ...]], reference: list[list[int]]) -> None:
+def test_arriving_staggered_and_in_chunks(engine: TorchEngine, half: Prompts, together: list[list[int]]) -> None:
+    driver = warm(engine)
     streams = []
-    for prompt in prompts:
-        streams.append(driver.admit(prompt, NEW_TOKENS))
+    for prompt in half:
+        streams.append(driver.admit(prompt, NEW_TOKENS, chunk=32))
         for _ in range(3):
             driver.step()
     driver.run()
-    assert [stream.tokens for stream in streams] == reference
+    assert [stream.tokens for stream in streams] == together
 
 
-def test_in_chunks_of_32(driver: Driver, prompts: list[tuple[int, ...]], reference: list[list[int]]) -> None:
-    streams = [driver.admit(prompt, NEW_TOKENS, chunk=32) for prompt in prompts]
-    driver.run()
-    assert [stream.tokens for stream in streams] == reference
-
-
-def test_preempted_midway(driver: Driver, prompts: list[tuple[int, ...]], reference: list[list[int]]) -> None:
-    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in prompts]
-    before: dict[int, list[int]] = {}
-    for step in range(48):
+def test_preempted_midway(engine: TorchEngine, half: Prompts, together: list[list[int]]) -> None:
+    driver = warm(engine)
+    streams = [driver.admit(prompt, NEW_TOKENS) for prompt in half]
+    before: list[list[int]] = []
+    for index, stream in enumerate(streams):
         driver.step()
-        if step % 2:
-            index = step // 2
-            before[index] = streams[index].tokens
-            streams[index] = driver.preempt(streams[index])
+        driver.step()
+        before.append(stream.tokens)
+        streams[index] = driver.preempt(stream)
     driver.run()
-    assert [before[index] + stream.tokens for index, stream in enumerate(streams)] == reference
+    assert [old + stream.tokens for old, stream in zip(before, streams, strict=True)] == together

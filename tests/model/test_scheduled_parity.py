@@ -116,11 +116,12 @@ async def tokens_of(
             cluster.submit(request, collector)
             if one_by_one:
                 await collector.over
-        if lose:
-            await collectors[0].half.wait()
-            stops[0]()
-        for collector in collectors:
-            await collector.over
+        async with asyncio.timeout(120):
+            if lose:
+                await collectors[0].half.wait()
+                stops[0]()
+            for collector in collectors:
+                await collector.over
     return [collector.tokens for collector in collectors], scheduler
 
 
@@ -145,42 +146,32 @@ async def test_together_from_the_prefix_cache(
     assert scheduler.stats().hit_tokens == 5 * 128  # the first request computed the common prefix
 
 
-async def test_in_chunks(
-    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+@pytest.mark.parametrize(
+    ("pool_tokens", "policy"),
+    [
+        (8192, {"max_batch_prefill_tokens": 17}),
+        (480, {"prefix_caching": False, "growth_tokens": 1}),
+        (368, {"growth_tokens": 1}),
+    ],
+    ids=["in chunks", "after preemptions", "after preemptions into the prefix cache"],
+)
+async def test_with_less_memory(
+    requests: list[Request],
+    engines: list[TorchEngine],
+    alone: list[list[int]],
+    tmp_path: Path,
+    pool_tokens: int,
+    policy: dict[str, Any],
 ) -> None:
-    tokens, _ = await tokens_of(requests, engines[:1], tmp_path, policy={"max_batch_prefill_tokens": 17})
+    tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, pool_tokens=pool_tokens, policy=policy)
     assert tokens == alone
+    assert (scheduler.stats().preemptions > 0) == (pool_tokens < 8192)
 
 
-async def test_after_preemptions(
-    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
+@pytest.mark.parametrize("replicas", [2, 1], ids=["moved to another replica", "after a restart of its replica"])
+async def test_after_a_lost_replica(
+    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path, replicas: int
 ) -> None:
-    tokens, scheduler = await tokens_of(
-        requests, engines[:1], tmp_path, pool_tokens=480, policy={"prefix_caching": False, "growth_tokens": 1}
-    )
-    assert scheduler.stats().preemptions > 0
-    assert tokens == alone
-
-
-async def test_after_preemptions_into_the_prefix_cache(
-    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
-) -> None:
-    tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, pool_tokens=368, policy={"growth_tokens": 1})
-    assert scheduler.stats().preemptions > 0
-    assert tokens == alone
-
-
-async def test_moved_to_another_replica(
-    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
-) -> None:
-    tokens, scheduler = await tokens_of(requests, engines, tmp_path, lose=True)
-    assert scheduler.stats().moves > 0
-    assert tokens == alone
-
-
-async def test_on_the_same_replica_after_its_restart(
-    requests: list[Request], engines: list[TorchEngine], alone: list[list[int]], tmp_path: Path
-) -> None:
-    tokens, scheduler = await tokens_of(requests, engines[:1], tmp_path, lose=True)
+    tokens, scheduler = await tokens_of(requests, engines[:replicas], tmp_path, lose=True)
     assert scheduler.stats().moves > 0
     assert tokens == alone

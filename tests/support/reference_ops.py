@@ -1,4 +1,4 @@
-"""References of the element-wise kernels in plain torch, for any float dtype; tests use float64."""
+"""References of the element-wise kernels in plain torch, for any float dtype; tests use float64. The error of a result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ def rounded_once(out: Tensor, reference: Tensor) -> bool:
     Compares ‖out − reference‖, which a second rounding increases by √2 and any NaN makes infinite. Near ties that float32
     rounds differently do not matter.
     """
-    smallest = _relative_error(reference.to(out.dtype), reference)
-    return _relative_error(out, reference) < 1.05 * smallest + _FLOAT32_ERROR
+    smallest = relative_error(reference.to(out.dtype), reference)
+    return relative_error(out, reference) < 1.05 * smallest + _FLOAT32_ERROR
 
 
-def _relative_error(out: Tensor, reference: Tensor) -> float:
-    error = (out.double() - reference).norm() / reference.norm()
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """Return ‖out − reference‖ / ‖reference‖ in float64; infinite if a value is NaN."""
+    assert out.shape == reference.shape
+    error = (out.double() - reference.double()).norm() / reference.double().norm()
     return float(error.nan_to_num(nan=torch.inf))
 
 

@@ -10,6 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from text_generation_shard.engines.torch.cuda.layers import ModelWeights
+from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.model_config import read_model_config
+from text_generation_shard.engines.torch.weights import load_weights
+
 FP8 = torch.float8_e4m3fn
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -79,6 +84,16 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], changes: dict[str
     (folder / "config.json").write_text(json.dumps(CONFIG | (changes or {})))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def load_for_cuda(
+    folder: Path, device: torch.device, dtype: torch.dtype, tp: TensorParallelRank | None = None
+) -> ModelWeights:
+    """Load the checkpoint into the weights of the CUDA path, or a rank's part of it."""
+    weights = ModelWeights(read_model_config(folder), tp or TensorParallelRank(), device, dtype)
+    load_weights(folder, weights.named_parameters())
+    weights.process_weights_after_loading()
+    return weights
 
 
 def quantized(tensors: dict[str, Tensor], *, per_row: bool, input_scale: float | None = None) -> dict[str, Tensor]:

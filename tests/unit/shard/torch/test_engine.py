@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -142,12 +141,3 @@ def test_bfloat16_is_close_to_float32(checkpoint: Path, driver: Driver) -> None:
     near = near_driver.admit(PROMPT, 1, prompt_logprobs=True)
     near_driver.run()
     assert near.prompt_logprobs[0][1:] == pytest.approx(exact.prompt_logprobs[0][1:], abs=0.3)
-
-
-def test_dummy_weights_need_only_config_json(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((checkpoint / "config.json").read_text())))
-    engine = build_engine(ShardConfig(model_path=str(tmp_path), load_format="dummy", device="cpu"))
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=256)))
-    stream = driver.admit(PROMPT, 4)
-    driver.run()
-    assert len(stream.tokens) == 4

@@ -26,20 +26,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama, biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
     "llama, no grouped queries": LlamaConfig(**SHAPE | {"num_key_value_heads": 6}),
     "llama, wide heads, gelu": LlamaConfig(**SHAPE, head_dim=24, hidden_act="gelu_pytorch_tanh"),
-    "llama, linear rope": LlamaConfig(
-        **SHAPE, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    ),
-    "llama, llama3 rope": LlamaConfig(
-        **SHAPE,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 5000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    ),
     "llama, yarn rope": LlamaConfig(
         **SHAPE,
         rope_parameters={
@@ -58,8 +44,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3, tied": Qwen3Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=16, attention_bias=True),
 }
-ALSO_COVERED = {"llama", "llama, linear rope", "llama, llama3 rope", "mistral", "qwen2", "qwen3"}
-"""Configs whose features other configs, or the tests of rope frequencies, cover."""
+ALSO_COVERED = {"llama", "mistral", "qwen2", "qwen3"}
+"""Configs whose features other configs cover. The tests of rope frequencies cover the other rope types."""
 
 
 @dataclass

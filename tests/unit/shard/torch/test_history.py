@@ -11,20 +11,8 @@ from text_generation_shard.step.sequence import Sequence
 CPU = torch.device("cpu")
 
 
-def a_sequence(slot: int, tokens: list[int], max_new_tokens: int = 8) -> Sequence:
-    return Sequence(
-        slot=slot,
-        tokens=tokens,
-        prompt_length=len(tokens),
-        blocks=[],
-        computed=0,
-        generated=0,
-        generated_before=0,
-        sampling=Sampling(),
-        stopping=Stopping(max_new_tokens),
-        top_n=0,
-        prompt_scores=None,
-    )
+def a_sequence(slot: int, tokens: list[int]) -> Sequence:
+    return Sequence(slot, tokens, len(tokens), [], 0, 0, 0, Sampling(), Stopping(8), 0, None)
 
 
 def test_histories_follow_sequences_that_grow_and_change_slots() -> None:

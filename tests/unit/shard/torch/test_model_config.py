@@ -48,39 +48,41 @@ def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
     assert config.windows == (None,) * 4
 
 
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_the_dtype_has_two_names(tmp_path: Path, key: str) -> None:
-    assert read(tmp_path, {key: "bfloat16"}).dtype == "bfloat16"
-
-
-SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @pytest.mark.parametrize(
     "spelling",
     [
-        {"rope_theta": 5e5, "rope_scaling": SCALING | {"original_max_position_embeddings": 64}},
-        {"rope_parameters": SCALING | {"rope_theta": 5e5, "original_max_position_embeddings": 64}},
+        {"torch_dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        {"dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"dtype": "bfloat16", "rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
     ],
-    ids=["transformers 4", "transformers 5"],
+    ids=["old checkpoints", "transformers 4", "transformers 5"],
 )
-def test_rope_has_two_spellings(tmp_path: Path, spelling: dict[str, Any]) -> None:
-    rope = read(tmp_path, spelling).rope
-    assert (rope.type, rope.theta, rope.factor, rope.original_max_positions) == ("llama3", 5e5, 8.0, 64)
+def test_spellings_of_transformers(tmp_path: Path, spelling: dict[str, Any]) -> None:
+    config = read(tmp_path, spelling)
+    assert (config.dtype, config.rope.theta, config.rope.factor) == ("bfloat16", 5e5, 8.0)
+    if "torch_dtype" in spelling:
+        assert config.rope.type == "linear"
+    else:
+        assert (config.rope.type, config.rope.original_max_positions) == ("llama3", 64)
 
 
-def test_rope_of_old_checkpoints_is_called_type(tmp_path: Path) -> None:
-    rope = read(tmp_path, {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope
-    assert (rope.type, rope.factor) == ("linear", 2.0)
-
-
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 3.0},
-    SCALING | {"original_max_position_embeddings": 32},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False, "beta_fast": 16.0},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "attention_factor": 1.2},
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.1},
+    LLAMA3 | {"original_max_position_embeddings": 32},
+    YARN,
+    YARN | {"truncate": False, "beta_fast": 16.0},
+    YARN | {"attention_factor": 1.2},
+    YARN | {"mscale": 0.7, "mscale_all_dim": 1.1},
 ]
 
 
@@ -96,8 +98,11 @@ def test_frequencies_are_those_of_transformers(tmp_path: Path, parameters: dict[
     assert scale == expected_scale
 
 
+MIXED = ["sliding_attention", "full_attention"] * 2
+
+
 def test_yarn_extends_the_original_length(tmp_path: Path) -> None:
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    yarn = YARN | {"original_max_position_embeddings": 128}
     assert read(tmp_path, {"rope_parameters": yarn}).max_sequence_length == 512
     assert read(tmp_path, {"rope_parameters": yarn, "max_position_embeddings": 512}).max_sequence_length == 512
 
@@ -111,15 +116,7 @@ def test_yarn_extends_the_original_length(tmp_path: Path) -> None:
         (of("qwen2", sliding_window=16), (None,) * 4),
         (of("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=3), (None, None, None, 16)),
         (of("qwen2", sliding_window=16, use_sliding_window=True), (None,) * 4),
-        (
-            of(
-                "qwen3",
-                sliding_window=16,
-                use_sliding_window=True,
-                layer_types=["sliding_attention", "full_attention"] * 2,
-            ),
-            (16, None, 16, None),
-        ),
+        (of("qwen3", sliding_window=16, use_sliding_window=True, layer_types=MIXED), (16, None, 16, None)),
     ],
     ids=str,
 )
@@ -193,8 +190,3 @@ def test_a_broken_config_is_refused_in_one_line(tmp_path: Path, text: str) -> No
     with pytest.raises(EngineError, match=r"config\.json") as refusal:
         read_model_config(tmp_path)
     assert "\n" not in str(refusal.value)
-
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="does not exist"):
-        read_model_config(tmp_path)

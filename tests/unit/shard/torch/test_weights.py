@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -32,19 +31,20 @@ def refusal(folder: Path, filled: dict[str, Tensor | ParameterShard] | None = No
     return message
 
 
-def sharded(folder: Path) -> Path:
-    """Write a checkpoint of two files; return its index."""
+INDEX = '{"weight_map": {"a.weight": "one.safetensors", "b.weight": "two.safetensors"}}'
+
+
+def write_sharded(folder: Path, index: str = INDEX) -> None:
+    """Write a checkpoint of two files and their index."""
     save_file({"a.weight": TENSORS["a.weight"]}, folder / "one.safetensors")
     save_file({"b.weight": TENSORS["b.weight"]}, folder / "two.safetensors")
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a.weight": "one.safetensors", "b.weight": "two.safetensors"}}))
-    return index
+    (folder / "model.safetensors.index.json").write_text(index)
 
 
 @pytest.mark.parametrize("with_index", [False, True])
 def test_tensors_are_loaded_into_fused_tensors_of_another_dtype(tmp_path: Path, with_index: bool) -> None:
     if with_index:
-        sharded(tmp_path)
+        write_sharded(tmp_path)
     else:
         save_file(TENSORS, tmp_path / FILE)
     filled = parameters()
@@ -55,22 +55,17 @@ def test_tensors_are_loaded_into_fused_tensors_of_another_dtype(tmp_path: Path, 
     assert [(line["event"], line["gib"]) for line in logs] == [("weights loaded", 0.0)]
 
 
-def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
-    sharded(tmp_path)
-    (tmp_path / "two.safetensors").unlink()
-    assert "names two.safetensors, which does not exist" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": 3}'])
-def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
-    sharded(tmp_path).write_text(text)
-    assert "is not a safetensors index" in refusal(tmp_path)
-
-
-def test_a_tensor_that_is_in_the_index_but_not_in_the_file_is_refused(tmp_path: Path) -> None:
-    index = sharded(tmp_path)
-    index.write_text(index.read_text().replace("two", "one"))
-    assert "one.safetensors cannot be read" in refusal(tmp_path)
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        *((text, "is not a safetensors index") for text in ("{", "{}", '{"weight_map": 3}')),
+        (INDEX.replace("two", "three"), "names three.safetensors, which does not exist"),
+        (INDEX.replace("two", "one"), "one.safetensors cannot be read"),  # the tensor is not in the file
+    ],
+)
+def test_a_broken_index_is_refused(tmp_path: Path, index: str, message: str) -> None:
+    write_sharded(tmp_path, index)
+    assert message in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

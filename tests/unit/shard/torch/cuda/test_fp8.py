@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from full_grid import full
+from reference_ops import relative_error as error
 from tiny_checkpoint import (
     COMPRESSED_DYNAMIC,
     MODELOPT_STATIC,
     dequantized,
+    load_for_cuda,
     quantized,
     random_tensors,
     write_checkpoint,
@@ -25,7 +27,7 @@ from text_generation_shard.engines.torch.cuda.layers import ModelWeights
 from text_generation_shard.engines.torch.cuda.linear import ParallelLinear
 from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.model_config import read_model_config
-from text_generation_shard.engines.torch.weights import fill_dummy, load_weights
+from text_generation_shard.engines.torch.weights import fill_dummy
 
 FP8 = torch.float8_e4m3fn
 FUSED = {"qkv": ("q_proj", "k_proj", "v_proj"), "output": ("o_proj",), "gate_up": ("gate_proj", "up_proj")}
@@ -58,10 +60,6 @@ def without_defects(x: Tensor, fixed: Tensor | None) -> Tensor:
     values = (x.double() / scale_of(x, fixed)).abs()
     fraction = values / torch.exp2(values.log2().floor())
     return x.masked_fill((values < 2**-6) | (fraction > 1.9) & (values < 448), 0.0)
-
-
-def error(ours: Tensor, reference: Tensor) -> float:
-    return float((ours.double() - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize("dtype", [full(torch.bfloat16), torch.float16, full(torch.float32)], ids=str)
@@ -104,13 +102,6 @@ def dtype_on(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def load(folder: Path, device: torch.device, split: TensorParallelRank | None = None) -> ModelWeights:
-    weights = ModelWeights(read_model_config(folder), split or TensorParallelRank(), device, dtype_on(device))
-    load_weights(folder, weights.named_parameters())
-    weights.process_weights_after_loading()
-    return weights
-
-
 def reference_product(tensors: dict[str, Tensor], modules: tuple[str, ...], x: Tensor) -> Tensor:
     """Compute the product in float64 from a checkpoint's tensors; fused projections share the largest input scale."""
     named = [name for name in tensors if name.startswith("model.layers.1.") and name.split(".")[-2] in modules]
@@ -134,7 +125,7 @@ def test_products_match_the_dequantized_checkpoint(
     write_checkpoint(tmp_path, tensors, {"quantization_config": config})
     x = torch.randn(5, 64).to(dtype_on(device)).float()
     for rank in range(size):
-        weights = load(tmp_path, device, TensorParallelRank(rank, size))
+        weights = load_for_cuda(tmp_path, device, dtype_on(device), TensorParallelRank(rank, size))
         inputs = x.to(device, weights.embedding.dtype)
         out = torch.full((5, 192 // size), float("nan"), device=device, dtype=inputs.dtype)
         weights.layers[1].gate_up(inputs, out)
@@ -152,19 +143,22 @@ def test_products_match_the_dequantized_checkpoint(
 def test_quantizing_activations_adds_little_error(tmp_path: Path, device: torch.device) -> None:
     tensors = quantized(random_tensors(), per_row=True)
     write_checkpoint(tmp_path, tensors, {"quantization_config": COMPRESSED_DYNAMIC})
-    layer = load(tmp_path, device).layers[0]
+    layer = load_for_cuda(tmp_path, device, dtype_on(device)).layers[0]
     x = torch.randn(9, 96)
     expected = x.double() @ dequantized(tensors)["model.layers.0.mlp.down_proj.weight"].double().t()
     assert 1e-3 < error(layer.down(x.to(device, layer.mlp_norm.dtype)).cpu(), expected) < 4e-2
 
 
-def test_biases_are_added(tmp_path: Path, device: torch.device) -> None:
-    changes = {"attention_bias": True, "mlp_bias": True, "quantization_config": COMPRESSED_DYNAMIC}
+def test_biases_are_added_and_weights_of_unsupported_sizes_are_widened(tmp_path: Path, device: torch.device) -> None:
+    changes = {"attention_bias": True, "intermediate_size": 88, "quantization_config": COMPRESSED_DYNAMIC}
     tensors = quantized(random_tensors(changes), per_row=True)
-    layer = load(write_checkpoint(tmp_path, tensors, changes), device).layers[1]
+    layer = load_for_cuda(write_checkpoint(tmp_path, tensors, changes), device, dtype_on(device)).layers[1]
     out = layer.qkv(torch.zeros(2, 64, device=device, dtype=layer.mlp_norm.dtype))
     expected = torch.cat([tensors[f"model.layers.1.self_attn.{name}.bias"] for name in FUSED["qkv"]])
     assert error(out.cpu(), expected.double().expand(2, -1)) < 1e-2
+    assert isinstance(layer.down, ParallelLinear)
+    expected = dequantized(tensors)["model.layers.1.mlp.down_proj.weight"].to(layer.down.weight.dtype)
+    assert torch.equal(layer.down.weight.cpu(), expected)
 
 
 def test_ignored_modules_are_not_quantized(tmp_path: Path, device: torch.device) -> None:
@@ -172,7 +166,7 @@ def test_ignored_modules_are_not_quantized(tmp_path: Path, device: torch.device)
     tensors = random_tensors()
     kept = {name: tensors[name] for name in tensors if "down_proj" in name}
     write_checkpoint(tmp_path, quantized(tensors, per_row=True) | kept, changes)
-    layer = load(tmp_path, device).layers[0]
+    layer = load_for_cuda(tmp_path, device, dtype_on(device)).layers[0]
     assert [type(linear) for linear in layer.linears] == [Fp8Linear, Fp8Linear, Fp8Linear, ParallelLinear]
 
 
@@ -181,15 +175,6 @@ def test_fused_projections_must_have_one_scheme(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, {}, {"quantization_config": config})
     with pytest.raises(EngineError, match="all of them must be in FP8, or none"):
         ModelWeights(read_model_config(folder), TensorParallelRank(), torch.device("cpu"), torch.float32)
-
-
-def test_weights_of_unsupported_sizes_are_widened_at_load(tmp_path: Path, device: torch.device) -> None:
-    changes = {"intermediate_size": 88, "quantization_config": COMPRESSED_DYNAMIC}
-    tensors = quantized(random_tensors(changes), per_row=True)
-    layer = load(write_checkpoint(tmp_path, tensors, changes), device).layers[1]
-    assert isinstance(layer.down, ParallelLinear)
-    expected = dequantized(tensors)["model.layers.1.mlp.down_proj.weight"].to(layer.down.weight.dtype)
-    assert torch.equal(layer.down.weight.cpu(), expected)
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))

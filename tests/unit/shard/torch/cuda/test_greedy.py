@@ -29,32 +29,20 @@ def run_sampler(logits: Tensor, slots: list[int] | None = None) -> tuple[Tensor,
     return token_ids, logprobs, last_tokens
 
 
+@pytest.mark.parametrize("many_programs", [kernel.MANY_PROGRAMS, 12], ids=["few rows", "many rows, longer segments"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab_size", [3, 1024, VOCAB_SIZE])
-def test_returns_the_most_probable_token_and_its_logprob(vocab_size: int, device: torch.device) -> None:
-    logits = 5 * torch.randn(4, vocab_size, device=device)
+def test_the_most_probable_token_and_its_logprob(
+    vocab_size: int, dtype: torch.dtype, many_programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "MANY_PROGRAMS", many_programs)
+    wide = torch.full((5, vocab_size + 100), torch.inf, device=device, dtype=dtype)
+    logits = wide[:, :vocab_size]  # strided
+    logits.copy_(5 * torch.randn(5, vocab_size))
     tokens, expected = greedy(logits.double())
-    token_ids, logprobs, last_tokens = run_sampler(logits, slots=[2, 0, 3, 1])
+    token_ids, logprobs, last_tokens = run_sampler(logits, slots=[2, 0, 3, 1, 4])
     assert token_ids.tolist() == tokens.tolist()
-    assert last_tokens[[2, 0, 3, 1]].tolist() == tokens.tolist()
-    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_many_rows_use_longer_segments(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "MANY_PROGRAMS", 12)
-    logits = torch.randn(5, VOCAB_SIZE, device=device)
-    tokens, expected = greedy(logits.double())
-    token_ids, logprobs, _ = run_sampler(logits)
-    assert token_ids.tolist() == tokens.tolist()
-    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_rows_may_be_strided_and_in_half_precision(device: torch.device) -> None:
-    logits = torch.randn(3, 1500, device=device).half()
-    strided = torch.full((3, 2000), torch.inf, device=device).half()
-    strided[:, :1500] = logits
-    tokens, expected = greedy(logits.double())
-    token_ids, logprobs, _ = run_sampler(strided[:, :1500])
-    assert token_ids.tolist() == tokens.tolist()
+    assert last_tokens[[2, 0, 3, 1, 4]].tolist() == tokens.tolist()
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -73,19 +61,15 @@ def test_masked_tokens_are_not_sampled(device: torch.device) -> None:
     torch.testing.assert_close(logprobs.double(), greedy(logits.double())[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("column", [0, 2000, VOCAB_SIZE - 1])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_an_invalid_row_has_an_invalid_logprob(value: float, column: int, device: torch.device) -> None:
+@pytest.mark.parametrize("columns", [0, 2000, VOCAB_SIZE - 1, slice(None)], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_invalid_row_has_a_valid_token_and_an_invalid_logprob(
+    value: float, columns: int | slice, device: torch.device
+) -> None:
     logits = torch.randn(2, VOCAB_SIZE, device=device)
-    logits[0, column] = value
+    logits[0, columns] = value
     token_ids, logprobs, _ = run_sampler(logits)
-    assert logprobs.isfinite().tolist() == [False, True]
+    # A single −inf is a masked token.
+    assert logprobs.isfinite().tolist() == [value == -torch.inf and columns != slice(None), True]
     assert 0 <= int(token_ids[0]) < VOCAB_SIZE
     assert int(token_ids[1]) == int(logits[1].argmax())
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_of_invalid_logits_has_a_valid_token(value: float, device: torch.device) -> None:
-    token_ids, logprobs, _ = run_sampler(torch.full((1, VOCAB_SIZE), value, device=device))
-    assert not logprobs.isfinite().any()
-    assert 0 <= int(token_ids[0]) < VOCAB_SIZE

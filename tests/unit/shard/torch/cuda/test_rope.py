@@ -35,22 +35,44 @@ class Heads:
 
 
 SMOLLM2, LLAMA_8B, QWEN2 = Heads(9, 3, 64), Heads(32, 8, 128), Heads(14, 2, 64)
-HEADS = [SMOLLM2, full(LLAMA_8B), full(QWEN2), Heads(4, 4, 96), full(Heads(5, 1, 256)), full(Heads(2, 1, 32))]
+CASES = [
+    *((SMOLLM2, 4), (Heads(4, 4, 96), 4), (QWEN2, 128)),  # many tokens use larger tiles
+    *(full(heads, 4) for heads in (LLAMA_8B, QWEN2, Heads(5, 1, 256), Heads(2, 1, 32))),
+    *(full(heads, 1) for heads in (SMOLLM2, LLAMA_8B)),
+]
 
 
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed heads"])
 @pytest.mark.parametrize("exact", [False, True], ids=["in place", "from float32"])
-@pytest.mark.parametrize("tokens", [full(1), 4])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("heads", "tokens"), CASES, ids=str)
 def test_queries_are_rotated_and_keys_and_values_stored(
     heads: Heads, tokens: int, exact: bool, normed: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    _check(heads, tokens, exact, normed, dtype, device)
+    """If qkv is `exact`, in float32, queries go to another tensor; otherwise they are rotated in place."""
+    step = _step(heads, tokens, device)
+    qkv = torch.randn(tokens, heads.width, device=device).to(torch.float32 if exact else dtype)
+    weights = torch.randn(2, heads.dim, device=device).to(dtype)
+    split = qkv.double().view(tokens, -1, heads.dim)
+    queries, keys, values = split.split([heads.queries, heads.kv, heads.kv], dim=1)
+    if normed:
+        queries, keys = rms_norm(queries, weights[0].double(), EPS), rms_norm(keys, weights[1].double(), EPS)
+    cache = _empty_cache(heads, dtype, device)
+    before, width = qkv.clone(), heads.queries * heads.dim
+    rotated = torch.full((tokens, width), torch.nan, device=device, dtype=dtype) if exact else qkv[:, :width]
+    rotate_and_append(qkv, rotated, step, cache, (weights[0], weights[1]) if normed else None)
 
+    queries = rotate(queries, step.positions, _frequencies(heads, device), SCALE)
+    keys = rotate(keys, step.positions, _frequencies(heads, device), SCALE)
+    assert rounded_once(rotated.reshape(queries.shape), queries)
+    kept = slice(0 if exact else width, None)
+    assert torch.equal(qkv[:, kept], before[:, kept])
 
-@pytest.mark.parametrize("exact", [False, True], ids=["in place", "from float32"])
-def test_many_tokens_use_larger_tiles(exact: bool, dtype: torch.dtype, device: torch.device) -> None:
-    _check(QWEN2, 128, exact, True, dtype, device)
+    blocks = step.block_tables[step.slots, step.positions // BLOCK_SIZE]
+    stored = cache[blocks, :, :, step.positions % BLOCK_SIZE]
+    assert rounded_once(stored[:, 0], keys)
+    assert torch.equal(stored[:, 1], values.to(dtype))
+    cache[blocks, :, :, step.positions % BLOCK_SIZE] = torch.nan
+    assert cache.isnan().all()
 
 
 def test_tokens_of_the_dummy_slot_are_written_only_to_its_block(device: torch.device) -> None:
@@ -100,34 +122,6 @@ def test_the_table_matches_the_cpu_path(rope: Rope, device: torch.device) -> Non
     cos, sin = RotaryEmbedding(rope, 64, device, torch.float32).factors(positions)
     torch.testing.assert_close(table[:, 0], cos[:, 0, 32:], rtol=0, atol=1e-6)
     torch.testing.assert_close(table[:, 1], sin[:, 0, 32:], rtol=0, atol=1e-6)
-
-
-def _check(heads: Heads, tokens: int, exact: bool, normed: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """Check one case. If qkv is `exact`, in float32, queries go to another tensor; otherwise they are rotated in place."""
-    step = _step(heads, tokens, device)
-    qkv = torch.randn(tokens, heads.width, device=device).to(torch.float32 if exact else dtype)
-    weights = torch.randn(2, heads.dim, device=device).to(dtype)
-    split = qkv.double().view(tokens, -1, heads.dim)
-    queries, keys, values = split.split([heads.queries, heads.kv, heads.kv], dim=1)
-    if normed:
-        queries, keys = rms_norm(queries, weights[0].double(), EPS), rms_norm(keys, weights[1].double(), EPS)
-    cache = _empty_cache(heads, dtype, device)
-    before, width = qkv.clone(), heads.queries * heads.dim
-    rotated = torch.full((tokens, width), torch.nan, device=device, dtype=dtype) if exact else qkv[:, :width]
-    rotate_and_append(qkv, rotated, step, cache, (weights[0], weights[1]) if normed else None)
-
-    queries = rotate(queries, step.positions, _frequencies(heads, device), SCALE)
-    keys = rotate(keys, step.positions, _frequencies(heads, device), SCALE)
-    assert rounded_once(rotated.reshape(queries.shape), queries)
-    kept = slice(0 if exact else width, None)
-    assert torch.equal(qkv[:, kept], before[:, kept])
-
-    blocks = step.block_tables[step.slots, step.positions // BLOCK_SIZE]
-    stored = cache[blocks, :, :, step.positions % BLOCK_SIZE]
-    assert rounded_once(stored[:, 0], keys)
-    assert torch.equal(stored[:, 1], values.to(dtype))
-    cache[blocks, :, :, step.positions % BLOCK_SIZE] = torch.nan
-    assert cache.isnan().all()
 
 
 def _step(heads: Heads, tokens: int, device: torch.device) -> RopeStep:

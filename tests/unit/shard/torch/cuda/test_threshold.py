@@ -30,21 +30,23 @@ def column(*values: float, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
 
 
-@pytest.mark.parametrize("scale", [0.01, 3.0], ids=["flat", "peaked"])
-@pytest.mark.parametrize("n", [1, 7, 2500])
-def test_the_smallest_set_of_a_given_mass(n: int, scale: float, device: torch.device) -> None:
-    keys = some_keys(n, scale, device)
+FULL_BUFFER = threshold.CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("n", "scale", "capacity"),
+    [
+        *((1, 3.0, FULL_BUFFER), (7, 3.0, FULL_BUFFER), (2500, 3.0, FULL_BUFFER), (2500, 0.01, FULL_BUFFER)),
+        *((1500, 0.01, 1), (1500, 0.01, 500)),  # more keys than fit the buffer
+    ],
+)
+def test_the_smallest_set_of_a_given_mass(
+    n: int, scale: float, capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threshold, "CAPACITY", capacity)
+    keys = 1 + some_keys(n, scale, device)
     weights = keys.softmax(-1)
     mass = column(0.25, 0.9, 0.6, 0.999, device=device)
-    assert torch.equal(smallest_set_threshold(keys, weights, mass), sorted_threshold(keys, weights, mass))
-
-
-@pytest.mark.parametrize("capacity", [1, 500])
-def test_too_many_keys_for_the_buffer(capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threshold, "CAPACITY", capacity)
-    keys = 1 + some_keys(1500, 0.01, device)
-    weights = keys.softmax(-1)
-    mass = column(0.25, 0.4, 0.6, 0.9, device=device)
     assert torch.equal(smallest_set_threshold(keys, weights, mass), sorted_threshold(keys, weights, mass))
 
 
@@ -62,18 +64,10 @@ def test_an_unreachable_mass_takes_every_key(device: torch.device) -> None:
     assert torch.equal(thresholds, keys.amin(-1, keepdim=True))
 
 
-def test_the_kth_largest(device: torch.device) -> None:
-    keys = some_keys(2500, 3.0, device)
+def test_the_kth_largest_of_strided_rows(device: torch.device) -> None:
+    keys = torch.full((4, 2524), torch.nan, device=device)[:, :2500]
+    keys.copy_(some_keys(2500, 3.0, device))
     k = torch.tensor([[1], [2500], [700], [50]], device=device)
-    expected = keys.sort(-1, descending=True).values.gather(1, k - 1)
-    assert torch.equal(kth_largest(keys, k), expected)
-
-
-def test_strided_rows(device: torch.device) -> None:
-    wide = torch.full((4, 1024), torch.nan, device=device)
-    keys = wide[:, :1000]
-    keys.copy_(some_keys(1000, 3.0, device))
-    k = torch.tensor([[3], [4], [5], [6]], device=device)
     assert torch.equal(kth_largest(keys, k), keys.sort(-1, descending=True).values.gather(1, k - 1))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,14 +80,10 @@ def test_commands_are_executed_and_answered(pair: Pair) -> None:
     assert pair.reasons.empty()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [lambda engine: engine.warm_up(WarmUpLimits()), lambda engine: engine.apply(Orders(number=1))],
-    ids=["warm up", "orders"],
-)
-def test_calls_of_a_router_are_refused(pair: Pair, call: Callable[[FollowerEngine], object]) -> None:
-    with pytest.raises(EngineError, match=r"^rank 1 follows: call rank 0$"):
-        call(pair.engine)
+def test_calls_of_a_router_are_refused(pair: Pair) -> None:
+    for call in (lambda: pair.engine.warm_up(WarmUpLimits()), lambda: pair.engine.apply(Orders(number=1))):
+        with pytest.raises(EngineError, match=r"^rank 1 follows: call rank 0$"):
+            call()
     assert pair.engine.step() is None
 
 
@@ -111,21 +107,18 @@ def test_a_goodbye_ends_the_follower_without_an_error(pair: Pair) -> None:
     assert logs == []
 
 
-def test_a_lost_leader_ends_the_follower(pair: Pair) -> None:
+@pytest.mark.parametrize("registered_first", [True, False])
+def test_a_lost_leader_ends_the_follower(unwatched: Pair, registered_first: bool) -> None:
     with structlog.testing.capture_logs() as logs:
-        for peer in pair.leader._followers.values():  # like a kill: no goodbye
+        if registered_first:
+            unwatched.engine.on_broken(unwatched.reasons.put)
+        for peer in unwatched.leader._followers.values():  # like a kill: no goodbye
             peer.close()
-        assert pair.reasons.get(timeout=SOON) == "rank 0 is gone"
-        pair.engine._thread.join(SOON)
+        unwatched.engine._thread.join(SOON)
+        if not registered_first:
+            unwatched.engine.on_broken(unwatched.reasons.put)
+        assert unwatched.reasons.get(timeout=SOON) == "rank 0 is gone"
     assert [(record["event"], record["reason"]) for record in logs] == [("the group is broken", "rank 0 is gone")]
-
-
-def test_a_callback_may_be_registered_after_the_loss(unwatched: Pair) -> None:
-    for peer in unwatched.leader._followers.values():
-        peer.close()
-    unwatched.engine._thread.join(SOON)
-    unwatched.engine.on_broken(unwatched.reasons.put)
-    assert unwatched.reasons.get(timeout=SOON) == "rank 0 is gone"
 
 
 def test_a_follower_blocked_in_a_step_ends_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

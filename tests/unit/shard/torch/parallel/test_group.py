@@ -145,6 +145,6 @@ def test_a_missing_rank_is_an_error_in_one_line(address: str) -> None:
     with pytest.raises(EngineError, match=r"^ranks 1, 2 did not connect within 0\.05 s$"):
         join_group(config, torch.device("cpu"), timeout=0.05)
     config = ShardConfig(rank=2, world_size=3, group_address=address)
-    with pytest.raises(EngineError, match=r"^rank 0 was not reachable at"):
+    with pytest.raises(EngineError, match=r"^rank 0 was not reachable at .*group within 0\.05 s: No such file"):
         join_group(config, torch.device("cpu"), timeout=0.05)
     assert not Path(address.removeprefix("unix://")).exists()

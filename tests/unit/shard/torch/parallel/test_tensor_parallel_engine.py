@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from engine_driver import Driver, Stream
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_transformers import SHAPE, random_model, save
+from transformers import LlamaConfig
 
 from text_generation_proto.values import Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -33,20 +33,8 @@ KILLED_IN_A_STEP = """
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=199,  # odd, so that the vocabulary is padded
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=600,
-        initializer_range=0.3,
-    )
-    path = tmp_path_factory.mktemp("checkpoint")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    """A checkpoint with an odd vocabulary size, so that the vocabulary is padded."""
+    return Path(save(random_model(LlamaConfig(**SHAPE)), tmp_path_factory.mktemp("checkpoint")))
 
 
 @contextmanager
@@ -60,9 +48,8 @@ def two_ranks(folder: Path, tmp_path: Path, *program: str) -> Iterator[Engine]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    engine = build_engine(
-        ShardConfig(model_path=str(folder), device="cpu", world_size=2, group_address=group, max_batch_size=8)
-    )
+    config = ShardConfig(model_path=str(folder), device="cpu", world_size=2, group_address=group, max_batch_size=8)
+    engine = build_engine(config)
     try:
         yield engine
     finally:
