@@ -82,18 +82,16 @@ def test_parsed_arguments(openai_client: OpenAI) -> None:
         assert completion.choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize("choice", ["auto", "none", None])
-def test_optional_call_with_an_answer(openai_client: OpenAI, choice: Any) -> None:  # noqa: ANN401 - as above
-    extra = {} if choice is None else {"tool_choice": choice}
-    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], **extra)
+def test_optional_call_with_an_answer(openai_client: OpenAI) -> None:
+    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="none")
+    assert reply.choices[0].message.tool_calls is None
+    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (ANSWER, "stop")
+    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER])  # `auto`
     assert reply.choices[0].message.tool_calls is None
     assert reply.choices[0].message.content
-    if choice == "none":
-        assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == (ANSWER, "stop")
-    else:
-        stream = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], **extra, stream=True)
-        deltas = [choice.delta.content or "" for chunk in stream for choice in chunk.choices]
-        assert "".join(deltas) == reply.choices[0].message.content
+    stream = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER], tool_choice="auto", stream=True)
+    deltas = [choice.delta.content or "" for chunk in stream for choice in chunk.choices]
+    assert "".join(deltas) == reply.choices[0].message.content
 
 
 def test_call_result_and_answer(openai_client: OpenAI) -> None:
