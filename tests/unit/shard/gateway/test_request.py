@@ -8,10 +8,11 @@ import grpc
 import pytest
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
-from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
+from text_generation_proto.values import FinishReason, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineInfo, NewSequence
+from text_generation_shard.engine import EngineInfo, NewSequence, TopTokens
 from text_generation_shard.engines.echo import EchoEngine
+from text_generation_shard.gateway.call import GatewayCall
 from text_generation_shard.gateway.request import CallFailed, read_request
 
 Guide = pb.GuidedDecodingParams
@@ -264,3 +265,11 @@ def test_an_engine_without_grammars_refuses_guides() -> None:
     overlay = guided(guide_type=Guide.GUIDE_TYPE_REGEX, guide="a")
     message = refusal(request([5, 6], 4, overlay), replace(INFO, grammar_kinds=()))
     assert message == "guided_decoding is not supported: this engine follows no regex"
+
+
+def test_the_client_gets_n_top_tokens_although_engines_add_ties() -> None:
+    call = GatewayCall(read_request(request([5, 6], 4, output(logprobs=1)), INFO), None)
+    [result] = call.outputs
+    result.add([7], [-0.5], [TopTokens(0, 0, (7, 8), (-0.5, -0.5))], FinishReason.LENGTH)
+    [scored] = call.complete(result).complete.logprobs
+    assert [top.token_id for top in scored.top_logprobs] == [7]
