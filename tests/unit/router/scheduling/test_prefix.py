@@ -135,6 +135,14 @@ def test_a_request_waits_for_a_prefix_that_is_being_computed() -> None:
     assert rig.cached(second) == 160
 
 
+def test_a_request_waits_for_its_prefix_not_for_the_whole_prompt() -> None:
+    rig = Rig(a_policy())
+    rig.submit(words(1, 300), new=5)
+    second = rig.submit(words(1, 160) + words(2, 30), new=5)
+    rig.turns(5)  # the first prompt takes five steps; after four the replica has room
+    assert second in rig.placed()
+
+
 def test_others_overtake_a_request_that_waits_for_a_prefix() -> None:
     rig = Rig(a_policy())
     rig.submit(words(1, 200), new=5)

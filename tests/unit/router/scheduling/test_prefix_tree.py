@@ -89,6 +89,17 @@ def test_a_run_is_locked_to_its_end_and_no_further(run: list[int], present: int)
     assert evict_all(tree) == mine[present:] + [10, 11, 12][:present]
 
 
+def test_extend_moves_the_lock() -> None:
+    tree = PrefixTree(1)
+    cache(tree, [1, 2, 3], [10, 11, 12])
+    node, _ = tree.acquire(SALT, key([1]))
+    node, present = tree.extend(node, key([2, 3]), [21, 22])
+    assert present == 2
+    assert tree.evictable_blocks == 0
+    tree.release(node)
+    assert tree.evictable_blocks == 3
+
+
 def test_a_long_answer_added_block_by_block_is_one_run() -> None:
     tree = PrefixTree(1)
     node, _ = tree.acquire(SALT, b"")

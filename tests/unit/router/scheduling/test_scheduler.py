@@ -258,6 +258,12 @@ def test_a_quiet_tenant_waits_less_than_one_that_floods() -> None:
     assert flood is not None
     assert quiet is not None
     assert quiet < flood / 4
+    rig.submit(20, new=20, tenant="quiet")
+    queue = rig.scheduler.queue
+    own = rig.scheduler.estimated_wait(TenantId("quiet"))
+    flood = rig.scheduler.estimated_wait(TenantId("flood"))
+    assert flood is not None
+    assert own == pytest.approx(flood * queue.tenants.work(TenantId("quiet")) / 0.5 / queue.work), "at half of the rate"
 
 
 # ---------------------------------------------------------------------------------------------------------- fairness
