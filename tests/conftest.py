@@ -1,4 +1,4 @@
-"""What tests of every kind share."""
+"""Fixtures and settings of all tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ settings.register_profile("full", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 if not Path("/dev/nvidiactl").exists():
-    # Kernels then run in Triton's interpreter, which it decides when it is imported – by transformers, if by nobody else.
+    # Kernels then run in Triton's interpreter, chosen when Triton is imported, by transformers at the latest.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -1,4 +1,4 @@
-"""An engine that breaks its contract takes its session and its shard down, loudly; nobody waits for ever."""
+"""An engine that breaks its contract ends its session and its shard with an error; no request waits forever."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, raised: 
         assert await process.wait() == ExitCode.BUG
     [record] = [line for line in logged.splitlines() if "the engine failed" in line]
     assert "the device is gone" in record
-    # What an engine can say in a line needs no traceback.
+    # An error that the engine explains in one line needs no traceback.
     assert ("session.py" in record) == (raised == "RuntimeError")
     assert not (tmp_path / "s").exists()

@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 
 class Writer:
-    """Writes what a grammar allows: at random at first, then whatever ends the text soonest."""
+    """Write tokens that a grammar allows: random ones first, then those that end the text soonest."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer

@@ -85,7 +85,7 @@ class Sandbox:
         self._ready: set[_Worker] = set()
         """The workers that have created their job: idle or busy."""
         self._broken: str | None = CLOSED
-        """Why no worker can do a job; None if one can."""
+        """The reason that no worker can do a job; None if one can."""
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:

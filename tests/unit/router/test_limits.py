@@ -1,4 +1,4 @@
-"""What the operator wants, as far as the engine can do it."""
+"""Limits of requests from the settings and the capabilities of the engine."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Sequence:
         self.generated: list[int] = []
         self.finish: FinishReason | None = None
         self.error: str | None = None
-        """Why it failed."""
+        """The reason of the failure."""
         self.prefilled = 0
         """Computed prompt tokens, cached ones included."""
         self.cached = 0
