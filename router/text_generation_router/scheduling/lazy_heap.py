@@ -44,11 +44,12 @@ class LazyHeap(Generic[T]):
         self._pushes += 1
         push = self._live[item] = (key, self._pushes, item)
         heappush(self._heap, push)
-        self._compact()
+        if len(self._heap) > 2 * len(self._live):
+            self._compact()
 
     def discard(self, item: T) -> None:
         """Remove `item`; no-op if it is not here."""
-        if self._live.pop(item, None) is not None:
+        if self._live.pop(item, None) is not None and len(self._heap) > 2 * len(self._live):
             self._compact()
 
     def first(self) -> T | None:
@@ -73,6 +74,5 @@ class LazyHeap(Generic[T]):
         return len(self._heap)
 
     def _compact(self) -> None:
-        if len(self._heap) > 2 * len(self._live):
-            self._heap = list(self._live.values())
-            heapify(self._heap)
+        self._heap = list(self._live.values())
+        heapify(self._heap)

@@ -95,6 +95,17 @@ def test_blocks_of_a_cancelled_sequence_are_free_once_its_release_was_applied() 
     assert_idle(rig.scheduler)
 
 
+def test_sequences_cancelled_at_once_are_all_released() -> None:
+    rig = Rig(a_policy())
+    for _ in range(3):
+        rig.submit(new=100)
+    rig.turns(2)
+    for number in range(3):
+        rig.scheduler.cancel(RequestId(number))
+    rig.turn()
+    assert_idle(rig.scheduler)
+
+
 def test_tokens_after_a_cancel_are_dropped() -> None:
     rig = Rig(a_policy())
     rig.submit(new=100)
