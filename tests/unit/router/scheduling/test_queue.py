@@ -153,7 +153,7 @@ def test_the_largest_debts_of_idle_tenants_are_kept(driver: QueueDriver) -> None
 
 def sequences_in_memory() -> int:
     gc.collect()
-    return sum(isinstance(each, ScheduledSequence) for each in gc.get_objects())
+    return sum(type(each) is ScheduledSequence for each in gc.get_objects())
 
 
 def test_sequences_that_left_keep_no_memory(driver: QueueDriver) -> None:
