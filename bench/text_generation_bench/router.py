@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,29 +99,39 @@ def servers(model: Path, step_ms: float) -> Iterator[tuple[int, int, str]]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix://{folder}/shard"
         shard = start("text-generation-shard", "--engine=echo", f"--address={address}", f"--echo-step-ms={step_ms}")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        router = start(
-            "text-generation-router",
-            f"--shard-address={address}",
-            f"--model-path={model}",
-            "--hostname=127.0.0.1",
-            f"--port={port}",
-            "--max-concurrent-requests=512",
-        )
-        try:
-            asyncio.run(_until_healthy(port))
-            yield router.pid, port, address
-        finally:
-            for process in (router, shard):
-                terminate_process(process.pid)
-                process.wait()
+        with router_of(shard, address, model) as (router, port):
+            yield router, port, address
 
 
-def start(command: str, *arguments: str) -> subprocess.Popen[bytes]:
+@contextmanager
+def router_of(
+    shard: subprocess.Popen[bytes], address: str, model: Path, env: Mapping[str, str] | None = None
+) -> Iterator[tuple[int, int]]:
+    """Run a router for `shard`, which listens on `address`; yield its pid and port. Stop both at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    router = start(
+        "text-generation-router",
+        f"--shard-address={address}",
+        f"--model-path={model}",
+        "--hostname=127.0.0.1",
+        f"--port={port}",
+        "--max-concurrent-requests=512",
+        env=env,
+    )
+    try:
+        asyncio.run(_until_healthy(port))
+        yield router.pid, port
+    finally:
+        for process in (router, shard):
+            terminate_process(process.pid)
+            process.wait()
+
+
+def start(command: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     """Start one of our commands; it logs only errors."""
-    return subprocess.Popen([str(Path(sys.executable).with_name(command)), "--log-level=error", *arguments])
+    return subprocess.Popen([str(Path(sys.executable).with_name(command)), "--log-level=error", *arguments], env=env)
 
 
 def terminate_process(pid: int) -> None:

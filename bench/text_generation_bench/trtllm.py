@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,12 +22,12 @@ from text_generation_bench.router import (
     STEP_MS,
     STREAMS,
     TOKENS_A_STREAM,
-    _until_healthy,
     cpu_seconds,
     in_child,
+    router_of,
     row,
+    start,
     stream_load,
-    terminate_process,
 )
 
 FAKES = Path(__file__).parents[2] / "tests" / "fakes" / "tensorrt_llm"
@@ -68,36 +67,12 @@ def environ(version: str) -> dict[str, str]:
 @contextmanager
 def servers(model: Path, version: str) -> Iterator[tuple[int, int, int]]:
     """Run a shard and a router; yield the pid of the router, the pid of the shard, the port of the router."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        address = f"unix://{folder}/shard"
-        shard = start(
-            version, "text-generation-shard", "--engine=tensorrt-llm", f"--address={address}", f"--model-path={model}"
-        )
-        router = start(
-            version,
-            "text-generation-router",
-            f"--shard-address={address}",
-            f"--model-path={model}",
-            "--hostname=127.0.0.1",
-            f"--port={port}",
-            "--max-concurrent-requests=512",
-        )
-        try:
-            asyncio.run(_until_healthy(port))
-            yield router.pid, shard.pid, port
-        finally:
-            for process in (router, shard):
-                terminate_process(process.pid)
-                process.wait()
-
-
-def start(version: str, command: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a command of this project that imports the stand-in."""
-    path = Path(sys.executable).with_name(command)
-    return subprocess.Popen([str(path), "--log-level=error", *arguments], env=environ(version))
+    with tempfile.TemporaryDirectory() as folder:
+        address, env = f"unix://{folder}/shard", environ(version)
+        arguments = ("--engine=tensorrt-llm", f"--address={address}", f"--model-path={model}")
+        shard = start("text-generation-shard", *arguments, env=env)
+        with router_of(shard, address, model, env) as (router, port):
+            yield router, shard.pid, port
 
 
 async def alone(model: Path) -> float:
