@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from byte_tokenizer import END, write_tokenizer
 from engine_driver import Driver, Stream
+from tiny_engines import TINY_LLAMA
 from tokenizers import Tokenizer
 
 from text_generation_proto.grammar_options import MAX_GRAMMAR_TEXT
@@ -30,18 +31,11 @@ from text_generation_shard.engines import build_engine
 from text_generation_shard.grammar import Matcher, load_grammars
 from text_generation_shard.session import EngineSession
 
-TINY_LLAMA = {
-    "model_type": "llama",
+LLAMA = TINY_LLAMA | {
     # Larger than the tokenizer's: a grammar never allows the additional tokens.
     "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "eos_token_id": [END, 299],
-    "dtype": "float32",
 }
 PROMPT = tuple(range(70, 100))
 SAMPLED = Sampling(greedy=False, temperature=1.3, seed=5)
@@ -78,7 +72,7 @@ BROKEN = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     write_tokenizer(folder)
     return folder
 
