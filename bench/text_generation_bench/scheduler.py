@@ -62,7 +62,7 @@ class SchedulerLoad:
     def run_step(self, applies: list[float], decisions: list[float]) -> None:
         """Run a step on each replica; append the seconds of `apply`, and of `dispatch` and `decide`."""
         scheduler = self._scheduler
-        while scheduler.waiting < self._queued:
+        while len(scheduler.queue) < self._queued:
             self._submit()
         for replica in range(len(self._new_tokens)):
             outcome = self._step(replica)

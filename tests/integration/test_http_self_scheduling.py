@@ -83,7 +83,7 @@ async def test_what_waits_in_the_engine_is_a_metric_until_its_shard_is_lost(demo
         await stack.generate("Hello", max_new_tokens=2)
         assert await shown(stack) == 3
         stack.stop_shard()
-        await until(lambda: not stack.scheduler.is_serving)
+        await until(lambda: not stack.scheduler.serving)
         assert await shown(stack) == 0
 
 

@@ -143,7 +143,7 @@ class SchedulerWorld:
             return None
         self.views[request.id] = self.live[request.id] = ClientView(request)
         self.scheduler.submit(request, self.now)
-        if self.policy.max_queued_tokens is not None and self.scheduler.waiting > 1:
+        if self.policy.max_queued_tokens is not None and len(self.scheduler.queue) > 1:
             requeued = sum(sequence.work for sequence in self.scheduler.queue if sequence.charged_tokens)
             assert self.scheduler.queue.work <= 2 * self.policy.max_queued_tokens + requeued
         self.counts["requests"] += 1

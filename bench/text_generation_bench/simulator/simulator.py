@@ -178,7 +178,7 @@ class Simulator:
     # ------------------------------------------------------------------------------------------------------- decisions
 
     def _dispatch(self) -> None:
-        if not self.scheduler.waiting:
+        if not self.scheduler.queue:
             return
         since = perf_counter()
         given = self.scheduler.dispatch()

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from text_generation_router.metrics.instruments import reading_lines
-from text_generation_router.scheduling.messages import SchedulerStats
-from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 
 
 def _kv_usage(stats: SchedulerStats) -> float:

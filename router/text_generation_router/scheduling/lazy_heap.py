@@ -1,7 +1,7 @@
 """LazyHeap: a priority queue whose keys may change and from which any item can be removed. O(log n) amortised.
 
 Keys may increase silently: a key is read again when its item reaches the top. Call `put` after a decrease. Stale entries
-stay in the heap until they reach the top, or until they are more than half of it.
+stay in the heap until they reach the top, or until they are more than half of it and more than SLACK.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+SLACK = 256
+"""Stale entries that a heap may hold however small it is: a small heap is not rebuilt with every change."""
 
 Key = tuple[float, int]
 """Orders items; keys of items in one heap are distinct."""
@@ -44,12 +47,12 @@ class LazyHeap(Generic[T]):
         self._pushes += 1
         push = self._live[item] = (key, self._pushes, item)
         heappush(self._heap, push)
-        if len(self._heap) > 2 * len(self._live):
+        if len(self._heap) > 2 * len(self._live) + SLACK:
             self._compact()
 
     def discard(self, item: T) -> None:
         """Remove `item`; no-op if it is not here."""
-        if self._live.pop(item, None) is not None and len(self._heap) > 2 * len(self._live):
+        if self._live.pop(item, None) is not None and len(self._heap) > 2 * len(self._live) + SLACK:
             self._compact()
 
     def first(self) -> T | None:
@@ -70,7 +73,7 @@ class LazyHeap(Generic[T]):
 
     @property
     def stored(self) -> int:
-        """Entries in memory, including stale ones: at most two per item."""
+        """Entries in memory, including stale ones."""
         return len(self._heap)
 
     def _compact(self) -> None:

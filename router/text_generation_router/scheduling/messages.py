@@ -1,4 +1,4 @@
-"""The values that enter and leave the scheduler: replica specs, step results; orders, deliveries, statistics."""
+"""The values that enter and leave the scheduler: replica specs, step results; orders, deliveries."""
 
 from __future__ import annotations
 
@@ -95,40 +95,3 @@ class Deliveries:
     tokens: list[tuple[RequestId, int, int, FinishReason | None]] = field(default_factory=list)
     """(request, start, end, finish reason if the last token ended it): token_ids[start:end] of the step output."""
     failed: list[Failed] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges and counters over all replicas. Counters never decrease."""
-
-    waiting: int
-    queued_tokens: int
-    """Expected work of the queue, in tokens."""
-    running: int
-    """Occupied slots, including those to be released."""
-    promised_tokens: int
-    """Prompt and maximum new tokens of all sequences with a slot."""
-    used_blocks: int
-    """KV blocks of sequences."""
-    used_tokens: int
-    """Positions in these blocks."""
-    cached_blocks: int
-    """KV blocks in prefix trees, in use or not."""
-    num_blocks: int
-    block_size: int
-    """Tokens per KV block; 0 before the first replica joined."""
-    num_replicas: int
-    """Configured replicas."""
-    serving_replicas: int
-
-    # Counters.
-    preemptions: int
-    cancellations: int
-    """By clients that left, and by stop strings."""
-    expirations: int
-    moves: int
-    """Running sequences that lost their replica."""
-    prompt_tokens: int
-    """Prompt tokens of requests that left the queue for the first time."""
-    hit_tokens: int
-    """Prompt tokens of these that were found in a prefix cache."""

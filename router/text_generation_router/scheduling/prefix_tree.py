@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
 
@@ -161,7 +160,10 @@ class PrefixTree:
         while at is not None:
             path.append(at.blocks)
             at = at.parent
-        return list(chain.from_iterable(reversed(path)))
+        blocks: list[int] = []
+        for run in reversed(path):
+            blocks += run
+        return blocks
 
     def _tick(self) -> int:
         self._now += 1

@@ -63,7 +63,7 @@ class ReplicaScheduler:
         self._running: dict[RequestId, ScheduledSequence] = {}
         self._to_release: list[ScheduledSequence] = []
         self._releasing: list[ScheduledSequence] = []
-        """Released by orders that are not known to be applied."""
+        """Released by the last orders, which are not known to be applied."""
         self.orders_sent = 0
         self._orders_applied = 0
         """Numbers of the last orders."""
@@ -142,7 +142,7 @@ class ReplicaScheduler:
             return None
         running = len(self._running)
         allocations, stalled = self.cache.grow(self._policy.growth_tokens, running)
-        if stalled and not self._placed and not any(each.blocks for each in (*self._to_release, *self._releasing)):
+        if stalled and not self._placed and not any(each.blocks for each in self._to_release):
             self._preempt()
         budget = self.prompts.unscheduled
         if not self.spec.self_scheduling:
@@ -158,9 +158,7 @@ class ReplicaScheduler:
             return None
         self.orders_sent += 1
         released, self._to_release = self._to_release, []
-        for sequence in released:
-            sequence.released_by = self.orders_sent
-        self._releasing += released
+        self._releasing = released
         join_reason = None
         if placements:
             steps, self._steps_since_placement = self._steps_since_placement, 0
@@ -225,7 +223,7 @@ class ReplicaScheduler:
         """Free slot and blocks of `sequence`, which ended or whose release was applied."""
         if sequence.state is State.RUNNING:
             self._leave(sequence)
-        elif sequence.released_by == 0 and sequence in self._to_release:
+        elif sequence in self._to_release:
             self._to_release.remove(sequence)
         if state is not State.FAILED:  # what a failed step computed is not reused
             self.cache.commit(sequence, sequence.num_kv_tokens)
@@ -327,21 +325,16 @@ class ReplicaScheduler:
         return served
 
     def _update_releases(self, orders_applied: int, left: list[ScheduledSequence]) -> None:
-        """Free what was released by orders up to number `orders_applied`."""
+        """Free what the last orders released, once they were applied."""
         assert orders_applied <= self.orders_sent, "applied orders were sent before"
         self._orders_applied = orders_applied
-        if not self._releasing:
+        if orders_applied < self.orders_sent:
             return
-        under_way = []
-        for sequence in self._releasing:
-            if sequence.slot < 0:
-                continue  # it ended before its release arrived
-            if sequence.released_by > orders_applied:
-                under_way.append(sequence)
-                continue
-            self._end(sequence, State.WAITING if sequence.state is State.PREEMPTED else State.CANCELLED)
-            left.append(sequence)
-        self._releasing = under_way
+        released, self._releasing = self._releasing, []
+        for sequence in released:
+            if sequence.slot >= 0:  # else it ended before its release arrived
+                self._end(sequence, State.WAITING if sequence.state is State.PREEMPTED else State.CANCELLED)
+                left.append(sequence)
 
     def request_in(self, slot: int) -> RequestId | None:
         """See `Scheduler.request_in`."""

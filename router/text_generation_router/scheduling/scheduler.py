@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, TenantId
@@ -42,7 +43,6 @@ from text_generation_router.scheduling.messages import (
     Failed,
     ReplicaSpec,
     SchedulerOutput,
-    SchedulerStats,
     StepOutput,
 )
 from text_generation_router.scheduling.policy import Policy
@@ -54,6 +54,34 @@ MAX_SKIPPED = 16
 """Sequences that one `dispatch` skips: it has to take microseconds."""
 MAX_MOVES = 100
 """Replicas that a request may lose in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
+
+    waiting: int
+    queued_tokens: int
+    running: int
+    promised_tokens: int
+    used_blocks: int
+    used_tokens: int
+    cached_blocks: int
+    """KV blocks in prefix trees, in use or not."""
+    num_blocks: int
+    block_size: int
+    """0 before the first replica joined."""
+    num_replicas: int
+    serving_replicas: int
+    preemptions: int
+    cancellations: int
+    """By clients that left, and by stop strings."""
+    expirations: int
+    moves: int
+    prompt_tokens: int
+    """Of requests that left the queue for the first time."""
+    hit_tokens: int
+    """The part of `prompt_tokens` that was found in a prefix cache."""
 
 
 def _deadline(sequence: ScheduledSequence) -> Key:
@@ -323,15 +351,6 @@ class Scheduler:
     def requests(self) -> tuple[RequestId, ...]:
         """All requests that have not ended, in order of arrival."""
         return tuple(self._sequences)
-
-    @property
-    def waiting(self) -> int:
-        """Queued requests."""
-        return len(self.queue)
-
-    @property
-    def is_serving(self) -> bool:
-        return bool(self.serving)
 
     @property
     def serving(self) -> Sequence[ReplicaScheduler]:

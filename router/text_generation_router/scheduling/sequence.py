@@ -88,8 +88,6 @@ class ScheduledSequence:
     """Prefill tokens that are cached or were sent as chunks."""
     num_computed_tokens: int = 0
     """Prefill tokens that are cached or were reported as computed."""
-    released_by: int = 0
-    """Number of the orders that release the slot; 0 if there are none yet."""
     capacity: int = 0
     """Positions in its blocks."""
 
@@ -155,6 +153,6 @@ class ScheduledSequence:
         self.blocks = []
         self.duplicate_blocks = []
         self.prefix_lock = None
-        self.committed_blocks = self.cached_tokens = self.capacity = self.released_by = 0
+        self.committed_blocks = self.cached_tokens = self.capacity = 0
         self.prefill_length = self.num_scheduled_tokens = self.num_computed_tokens = 0
         self.state = state

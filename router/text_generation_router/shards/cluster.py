@@ -103,7 +103,7 @@ class Cluster:
     @property
     def connected(self) -> bool:
         """True if a replica serves."""
-        return self.scheduler.is_serving
+        return bool(self.scheduler.serving)
 
     async def opened(self) -> None:
         """Wait for the first session."""

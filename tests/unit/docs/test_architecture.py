@@ -22,7 +22,7 @@ MAX_FILES = {
     "a router flag that HTTP uses": 3,
     "a shard flag": 3,
     "an error": 2,
-    "a metric of the scheduler": 3,
+    "a metric of the scheduler": 2,
     "a metric of requests": 2,
     "a route": 2,
 }

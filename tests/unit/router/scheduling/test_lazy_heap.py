@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
+from text_generation_router.scheduling.lazy_heap import SLACK, Key, LazyHeap
 
 
 class Item:
@@ -34,7 +34,7 @@ def test_the_first_item_is_the_smallest_after_any_change() -> None:
                 items.remove(item)
                 heap.discard(item)
         assert heap.first() is min(items, key=key_of, default=None)
-        assert heap.stored <= 2 * len(heap) == 2 * len(items)
+        assert heap.stored - SLACK <= 2 * len(heap) == 2 * len(items)
 
 
 def test_an_item_may_reuse_the_key_of_a_removed_one() -> None:

@@ -55,7 +55,7 @@ def test_a_prompt_without_blocks_waits_and_so_do_later_ones() -> None:
     rig.submit(150, new=5)
     rig.submit(1, new=1)
     rig.turn()
-    assert rig.scheduler.waiting == 2
+    assert len(rig.scheduler.queue) == 2
     rig.until_idle()
     assert rig.placed() == [0, 1, 2]
 
@@ -274,4 +274,4 @@ def test_a_request_waits_until_its_maximum_length_can_be_reserved() -> None:
     first, second = rig.submit(10, new=100), rig.submit(10, new=100)
     rig.scheduler.dispatch()
     assert [request for request in (first, second) if RequestId(request) in rig.replica().placed] == [first]
-    assert rig.scheduler.waiting == 1
+    assert len(rig.scheduler.queue) == 1

@@ -87,7 +87,7 @@ def test_requests_of_a_lost_replica_go_before_queued_ones() -> None:
         rig.submit(new=50)
     rig.turns(3)
     rig.lose(0)
-    assert rig.scheduler.waiting == 5
+    assert len(rig.scheduler.queue) == 5
     assert rig.turn() == []
     rig.open(0)
     rig.turn()
