@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-SLACK = 256
+SLACK = 3
 """Stale entries that a heap may hold however small it is: a small heap is not rebuilt with every change."""
 
 Key = tuple[float, int]

@@ -79,9 +79,9 @@ class SchedulerStats:
     expirations: int
     moves: int
     prompt_tokens: int
-    """Of requests that left the queue for the first time."""
+    """Prompt tokens of requests that left the queue for the first time."""
     hit_tokens: int
-    """The part of `prompt_tokens` that was found in a prefix cache."""
+    """Part of `prompt_tokens` that was found in a prefix cache."""
 
 
 def _deadline(sequence: ScheduledSequence) -> Key:
