@@ -167,5 +167,7 @@ class KVCache:
             assert committed * self.block_size <= computed, "only computed blocks are committed"
             assert sequence.capacity == len(sequence.blocks) * self.block_size
         assert sorted(owned) == list(range(self.num_blocks)), "each block has one owner"
-        assert set(self._growing.values()) <= sequences
+        growing = set(self._growing.values())
+        assert growing <= sequences
+        assert all(each.capacity - each.length < LOW_ROOM and each.capacity < each.max_length for each in growing)
         self.tree.check_invariants(locks)

@@ -135,12 +135,17 @@ def test_a_request_waits_for_a_prefix_that_is_being_computed() -> None:
     assert rig.cached(second) == 160
 
 
-def test_a_request_waits_for_its_prefix_not_for_the_whole_prompt() -> None:
-    rig = Rig(a_policy())
+def test_a_request_waits_for_the_shared_tokens_not_for_the_whole_prompt() -> None:
+    rig = a_rig()
     rig.submit(words(1, 300), new=5)
+    orders = rig.order()
     second = rig.submit(words(1, 160) + words(2, 30), new=5)
-    rig.turns(5)  # the first prompt takes five steps; after four the replica has room
-    assert second in rig.placed()
+    for chunk in (144, 16):
+        rig.scheduler.dispatch()
+        assert rig.replica().placed == ()
+        rig.apply(0, StepOutput(orders.number, prefilled=[(orders.placements[0].slot, chunk)]))
+    rig.scheduler.dispatch()
+    assert rig.replica().placed == (second,)
 
 
 def test_others_overtake_a_request_that_waits_for_a_prefix() -> None:
