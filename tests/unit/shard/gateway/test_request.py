@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
+from byte_tokenizer import write_tokenizer
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.values import FinishReason, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
@@ -14,6 +16,7 @@ from text_generation_shard.engine import EngineInfo, NewSequence, TopTokens
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.gateway.call import GatewayCall
 from text_generation_shard.gateway.request import CallFailed, read_request
+from text_generation_shard.gateway.stop_strings import GatewayTokenizer
 
 Guide = pb.GuidedDecodingParams
 UNSET = pb.GenerateRequest()
@@ -273,3 +276,16 @@ def test_the_client_gets_n_top_tokens_although_engines_add_ties() -> None:
     result.add([7], [-0.5], [TopTokens(0, 0, (7, 8), (-0.5, -0.5))], FinishReason.LENGTH)
     [scored] = call.complete(result).complete.logprobs
     assert [top.token_id for top in scored.top_logprobs] == [7]
+
+
+def test_the_text_of_an_end_or_stop_token_is_not_searched_for_stop_strings(tmp_path: Path) -> None:
+    [token] = write_tokenizer(tmp_path).encode("x").ids
+    asked = read_request(request([5, 6], 4, pb.GenerateRequest(stop=["x"])), INFO)
+    for finish, matched in (
+        (FinishReason.EOS_TOKEN, None),
+        (FinishReason.STOP_SEQUENCE, token),
+        (FinishReason.LENGTH, "x"),
+    ):
+        [result] = GatewayCall(asked, GatewayTokenizer.load(tmp_path)).outputs
+        result.add([token], [-0.5], (), finish)
+        assert (result.finish_reason, result.matched) == ("stop", matched)
