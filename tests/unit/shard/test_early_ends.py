@@ -40,15 +40,6 @@ def test_no_sequence_ends_before_min_new_tokens(driver: Driver, sampling: Sampli
         assert not set(late.tokens[:12]) & ENDS
 
 
-def test_a_sequence_may_end_with_the_token_after_min_new_tokens(driver: Driver) -> None:
-    all_tokens = frozenset(range(60))
-    if driver.engine.info.engine == "torch":
-        all_tokens -= {3}
-    stream = driver.admit(PROMPT, stopping=Stopping(40, all_tokens, min_new_tokens=5))
-    driver.run()
-    assert (len(stream.tokens), stream.finish) == (6, FinishReason.EOS_TOKEN)
-
-
 def test_output_penalties_survive_a_preemption(driver: Driver) -> None:
     sampling = Sampling(greedy=False, seed=9, output_frequency_penalty=1.5, output_presence_penalty=1.0, min_p=0.01)
     whole = driver.admit(PROMPT, 30, sampling=sampling)

@@ -6,12 +6,13 @@ The part for engines that the router schedules (blocks, chunks) is in `test_step
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 from engine_driver import Driver
 from self_driver import SelfDriver, driver_for
+from standin import importable, model_folder
 from tiny_engines import tiny_engine
 
 from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping, WarmUpLimits
@@ -23,9 +24,21 @@ PROMPT = tuple(range(7, 47))
 SEEDED = Sampling(greedy=False, temperature=1.5, top_k=50, seed=11)
 
 
-@pytest.fixture(scope="module", params=["echo", "self-scheduling echo", "torch"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return tiny_engine(request.param, tmp_path_factory.mktemp("model"))
+STEPPING = ("echo", "self-scheduling echo", "torch")
+"""Engines that compute a step when `step` is called."""
+
+
+@pytest.fixture(scope="module", params=[*STEPPING, "tensorrt-llm"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("model")
+    if request.param != "tensorrt-llm":
+        yield tiny_engine(request.param, folder)
+        return
+    model_folder(folder, max_position_embeddings=256)
+    with pytest.MonkeyPatch.context() as patch, importable("1.3", patch):
+        engine = build_engine(ShardConfig(engine="tensorrt-llm", model_path=str(folder), max_batch_size=12))
+        yield engine
+        engine.close()
 
 
 @pytest.fixture
@@ -54,6 +67,7 @@ def test_max_new_tokens_is_exact(driver: Driver, new: int) -> None:
     assert len(driver.alone(PROMPT, new=new)) == new
 
 
+@pytest.mark.parametrize("engine", STEPPING, indirect=True)
 def test_a_released_slot_gets_no_tokens(driver: Driver) -> None:
     gone, stays = driver.admit(PROMPT, 20), driver.admit(PROMPT, 20)
     driver.step()
@@ -77,6 +91,7 @@ def test_a_slot_can_be_released_and_reused_in_the_same_orders(driver: Driver) ->
     assert stream.tokens == expected
 
 
+@pytest.mark.parametrize("engine", STEPPING, indirect=True)
 def test_finishing_frees_the_slot_and_its_blocks(driver: Driver) -> None:
     driver.admit(PROMPT, 2)
     driver.step()
@@ -105,6 +120,14 @@ def test_a_sequence_ends_at(
     stream = driver.admit(PROMPT, sampling=SEEDED, stopping=stopping(draws[2]))
     driver.run()
     assert (stream.tokens, stream.finish) == (draws[:tokens], reason)
+
+
+def test_the_first_min_new_tokens_do_not_end_a_sequence(driver: Driver) -> None:
+    torch = driver.engine.info.engine == "torch"
+    ends = frozenset(range(driver.engine.info.vocab_size)) - {3} if torch else frozenset(PROMPT)
+    stream = driver.admit(PROMPT, stopping=Stopping(40, stop_token_ids=ends, min_new_tokens=5))
+    driver.run()
+    assert (len(stream.tokens), stream.finish) == (6, FinishReason.STOP_SEQUENCE)
 
 
 def new_sequence(slot: int = 3, **changes: object) -> NewSequence:
@@ -157,6 +180,7 @@ def test_an_invalid_sequence_fails_alone(driver: Driver, bad: NewSequence) -> No
     assert driver.engine.running == 0
 
 
+@pytest.mark.parametrize("engine", STEPPING, indirect=True)
 def test_top_tokens_are_reported_best_first_on_request(driver: Driver) -> None:
     with_top, without_top = driver.admit(PROMPT, 3, top_n=5), driver.admit(PROMPT, 3)
     driver.run()
@@ -172,6 +196,7 @@ def test_top_tokens_are_reported_best_first_on_request(driver: Driver) -> None:
 PENALIZED = replace(SEEDED, repetition_penalty=1.3, frequency_penalty=0.5)
 
 
+@pytest.mark.parametrize("engine", STEPPING, indirect=True)
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED, PENALIZED], ids=["greedy", "seeded", "penalized"])
 @pytest.mark.parametrize("steps", [1, 5, 19])
 def test_a_preempted_sequence_continues(driver: Driver, sampling: Sampling, steps: int) -> None:
@@ -192,6 +217,7 @@ def test_penalties_ignore_the_previous_sequence_of_a_slot(driver: Driver) -> Non
     assert driver.alone(PROMPT, sampling=PENALIZED) == expected
 
 
+@pytest.mark.parametrize("engine", STEPPING, indirect=True)
 def test_reset_drops_everything(driver: Driver) -> None:
     driver.admit(PROMPT)
     driver.admit(PROMPT, chunk=8)

@@ -118,7 +118,7 @@ class Stream:
         stopping = self.sequence.stopping
         if stopping.eos_token_ids or stopping.stop_token_ids:
             for at, token_id in enumerate(update.token_ids, 1):
-                if self._reported + at < stopping.min_new_tokens:
+                if self._reported + at <= stopping.min_new_tokens:
                     continue
                 if token_id in stopping.eos_token_ids:
                     update.finish = FinishReason.EOS_TOKEN

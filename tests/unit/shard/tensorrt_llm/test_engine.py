@@ -67,25 +67,6 @@ def test_concurrent_sequences(built: Build, tokens_per_step: int) -> None:
     assert driver.step() is None
 
 
-@pytest.mark.parametrize(
-    ("stopping", "tokens", "finish"),
-    [
-        (Stopping(9, frozenset([104])), 5, FinishReason.EOS_TOKEN),
-        (Stopping(9, frozenset([EOS, 104, 110])), 5, FinishReason.EOS_TOKEN),
-        (Stopping(9, frozenset([EOS]), frozenset([104])), 5, FinishReason.STOP_SEQUENCE),
-        (Stopping(9, frozenset(), frozenset([104])), 5, FinishReason.STOP_SEQUENCE),
-        (Stopping(5, frozenset([104])), 5, FinishReason.LENGTH),
-        (Stopping(9), 9, FinishReason.LENGTH),
-    ],
-    ids=["eos", "several eos", "stop", "stop while eos is ignored", "length wins", "length"],
-)
-def test_finish(built: Build, stopping: Stopping, tokens: int, finish: FinishReason) -> None:
-    driver = SelfDriver(built())
-    stream = driver.admit(PROMPT, stopping=stopping)
-    driver.run()
-    assert (stream.tokens, stream.finish) == (echoed(tokens), finish)
-
-
 def test_top_tokens_and_prompt_logprobs(built: Build, version: str) -> None:
     driver = SelfDriver(built())
     stream = driver.admit(PROMPT, 3, top_n=4)

@@ -98,8 +98,8 @@ def test_a_removed_stop_token_is_reported() -> None:
 
 def test_min_new_tokens() -> None:
     stream, output = Stream(replace(SEQUENCE, stopping=replace(SEQUENCE.stopping, min_new_tokens=3))), Output()
-    update = read(stream, output.say(EOS, STOP))
-    assert (update.token_ids, update.finish) == ([EOS, STOP], None)
+    update = read(stream, output.say(EOS, STOP, EOS))
+    assert (update.token_ids, update.finish) == ([EOS, STOP, EOS], None)
     update = read(stream, output.say(7, EOS, 8))
     assert (update.token_ids, update.finish) == ([7, EOS], FinishReason.EOS_TOKEN)
 
