@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from asyncio import TaskGroup
 from typing import Any, Literal
 
-import jsonschema
 import pytest
-from client_server import ANSWER, ANSWER_TOKENS, CITY, PROMPT, QUESTION, Server
-from openai import AsyncOpenAI, OpenAI
+from client_server import ANSWER, ANSWER_TOKENS, PROMPT, QUESTION, Server
+from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -58,23 +55,6 @@ def test_max_completion_tokens_and_request_id(openai_client: OpenAI) -> None:
     assert reply.usage.completion_tokens == 3
 
 
-def test_the_stop_text_is_cut(openai_client: OpenAI) -> None:
-    reply = openai_client.chat.completions.create(**GREEDY, stop="France")
-    assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("The capital of ", "stop")
-    chunks = list(openai_client.chat.completions.create(**GREEDY, stop=["is Paris", "France"], stream=True))
-    assert joined(chunks) == "The capital of "
-
-
-def test_n(openai_client: OpenAI, server: Server) -> None:
-    reply = openai_client.chat.completions.create(**GREEDY, n=3)
-    assert [choice.index for choice in reply.choices] == [0, 1, 2]
-    assert {choice.message.content for choice in reply.choices} == {ANSWER}
-    assert reply.usage is not None
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (server.count(PROMPT), 3 * ANSWER_TOKENS)
-    chunks = list(openai_client.chat.completions.create(**GREEDY, n=2, stream=True))
-    assert [joined(chunks, index) for index in (0, 1)] == [ANSWER, ANSWER]
-
-
 def test_n_answers_differ_when_sampled(openai_client: OpenAI) -> None:
     arguments = {**GREEDY, "temperature": 2.0, "max_tokens": 6, "seed": 3, "top_p": 1.0, "n": 3}
     one, same = (openai_client.chat.completions.create(**arguments) for _ in range(2))
@@ -109,19 +89,6 @@ def test_logprobs(openai_client: OpenAI) -> None:
     assert [token.token for part in streamed for token in part] == [token.token for token in logprobs.content]
 
 
-def test_stream(openai_client: OpenAI, server: Server) -> None:
-    chunks = list(openai_client.chat.completions.create(**GREEDY, stream=True, stream_options={"include_usage": True}))
-    *parts, counts = chunks
-    assert joined(parts) == ANSWER
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert parts[0].choices[0].delta.role == "assistant"
-    assert [chunk.choices[0].finish_reason for chunk in parts] == [None] * (len(parts) - 1) + ["stop"]
-    assert all(chunk.usage is None for chunk in parts)
-    assert counts.choices == []
-    assert counts.usage is not None
-    assert (counts.usage.prompt_tokens, counts.usage.completion_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
-
-
 def test_stream_helper(openai_client: OpenAI) -> None:
     with openai_client.chat.completions.stream(**GREEDY) as stream:
         deltas = [event.delta for event in stream if event.type == "content.delta"]
@@ -136,15 +103,6 @@ def test_continued_answer(openai_client: OpenAI) -> None:
     assert reply.choices[0].message.content == " is Paris."
 
 
-def test_a_developers_message_and_parts(openai_client: OpenAI) -> None:
-    messages = [
-        {"role": "developer", "content": "You are a helpful assistant."},
-        {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
-    ]
-    reply = openai_client.chat.completions.create(**GREEDY | {"messages": messages})
-    assert reply.choices[0].message.content == ANSWER
-
-
 def test_parse(openai_client: OpenAI) -> None:
     """The client sends a pydantic model as a strict JSON schema."""
     reply = openai_client.chat.completions.parse(**GREEDY | {"max_tokens": 30}, response_format=City)
@@ -153,23 +111,3 @@ def test_parse(openai_client: OpenAI) -> None:
     assert isinstance(reply.choices[0].message.parsed, City)
     assert reply.choices[0].finish_reason == "stop"
     assert streamed.choices[0].message.parsed == reply.choices[0].message.parsed
-
-
-def test_response_formats(openai_client: OpenAI) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
-    reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 30}, response_format=schema)
-    jsonschema.validate(json.loads(reply.choices[0].message.content or ""), CITY)
-    # The object may exceed max_tokens: only its start is certain.
-    reply = openai_client.chat.completions.create(**GREEDY | {"max_tokens": 8}, response_format={"type": "json_object"})
-    assert (reply.choices[0].message.content or "").lstrip().startswith("{")
-    reply = openai_client.chat.completions.create(**GREEDY, response_format={"type": "text"})
-    assert reply.choices[0].message.content == ANSWER
-
-
-async def test_async(server: Server) -> None:
-    """Two requests concurrently."""
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client, TaskGroup() as tasks:
-        chat = tasks.create_task(client.chat.completions.create(**GREEDY))
-        stream = await client.chat.completions.create(**GREEDY, stream=True)
-        assert joined([chunk async for chunk in stream]) == ANSWER
-        assert (await chat).choices[0].message.content == ANSWER

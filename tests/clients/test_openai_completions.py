@@ -24,30 +24,6 @@ def test_a_text(openai_client: OpenAI, server: Server) -> None:
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (server.count(PROMPT), ANSWER_TOKENS)
 
 
-def test_token_ids(openai_client: OpenAI, server: Server) -> None:
-    ids = server.tokenizer.encode(PROMPT).ids
-    assert openai_client.completions.create(**GREEDY, prompt=ids).choices[0].text == ANSWER
-    reply = openai_client.completions.create(**GREEDY, prompt=[ids, ids])
-    assert [(choice.index, choice.text) for choice in reply.choices] == [(0, ANSWER), (1, ANSWER)]
-
-
-def test_several_texts_with_several_answers(openai_client: OpenAI, server: Server) -> None:
-    other = "One, two,"
-    alone = openai_client.completions.create(**GREEDY | {"max_tokens": 3}, prompt=other).choices[0].text
-    reply = openai_client.completions.create(**GREEDY | {"max_tokens": 3}, prompt=[PROMPT, other], n=2)
-    texts = ["The capital of", "The capital of", alone, alone]
-    assert [(choice.index, choice.text) for choice in reply.choices] == list(enumerate(texts))
-    assert {choice.finish_reason for choice in reply.choices} == {"length"}
-    assert reply.usage is not None
-    assert reply.usage.prompt_tokens == server.count(PROMPT) + server.count(other)
-    assert reply.usage.completion_tokens == 4 * 3
-
-
-def test_the_stop_text_is_cut(openai_client: OpenAI) -> None:
-    choice = openai_client.completions.create(**GREEDY, prompt=PROMPT, stop=[".", " Paris"]).choices[0]
-    assert (choice.text, choice.finish_reason) == ("The capital of France is", "stop")
-
-
 def test_logprobs(openai_client: OpenAI) -> None:
     reply = openai_client.completions.create(**GREEDY, prompt=PROMPT, logprobs=2)
     columns = reply.choices[0].logprobs
@@ -85,35 +61,3 @@ def test_logprobs_of_the_prompt(openai_client: OpenAI, server: Server) -> None:
     read = (whole.choices[0].logprobs.token_logprobs or [])[-7:]
     written = (answer.choices[0].logprobs.token_logprobs or [])[:7]
     assert all(math.isclose(one, other, abs_tol=1e-3) for one, other in zip(read, written, strict=True))
-
-
-def test_stream(openai_client: OpenAI, server: Server) -> None:
-    stream = openai_client.completions.create(
-        **GREEDY, prompt=PROMPT, echo=True, n=2, stream=True, stream_options={"include_usage": True}
-    )
-    *chunks, counts = list(stream)
-    for index in (0, 1):
-        parts = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-        assert "".join(part.text for part in parts) == PROMPT + ANSWER
-        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["stop"]
-    assert counts.choices == []
-    assert counts.usage is not None
-    assert counts.usage.prompt_tokens == server.count(PROMPT)
-    assert counts.usage.completion_tokens == 2 * ANSWER_TOKENS
-
-
-def test_parameters_of_benchmarks(openai_client: OpenAI) -> None:
-    """Benchmarks send `ignore_eos`, `min_tokens` and `continuous_usage_stats`."""
-    stream = openai_client.completions.create(
-        **GREEDY | {"max_tokens": 12},
-        prompt=PROMPT,
-        stop=None,
-        stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
-        extra_body={"ignore_eos": True},
-    )
-    *chunks, counts = list(stream)
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert all(chunk.usage is not None for chunk in chunks)
-    assert counts.usage is not None
-    assert counts.usage.completion_tokens == 12

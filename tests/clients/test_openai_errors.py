@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from client_server import MAX_CONCURRENT, Server
+from client_server import Server
 from openai import OpenAI
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
@@ -34,26 +34,10 @@ def test_too_long_a_prompt(openai_client: OpenAI) -> None:
         openai_client.completions.create(model="tgi", prompt=[1] * 1024)
 
 
-def test_a_suffix(openai_client: OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as refused:
-        openai_client.completions.create(model="tgi", prompt="a", suffix="b", max_tokens=1)
-    assert refused.value.code == "suffix_not_supported"
-
-
 def test_overloaded_server(openai_client: OpenAI, server: Server) -> None:
     with server.full(), pytest.raises(openai.RateLimitError) as refused:
         openai_client.chat.completions.create(**HI)
     assert (refused.value.status_code, refused.value.type) == (429, "rate_limit_error")
-
-
-def test_more_answers_than_permits(openai_client: OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="at most 8 generations"):
-        openai_client.chat.completions.create(**HI, n=MAX_CONCURRENT + 1)
-
-
-def test_unknown_route(openai_client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        openai_client.embeddings.create(model="tgi", input="a")
 
 
 def test_models(openai_client: OpenAI, server: Server) -> None:

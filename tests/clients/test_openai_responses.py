@@ -6,11 +6,10 @@ import json
 from typing import Any, Literal
 
 import jsonschema
-import openai
 import pytest
 from client_server import ANSWER, ANSWER_TOKENS, PLACE, PROMPT, QUESTION, Server
-from openai import AsyncOpenAI, OpenAI
-from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall, ToolChoiceFunctionParam
+from openai import OpenAI
+from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall
 from pydantic import BaseModel
 
 pytestmark = [pytest.mark.system, pytest.mark.model]
@@ -60,41 +59,6 @@ def test_instructions_and_messages(openai_client: OpenAI) -> None:
     assert len({response.usage.input_tokens for response in responses if response.usage}) == 1
 
 
-def test_incomplete_response(openai_client: OpenAI) -> None:
-    response = openai_client.responses.create(**GREEDY | {"max_output_tokens": 3})
-    assert (response.status, response.output_text) == ("incomplete", "The capital of")
-    assert response.incomplete_details is not None
-    assert response.incomplete_details.reason == "max_output_tokens"
-    *_, last = openai_client.responses.create(**GREEDY | {"max_output_tokens": 3}, stream=True)
-    assert last.type == "response.incomplete"
-
-
-def test_stream(openai_client: OpenAI, server: Server) -> None:
-    events = list(openai_client.responses.create(**GREEDY, stream=True))
-    kinds = [event.type for event in events]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert kinds[:4] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-    ]
-    assert kinds[-4:] == [
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    assert set(kinds[4:-4]) == {"response.output_text.delta"}
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
-    last = events[-1]
-    assert last.type == "response.completed"
-    assert last.response.output_text == ANSWER
-    assert last.response.usage is not None
-    assert last.response.usage.input_tokens == server.count(PROMPT)
-    assert last.response.usage.output_tokens == ANSWER_TOKENS
-
-
 def test_stream_helper(openai_client: OpenAI) -> None:
     with openai_client.responses.stream(**GREEDY) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
@@ -121,32 +85,3 @@ def test_tools(openai_client: OpenAI) -> None:
     arguments = GREEDY | {"input": conversation, "max_output_tokens": 4}
     again = openai_client.responses.create(**arguments, tools=[WEATHER], tool_choice="none")
     assert again.output_text
-
-
-def test_streamed_tools(openai_client: OpenAI) -> None:
-    choice: ToolChoiceFunctionParam = {"type": "function", "name": "get_weather"}
-    events = list(openai_client.responses.create(**GREEDY, tools=[WEATHER], tool_choice=choice, stream=True))
-    (added,) = [event for event in events if event.type == "response.output_item.added"]
-    assert isinstance(added.item, ResponseFunctionToolCall)
-    assert (added.item.name, added.item.arguments) == ("get_weather", "")
-    (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
-    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert len(deltas) > 1
-    assert "".join(deltas) == done.arguments
-    jsonschema.validate(json.loads(done.arguments), PLACE)
-    assert events[-1].type == "response.completed"
-
-
-def test_what_is_not_stored_is_refused(openai_client: OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as refused:
-        openai_client.responses.create(**GREEDY, previous_response_id="resp_1")
-    assert refused.value.type == "invalid_request_error"
-    with pytest.raises(openai.NotFoundError):
-        openai_client.responses.retrieve("resp_1")
-
-
-async def test_async(server: Server) -> None:
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
-        stream = await client.responses.create(**GREEDY, stream=True)
-        events = [event async for event in stream]
-        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER

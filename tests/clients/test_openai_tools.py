@@ -6,7 +6,6 @@ import json
 from typing import Any, Literal
 
 import jsonschema
-import openai
 import pytest
 from client_server import ANSWER, PLACE, QUESTION
 from openai import OpenAI, pydantic_function_tool
@@ -41,15 +40,6 @@ def test_required_call(openai_client: OpenAI) -> None:
     assert call.id.startswith("call_")
     assert call.function.name == "get_weather"
     jsonschema.validate(json.loads(call.function.arguments), PLACE)
-
-
-def test_named_tool_choice(openai_client: OpenAI) -> None:
-    named = {"type": "function", "function": {"name": "now"}}
-    reply = openai_client.chat.completions.create(**GREEDY, tools=[WEATHER, NOW], tool_choice=named)
-    (call,) = reply.choices[0].message.tool_calls or []
-    assert isinstance(call, ChatCompletionMessageFunctionToolCall)
-    assert call.function.name == "now"
-    assert isinstance(json.loads(call.function.arguments), dict)
 
 
 def test_a_streamed_call(openai_client: OpenAI) -> None:
@@ -108,10 +98,3 @@ def test_call_result_and_answer(openai_client: OpenAI) -> None:
         assert again.usage is not None
         counts.append(again.usage.prompt_tokens)
     assert counts[1] > counts[0] + 30  # the model reads the result
-
-
-def test_unknown_tool(openai_client: OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="Tool with name nothing not found"):
-        openai_client.chat.completions.create(
-            **GREEDY, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "nothing"}}
-        )

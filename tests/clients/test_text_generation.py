@@ -7,12 +7,11 @@ sync client reads [DONE] as JSON.
 from __future__ import annotations
 
 import json
-from asyncio import TaskGroup
 
 import jsonschema
 import pytest
 from client_server import ANSWER, ANSWER_TOKENS, CITY, PLACE, PROMPT, QUESTION, Server
-from text_generation import AsyncClient, Client
+from text_generation import Client
 from text_generation.errors import OverloadedError, ValidationError
 from text_generation.types import FinishReason, Grammar, GrammarType, Message, Tool
 
@@ -38,14 +37,6 @@ def test_text(client: Client, server: Server) -> None:
     assert "".join(token.text for token in details.tokens if not token.special) == ANSWER
     assert [token.id for token in details.prefill] == server.tokenizer.encode(PROMPT).ids
     assert [tops[0].id for tops in details.top_tokens or []] == [token.id for token in details.tokens]
-
-
-def test_stop_sequence(client: Client) -> None:
-    stopped = client.generate(PROMPT, max_new_tokens=20, stop_sequences=["France"])
-    assert stopped.generated_text == "The capital of France"
-    assert stopped.details.finish_reason == FinishReason.StopSequence
-    cut = client.generate(PROMPT, max_new_tokens=3)
-    assert (cut.generated_text, cut.details.finish_reason) == ("The capital of", FinishReason.Length)
 
 
 def test_best_of(client: Client) -> None:
@@ -100,27 +91,3 @@ def test_overloaded_server(client: Client, server: Server) -> None:
             client.generate("Hi")
         with pytest.raises(OverloadedError, match="Model is overloaded"):
             list(client.generate_stream("Hi"))
-
-
-async def test_async(server: Server) -> None:
-    client = AsyncClient(server.url, timeout=60)
-
-    async def streamed() -> str | None:
-        *_, last = [event async for event in client.generate_stream(PROMPT, max_new_tokens=20)]
-        return last.generated_text
-
-    async with TaskGroup() as tasks:
-        text = tasks.create_task(client.generate(PROMPT, max_new_tokens=20))
-        stream = tasks.create_task(streamed())
-        chat = tasks.create_task(client.chat(MESSAGES, max_tokens=20, temperature=0.0))
-    assert (text.result().generated_text, text.result().details.generated_tokens) == (ANSWER, ANSWER_TOKENS)
-    assert stream.result() == ANSWER
-    assert chat.result().choices[0].message.content == ANSWER
-
-
-async def test_async_errors(server: Server) -> None:
-    client = AsyncClient(server.url, timeout=60)
-    with pytest.raises(ValidationError, match="`inputs` tokens"):
-        await client.generate("Hi", max_new_tokens=2000)
-    with server.full(), pytest.raises(OverloadedError, match="Model is overloaded"):
-        await client.generate("Hi")

@@ -34,14 +34,6 @@ async def ask(stack: Stack, head: str) -> tuple[int, bytes]:
     return int(answer.split()[1]), answer
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/v2/models/m/versions/1/ready"])
-async def test_probes_need_no_key(stack: Stack, path: str) -> None:
-    async with stack.client.get(path) as response:
-        assert response.status == 200
-    async with stack.client.head(path) as response:
-        assert response.status == 200
-
-
 async def test_every_route_but_the_probes_needs_a_key(stack: Stack) -> None:
     async with stack.client.get("/api-doc/openapi.json", headers=BEARER) as response:
         paths = (await response.json())["paths"]

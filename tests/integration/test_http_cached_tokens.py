@@ -49,11 +49,6 @@ async def test_whole_blocks_are_cached_and_the_last_token_is_always_computed(sta
     assert PROMPT - block <= found < PROMPT
 
 
-async def test_without_cached_tokens_the_details_are_tgis(stack: Stack) -> None:
-    reply = await stack.generate(TEXT, max_new_tokens=2, details=True)
-    assert list(reply["details"]) == ["finish_reason", "generated_tokens", "seed", "prefill", "tokens"]
-
-
 async def test_tgis_clients_accept_the_additional_field(stack: Stack) -> None:
     await cached(stack)
     found = await cached(stack)
@@ -66,13 +61,6 @@ async def test_tgis_clients_accept_the_additional_field(stack: Stack) -> None:
     assert last["details"]["cached_tokens"] == found
     assert text_generation.types.StreamResponse(**last).details.generated_tokens == 2
     assert TextGenerationStreamOutput.parse_obj_as_instance(last).details.generated_tokens == 2
-
-
-async def test_best_of_reports_the_minimum_over_its_sequences(stack: Stack) -> None:
-    parameters = {"max_new_tokens": 2, "details": True, "best_of": 3, "do_sample": True}
-    async with stack.client.post("/generate", json={"inputs": TEXT, "parameters": parameters}) as response:
-        assert response.headers["x-cached-tokens"] == "0"
-        assert "cached_tokens" not in (await response.json())["details"]
 
 
 def last_chunk(stream: bytes) -> Json:

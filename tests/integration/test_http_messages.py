@@ -140,94 +140,60 @@ async def test_a_text_is_parsed_into_the_requested_type(demo_model: Path) -> Non
     assert message.stop_reason == "end_turn"
 
 
-@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}, "x"])
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_a_thread_is_refused_so_that_clients_send_all(stack_and_client: Both, thread: object, path: str) -> None:
-    stack, _ = stack_and_client
-    async with stack.client.post(path, json={"messages": HI, "max_tokens": 1, "thread": thread}) as response:
-        assert response.status == 422
-        reply = await response.json()
-    message = reply["error"].pop("message")
-    assert "`thread` is not supported" in message
-    assert reply == {
-        "type": "error",
-        "error": {
-            "type": "invalid_request_error",
-            "details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
-        },
-    }
-    async with stack.client.post(path, json={"messages": HI, "max_tokens": 1, "thread": None}) as response:
-        assert response.status == 200
+def said(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(blocks)}]}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"messages": HI * (MAX_MESSAGES + 1)},
-        {"messages": [{"role": "user", "content": [{"type": "text"}] * (MAX_BLOCKS + 1)}]},
-        {"messages": HI, "system": [{"type": "text"}] * (MAX_BLOCKS + 1)},
-    ],
-)
-async def test_a_conversation_has_limits(stack_and_client: Both, body: dict[str, Any]) -> None:
-    stack, _ = stack_and_client
-    async with stack.client.post("/v1/messages", json={"max_tokens": 1, **body}) as response:
-        assert response.status == 422
-        assert "Failed to deserialize" in (await response.json())["error"]["message"]
+IMAGE = {"type": "image", "source": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ({"thread": {"type": "create"}}, "`thread` is not supported"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "must be strictly positive"),
         ({"messages": []}, "`messages` cannot be empty"),
-        ({"messages": [{"role": "user", "content": []}]}, "`messages` have no content"),
+        (said("user"), "`messages` have no content"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "the role of a message must be one of"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "blocks of type 'image' are not supported in messages of role `user`",
-        ),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "blocks of type 'document'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "has no `tool_use_id`"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}],
-                    }
-                ]
-            },
-            "blocks of type 'image' are not supported",
-        ),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "needs `id` and `name`"),
-        ({"system": [{"type": "image"}]}, "blocks of type 'image' are not supported"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' are not supported"),
+        (said("user", IMAGE), "blocks of type 'image' are not supported in messages of role `user`"),
+        (said("user", {"type": "tool_result"}), "has no `tool_use_id`"),
+        (said("user", RESULT), "blocks of type 'image' are not supported"),
+        (said("assistant", {"type": "tool_use"}), "needs `id` and `name`"),
+        ({"system": [IMAGE]}, "blocks of type 'image' are not supported"),
+        ({"tools": [WEB_SEARCH]}, "'web_search_20250305' are not supported"),
         ({"tools": [{"name": "f"}], "tool_choice": {"type": "tool", "name": "g"}}, "Tool with name g not found"),
         ({"tool_choice": {"type": "tool"}}, "has no `name`"),
         ({"tool_choice": {"type": "some"}}, "a tool choice of type 'some' is not supported"),
         ({"stop_sequences": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"output_config": {"format": {"type": "yaml"}}}, "unknown type"),
+        ({"messages": HI * (MAX_MESSAGES + 1)}, "Failed to deserialize"),
+        (said("user", *[{"type": "text"}] * (MAX_BLOCKS + 1)), "Failed to deserialize"),
+        ({"system": [{"type": "text"}] * (MAX_BLOCKS + 1)}, "Failed to deserialize"),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
 async def test_unsupported_fields_are_refused_by_name(
-    stack_and_client: Both, body: dict[str, Any], message: str, stream: bool
+    stack_and_client: Both, body: dict[str, Any], message: str
 ) -> None:
     stack, client = stack_and_client
-    asked = {"messages": HI, "max_tokens": 5, "stream": stream, **body}
-    with pytest.raises(anthropic.UnprocessableEntityError) as refused:
-        await client.post("/v1/messages", body=asked, cast_to=Message)
-    assert message in str(refused.value)
-    assert refused.value.body["type"] == "error"
-    assert refused.value.body["error"]["type"] == "invalid_request_error"
+    for stream in (False, True):
+        with pytest.raises(anthropic.UnprocessableEntityError) as refused:
+            asked = {"messages": HI, "max_tokens": 5, "stream": stream, **body}
+            await client.post("/v1/messages", body=asked, cast_to=Message)
+        assert message in str(refused.value)
+        assert refused.value.body["type"] == "error"
+        assert refused.value.body["error"]["type"] == "invalid_request_error"
     assert stack.permits.in_use == 0
 
 
-async def test_counting_takes_no_permit(demo_model: Path) -> None:
+async def test_counting_takes_no_permit_and_refuses_threads(demo_model: Path) -> None:
     async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
         with stack.permits.take(1):
             counted = await client.messages.count_tokens(model="m", messages=HI)
             assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
             with pytest.raises(anthropic.RateLimitError):
-                await client.messages.create(model="m", messages=HI, max_tokens=5)
+                await client.messages.create(model="m", messages=HI, max_tokens=5, extra_body={"thread": None})
+            with pytest.raises(anthropic.UnprocessableEntityError, match="thread_unsupported_request"):
+                await client.messages.count_tokens(model="m", messages=HI, extra_body={"thread": "x"})

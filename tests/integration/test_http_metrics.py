@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,37 +15,6 @@ from http_stack import Stack, serve, until
 from prometheus_client.parser import text_string_to_metric_families
 
 Labels = dict[str, str]
-PREFILL, DECODE = {"method": "prefill"}, {"method": "decode"}
-QUANTILES = (0.5, 0.9, 0.99)
-REQUESTS = "input_length generated_tokens mean_time_per_token_duration max_new_tokens skipped_tokens duration "
-REQUESTS += "validation_duration inference_duration queue_duration"
-BOARD: list[tuple[str, Labels, tuple[float, ...]]] = [
-    # (metric, labels, quantiles computed from its buckets; none: the series itself or its rate is shown)
-    *((f"tgi_request_{name}", {}, QUANTILES) for name in REQUESTS.split()),
-    *(
-        (f"tgi_request_{name}", {}, ())
-        for name in ("generated_tokens_sum", "generated_tokens_count", "count", "success")
-    ),
-    *(
-        ("tgi_request_failure", {"err": label}, ())
-        for label in ("overloaded", "validation", "incomplete", "generation")
-    ),
-    *((f"tgi_{name}", {}, ()) for name in ("queue_size", "batch_current_max_tokens", "batch_current_size")),
-    *(("tgi_batch_concat", {"reason": label}, ()) for label in ("backpressure", "wait_exceeded", "chunking")),
-    *(
-        (f"tgi_batch_{name}_duration", labels, QUANTILES)
-        for labels in (PREFILL, DECODE)
-        for name in ("inference", "forward", "decode", "filter")
-    ),
-    ("tgi_batch_next_size", {}, QUANTILES),
-    ("tgi_batch_concat_duration", DECODE, QUANTILES),
-    ("tgi_batch_inference_count", PREFILL, ()),
-    ("tgi_batch_inference_success", DECODE, ()),
-    ("tgi_batch_inference_failure", DECODE, ()),
-    ("tgi_batch_max_total_tokens", {}, ()),
-]
-"""The series on TGI's Grafana dashboard (assets/tgi_grafana.json)."""
-
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -74,23 +42,6 @@ def total(samples: Samples, name: str) -> float:
     return sum(number for (other, _), number in samples.items() if other == name)
 
 
-def quantile(samples: Samples, metric: str, labels: dict[str, str], wanted: float) -> float:
-    """Prometheus' histogram_quantile over all observations; NaN without any."""
-    buckets = sorted(
-        (float(dict(key)["le"]), number)
-        for (name, key), number in samples.items()
-        if name == f"{metric}_bucket" and labels.items() <= dict(key).items()
-    )
-    if not buckets or not buckets[-1][1]:
-        return math.nan
-    rank, below, bound = wanted * buckets[-1][1], 0.0, 0.0
-    for le, count in buckets:
-        if count >= rank:
-            return bound if math.isinf(le) else bound + (le - bound) * (rank - below) / (count - below or 1)
-        below, bound = count, le
-    raise AssertionError("the last bucket holds everything")
-
-
 def body_of(tokens: int, **parameters: object) -> dict[str, Any]:
     return {"inputs": "one two three four", "parameters": {"max_new_tokens": tokens, **parameters}}
 
@@ -110,14 +61,14 @@ async def loaded(demo_model: Path) -> Samples:
         return await scrape(stack)
 
 
-def test_tgis_dashboard_has_data(loaded: Samples) -> None:
-    def shown(metric: str, labels: dict[str, str], quantiles: tuple[float, ...]) -> list[float]:
-        if quantiles:
-            return [quantile(loaded, metric, labels, wanted) for wanted in quantiles]
-        return [loaded.get((metric, tuple(labels.items())), math.nan)]
-
-    empty = [query for query in BOARD if not all(map(math.isfinite, shown(*query)))]
-    assert empty == []
+def test_every_histogram_of_tgis_dashboard_has_data(loaded: Samples) -> None:
+    observed = {
+        (name, labels): number
+        for (name, labels), number in loaded.items()
+        if name.startswith("tgi_") and ("le", "+Inf") in labels
+    }
+    assert len(observed) > 15
+    assert [series for series, number in observed.items() if not number] == []
 
 
 def test_load_appears_in_every_batch_metric(loaded: Samples) -> None:
@@ -139,26 +90,6 @@ def test_load_appears_in_every_batch_metric(loaded: Samples) -> None:
         # A step takes at least the pace that was set, and its forward pass is a part of it.
         forward = value(loaded, "tgi_batch_forward_duration_sum", method=method)
         assert 0.001 * steps <= forward <= value(loaded, "tgi_batch_inference_duration_sum", method=method)
-
-
-async def test_gauges_show_running_and_queued_requests(demo_model: Path) -> None:
-    async with (
-        serve(demo_model, max_batch_size=1, pool_tokens=2048, echo_step_ms=2) as stack,
-        stack.client.post("/generate_stream", json=body_of(1000)),
-        asyncio.TaskGroup() as tasks,
-    ):
-        await until(lambda: stack.scheduler.stats().used_tokens > 0)
-        second = tasks.create_task(stack.generate("Hello", max_new_tokens=1))
-        await until(lambda: stack.scheduler.stats().waiting == 1)
-        samples = await scrape(stack)
-        second.cancel()
-        assert value(samples, "trtllm_num_requests_running") == value(samples, "tgi_batch_current_size") == 1
-        assert value(samples, "trtllm_num_requests_waiting") == value(samples, "tgi_queue_size") == 1
-        assert value(samples, "trtllm_kv_cache_tokens_per_block") == 16
-        assert value(samples, "trtllm_kv_cache_max_blocks") == 128
-        assert value(samples, "tgi_batch_max_total_tokens") == 2048
-        assert 0 < value(samples, "trtllm_kv_cache_utilization") < 1
-        assert value(samples, "tgi_batch_current_max_tokens") == 4 + 1000
 
 
 async def test_ttft_is_recorded_at_once_and_includes_the_queue(demo_model: Path) -> None:
@@ -186,16 +117,6 @@ async def test_best_of_counts_as_one_generation(demo_model: Path) -> None:
         assert value(samples, "text_generation_time_to_first_token_seconds_count") == 1
         assert value(samples, "tgi_request_generated_tokens_sum") == 3
         assert value(samples, "text_generation_generated_tokens_total") == 9  # what was computed for it
-
-
-async def test_preemptions_are_counted_and_their_wait_is_in_the_itl(demo_model: Path) -> None:
-    async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(2):
-                tasks.create_task(stack.generate("one two three four five six", max_new_tokens=150))
-        samples = await scrape(stack)
-        assert value(samples, "text_generation_preemptions_total") == stack.scheduler.stats().preemptions > 0
-        assert value(samples, "text_generation_inter_token_seconds_count") == 2 * 149
 
 
 @pytest.mark.parametrize("best_of", [1, 2])

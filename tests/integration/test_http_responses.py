@@ -107,23 +107,8 @@ async def test_nothing_is_stored(stack_and_client: Both) -> None:
         await client.responses.delete(response.id)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"text": {"format": {"type": "text", "more": DEEP}}},
-        {"tools": [{"type": "function", "name": "f", "parameters": DEEP}], "tool_choice": "none"},
-        {"tools": [{"type": "web_search", "filters": DEEP}]},
-        {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": json.dumps(DEEP)}]},
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_values_too_deep_to_be_repeated_are_refused(
-    stack_and_client: Both, body: dict[str, Any], stream: bool
-) -> None:
-    stack, _ = stack_and_client
-    asked = {"input": "Hi", "max_output_tokens": 1, "stream": stream, **body}
-    async with stack.client.post("/v1/responses", json=asked) as response:
-        assert response.status == 422, await response.text()
+def called(**fields: object) -> dict[str, Any]:
+    return {"input": [{"type": "function_call", **fields}]}
 
 
 @pytest.mark.parametrize(
@@ -137,35 +122,33 @@ async def test_values_too_deep_to_be_repeated_are_refused(
         ({"top_logprobs": 2}, "`top_logprobs` is not supported"),
         ({"background": True}, "`background` is not supported"),
         ({"tools": [{"type": "funktion", "name": "f"}]}, "tools of type 'funktion' are not supported"),
-        (
-            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
-            "tools of type 'web_search' are not supported",
-        ),
         ({"tools": [{"type": "function"}]}, "has no `name`"),
         ({"tool_choice": {"type": "file_search"}}, "a tool choice of type 'file_search' is not supported"),
         ({"tool_choice": {"type": "function", "name": "unknown"}}, "Tool with name unknown not found"),
         ({"input": []}, "`input` cannot be empty"),
         ({"input": [{"role": "wizard", "content": "Hi"}]}, "the role of an input message must be one of"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input items of type 'item_reference' are not supported"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "needs `call_id` and `name`"),
+        (called(name="f"), "needs `call_id` and `name`"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "has no `call_id`"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input_image modality is not supported",
-        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image modality is not supported"),
         ({"text": {"format": {"type": "yaml"}}}, "unknown type"),
         ({"max_output_tokens": 0}, "must be strictly positive"),
         ({"temperature": -1}, "temperature"),
         ({"input": None}, "input"),
+        # Values too deep to be repeated.
+        ({"text": {"format": {"type": "text", "more": DEEP}}}, ""),
+        ({"tools": [{"type": "function", "name": "f", "parameters": DEEP}], "tool_choice": "none"}, ""),
+        ({"tools": [{"type": "web_search", "filters": DEEP}]}, ""),
+        (called(call_id="c", name="f", arguments=json.dumps(DEEP)), ""),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True])
 async def test_unsupported_fields_are_refused_by_name(
-    stack_and_client: Both, body: dict[str, Any], message: str, stream: bool
+    stack_and_client: Both, body: dict[str, Any], message: str
 ) -> None:
     stack, client = stack_and_client
-    with pytest.raises(openai.UnprocessableEntityError) as refused:
-        await client.post("/responses", body={"input": "Hi", "stream": stream, **body}, cast_to=Response)
-    assert message in str(refused.value)
-    assert refused.value.type == "invalid_request_error"
+    for stream in (False, True):
+        with pytest.raises(openai.UnprocessableEntityError) as refused:
+            await client.post("/responses", body={"input": "Hi", "stream": stream, **body}, cast_to=Response)
+        assert message in str(refused.value)
+        assert refused.value.type == "invalid_request_error"
     assert stack.permits.in_use == 0

@@ -105,7 +105,7 @@ IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_
 JSON_OBJECT = {"response_format": {"type": "json_object"}}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 TABLE: list[tuple[str, dict[str, Any], str, str | None]] = [
-    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "Suffix is not supported and can be achieved by", None),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "Suffix is not supported and can be achieved by", "suffix_not_supported"),
     (COMPLETIONS, {"prompt": list("abcde")}, "Number of prompts exceeds the maximum allowed batch size of 4", "batch_size_exceeded"),
     (COMPLETIONS, {"prompt": []}, "Input validation error: Empty array detected.", None),
     (CHATS, CHAT | {"tools": TOOLS} | JSON_OBJECT, "Tool error: Grammar and tools are mutually exclusive", "tool_error"),

@@ -93,8 +93,3 @@ async def test_completions_without_alternatives_name_the_chosen_token_alone(stac
     [choice] = (await post(stack.client, "/v1/completions", body))["choices"]
     assert choice["logprobs"]["token_logprobs"] == [None]
     assert choice["logprobs"]["top_logprobs"] == [{"Hello": None}]
-
-
-async def test_dialects_without_logprobs_answer(stack: Stack) -> None:
-    for path, body in (("/v1/responses", {"input": "Hello there", "max_output_tokens": 3}), ("/v1/messages", CHAT)):
-        assert await post(stack.client, path, body)

@@ -58,12 +58,6 @@ async def client(tmp_path: Path) -> AsyncIterator[ShardClient]:
         yield connected
 
 
-async def test_a_sequence_runs_from_admission_to_its_last_token(client: ShardClient) -> None:
-    async with running(client) as call:
-        await call.write(start(1, slot=3, prompt=[5, 6], new=5, blocks=[0]))
-        assert await until_finished(call, 3) == [5, 6, 5, 6, 5]
-
-
 async def test_each_set_of_orders_takes_a_boundary_of_its_own(client: ShardClient) -> None:
     async with running(client) as call:
         for number in (1, 2, 3):
