@@ -37,20 +37,6 @@ class QueueDriver:
     def put_all(self, *tenants: TenantId) -> list[ScheduledSequence]:
         return [self.put(tenant) for tenant in tenants]
 
-    def pop(self) -> ScheduledSequence:
-        """Remove and return the next sequence."""
-        sequence = self.queue.peek()
-        assert sequence is not None
-        self.queue.remove(sequence)
-        return sequence
-
-    def skip(self) -> ScheduledSequence:
-        """Skip and return the next sequence."""
-        sequence = self.queue.peek()
-        assert sequence is not None
-        self.queue.skip(sequence)
-        return sequence
-
     def charge(self, tenant: TenantId, tokens: int) -> None:
         """Charge for a sequence that ends at once."""
         self.queue.tenants.started(tenant)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions
+from text_generation_proto.values import FailureCode, FinishReason, Grammar, LogprobOptions
 from text_generation_router.request import QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import (
     Deliveries,
@@ -51,11 +51,15 @@ class Rig:
     replicas: int = 1
     now: float = 0.0
     step_s: float = 0.01
+    self_scheduling: bool = False
+    """Replicas schedule for themselves and have room for any sequence."""
     orders: list[tuple[int, SchedulerOutput]] = field(default_factory=list)
     """(replica, orders), all so far."""
     tokens: dict[int, int] = field(default_factory=dict)
     """New tokens by request."""
     failed: dict[int, FailureCode] = field(default_factory=dict)
+    messages: dict[int, str] = field(default_factory=dict)
+    """Error messages by request."""
     finished: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,14 +76,20 @@ class Rig:
         self.receive(self.scheduler.open(replica, self.spec(self.blocks if blocks is None else blocks)))
 
     def spec(self, blocks: int) -> ReplicaSpec:
-        return ReplicaSpec(self.slots, blocks, BLOCK)
+        return ReplicaSpec(self.slots, blocks, BLOCK, self_scheduling=self.self_scheduling)
 
     def lose(self, replica: int) -> None:
         self.sequences[replica] = {}
         self.receive(self.scheduler.lose(replica))
 
     def submit(
-        self, prompt: tuple[int, ...] | int = 4, new: int = 10, *, prompt_logprobs: bool = False, **service: object
+        self,
+        prompt: tuple[int, ...] | int = 4,
+        new: int = 10,
+        *,
+        prompt_logprobs: bool = False,
+        grammar: Grammar | None = None,
+        **service: object,
     ) -> int:
         """Submit a request for `prompt`, or for a unique prompt of that length; return its number."""
         number = self.submitted
@@ -91,6 +101,7 @@ class Rig:
             prompt,
             new,
             logprobs=LogprobOptions(prompt=prompt_logprobs),
+            grammar=grammar,
             qos=QualityOfService(**service),  # type: ignore[arg-type]
         )
         self.scheduler.submit(request, self.now)
@@ -179,7 +190,11 @@ class Rig:
         for slot, blocks in orders.allocations:
             if slot in here:
                 here[slot].room += len(blocks) * BLOCK
-        return dict(orders.prefill)
+        if not self.self_scheduling:
+            return dict(orders.prefill)
+        for sequence in here.values():
+            sequence.to_prefill, sequence.room = 0, 1 << 20
+        return {}
 
     def apply(self, replica: int, output: StepOutput) -> Deliveries:
         self.applied[replica] = output.orders_applied
@@ -195,6 +210,7 @@ class Rig:
         for failed in deliveries.failed:
             assert failed.request_id not in self.failed
             self.failed[failed.request_id] = failed.kind
+            self.messages[failed.request_id] = failed.message
 
     def expire(self) -> None:
         self.receive(self.scheduler.expire(self.now))

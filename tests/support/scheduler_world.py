@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from replica_world import EOS, FAILING_STEP_TOKEN, FAILING_TOKEN, ReplicaSetup, ReplicaWorld
 from scheduler_checks import assert_idle
 
-from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions
+from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, LogprobOptions
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
 from text_generation_router.scheduling.messages import Deliveries, Failed, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
@@ -33,6 +33,7 @@ class RequestSpec:
     end_in: float | None = None
     prompt_logprobs: bool = False
     ignore_eos: bool = False
+    constrained: bool = False
 
 
 @dataclass
@@ -131,6 +132,7 @@ class SchedulerWorld:
             qos=qos,
             logprobs=LogprobOptions(prompt=spec.prompt_logprobs),
             ignore_eos=spec.ignore_eos,
+            grammar=Grammar(GrammarKind.REGEX, "a+") if spec.constrained else None,
         )
         if not self.scheduler.fits(len(spec.prompt), spec.new):
             return None
@@ -206,6 +208,8 @@ class SchedulerWorld:
             assert view.is_live
             assert list(placement.generated) == view.tokens
             assert not (placement.cached_tokens and view.request.logprobs.prompt and not view.tokens)
+            if world.spec.self_scheduling and view.request.grammar:
+                assert not view.tokens, "such an engine cannot start in the middle of a grammar"
             self.counts["placements"] += 1
             self.counts["hit tokens"] += placement.cached_tokens
         world.sent.append(orders)

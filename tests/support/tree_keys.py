@@ -29,7 +29,3 @@ def find(tree: PrefixTree, tokens: Sequence[int], salt: str = SALT) -> list[int]
     node, blocks = tree.acquire(salt, key(tokens))
     tree.release(node)
     return blocks
-
-
-def evict_all(tree: PrefixTree) -> list[int]:
-    return tree.evict(tree.cached_blocks)

@@ -39,11 +39,12 @@ def draw_world(draw: Random) -> SchedulerWorld:
         max_request_moves=draw.randint(0, 3),
         growth_tokens=draw.choice([0, 8, 40, 100]),
     )
+    self_scheduling = draw.choice([False, False, False, True])
     replicas = [
         ReplicaSetup(
             blocks=draw_blocks(draw),
             slots=draw.randint(1, 6),
-            self_scheduling=draw.choice([False, False, False, True]),
+            self_scheduling=self_scheduling,
             reserves_max_length=draw.choice([False, False, False, True]),
             tokens_per_report=draw.choice([1, 3, 8]),
             max_batch_size=batch,
@@ -76,6 +77,7 @@ def draw_request(draw: Random) -> RequestSpec:
         end_in=seconds * 2 if deadlines in ("end", "all") else None,
         prompt_logprobs=draw.choice([False] * 7 + [True]),
         ignore_eos=draw.choice([True, False]),
+        constrained=draw.choice([True, False, False]),
     )
 
 

@@ -143,32 +143,18 @@ def test_a_large_request_goes_to_the_replica_that_can_hold_it() -> None:
     assert rig.finished == large
 
 
-def test_a_request_for_a_lost_replica_delays_no_others_and_runs_after_its_return() -> None:
+@pytest.mark.parametrize("drains", [True, False])
+def test_a_request_for_a_draining_or_lost_replica_delays_no_others_and_can_be_cancelled(drains: bool) -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
     rig.lose(1)
     rig.open(1, blocks=40)
-    rig.lose(1)
-    large = rig.submit(60, new=200)
-    small = rig.submit(10, new=5)
-    rig.turns(10)
-    assert rig.finished == [small]
-    rig.open(1, blocks=40)
-    rig.until_idle()
-    assert rig.finished == [small, large]
-    assert_idle(rig.scheduler)
-
-
-def test_a_request_for_a_draining_replica_delays_no_others_and_can_be_cancelled() -> None:
-    rig = Rig(a_policy(max_batch_prefill_tokens=2000), blocks=8, replicas=2)
-    rig.lose(1)
-    rig.open(1, blocks=40)
-    rig.scheduler.drain(1)
+    rig.scheduler.drain(1) if drains else rig.lose(1)
     large, cancelled = rig.submit(60, new=200), rig.submit(60, new=200)
     small = rig.submit(10, new=5)
     rig.turns(10)
     assert rig.finished == [small]
     rig.scheduler.cancel(RequestId(cancelled))
-    rig.scheduler.drain(1, draining=False)
+    rig.scheduler.drain(1, draining=False) if drains else rig.open(1, blocks=40)
     rig.until_idle()
     assert rig.finished == [small, large]
     assert_idle(rig.scheduler)

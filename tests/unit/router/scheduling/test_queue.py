@@ -1,4 +1,4 @@
-"""The rules of the queue, one at a time. Order against a simple model: tests/property."""
+"""Order, fairness and memory of the queue. All operations against a simple model: tests/property/test_queue.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from queue_driver import WORK, A, B, C, QueueDriver
 
 from text_generation_router.request import Priority, TenantId
 from text_generation_router.scheduling.fairness import LAG, MAX_IDLE
-from text_generation_router.scheduling.queue import AGEING_S, LEAD
+from text_generation_router.scheduling.queue import AGEING_S, LEAD, FairQueue
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
 SYSTEM, INTERACTIVE, DEFAULT, BULK = Priority
@@ -58,78 +58,84 @@ def test_bulk_is_never_starved_by_a_flood_of_its_own_tenant(driver: QueueDriver)
     assert second == 3 * AGEING_S
 
 
-# --------------------------------------------------------------------------------- requeued, removed, skipped sequences
+# ---------------------------------------------------------------------------------------------------- shares of tenants
 
 
-def test_requeued_sequences_go_first_in_order_of_arrival(driver: QueueDriver) -> None:
-    early, late = driver.put(B, BULK), driver.put(C, BULK)
-    assert {driver.pop(), driver.pop()} == {early, late}
-    driver.put(A, SYSTEM)
-    driver.charge(B, 10**9)
-    for _ in range(3):
-        driver.queue.requeue(late)
-        driver.queue.requeue(early)
-        assert [driver.pop(), driver.pop()] == [early, late]
+def test_backlogged_tenants_get_equal_tokens_for_any_traffic(driver: QueueDriver) -> None:
+    """A sends 10 times as many requests of 8 times the size; both always have requests waiting."""
+    for second in range(400):
+        for _ in range(10):
+            driver.put(A, arrived_at=float(second), work=8 * 250)
+        driver.put(B, arrived_at=float(second), work=250)
+    while driver.queue.tenants.work(A) and driver.queue.tenants.work(B):
+        driver.serve()
+        assert abs(driver.served[A] - driver.served[B]) <= 8 * 250
+    assert driver.served[B] == 400 * 250, "B was backlogged all the time"
 
 
-def test_a_removed_sequence_is_gone(driver: QueueDriver) -> None:
-    first, second, third = driver.put_all(A, B, A)
-    driver.queue.remove(first)
-    assert list(driver.queue) == [second, third]
-    assert driver.order() == [2, 3]
-    with pytest.raises(AssertionError):
-        driver.queue.remove(first)
-
-
-def test_unskipped_sequences_get_their_positions_back(driver: QueueDriver) -> None:
-    *_, requeued = driver.put_all(A, A, B, B, C)
-    driver.queue.remove(requeued)
-    driver.queue.requeue(requeued)
-    skipped = [driver.skip() for _ in range(3)]
-    assert [sequence.arrival for sequence in skipped] == [5, 1, 2]
-    assert (len(driver.queue), driver.queue.work) == (5, 5 * WORK)
-    assert driver.serve().arrival == 3
-    driver.queue.unskip(skipped)
-    assert driver.order() == [5, 1, 2, 4]
-
-
-def test_a_skipped_sequence_stays_queued(driver: QueueDriver) -> None:
-    """The tenant stays active, and the sequence may be removed."""
-    driver.put_all(*[B] * 50)
-    removed, stays = driver.put_all(A, A)
-    driver.serve()
-    skipped = [driver.skip() for _ in range(2)]
-    assert skipped == [removed, stays]
-    driver.tenants(20)
-    driver.queue.remove(removed)
-    driver.queue.unskip(skipped)
-    driver.put(A)
-    assert driver.tenants(3) == [A, A, B]
-
-
-# ---------------------------------------------------------------------------------------------------- figures, memory
-
-
-def test_work_is_counted_in_total_and_by_tenant(driver: QueueDriver) -> None:
-    queue = driver.queue
-    driver.put(A, work=5)
-    gone = driver.put(B, work=7)
-    assert (queue.work, *map(queue.tenants.work, (A, B, C))) == (12, 5, 7, 0)
-    queue.remove(gone)
-    assert (queue.work, queue.tenants.work(B)) == (5, 0)
-
-
-def test_shares_are_of_the_active_tenants() -> None:
+def test_weights_divide_the_service() -> None:
     driver = QueueDriver({A: 3.0})
-    tenants = driver.queue.tenants
-    assert tenants.share(A) == tenants.share(B) == 1.0
-    sequence = driver.put(A)
-    assert (tenants.share(A), tenants.share(B)) == (1.0, 0.25)
-    tenants.started(A)
-    driver.queue.remove(sequence)
-    assert (tenants.share(A), tenants.share(B)) == (1.0, 0.25)
-    tenants.ended(A)
-    assert tenants.share(B) == 1.0
+    driver.put_all(*[A, B] * 900)
+    driver.tenants(800)
+    assert driver.served[A] / driver.served[B] == pytest.approx(3.0, rel=0.01)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("inf"), float("nan"), 1e-9])
+def test_an_invalid_weight_raises(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight of tenant 'a'"):
+        FairQueue({A: weight})
+
+
+@pytest.mark.parametrize("runs", [None, B, C])
+def test_a_tenant_without_waiting_requests_saves_nothing_up(driver: QueueDriver, runs: TenantId | None) -> None:
+    """Not even by running one long generation, which counts as service of only a few tokens, nor if another one does."""
+    driver.put(runs or B, work=10)
+    driver.serve()
+    if runs is not None:
+        driver.queue.tenants.started(runs)
+    driver.put_all(*[A] * 1000)
+    driver.tenants(500)
+    driver.put_all(*[B] * 100)
+    assert 49 <= driver.tenants(100).count(A) <= 51
+
+
+def test_use_of_an_idle_server_is_not_held_against_a_tenant(driver: QueueDriver) -> None:
+    for _ in range(1000):
+        driver.put(A)
+        driver.serve()
+    driver.put_all(*[B, A] * 10)
+    assert 4 <= driver.tenants(10).count(A) <= 6
+
+
+def test_a_flood_of_system_requests_gets_a_bounded_lead(driver: QueueDriver) -> None:
+    for _ in range(400):
+        driver.put(A, Priority.SYSTEM)
+        driver.put(B, Priority.DEFAULT)
+        driver.put(C, Priority.BULK)
+    leads = []
+    for _ in range(300):
+        driver.serve()
+        leads.append(driver.served[A] - driver.served[B])
+    assert max(leads) <= LEAD[Priority.SYSTEM] + WORK
+    assert leads[-1] >= LEAD[Priority.SYSTEM] - WORK, "the lead is kept"
+    assert driver.served[B] - driver.served[C] <= WORK - LEAD[Priority.BULK]
+
+
+def test_a_stream_of_new_tenants_does_not_starve_a_waiting_one(driver: QueueDriver) -> None:
+    """A new tenant arrives for each one served, and two more wait. A tenant in debt at the lowest priority still advances."""
+    driver.put(TenantId("first stranger"), Priority.SYSTEM)
+    driver.put(TenantId("second stranger"), Priority.SYSTEM)
+    driver.charge(A, 50 * WORK)
+    waiter = driver.put(A, Priority.BULK)
+    others = 0
+    while driver.serve() is not waiter:
+        others += WORK
+        driver.put(TenantId(f"stranger {others}"), Priority.SYSTEM)
+        # Three wait at a time: a third of the service is its own; its debt is 50 WORK, priorities and LAG add LAG each.
+        assert others <= 3 * (50 * WORK + 2 * LAG) + 3 * WORK
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
 
 
 def test_idle_tenants_without_debt_are_forgotten(driver: QueueDriver) -> None:

@@ -6,10 +6,9 @@ import pytest
 from scheduler_checks import assert_idle
 from scheduler_rig import BLOCK, Rig, a_policy
 
-from text_generation_proto.values import FailureCode, FinishReason
+from text_generation_proto.values import FinishReason
 from text_generation_router.request import Priority, RequestId
 from text_generation_router.scheduling.messages import ReplicaSpec, SchedulerOutput, StepOutput
-from text_generation_router.scheduling.scheduler import Scheduler
 
 
 def test_one_set_of_orders_is_under_way_at_a_time() -> None:
@@ -24,13 +23,7 @@ def test_one_set_of_orders_is_under_way_at_a_time() -> None:
     assert [placement.request.id for placement in after.placements] == [1]
 
 
-def test_a_long_prompt_is_split_into_chunks_of_the_budget() -> None:
-    rig = Rig(a_policy())
-    rig.submit(150)
-    assert [orders.prefill for orders in rig.turns(4)] == [((0, 64),), ((0, 64),), ((0, 22),)]
-
-
-def test_the_rest_of_the_budget_goes_to_the_next_prompt() -> None:
+def test_a_long_prompt_is_split_and_the_rest_of_the_budget_goes_to_the_next_one() -> None:
     rig = Rig(a_policy())
     rig.submit(100)
     rig.submit(100)
@@ -95,63 +88,6 @@ def test_blocks_of_a_cancelled_sequence_are_free_once_its_release_was_applied() 
     assert_idle(rig.scheduler)
 
 
-def test_sequences_cancelled_at_once_are_all_released() -> None:
-    rig = Rig(a_policy())
-    for _ in range(3):
-        rig.submit(new=100)
-    rig.turns(2)
-    for number in range(3):
-        rig.scheduler.cancel(RequestId(number))
-    rig.turn()
-    assert_idle(rig.scheduler)
-
-
-def test_tokens_after_a_cancel_are_dropped() -> None:
-    rig = Rig(a_policy())
-    rig.submit(new=100)
-    rig.turns(2)
-    rig.scheduler.cancel(RequestId(0))
-    slot = rig.placement(0).slot
-    assert rig.scheduler.request_in(0, slot) is None
-    assert rig.apply(0, StepOutput(1, [slot], [], [7])).tokens == []
-
-
-def test_a_sequence_that_ends_during_its_release_is_freed_once() -> None:
-    rig = Rig(a_policy())
-    rig.submit(new=3)
-    rig.turns(2)
-    rig.scheduler.cancel(RequestId(0))
-    release = rig.order()
-    slot = rig.placement(0).slot
-    rig.apply(0, StepOutput(1, [slot], [], [7], {slot: FinishReason.LENGTH}))
-    rig.apply(0, StepOutput(release.number))
-    assert_idle(rig.scheduler)
-
-
-def test_a_failed_sequence_ends_alone() -> None:
-    rig = Rig(a_policy())
-    rig.submit(new=5)
-    rig.submit(new=5)
-    rig.turns(2)
-    first, second = rig.placement(0).slot, rig.placement(1).slot
-    deliveries = rig.apply(0, StepOutput(1, [second], [], [7], failed={first: (FailureCode.NUMERICS, "NaN")}))
-    assert [failed.request_id for failed in deliveries.failed] == [0]
-    assert [token[0] for token in deliveries.tokens] == [1]
-    assert rig.scheduler.stats().running == 1
-    rig.scheduler.check_invariants()
-
-
-def test_a_step_may_bring_several_tokens_a_slot() -> None:
-    rig = Rig(a_policy())
-    rig.submit()
-    rig.submit()
-    rig.turns(1)
-    slots = [rig.placement(0).slot, rig.placement(1).slot]
-    deliveries = rig.apply(0, StepOutput(1, slots, [3, 1], [1, 2, 3, 4], {slots[0]: FinishReason.EOS_TOKEN}))
-    assert deliveries.tokens == [(0, 0, 3, FinishReason.EOS_TOKEN), (1, 3, 4, None)]
-    rig.scheduler.check_invariants()
-
-
 # -------------------------------------------------------------------------------------------------------- preemption
 
 
@@ -203,17 +139,6 @@ def test_the_victim_is_chosen_by_priority_but_never_the_oldest(blocks: int, prio
     assert until_preempted(rig).release == (rig.placement(1).slot,)
 
 
-def test_under_pressure_all_requests_end_and_the_oldest_first() -> None:
-    rig = Rig(a_policy(), blocks=12)
-    for _ in range(6):
-        rig.submit(40, new=100)
-    rig.until_idle()
-    assert rig.finished[0] == 0
-    assert sorted(rig.finished) == list(range(6))
-    assert all(rig.tokens[number] == 100 for number in range(6))
-    assert_idle(rig.scheduler)
-
-
 # ---------------------------------------------------------------------------------------------------- latency target
 
 
@@ -229,15 +154,8 @@ def test_before_measurements_a_prompt_is_computed_block_by_block() -> None:
 # ---------------------------------------------------------------------------------------- self-scheduling engines
 
 
-def a_self_scheduling_replica(**changes: object) -> Rig:
-    rig = Rig(a_policy(**changes))
-    rig.scheduler = Scheduler(rig.policy)
-    rig.scheduler.open(0, ReplicaSpec(8, 100, BLOCK, self_scheduling=True))
-    return rig
-
-
 def test_a_self_scheduling_engine_gets_whole_prompts_and_no_blocks() -> None:
-    rig = a_self_scheduling_replica()
+    rig = Rig(a_policy(), self_scheduling=True)
     rig.submit(100, new=200)
     orders = rig.order()
     assert (orders.prefill, orders.allocations) == ((), ())
@@ -250,7 +168,7 @@ def test_a_self_scheduling_engine_gets_whole_prompts_and_no_blocks() -> None:
 
 
 def test_a_self_scheduling_engine_gets_two_steps_of_prompts_ahead() -> None:
-    rig = a_self_scheduling_replica()
+    rig = Rig(a_policy(), self_scheduling=True)
     for _ in range(5):
         rig.submit(50, new=5)
     orders = rig.order()
@@ -258,7 +176,7 @@ def test_a_self_scheduling_engine_gets_two_steps_of_prompts_ahead() -> None:
 
 
 def test_a_self_scheduling_engine_may_exceed_the_modelled_blocks() -> None:
-    rig = a_self_scheduling_replica()
+    rig = Rig(a_policy(), self_scheduling=True)
     rig.submit(20, new=300)
     orders = rig.order()
     slot = orders.placements[0].slot

@@ -8,7 +8,6 @@ from scheduler_rig import Rig, a_policy, words
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId
-from text_generation_router.scheduling.messages import SchedulerOutput
 
 
 def a_request(prompt: int, new: int, tenant: str = "") -> Request:
@@ -17,19 +16,6 @@ def a_request(prompt: int, new: int, tenant: str = "") -> Request:
 
 def counter(rig: Rig, tenant: str) -> float:
     return sum(account.counter for account in rig.scheduler.queue.tenants if account.name == tenant)
-
-
-def test_the_same_calls_give_the_same_orders() -> None:
-    def play() -> list[tuple[int, SchedulerOutput]]:
-        rig = Rig(a_policy(max_batch_prefill_tokens=20), blocks=12, replicas=2)
-        for number in range(12):
-            rig.submit(words(number % 3, 10 + number), new=20, tenant=str(number % 2))
-            rig.turn()
-        rig.lose(0)
-        rig.until_idle()
-        return rig.orders
-
-    assert play() == play()
 
 
 # ---------------------------------------------------------------------------------------------------------- endings
@@ -128,15 +114,6 @@ def test_a_request_that_was_not_sent_does_not_count_as_moved() -> None:
     rig.until_idle()
     assert rig.finished == [0]
     assert rig.scheduler.stats().moves == 0
-
-
-def test_a_cancelled_request_on_a_lost_replica_is_gone() -> None:
-    rig = Rig(a_policy())
-    rig.submit(new=50)
-    rig.turns(2)
-    rig.scheduler.cancel(RequestId(0))
-    rig.lose(0)
-    assert_idle(rig.scheduler)
 
 
 def test_a_request_too_large_for_the_returned_replica_fails() -> None:
@@ -267,17 +244,6 @@ def test_a_quiet_tenant_waits_less_than_one_that_floods() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- fairness
-
-
-def test_one_tenant_is_served_first_come_first_served() -> None:
-    rig = Rig(a_policy(max_batch_size=3))
-    for number in range(20):
-        rig.submit(5 + 7 * number % 31, new=1 + 5 * number % 17)
-    seen: list[int] = []
-    while rig.scheduler.requests:
-        # Within one step the shortest prompt is listed first.
-        seen += sorted(placement.request.id for orders in rig.turn() for placement in orders.placements)
-    assert seen == list(range(20))
 
 
 def test_a_tenant_pays_for_generated_not_expected_tokens() -> None:
