@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from text_generation_bench.simulator.measures import DurationHistogram, FairnessMeter, IdealPrefixCache, jain_index
+from text_generation_bench.simulator.measures import DurationHistogram, FairnessMeter, IdealPrefixCache
 from text_generation_router.request import TenantId
 
 A, B = TenantId("a"), TenantId("b")
@@ -39,13 +39,6 @@ def test_histogram_weighs_counts_and_merges() -> None:
     assert measured.quantile(0.99) == pytest.approx(5.0, rel=0.01)
     assert histogram((0.0, 1)).quantile(0.5) == 0.0
     assert math.isnan(histogram().quantile(0.5))
-
-
-@pytest.mark.parametrize(
-    ("shares", "index"), [([5, 5, 5], pytest.approx(1.0)), ([9, 0, 0], pytest.approx(1 / 3)), ([], None), ([0], None)]
-)
-def test_jain_index(shares: list[float], index: float | None) -> None:
-    assert jain_index(shares) == index
 
 
 def test_service_counts_only_while_all_of_several_tenants_are_backlogged() -> None:
@@ -81,11 +74,3 @@ def test_ideal_hit_rate_equals_comparing_all_prompts(seed: int) -> None:
             cache.add_answer(prompt, answer)
             known.append((*prompt, *answer[:-1]))
     assert cache.hit_rate == pytest.approx(hits / tokens)
-
-
-def test_ideal_cache_gives_up_at_its_limit() -> None:
-    cache = IdealPrefixCache(BLOCK, 2)
-    assert cache.hit_rate is None, "no prompts"
-    cache.add_prompt(tuple(range(12)))
-    cache.add_prompt(tuple(range(12)))
-    assert cache.hit_rate is None

@@ -168,24 +168,6 @@ def placed() -> tuple[SimulatedShard, Request]:
     return shard, request
 
 
-def test_rest_of_a_span_continues() -> None:
-    shard, _ = placed()
-    first = shard.begin(0.0, 1000)
-    assert first is not None
-    assert (first.steps, first.chunks[0][1]) == (1, 6)
-    shard.advance(1)
-    whole = shard.begin(first.end, 1000)
-    assert whole is not None
-    assert whole.steps == 19
-    output = shard.advance(5)
-    assert (output.steps, list(output.token_counts)) == (5, [5])
-    assert output.step_s == pytest.approx(whole.seconds(5))
-    assert tuple(output.token_ids) == POOL.ids[101:106]
-    assert shard.span is not None
-    assert shard.span.steps == 14
-    assert tuple(shard.advance(14).token_ids) == POOL.ids[106:120]
-
-
 def test_orders_that_the_real_shard_rejects_violate_a_rule() -> None:
     shard, request = placed()
     arrivals = {request.id: Arrival(0.0, request.prompt, 20, 20, 100)}
@@ -197,10 +179,6 @@ def test_orders_that_the_real_shard_rejects_violate_a_rule() -> None:
         shard.apply(SchedulerOutput(2, prefill=((2, 7),)), {})
     with pytest.raises(RuleViolation, match="cannot be cached"):
         shard.apply(SchedulerOutput(2, placements=(Placement(1, request, (), (9, 10), cached_tokens=3),)), arrivals)
-
-
-def test_step_duration_is_linear_in_its_contents() -> None:
-    assert CostModel(1, 0.1, 0.01, 0.001, 0.0001, 8, 1600, 16, 64, 2, 40).step_s(10, 3, 100, 50) == pytest.approx(2.135)
 
 
 @pytest.mark.parametrize("growth", [0.0, 1e-9, 0.01, 3.0])

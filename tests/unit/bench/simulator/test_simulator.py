@@ -1,4 +1,4 @@
-"""Small simulations to their end, and schedulers with a planted bug, which the simulator must notice."""
+"""Small simulations to their end, and bugs of a scheduler that the simulator notices."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.shard import RuleViolation
 from text_generation_bench.simulator.simulator import Simulator
 from text_generation_bench.simulator.traces import Arrival, TokenPool
-from text_generation_proto.values import FailureCode, FinishReason
-from text_generation_router.request import Priority, Request, RequestId, TenantId
+from text_generation_proto.values import FailureCode
+from text_generation_router.request import Request
 from text_generation_router.scheduling.messages import Deliveries, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
-from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.scheduler import Scheduler
 
 COST_MODEL = CostModel(
@@ -60,12 +59,6 @@ def test_one_request_takes_the_time_of_its_orders_and_steps() -> None:
     assert simulator.statistics.busy_s == pytest.approx(prefill - 0.0003 + 9 * 0.010)
 
 
-def test_prompt_larger_than_the_budget_takes_several_steps() -> None:
-    statistics = simulate(ask(0.0, prompt=150, new=1)).statistics
-    assert statistics.prefilled_tokens == 150
-    assert statistics.busy_s == pytest.approx(3 * 0.010 + 150 * 0.0001)
-
-
 def test_new_request_joins_at_a_boundary_and_lengthens_one_gap() -> None:
     itl = simulate(ask(0.0, prompt=16, new=40), ask(0.1234, prompt=48, new=1)).statistics.total.itl
     assert itl.total == 39
@@ -97,26 +90,11 @@ def test_next_turn_hits_the_prefix_of_the_last_answer() -> None:
     assert simulator.ideal.hit_rate == pytest.approx(48 / (32 + 65))
 
 
-def test_clients_that_leave_and_that_send_nothing_after_until() -> None:
-    def again(now: float) -> Arrival:
-        return ask(now + 0.5, follow_up=again)
-
-    statistics = simulate(ask(0.0, new=50, leaves_after_s=0.2), ask(0.0, new=5)).statistics
-    assert (statistics.cancelled, statistics.total.finished) == (1, 1)
-    assert 5 < simulate(ask(0.0, follow_up=again), until=5.0).statistics.total.finished < 12
-
-
 def test_deadlines_end_queued_and_running_requests() -> None:
     long = [ask(0.0, new=50, most=50) for _ in range(4)]
     statistics = simulate(*long, ask(0.1, queue_s=0.05), ask(1.5, new=50, most=50, total_s=0.2)).statistics
     assert statistics.failed == {FailureCode.EXPIRED: 2}
     assert statistics.total.finished == 4
-
-
-def test_client_leaves_at_the_deadline_that_a_blind_scheduler_does_not_know() -> None:
-    request = ask(0.0, new=50, total_s=0.2, tenant=TenantId("a"), priority=Priority.BULK)
-    statistics = simulate(request, blind=True).statistics
-    assert (statistics.cancelled, statistics.failed) == (1, {})
 
 
 def test_full_queue_and_oversized_prompt_are_rejected() -> None:
@@ -139,113 +117,46 @@ def test_lost_and_preempting_replicas_cost_no_request() -> None:
     assert simulator.statistics.total.finished == 8
 
 
-def test_requests_wait_for_the_return_of_the_only_replica() -> None:
-    total = simulate(ask(0.0, new=50, most=50), outages=[Outage(0.2, 0, 3.0)]).statistics.total
-    assert total.finished == 1
-    assert total.itl.longest > 3.0
+def lose_a_request(scheduler: Scheduler, request: Request, now: float) -> None:
+    if request.id != 3:
+        SUBMIT(scheduler, request, now)
 
 
-def test_queue_time_estimates_are_compared_with_actual_ones() -> None:
-    statistics = simulate(*(ask(0.02 * number, prompt=60, new=40) for number in range(200))).statistics
-    assert len(statistics.queue_time_ratios) > 50
-    assert statistics.queue_time_ratio is not None
+def number_orders_wrongly(scheduler: Scheduler, replica: int) -> SchedulerOutput | None:
+    orders = SCHEDULE(scheduler, replica)
+    return orders and replace(orders, number=orders.number + 1)
 
 
-# ---------------------------------------------------------------------------------------------- schedulers with a bug
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def lose_a_request(patch: pytest.MonkeyPatch) -> None:
-    submit = Scheduler.submit
-
-    def submit_most(self: Scheduler, request: Request, now: float) -> None:
-        if request.id != 3:
-            submit(self, request, now)
-
-    patch.setattr(Scheduler, "submit", submit_most)
-
-
-def exceed_the_batch_size(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReplicaScheduler, "may_place", lambda self, waiting: self.occupied_slots < self.spec.num_slots)
-
-
-def changed_deliveries(change: Callable[[Deliveries], None]) -> Patch:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        update = Scheduler.update
-
-        def updated(self: Scheduler, replica: int, output: StepOutput, now: float) -> Deliveries:
-            deliveries = update(self, replica, output, now)
-            change(deliveries)
-            return deliveries
-
-        patch.setattr(Scheduler, "update", updated)
-
-    return plant
-
-
-def changed_orders(change: Callable[[SchedulerOutput], SchedulerOutput]) -> Patch:
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        schedule = Scheduler.schedule
-
-        def scheduled(self: Scheduler, replica: int) -> SchedulerOutput | None:
-            orders = schedule(self, replica)
-            return None if orders is None else change(orders)
-
-        patch.setattr(Scheduler, "schedule", scheduled)
-
-    return plant
-
-
-def deliver_the_end_twice(deliveries: Deliveries) -> None:
-    deliveries.tokens += [token for token in deliveries.tokens if token[3] is not None]
-
-
-def drop_tokens(deliveries: Deliveries) -> None:
-    deliveries.tokens = [token for token in deliveries.tokens if token[3] is not None or token[1] == 0]
-
-
-def change_the_finish_reason(deliveries: Deliveries) -> None:
-    deliveries.tokens = [(*token[:3], FinishReason.LENGTH if token[3] else None) for token in deliveries.tokens]
-
-
-def claim_more_cached_tokens(orders: SchedulerOutput) -> SchedulerOutput:
-    placements = tuple(
-        replace(new, cached_tokens=16) if len(new.request.prompt) > 32 else new for new in orders.placements
+def share_block_zero(scheduler: Scheduler, replica: int) -> SchedulerOutput | None:
+    orders = SCHEDULE(scheduler, replica)
+    return orders and replace(
+        orders, placements=tuple(replace(new, blocks=(0, *new.blocks[1:])) for new in orders.placements)
     )
-    chunks = dict(orders.prefill)
-    for new in placements:
-        if new.cached_tokens:
-            chunks[new.slot] = min(chunks.get(new.slot, 0), len(new.request.prompt) - 16)
-    return replace(orders, placements=placements, prefill=tuple(chunks.items()))
 
 
-def share_block_zero(orders: SchedulerOutput) -> SchedulerOutput:
-    return replace(orders, placements=tuple(replace(new, blocks=(0, *new.blocks[1:])) for new in orders.placements))
+def deliver_the_end_twice(scheduler: Scheduler, replica: int, output: StepOutput, now: float) -> Deliveries:
+    deliveries = UPDATE(scheduler, replica, output, now)
+    deliveries.tokens += [token for token in deliveries.tokens if token[3] is not None]
+    return deliveries
+
+
+SUBMIT, SCHEDULE, UPDATE = Scheduler.submit, Scheduler.schedule, Scheduler.update
 
 
 @pytest.mark.parametrize(
-    ("plant", "message"),
+    ("method", "bug", "message"),
     [
-        (exceed_the_batch_size, "sequences run on a replica"),
-        (lose_a_request, "never ended"),
-        (changed_deliveries(deliver_the_end_twice), "after its end"),
-        (changed_deliveries(drop_tokens), "finished with"),
-        (changed_deliveries(change_the_finish_reason), "finished by"),
-        (changed_orders(lambda orders: replace(orders, prefill=((0, 65),))), "65 prompt tokens"),
-        (changed_orders(lambda orders: replace(orders, number=orders.number + 1)), "follow orders"),
-        (changed_orders(claim_more_cached_tokens), "KV of another prefix"),
-        (changed_orders(share_block_zero), "block 0"),
-        (
-            lambda patch: patch.setattr(Scheduler, "requests", property(lambda _: (RequestId(1),))),
-            "still in the scheduler",
-        ),
+        ("submit", lose_a_request, "never ended"),
+        ("schedule", number_orders_wrongly, "follow orders"),
+        ("schedule", share_block_zero, "block 0"),
+        ("update", deliver_the_end_twice, "after its end"),
     ],
 )
-def test_planted_bug_is_noticed(plant: Patch, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_the_scheduler_is_noticed(
+    method: str, bug: Callable[..., object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = [ask(0.01 * number, prompt=40, new=20, most=40) for number in range(12)]
-    policy = replace(POLICY, max_batch_size=3)
-    simulate(*trace, policy=policy)
-    plant(monkeypatch)
+    simulate(*trace)
+    monkeypatch.setattr(Scheduler, method, bug)
     with pytest.raises(RuleViolation, match=message):
-        simulate(*trace, policy=policy)
+        simulate(*trace)

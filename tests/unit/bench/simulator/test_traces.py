@@ -15,10 +15,7 @@ from text_generation_bench.simulator.traces import (
     RequestSizes,
     TokenPool,
     chats,
-    phased_times,
-    shared_prefixes,
     system_prompts,
-    unrelated_requests,
 )
 
 SIZES = RequestSizes((5, 50), 20, 60)
@@ -45,29 +42,6 @@ def test_scenarios_are_ordered_reproducible_and_within_limits(scenario: str, mac
     for new in trace:
         assert 1 <= new.new_tokens <= new.max_new_tokens
         assert len(new.prompt) + new.max_new_tokens <= room
-
-
-def test_phases_have_their_rates() -> None:
-    times = list(phased_times(Random(1), [(10.0, 100.0), (10.0, 0.0), (10.0, 10.0)]))
-    assert [number // 10 for number in (min(times), max(times))] == [0, 2]
-    assert sum(time < 10 for time in times) == pytest.approx(1000, rel=0.1)
-    assert not [time for time in times if 10 <= time < 20]
-    assert sum(time >= 20 for time in times) == pytest.approx(100, rel=0.4)
-
-
-def test_unrelated_prompts_share_no_prefix() -> None:
-    requests = unrelated_requests(TokenPool(1), Random(1), iter(range(2000)), SIZES)
-    assert len({new.prompt[0] for new in requests}) == 2000
-
-
-def test_system_prompts_have_zipfs_distribution() -> None:
-    pool, random = TokenPool(1), Random(1)
-    systems = system_prompts(pool, random, 4, 100)
-    counts = [0] * 4
-    for new in shared_prefixes(pool, random, iter(range(4000)), SIZES, systems):
-        counts[systems.index(new.prompt[:100])] += 1
-    assert counts == sorted(counts, reverse=True)
-    assert counts[0] == pytest.approx(4000 / (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.1)
 
 
 def test_prompt_of_a_turn_contains_the_chat_so_far() -> None:

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -70,59 +71,71 @@ async def until_gone(pid: int) -> None:
     await until(lambda: not psutil.pid_exists(pid))
 
 
-async def test_a_job_is_created_from_its_config() -> None:
-    async with a_sandbox("echo", {"greeting": "Grüße, "}) as sandbox:
-        assert await sandbox.call(b"World") == "Grüße, World".encode()
-        assert await sandbox.call(b"") == "Grüße, ".encode()
-
-
-async def test_payloads_and_results_larger_than_any_socket_buffer() -> None:
-    payload = os.urandom(3 << 20)
-    async with a_sandbox("echo") as sandbox:
-        assert await sandbox.call(payload) == payload
-        assert await sandbox.call(b"and on") == b"and on"
-
-
-def test_uvloop() -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_a_job_is_created_from_its_config_and_gets_payloads_larger_than_any_socket_buffer(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
     async def main() -> None:
-        payload = bytes(3 << 20)
-        async with a_sandbox("echo") as sandbox:
-            assert await sandbox.call(payload) == payload
+        payload = os.urandom((3 << 20) - 2)
+        async with a_sandbox("echo", {"greeting": "ü"}) as sandbox:
+            for sent in (payload, b"and on", b""):
+                assert await sandbox.call(sent) == "ü".encode() + sent
         async with a_sandbox(timeout_s=SHORT_TIMEOUT_S) as sandbox:
             with pytest.raises(SandboxTimeout):
                 await sandbox.call(b"spin")
 
-    uvloop.run(main())
-
-
-async def test_a_result_that_is_too_long_is_an_error() -> None:
-    async with a_sandbox("echo") as sandbox:
-        with pytest.raises(SandboxError, match="the result is longer than 3145728 bytes"):
-            await sandbox.call(bytes((3 << 20) + 1))
-        assert await sandbox.call(b"next") == b"next"
+    run(main())
 
 
 @pytest.mark.parametrize(
-    ("message", "error"), [(b"one\ntwo\n  three", "one two three"), (b"x" * 100_000, "x" * 1000 + "…")]
+    ("job", "error", "message"),
+    [
+        pytest.param("fail one\ntwo\n  three", SandboxError, "^one two three$", id="one line"),
+        pytest.param("fail " + "x" * 100_000, SandboxError, "^x{1000}…$", id="of bounded length"),
+        pytest.param(f"eat {(3 << 20) + 1}", SandboxError, "the result is longer than 3145728 bytes", id="long result"),
+    ],
 )
-async def test_an_error_is_one_line_of_bounded_length_and_the_worker_stays(message: bytes, error: str) -> None:
+async def test_an_error_of_a_job_leaves_the_worker_running(job: str, error: type[SandboxError], message: str) -> None:
     async with a_sandbox() as sandbox:
         before = sandbox.pids
-        with pytest.raises(SandboxError) as caught:
-            await sandbox.call(b"fail " + message)
-        assert str(caught.value) == error
-        assert sandbox.pids == before
+        with pytest.raises(error, match=message):
+            await sandbox.call(job.encode())
+        assert {int(await sandbox.call(b"pid"))} == sandbox.pids == before
 
 
-async def test_a_job_that_does_not_end_is_killed_and_its_worker_replaced() -> None:
-    async with a_sandbox(timeout_s=SHORT_TIMEOUT_S) as sandbox:
+@pytest.mark.parametrize(
+    ("job", "error", "message"),
+    [
+        ("spin", SandboxTimeout, r"took longer than 0\.3 s"),
+        ("eat 10000000000", SandboxOutOfMemory, "memory"),
+        ("eat 130000000", SandboxOutOfMemory, "memory"),
+        ("die", SandboxError, "^the worker (died of SIGSEGV|ended)$"),
+    ],
+)
+async def test_a_job_that_takes_too_much_or_crashes_costs_its_worker(
+    job: str, error: type[SandboxError], message: str
+) -> None:
+    async with a_sandbox(timeout_s=SHORT_TIMEOUT_S if job == "spin" else LONG_TIMEOUT_S) as sandbox:
         [before] = sandbox.pids
-        with pytest.raises(SandboxTimeout, match=r"took longer than 0\.3 s"):
-            await sandbox.call(b"spin")
+        with pytest.raises(error, match=message):
+            await sandbox.call(job.encode())
         await until_gone(before)
         after = int(await sandbox.call(b"pid"))
         assert after != before
         assert sandbox.pids == {after}
+
+
+async def test_a_worker_has_no_secrets_no_output_a_low_priority_and_ignores_signals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    async with a_sandbox() as sandbox:
+        [pid] = sandbox.pids
+        assert b"HF_TOKEN" not in await sandbox.call(b"environment")
+        assert int(await sandbox.call(b"niceness")) >= min(19, os.nice(0) + 5)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
+            assert int(await sandbox.call(b"print")) == pid
 
 
 async def test_other_workers_go_on_while_a_job_does_not_end(tmp_path: Path) -> None:
@@ -134,24 +147,6 @@ async def test_other_workers_go_on_while_a_job_does_not_end(tmp_path: Path) -> N
         assert len(answers) == 1
         assert not endless.done()
         endless.cancel()
-
-
-async def test_too_much_memory_is_an_error_of_that_job_alone() -> None:
-    async with a_sandbox() as sandbox:
-        before = sandbox.pids
-        with pytest.raises(SandboxOutOfMemory):
-            await sandbox.call(b"eat 10000000000")
-        with pytest.raises(SandboxOutOfMemory):
-            await sandbox.call(b"eat 130000000")
-        assert int(await sandbox.call(b"pid")) not in before
-
-
-async def test_a_worker_that_dies_is_replaced() -> None:
-    async with a_sandbox() as sandbox:
-        [before] = sandbox.pids
-        with pytest.raises(SandboxError, match=r"^the worker (died of SIGSEGV|ended)$"):
-            await sandbox.call(b"die")
-        assert int(await sandbox.call(b"pid")) != before
 
 
 async def test_a_job_whose_worker_was_killed_is_done_by_another(tmp_path: Path) -> None:
@@ -184,26 +179,6 @@ async def test_an_idle_worker_that_dies_is_replaced() -> None:
         os.kill(before, signal.SIGKILL)
         await until_gone(before)
         assert int(await sandbox.call(b"pid")) != before
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_a_worker_ignores_signals_to_the_process_group(number: signal.Signals) -> None:
-    async with a_sandbox() as sandbox:
-        [pid] = sandbox.pids
-        os.kill(pid, number)
-        assert int(await sandbox.call(b"pid")) == pid
-
-
-async def test_output_of_a_job_is_discarded() -> None:
-    async with a_sandbox() as sandbox:
-        assert int(await sandbox.call(b"print")) in sandbox.pids
-
-
-async def test_a_worker_has_no_secrets_and_a_low_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    async with a_sandbox() as sandbox:
-        assert b"HF_TOKEN" not in await sandbox.call(b"environment")
-        assert int(await sandbox.call(b"niceness")) >= min(19, os.nice(0) + 5)
 
 
 async def test_waiting_calls_are_served_in_order_and_their_number_is_bounded(tmp_path: Path) -> None:
@@ -262,15 +237,14 @@ async def test_the_result_of_a_cancelled_call_reaches_no_other_caller(tmp_path: 
         ("nowhere", SandboxError, "has no attribute 'nowhere'"),
     ],
 )
-async def test_a_factory_that_fails_stops_the_start(factory: str, error: type[SandboxError], message: str) -> None:
+async def test_a_factory_or_process_that_fails_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch, factory: str, error: type[SandboxError], message: str
+) -> None:
     with pytest.raises(error, match=message):
         await a_sandbox(factory, workers=2).start()
-
-
-async def test_a_process_that_cannot_be_started_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(SandboxError, match="a worker cannot be started: No such file or directory"):
-        await a_sandbox(workers=2).start()
+        await a_sandbox(factory).start()
 
 
 async def test_calls_fail_while_no_worker_can_start_and_succeed_once_one_can(tmp_path: Path) -> None:
