@@ -110,19 +110,8 @@ KEYWORDS = (
     "multipleOf", "minProperties", "additionalProperties", "unevaluatedProperties", "uniqueItems", "if", "then", "a", "",
 )  # fmt: skip
 WORDS = (
-    "object",
-    "array",
-    "string",
-    "integer",
-    "#",
-    "#/$defs/a",
-    "#/properties/a",
-    "#/anyOf/0",
-    "^(a+)+$",
-    "[",
-    "date",
-    "é",
-)
+    "object", "array", "string", "integer", "#", "#/$defs/a", "#/properties/a", "#/anyOf/0", "^(a+)+$", "[", "date", "é",
+)  # fmt: skip
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=True) | st.sampled_from(WORDS) | st.text(max_size=3)
 )

@@ -9,27 +9,11 @@ from typing import Any
 Json = dict[str, Any]
 
 PATTERNS = (
-    r"^\d{3}-\d{4}$",
-    r"^[A-Z]{2,4}$",
-    r"^[a-z0-9]+(?:-[a-z0-9]+)*$",
-    r"^#[0-9a-f]{6}$",
-    r"[aeiou]",
-    r"^v\d+\.\d+$",
-)
+    r"^\d{3}-\d{4}$", r"^[A-Z]{2,4}$", r"^[a-z0-9]+(?:-[a-z0-9]+)*$", r"^#[0-9a-f]{6}$", r"[aeiou]", r"^v\d+\.\d+$",
+)  # fmt: skip
 FORMATS = (
-    "date",
-    "date-time",
-    "time",
-    "email",
-    "uuid",
-    "ipv4",
-    "ipv6",
-    "hostname",
-    "uri",
-    "duration",
-    "int32",
-    "phone",
-)
+    "date", "date-time", "time", "email", "uuid", "ipv4", "ipv6", "hostname", "uri", "duration", "int32", "phone",
+)  # fmt: skip
 NAMES = ("id", "name", "kind", "oneOf", "items", "$ref", "créé", "a b", 'quo"te', "properties", "value", "tags", "end")
 
 
@@ -92,20 +76,8 @@ class Schemas:
 
     def _enum(self) -> Json:
         values = [
-            "red",
-            "green",
-            'sa"y',
-            "é",
-            "",
-            1,
-            2.5,
-            None,
-            True,
-            {"a": [1]},
-            "line\nbreak",
-            "tab\t",
-            "back\\slash",
-        ]
+            "red", "green", 'sa"y', "é", "", 1, 2.5, None, True, {"a": [1]}, "line\nbreak", "tab\t", "back\\slash",
+        ]  # fmt: skip
         chosen = self._random.sample(values, self._random.randint(1, 6))
         strings = [value for value in chosen if isinstance(value, str)]
         return {"type": "string", "enum": strings} if strings and self._random.random() < 0.7 else {"enum": chosen}

@@ -23,33 +23,6 @@ def refused(permits: Permits, count: int, tenant: TenantId) -> bool:
         return True
 
 
-def test_one_tenant_may_take_all_permits_and_no_more() -> None:
-    permits = Permits(4)
-    with permits.take(4, A):
-        assert refused(permits, 1, A)
-    assert permits.in_use == 0
-
-
-def test_a_late_tenant_gets_its_share_above_the_limit() -> None:
-    permits = Permits(4)
-    with permits.take(4, A):
-        with permits.take(1, B), permits.take(1, B):
-            assert permits.in_use == 6
-            assert refused(permits, 1, B)  # half of the limit is its share
-            assert refused(permits, 1, A)  # more than its share already
-        assert not refused(permits, 2, B)
-        assert refused(permits, 3, B)
-
-
-def test_at_most_twice_the_limit_is_in_use() -> None:
-    permits = Permits(8)
-    with ExitStack() as held:
-        for tenant, count in (("a", 8), ("b", 4), ("c", 2), ("d", 2)):
-            held.enter_context(permits.take(count, TenantId(tenant)))
-        assert permits.in_use == 16
-        assert refused(permits, 1, TenantId("e"))  # although 8 // 5 would be its share
-
-
 def test_permits_are_returned_after_a_failure() -> None:
     permits = Permits(2)
     with pytest.raises(ZeroDivisionError), permits.take(2, A):
