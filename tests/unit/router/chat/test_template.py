@@ -35,14 +35,6 @@ async def refusal(template: str, *, timeout_s: float = LONG_TIMEOUT_S) -> str:
     return str(caught.value)
 
 
-async def test_the_demo_model(demo_model: Path) -> None:
-    async with TemplateRenderer(ChatTemplates.load(demo_model)) as renderer:
-        assert await renderer.render(says("Grüße 🦙")) == (
-            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-            "<|im_start|>user\nGrüße 🦙<|im_end|>\n<|im_start|>assistant\n"
-        )
-
-
 @pytest.mark.parametrize(
     ("asked", "content", "prompt"),
     [
@@ -109,13 +101,6 @@ async def test_a_bad_template_is_a_clear_error(template: str, message: str) -> N
 )
 async def test_a_template_that_never_ends_is_killed(template: str) -> None:
     assert await refusal(template, timeout_s=SHORT_TIMEOUT_S) == "Template error: the template took too long"
-
-
-async def test_a_template_that_is_refused_only_when_it_is_compiled_stops_the_start() -> None:
-    with pytest.raises(
-        ChatTemplateError, match=r"the chat templates cannot be compiled: .*line 1: No filter named 'nofilter'"
-    ):
-        await a_renderer("{{ messages | nofilter }}").start()
 
 
 LOOPS_ON_DEMAND = (

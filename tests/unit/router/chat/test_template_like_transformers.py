@@ -128,7 +128,9 @@ def test_a_turn_to_be_continued(name: str, final: str) -> None:
     text = (HERE / "templates" / f"{name}.jinja").read_text()
     messages: list[Json] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": final}]
     conversation = Conversation(messages, continue_final_message=True)
-    assert ours(of(text), conversation) == theirs(text, messages, continue_final_message=True)
+    rendered = ours(of(text), conversation)
+    assert "Hello" in rendered
+    assert rendered == theirs(text, messages, continue_final_message=True)
 
 
 def test_the_demo_model(demo_model: Path) -> None:
@@ -138,10 +140,3 @@ def test_the_demo_model(demo_model: Path) -> None:
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ours(templates, Conversation(messages)) == expected
     assert templates.special_tokens["eos_token"] == reference.eos_token
-
-
-def test_every_template_renders_an_ordinary_conversation() -> None:
-    """Without this, the comparison would also pass if both sides refused everything."""
-    for name in TEMPLATES:
-        templates = of((HERE / "templates" / f"{name}.jinja").read_text())
-        assert "Hello" in ours(templates, Conversation(CONVERSATIONS["user"]))

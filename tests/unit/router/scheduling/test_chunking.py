@@ -50,9 +50,6 @@ def test_the_budget_is_used_but_never_exceeded_and_the_oldest_gets_half(lengths:
     assert chunks[0] >= min(lengths[0], budget / 2)
 
 
-# --------------------------------------------------------------------------------------------------------- ChunkSizer
-
-
 def make_sizer(target_s: float | None) -> ChunkSizer:
     return ChunkSizer(Policy(MAX_TOKENS, 64, target_itl_s=target_s), BLOCK)
 

@@ -24,11 +24,6 @@ def test_the_expected_length_is_within_one_and_the_limit(limit: int) -> None:
         assert 1 <= after(*[(limit, share)] * 200).expected(limit) <= limit
 
 
-def test_expectations_converge_to_the_observed_share() -> None:
-    assert after(*[(2_048, 50)] * 300).expected(2_048) == pytest.approx(50, abs=5)
-    assert after(*[(20, 20)] * 300).expected(20) == 20
-
-
 def test_limits_of_different_size_are_estimated_apart() -> None:
     lengths = OutputLengths()
     for _ in range(200):

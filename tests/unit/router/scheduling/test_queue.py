@@ -21,9 +21,6 @@ def driver() -> QueueDriver:
     return QueueDriver()
 
 
-# ------------------------------------------------------------------------------------------------------- one tenant
-
-
 @pytest.mark.parametrize(
     ("requests", "order"),
     [
@@ -56,9 +53,6 @@ def test_bulk_is_never_starved_by_a_flood_of_its_own_tenant(driver: QueueDriver)
         if driver.serve() is bulk:
             break
     assert second == 3 * AGEING_S
-
-
-# ---------------------------------------------------------------------------------------------------- shares of tenants
 
 
 def test_backlogged_tenants_get_equal_tokens_for_any_traffic(driver: QueueDriver) -> None:
@@ -133,9 +127,6 @@ def test_a_stream_of_new_tenants_does_not_starve_a_waiting_one(driver: QueueDriv
         driver.put(TenantId(f"stranger {others}"), Priority.SYSTEM)
         # Three wait at a time: a third of the service is its own; its debt is 50 WORK, priorities and LAG add LAG each.
         assert others <= 3 * (50 * WORK + 2 * LAG) + 3 * WORK
-
-
-# ------------------------------------------------------------------------------------------------------------ memory
 
 
 def test_idle_tenants_without_debt_are_forgotten(driver: QueueDriver) -> None:

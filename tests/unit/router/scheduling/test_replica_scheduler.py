@@ -88,9 +88,6 @@ def test_blocks_of_a_cancelled_sequence_are_free_once_its_release_was_applied() 
     assert_idle(rig.scheduler)
 
 
-# -------------------------------------------------------------------------------------------------------- preemption
-
-
 def until_preempted(rig: Rig) -> SchedulerOutput:
     for _ in range(500):
         for orders in rig.turn():
@@ -139,9 +136,6 @@ def test_the_victim_is_chosen_by_priority_but_never_the_oldest(blocks: int, prio
     assert until_preempted(rig).release == (rig.placement(1).slot,)
 
 
-# ---------------------------------------------------------------------------------------------------- latency target
-
-
 def test_before_measurements_a_prompt_is_computed_block_by_block() -> None:
     rig = Rig(a_policy(max_batch_prefill_tokens=4000, target_itl_s=0.001), blocks=1000, step_s=0.0)
     rig.submit(3000, new=500)
@@ -149,9 +143,6 @@ def test_before_measurements_a_prompt_is_computed_block_by_block() -> None:
     rig.turn()
     rig.submit(100, new=5)
     assert rig.turn()[0].prefill == ((1, BLOCK),)
-
-
-# ---------------------------------------------------------------------------------------- self-scheduling engines
 
 
 def test_a_self_scheduling_engine_gets_whole_prompts_and_no_blocks() -> None:

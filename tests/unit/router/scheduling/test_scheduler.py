@@ -18,9 +18,6 @@ def counter(rig: Rig, tenant: str) -> float:
     return sum(account.counter for account in rig.scheduler.queue.tenants if account.name == tenant)
 
 
-# ---------------------------------------------------------------------------------------------------------- endings
-
-
 def test_a_request_that_could_never_run_alone_does_not_fit() -> None:
     rig = Rig(a_policy(), blocks=4)
     assert rig.scheduler.fits(60, 5)
@@ -47,9 +44,6 @@ def test_a_placed_request_that_is_cancelled_is_refunded_and_never_sent() -> None
     rig.scheduler.cancel(RequestId(0))
     assert counter(rig, "a") == 0
     assert [placement.request.id for placement in rig.order().placements] == [1]
-
-
-# -------------------------------------------------------------------------------------------------- replicas that go
 
 
 def test_requests_of_a_lost_replica_continue_elsewhere_with_their_tokens() -> None:
@@ -129,9 +123,6 @@ def test_a_request_too_large_for_the_returned_replica_fails() -> None:
     assert_idle(rig.scheduler)
 
 
-# --------------------------------------------------------------------------------------------------------- deadlines
-
-
 def test_the_queue_timeout_counts_in_the_queue_alone() -> None:
     rig = Rig(a_policy(max_batch_size=1))
     runs = rig.submit(new=30, queue_by=0.1)
@@ -180,9 +171,6 @@ def test_deadlines_are_kept_until_the_request_ends() -> None:
     assert rig.scheduler.next_expiry == 9.0
     rig.until_idle()
     assert (rig.finished, rig.scheduler.next_expiry) == ([late], None)
-
-
-# ---------------------------------------------------------------------------------------------------------- overload
 
 
 def test_more_work_than_may_wait_is_refused() -> None:
@@ -241,9 +229,6 @@ def test_a_quiet_tenant_waits_less_than_one_that_floods() -> None:
     flood = rig.scheduler.estimated_wait(TenantId("flood"))
     assert flood is not None
     assert own == pytest.approx(flood * queue.tenants.work(TenantId("quiet")) / 0.5 / queue.work), "at half of the rate"
-
-
-# ---------------------------------------------------------------------------------------------------------- fairness
 
 
 def test_a_tenant_pays_for_generated_not_expected_tokens() -> None:

@@ -20,13 +20,6 @@ def work(
     return now
 
 
-def test_the_first_report_is_its_own_rate() -> None:
-    throughput = Throughput()
-    assert throughput.rate() == 0.0
-    throughput.record(100.0, 50, 0.5)
-    assert throughput.rate() == pytest.approx(100.0)
-
-
 def test_small_gaps_between_steps_count() -> None:
     throughput = Throughput()
     work(throughput, 0.0, 60.0, 1_000, gap_s=0.05)

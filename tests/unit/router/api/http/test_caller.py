@@ -25,9 +25,6 @@ def test_without_headers_there_are_only_defaults() -> None:
     assert caller() == Caller(NOW)
 
 
-# --------------------------------------------------------------------------------------------------------------- tenants
-
-
 @pytest.mark.parametrize("name", ["X-LLM-D-Inference-Fairness-Id", "x-gateway-inference-fairness-id"])
 def test_a_gateways_header_names_the_tenant(name: str) -> None:
     assert caller(**{name: "team a"}).tenant == "team a"
@@ -61,9 +58,6 @@ def test_with_one_key_the_header_names_the_tenant() -> None:
     assert caller(keys, x_api_key="only", x_llm_d_inference_fairness_id="a").tenant == "a"
 
 
-# ------------------------------------------------------------------------------------------------------------ priorities
-
-
 @pytest.mark.parametrize("priority", list(Priority))
 def test_each_priority_has_a_name(priority: Priority) -> None:
     for word in (priority.name.lower(), priority.name.title()):
@@ -75,9 +69,6 @@ def test_an_unknown_priority_is_refused(word: str) -> None:
     with pytest.raises(InvalidRequest, match="`x-smg-priority` must be one of `system`, `interactive`") as refused:
         caller(x_smg_priority=word)
     assert len(str(refused.value)) < 200
-
-
-# ------------------------------------------------------------------------------------------------------------- deadlines
 
 
 def test_each_header_sets_its_deadline() -> None:

@@ -47,9 +47,6 @@ def test_every_generating_body_has_the_fields(schema: type[QosFields]) -> None:
     assert issubclass(schema, QosFields)
 
 
-# ------------------------------------------------------------------------------------------------------------- deadlines
-
-
 def test_timeouts_count_from_the_arrival() -> None:
     service = quality_of_service(CALLER, CONFIG, fields(queue_timeout=2, timeout=30.5))
     assert (service.queue_by, service.end_by, service.first_token_by) == (NOW + 2, NOW + 30.5, None)
@@ -106,9 +103,6 @@ def test_wrong_types_are_refused_with_the_body(wrong: dict[str, Any]) -> None:
     assert refused.value.status == 422
 
 
-# ------------------------------------------------------------------------------------------------------------ priorities
-
-
 @pytest.mark.parametrize(
     ("asked", "priority"),
     [
@@ -135,9 +129,6 @@ def test_the_header_wins_over_the_body_and_the_inner_body_over_the_outer() -> No
     inner, outer = fields(priority=1), fields(priority=-1)
     assert quality_of_service(CALLER, CONFIG, inner, outer).priority is Priority.BULK
     assert quality_of_service(CALLER, CONFIG, fields(), outer).priority is Priority.INTERACTIVE
-
-
-# ----------------------------------------------------------------------------------------------------------------- salts
 
 
 def test_the_salt_is_that_of_the_body() -> None:
