@@ -56,25 +56,15 @@ class TestSageMaker:
         assert status == 200
         assert list(reply[0]) == ["generated_text"]
 
-    @pytest.mark.parametrize(
-        ("body", "detail"),
-        [
-            ({}, ""),
-            ([], ""),
-            ("inputs", ""),
-            (1, ""),
-            ({"input": "a"}, ""),
-            ({"inputs": 1}, ": inputs: Input should be"),
-        ],
-    )
-    async def test_a_body_of_no_known_form_is_refused(self, stack: Stack, body: object, detail: str) -> None:
-        status, text = await post(stack, "/invocations", body)
+    async def test_a_body_of_no_known_form_is_refused(self, stack: Stack) -> None:
         message = (
             "Failed to deserialize the JSON body into the target type: "
             "data did not match any variant of untagged enum SagemakerRequest"
         )
-        assert (status, text[: len(message + detail)]) == (422, message + detail)
-        assert detail or text == message
+        for body in ({}, [], "inputs", 1, {"input": "a"}):
+            assert await post(stack, "/invocations", body) == (422, message)
+        status, text = await post(stack, "/invocations", {"inputs": 1})
+        assert (status, text.startswith(f"{message}: inputs: Input should be")) == (422, True)
 
 
 class TestVertex:
@@ -130,15 +120,11 @@ class TestVertex:
 
     async def test_the_number_of_instances_is_limited(self, stack: Stack) -> None:
         status, text = await post(stack, "/vertex", {"instances": [{"inputs": "a"}] * 1025})
-        assert status == 422
-        assert "at most 1024" in text
+        assert (status, "at most 1024" in text) == (422, True)
 
-    async def test_routes_from_vertex_ais_environment(self, stack: Stack) -> None:
+    async def test_the_health_route_of_vertex_ais_environment(self, stack: Stack) -> None:
         async with stack.client.get(HEALTH) as response:
             assert response.status == 200
-        assert (await post(stack, PREDICT, {}))[1].startswith("Failed to deserialize")
-        status, reply = await post(stack, PREDICT, {"instances": []})
-        assert (status, reply["error_type"]) == (422, "Input validation error")
 
 
 class TestKServe:
@@ -165,32 +151,24 @@ class TestKServe:
                 async with stack.client.get(path) as response:
                     assert response.status == status
 
-    async def test_bytes_in_bytes_out(self, stack: Stack) -> None:
-        prompts = ["one two", "drei vier fünf"]
-        alone = [(await stack.generate(prompt, **FEW))["generated_text"].encode() for prompt in prompts]
-        inputs = [
-            {"name": f"in{i}", "shape": [1, 1], "datatype": "BYTES", "data": list(prompt.encode())}
-            for i, prompt in enumerate(prompts)
-        ]
-        body = {"id": "7", "parameters": FEW, "inputs": inputs, "outputs": [{"name": "a"}, {"name": "b"}]}
-        assert await post(stack, f"{self.MODEL}/infer", body) == (
-            200,
-            {
-                "id": "7",
-                "outputs": [
-                    {"name": name, "shape": [1, len(text)], "datatype": "BYTES", "data": list(text)}
-                    for name, text in zip("ab", alone, strict=True)
-                ],
-            },
-        )
-
-    async def test_strings_in_strings_out(self, stack: Stack) -> None:
+    async def test_bytes_in_bytes_out_and_strings_in_strings_out(self, stack: Stack) -> None:
         prompts = ["one two", "drei vier fünf"]
         alone = [(await stack.generate(prompt, **FEW))["generated_text"] for prompt in prompts]
-        source = {"name": "in", "shape": [2], "datatype": "BYTES", "data": prompts}
-        status, reply = await post(stack, f"{self.MODEL}/infer", {"parameters": FEW, "inputs": [source]})
-        assert (status, reply["outputs"]) == (200, [source | {"data": alone}])
-        assert reply["id"]
+        head = {"name": "in", "datatype": "BYTES"}
+        inputs = [head | {"shape": [1, 1], "data": list(prompt.encode())} for prompt in prompts]
+        inputs.append(head | {"shape": [2], "data": prompts})
+        body: dict[str, Any] = {"parameters": FEW, "inputs": inputs}
+        outputs = [{"name": name} for name in "abc"]
+        status, reply = await post(stack, f"{self.MODEL}/infer", body | {"id": "7", "outputs": outputs})
+        assert (status, reply["id"]) == (200, "7")
+        data = [*([*text.encode()] for text in alone), alone]
+        shapes = [[1, len(data[0])], [1, len(data[1])], [2]]
+        assert reply["outputs"] == [
+            head | {"name": name, "shape": shape, "data": part}
+            for name, shape, part in zip("abc", shapes, data, strict=True)
+        ]
+        _, reply = await post(stack, f"{self.MODEL}/infer", body)
+        assert (bool(reply["id"]), {output["name"] for output in reply["outputs"]}) == (True, {"in"})
 
     async def test_the_number_of_texts_is_limited(self, stack: Stack) -> None:
         one = {"name": "in", "shape": [600], "datatype": "BYTES", "data": ["a"] * 600}

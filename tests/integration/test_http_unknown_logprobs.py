@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 import pytest_asyncio
-from every_dialect import VERBATIM
+from every_dialect import VERBATIM, stream_data
 from http_stack import Stack, serve
 from sse_client import chunks, post
 
@@ -42,19 +41,15 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_tgis_replies(stack: Stack) -> None:
+async def test_tgis_replies_and_streams(stack: Stack) -> None:
     reply = await stack.generate("Hello there", max_new_tokens=3, details=True, top_n_tokens=2)
     assert [token["logprob"] for token in reply["details"]["tokens"]] == [None] * 3
     assert [[token["logprob"] for token in tops] for tops in reply["details"]["top_tokens"]] == [[-0.5, None]] * 3
-
-
-@pytest.mark.parametrize("tops", [0, 2])
-async def test_tgis_streams(stack: Stack, tops: int) -> None:
-    parameters = {"max_new_tokens": 3, "details": True, "top_n_tokens": tops}
-    async with stack.client.post("/generate_stream", json={"inputs": "Hello", "parameters": parameters}) as response:
-        lines = (await response.read()).split(b"\n\n")
-    events = [orjson.loads(line.removeprefix(b"data:")) for line in lines if line]
-    assert [event["token"]["logprob"] for event in events] == [None] * 3
+    for tops in (0, 2):
+        parameters = {"max_new_tokens": 3, "details": True, "top_n_tokens": tops}
+        async with stack.client.post("/generate_stream", json={"inputs": "a", "parameters": parameters}) as response:
+            events = stream_data(await response.read())
+        assert [event["token"]["logprob"] for event in events] == [None] * 3
 
 
 async def test_of_several_sequences_one_is_still_the_best(stack: Stack) -> None:
@@ -86,10 +81,6 @@ async def test_completions(stack: Stack) -> None:
     stream = await chunks(stack.client, "/v1/completions", body)
     told = [choice["logprobs"] for chunk in stream for choice in chunk["choices"] if choice["logprobs"]]
     assert [logprob for columns in told for logprob in columns["token_logprobs"]] == [None, None]
-
-
-async def test_completions_without_alternatives_name_the_chosen_token_alone(stack: Stack) -> None:
-    body = {"prompt": [19556, 665], "max_tokens": 1, "logprobs": 0}
-    [choice] = (await post(stack.client, "/v1/completions", body))["choices"]
-    assert choice["logprobs"]["token_logprobs"] == [None]
+    # Without alternatives only the chosen token is named.
+    [choice] = (await post(stack.client, "/v1/completions", body | {"max_tokens": 1, "logprobs": 0}))["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"Hello": None}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -52,19 +53,15 @@ def _instances(text: str, tokens: int) -> Json:
     return {"instances": [{"inputs": text, "parameters": {"max_new_tokens": tokens}}]}
 
 
-def _tgi_word(error: Json) -> str:
-    word: str = error["error_type"]
-    return word
+_tgi_word: Callable[[Json], str] = itemgetter("error_type")
 
 
 def _openai_word(error: Json) -> str:
-    word: str = error["error"]["code"]
-    return word
+    return str(error["error"]["code"])
 
 
 def _anthropic_word(error: Json) -> str:
-    word: str = error["error"]["type"]
-    return word
+    return str(error["error"]["type"])
 
 
 GENERATE = Asking("/generate", _tgi, _tgi_word)

@@ -111,13 +111,17 @@ async def test_usage_error_after_a_restart_is_hopeless_at_once(server: FakeServe
 
 
 async def test_without_restarts_the_death_of_the_last_shard_ends_the_server(server: FakeServer) -> None:
+    """The router, which cannot finish its requests, is not given its whole grace period: it gets SIGTERM again."""
+    server.router_change = (
+        "def drain(): signal.signal(signal.SIGTERM, lambda *_: say('router-asked-again')); signal.pause()"
+    )
     async with server.running(RestartPolicy(max_restarts=0, delays=(0.0,)), server.shard(0), server.shard(1)) as task:
         server.kill(1)
         assert (await server.log.next("shard died"))["restart_in_s"] is None
         assert not task.done()
         server.kill(0)
+        await server.wait_for("router-stops", "router-asked-again")
         assert await task is ChildLost
-    await server.wait_for("router-stops")
     assert server.messages.count("shard-listens") == 2
     assert not (server.folder / "s0").exists()
 

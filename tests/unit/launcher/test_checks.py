@@ -61,26 +61,27 @@ def test_missing_tensorrt_llm_is_rejected(monkeypatch: pytest.MonkeyPatch) -> No
     assert rejection() == "the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it"
 
 
-def test_device_cpu_is_rejected(installed: Path) -> None:
-    assert rejection(installed, device="cpu") == "`device` is cpu, and the tensorrt-llm engine runs on GPUs only"
+SEVERAL_GPUS = "--trtllm-launch mpirun starts the processes of several GPUs: it needs --num-shard"
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"device": "cpu"}, "`device` is cpu, and the tensorrt-llm engine runs on GPUs only"),
+        ({"trtllm_options": "{max_num_tokens: "}, "--trtllm-options: "),
+        ({"trtllm_options": "tensor_parallel_size: 2"}, "tensor_parallel_size is not set here: use --num-shard"),
+        ({"trtllm_options": "engine.yaml"}, "engine.yaml: there is no such file"),
+        *(({"trtllm_launch": "mpirun", **few}, SEVERAL_GPUS) for few in ({}, {"num_shard": 1}, {"sharded": False})),
+    ],
+)
+def test_invalid_settings_are_rejected(settings: dict[str, object], text: str, installed: Path) -> None:
+    assert text in rejection(installed, **settings)
 
 
 def test_options_file_is_relative_to_the_launchers_folder(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (installed / "engine.yaml").write_text("max_num_tokens: 4096\n")
-    assert "engine.yaml: there is no such file" in rejection(installed, trtllm_options="engine.yaml")
     monkeypatch.chdir(installed)
     check(installed, trtllm_options="engine.yaml")
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ("{max_num_tokens: ", "--trtllm-options: "),
-        ("tensor_parallel_size: 2", "tensor_parallel_size is not set here: use --num-shard"),
-    ],
-)
-def test_invalid_options_are_rejected(options: str, text: str, installed: Path) -> None:
-    assert text in rejection(installed, trtllm_options=options)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +92,6 @@ def test_missing_program_is_named(program: str, origin: str, installed: Path) ->
     (installed / "bin" / program).unlink()
     message = rejection(installed, trtllm_launch="mpirun", num_shard=2)
     assert message == f"--trtllm-launch mpirun needs {program}, which is not on PATH: {origin}"
-
-
-@pytest.mark.parametrize("settings", [{}, {"num_shard": 1}, {"sharded": False}])
-def test_mpirun_needs_several_gpus(settings: dict[str, object], installed: Path) -> None:
-    message = rejection(installed, trtllm_launch="mpirun", **settings)
-    assert message == "--trtllm-launch mpirun starts the processes of several GPUs: it needs --num-shard"
 
 
 def test_python_path_with_shell_characters_is_rejected(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
