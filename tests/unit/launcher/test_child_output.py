@@ -11,18 +11,12 @@ RECORD = b"2026-01-01T00:00:00Z [info     ] serving process=shard-0"
 JSON_RECORD = b'{"event": "serving", "process": "shard-0"}'
 
 
-def test_log_records_of_the_child_are_unchanged() -> None:
+def test_log_records_of_the_child_are_unchanged_and_other_lines_get_its_name() -> None:
     assert label(RECORD, "shard-0", json_output=False) == RECORD + b"\n"
     assert label(JSON_RECORD, "shard-0", json_output=True) == JSON_RECORD + b"\n"
-
-
-def test_other_lines_get_the_childs_name() -> None:
-    assert label(b"Segmentation fault \xff", "shard-0", json_output=False) == b"shard-0: Segmentation fault \xff\n"
-
-
-def test_other_lines_become_json_records_in_json_logs() -> None:
-    line = label(b"Segmentation fault \xff", "shard-0", json_output=True)
-    assert json.loads(line) == {
+    crash = b"Segmentation fault \xff"
+    assert label(crash, "shard-0", json_output=False) == b"shard-0: Segmentation fault \xff\n"
+    assert json.loads(label(crash, "shard-0", json_output=True)) == {
         "process": "shard-0",
         "level": "info",
         "event": "output",

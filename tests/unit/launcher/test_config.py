@@ -35,33 +35,26 @@ def test_precedence_of_flag_environment_and_default(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PORT", "80")
     assert read_config(MODEL, {}).port == 80
     assert read_config((*MODEL, "--port", "3000"), {}).port == 3000
-
-
-def test_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PORT", "")  # an empty variable counts as unset
     monkeypatch.setenv("REVISION", "")
-    monkeypatch.setenv("PORT", "")
     config = read_config(MODEL, {"QUANTIZE": ""})
     assert (config.revision, config.port) == (None, 3000)
+    assert read_config((*MODEL, "--port", "1"), {"AIP_HTTP_PORT": "8080"}).port == 8080, "Vertex AI's port wins"
 
 
-def test_short_flags_of_tgi() -> None:
+def test_short_flags_of_tgi_are_not_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config((*MODEL, "-p", "80", "-g", "5", "-e"), {})
     assert (config.port, config.graceful_termination_timeout, config.env) == (80, 5.0, True)
-
-
-def test_short_flags_and_env_are_not_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"P": "80", "E": "true", "ENV": "production"}.items():
         monkeypatch.setenv(name, value)
     config = read_config(MODEL, {})
     assert (config.port, config.env) == (3000, False)
 
 
-def test_sharded_takes_a_value_as_in_tgi() -> None:
+def test_values_of_flags() -> None:
+    """As in TGI, `sharded` takes a value; lists are repeated flags or comma-separated."""
     values = [read_config((*MODEL, *argv), {}).sharded for argv in (("--sharded", "true"), ("--sharded", "false"), ())]
     assert values == [True, False, None]
-
-
-def test_lists_are_repeated_flags_or_comma_separated() -> None:
     for argv in (("--cors-allow-origin", "a", "--cors-allow-origin", "b"), ("--cors-allow-origin", "a,b")):
         assert read_config((*MODEL, *argv), {}).cors_allow_origin == ("a", "b")
 
@@ -114,46 +107,36 @@ def test_rejection_without_alternative_or_secret(capsys: pytest.CaptureFixture[s
     assert "hush" not in usage_error(capsys, *MODEL, environ={"NGROK_AUTHTOKEN": "hush"})
 
 
-def test_vertex_ai_port_overrides_the_flag() -> None:
-    assert read_config((*MODEL, "--port", "1"), {"AIP_HTTP_PORT": "8080"}).port == 8080
-
-
 @pytest.mark.parametrize(
-    ("argv", "text"),
+    ("flags", "text"),
     [
         (
-            ("--max-input-tokens", "5", "--max-input-length", "6"),
+            "--max-input-tokens 5 --max-input-length 6",
             "Both `max_input_tokens` (5) and `max_input_length` (6) are set. Please define only `max_input_tokens` as "
             "`max_input_length is deprecated for naming consistency.",
         ),
+        ("--max-input-tokens 10 --max-total-tokens 10", "`max_input_tokens`(10) must be < `max_total_tokens`(10)"),
+        ("--max-input-length 11 --max-total-tokens 10", "`max_input_tokens`(11) must be < `max_total_tokens`(10)"),
         (
-            ("--max-input-tokens", "10", "--max-total-tokens", "10"),
-            "`max_input_tokens`(10) must be < `max_total_tokens`(10)",
-        ),
-        (
-            ("--max-input-length", "11", "--max-total-tokens", "10"),
-            "`max_input_tokens`(11) must be < `max_total_tokens`(10)",
-        ),
-        (
-            ("--max-total-tokens", "10", "--max-batch-total-tokens", "9"),
+            "--max-total-tokens 10 --max-batch-total-tokens 9",
             "`max_total_tokens` must be <= `max_batch_total_tokens`. Given: 10 and 9",
         ),
-        (("--num-shard", "0"), "`num_shard` cannot be < 1"),
-        (("--num-replicas", "0"), "--num-replicas (or NUM_REPLICAS)"),
-        (("--max-shard-restarts", "-1"), "--max-shard-restarts (or MAX_SHARD_RESTARTS)"),
-        (("--port", "0"), "--port (or PORT)"),
-        (("--port", "x"), "--port (or PORT)"),
-        (("--validation-workers", "0"), "--validation-workers (or VALIDATION_WORKERS)"),
-        (("--max-batch-size", "0"), "--max-batch-size (or MAX_BATCH_SIZE)"),
-        (("--engine", "vllm"), "--engine (or ENGINE)"),
-        (("--trtllm-launch", "srun"), "--trtllm-launch (or TRTLLM_LAUNCH)"),
-        (("--num-sh", "1"), "unrecognized arguments: --num-sh 1"),
+        ("--num-shard 0", "`num_shard` cannot be < 1"),
+        ("--num-replicas 0", "--num-replicas (or NUM_REPLICAS)"),
+        ("--max-shard-restarts -1", "--max-shard-restarts (or MAX_SHARD_RESTARTS)"),
+        ("--port 0", "--port (or PORT)"),
+        ("--port x", "--port (or PORT)"),
+        ("--validation-workers 0", "--validation-workers (or VALIDATION_WORKERS)"),
+        ("--max-batch-size 0", "--max-batch-size (or MAX_BATCH_SIZE)"),
+        ("--engine vllm", "--engine (or ENGINE)"),
+        ("--trtllm-launch srun", "--trtllm-launch (or TRTLLM_LAUNCH)"),
+        ("--num-sh 1", "unrecognized arguments: --num-sh 1"),
     ],
 )
 def test_invalid_settings_are_one_line_and_exit_code_2(
-    argv: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+    flags: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert text in usage_error(capsys, *MODEL, *argv)
+    assert text in usage_error(capsys, *MODEL, *flags.split())
 
 
 @pytest.mark.parametrize("keys", [",", " ", " , "])

@@ -13,47 +13,38 @@ from text_generation_shard.config import ShardConfig
 # ------------------------------------------------------------------------------------------------------------ settings
 
 
-def test_children_parse_the_planned_settings() -> None:
-    made = plan(port=8080, revision="main", json_output=True, log_level="debug")
-    (shard,), router = shards_of(made), router_of(made)
-    assert (shard.model_path, shard.rank, shard.world_size) == ("/models/m", 0, 1)
-    assert (router.model_path, router.port, router.revision) == ("/models/m", 8080, "main")
-    for child in (shard, router):
-        common = (child.model_id, child.json_output, child.log_level, child.lifeline_fd)
-        assert common == ("some/model", True, "debug", 7)
-    assert [child.inherited_fds for child in (*made.shards, made.router)] == [(7,), (7,)]
-
-
-def test_settings_reach_their_child() -> None:
+def test_settings_reach_their_children() -> None:
     settings: dict[str, object] = {
+        "model_id": "my/model",
+        "json_output": True,
+        "log_level": "debug",
+        "revision": "main",
+        "port": 8080,
         "engine": "echo",
         "dtype": "float32",
-        "load_format": "dummy",
         "cpu_memory_fraction": 0.3,
         "num_threads": 2,
         "reflection": True,
         "shutdown_timeout": 3.0,
         "echo_step_ms": 1.5,
-        "echo_fail_token": 5,
         "hang_timeout": 30.0,
+        "max_batch_prefill_tokens": 64,
         "trtllm_options": "max_num_tokens: 4096\n# more\n",
         "max_concurrent_requests": 7,
-        "max_stop_sequences": 9,
         "max_total_tokens": 100,
-        "max_batch_prefill_tokens": 64,
         "max_batch_size": 8,
         "waiting_served_ratio": 0.3,
         "cors_allow_origin": ("http://a", "http://b,c"),
-        "graceful_termination_timeout": 4.0,
-        "payload_limit": 10,
     }
     made = plan(**settings)
     (shard,), router = shards_of(made), router_of(made)
     for name, value in settings.items():
         children = [child for child in (shard, router) if name in type(child).model_fields]
         assert children, name
-        for child in children:
-            assert getattr(child, name) == value, name
+        assert [getattr(child, name) for child in children] == [value] * len(children), name
+    assert (shard.model_path, shard.rank, shard.world_size, router.model_path) == ("/models/m", 0, 1, "/models/m")
+    for child, spec in ((shard, made.shards[0]), (router, made.router)):
+        assert (child.lifeline_fd, spec.inherited_fds) == (7, (7,))
 
 
 def test_settings_with_another_name_or_default_in_a_child() -> None:
@@ -127,9 +118,9 @@ def test_compute_type_counts_the_parts_of_all_replicas() -> None:
 # ---------------------------------------------------------------------------------------------- replicas and their ranks
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_shard": 1}, {"sharded": False}, {"sharded": False, "num_shard": 1}])
-def test_one_shard_is_the_default(settings: dict[str, object]) -> None:
-    assert [count_shards(config(**settings), Devices(gpus, None)) for gpus in (0, 1, 8)] == [1, 1, 1]
+def test_one_shard_is_the_default() -> None:
+    for settings in ({}, {"num_shard": 1}, {"sharded": False}, {"sharded": False, "num_shard": 1}):
+        assert [count_shards(config(**settings), Devices(gpus, None)) for gpus in (0, 1, 8)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(1, 1), (3, 1), (2, 2)])
@@ -226,7 +217,15 @@ def test_torch_log_level_of_groups() -> None:
 # ---------------------------------------------------------------------------------------------------------- rejections
 
 FEW = "not enough cuda devices:"
+MANY = {"num_shard": 4, "num_replicas": 3}
 TRTLLM = {"engine": "tensorrt-llm"}
+BOTH = "(--num-replicas, --num-shard)"
+
+
+def rejection(gpus: int, **settings: object) -> str:
+    with pytest.raises(PlanError) as error:
+        plan(gpus, **settings)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("engine", ["torch", "tensorrt-llm"])
@@ -239,56 +238,49 @@ TRTLLM = {"engine": "tensorrt-llm"}
         (0, {"num_shard": 2}, f"{FEW} 2 shards take one each (--num-shard), and 0 are visible"),
         (8, {"num_shard": 9}, f"{FEW} 9 shards take one each (--num-shard), and 8 are visible"),
         (2, {"num_replicas": 3}, f"{FEW} 3 replicas take one each (--num-replicas), and 2 are visible"),
-        (
-            8,
-            {"num_shard": 4, "num_replicas": 3},
-            f"{FEW} 3 replicas take 4 each (--num-replicas, --num-shard), and 8 are visible",
-        ),
-        (
-            4,
-            {"sharded": True, "num_replicas": 2},
-            f"{FEW} 2 replicas take 4 each (--num-replicas, --num-shard), and 4 are visible",
-        ),
+        (8, MANY, f"{FEW} 3 replicas take 4 each {BOTH}, and 8 are visible"),
+        (4, {"sharded": True, "num_replicas": 2}, f"{FEW} 2 replicas take 4 each {BOTH}, and 4 are visible"),
         (8, {"device": "cuda:1", "num_shard": 2}, "`device` is cuda:1, and 2 shards take a device each"),
         (8, {"device": "cuda:1", "num_replicas": 2}, "`device` is cuda:1, and 2 replicas take a device each"),
     ],
 )
 def test_unavailable_devices_are_rejected(gpus: int, settings: dict[str, object], text: str, engine: str) -> None:
-    with pytest.raises(PlanError) as error:
-        plan(gpus, engine=engine, **settings)
-    assert str(error.value) == text
+    assert rejection(gpus, engine=engine, **settings) == text
 
 
 def test_device_number() -> None:
     assert plan(2, device="cuda:1").shards
-    with pytest.raises(PlanError, match=r"^`device` is cuda:2, and 2 devices are visible$"):
-        plan(2, **TRTLLM, device="cuda:2")
+    assert rejection(2, **TRTLLM, device="cuda:2") == "`device` is cuda:2, and 2 devices are visible"
 
 
 def test_echo_engine_has_no_groups() -> None:
     text = "2 shards were asked for (--num-shard, --sharded): the echo engine has no model to split"
-    with pytest.raises(PlanError) as error:
-        plan(8, engine="echo", num_shard=2)
-    assert str(error.value) == text
+    assert rejection(8, engine="echo", num_shard=2) == text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_shard": 8},
+        {"shard_tcp_port": 65532, "num_shard": 4},
+        {"shard_tcp_port": 2996, "num_shard": 4},
+        {"shard_tcp_port": 2999, "num_shard": 4, **TRTLLM},  # one shard process for all four GPUs
+    ],
+)
+def test_available_ports_are_accepted(settings: dict[str, object]) -> None:
+    check_ports(config(**settings), Devices(8, None))
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"num_shard": 8}, None),
-        ({"shard_tcp_port": 65532, "num_shard": 4}, None),
         ({"shard_tcp_port": 65533, "num_shard": 4}, "(65533) for 4 shards: there is no port 65536"),
         ({"shard_tcp_port": 65535, "num_replicas": 2}, "(65535) for 2 shards: there is no port 65536"),
-        ({"shard_tcp_port": 2996, "num_shard": 4}, None),
         ({"shard_tcp_port": 2997, "num_replicas": 2, "num_shard": 2}, "(2997) for 4 shards: 3000 is the router's"),
         ({"shard_tcp_port": 2999, "num_replicas": 2}, "(2999) for 2 shards: 3000 is the router's"),
-        ({"shard_tcp_port": 2999, "num_shard": 4, **TRTLLM}, None),  # one shard process for all four GPUs
     ],
 )
-def test_unavailable_ports_are_rejected(settings: dict[str, object], text: str | None) -> None:
-    if text is None:
-        check_ports(config(**settings), Devices(8, None))
-        return
+def test_unavailable_ports_are_rejected(settings: dict[str, object], text: str) -> None:
     with pytest.raises(PlanError) as error:
         check_ports(config(**settings), Devices(8, None))
     assert str(error.value) == f"`shard_tcp_port`{text}"
