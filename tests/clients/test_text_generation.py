@@ -10,10 +10,10 @@ import json
 
 import jsonschema
 import pytest
-from client_server import ANSWER, ANSWER_TOKENS, CITY, PLACE, PROMPT, QUESTION, Server
+from client_server import ANSWER, ANSWER_TOKENS, PLACE, PROMPT, QUESTION, Server
 from text_generation import Client
 from text_generation.errors import OverloadedError, ValidationError
-from text_generation.types import FinishReason, Grammar, GrammarType, Message, Tool
+from text_generation.types import FinishReason, Message, Tool
 
 pytestmark = [
     pytest.mark.system,
@@ -47,11 +47,6 @@ def test_best_of(client: Client) -> None:
     assert sum(one or 0.0 for one in chosen) >= sum(token.logprob or 0.0 for token in other.tokens)
 
 
-def test_text_with_a_grammar(client: Client) -> None:
-    reply = client.generate(PROMPT, max_new_tokens=40, grammar=Grammar(type=GrammarType.Json, value=CITY))
-    jsonschema.validate(json.loads(reply.generated_text), CITY)
-
-
 def test_text_as_a_stream(client: Client) -> None:
     events = list(client.generate_stream(PROMPT, max_new_tokens=20))
     assert "".join(event.token.text for event in events if not event.token.special) == ANSWER
@@ -59,14 +54,6 @@ def test_text_as_a_stream(client: Client) -> None:
     ending = events[-1].details
     assert ending is not None
     assert (ending.finish_reason, ending.generated_tokens) == (FinishReason.EndOfSequenceToken, ANSWER_TOKENS)
-
-
-def test_chat(client: Client, server: Server) -> None:
-    reply = client.chat(MESSAGES, max_tokens=20, temperature=0.0)
-    (choice,) = reply.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ANSWER, "stop")
-    assert reply.usage["prompt_tokens"] == server.count(PROMPT)
-    assert reply.usage["completion_tokens"] == ANSWER_TOKENS
 
 
 def test_chat_with_required_tool(client: Client) -> None:

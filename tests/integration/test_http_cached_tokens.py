@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from huggingface_hub import TextGenerationOutput, TextGenerationStreamOutput
 from openai.types import CompletionUsage
 from openai.types.responses import ResponseUsage
 from sse_client import chunks, post
-from structlog.testing import capture_logs
 
 Json = dict[str, Any]
 TEXT = " the" * 200
@@ -132,40 +130,8 @@ async def test_a_prompt_with_several_choices_counts_once(stack: Stack) -> None:
     assert stream[-1]["usage"] == again
 
 
-async def test_tokens_found_after_a_preemption_do_not_count(demo_model: Path) -> None:
-    async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
-
-        async def one(inputs: str) -> str:
-            body = {"inputs": inputs, "parameters": {"max_new_tokens": 150}}
-            async with stack.client.post("/generate", json=body) as response:
-                assert response.status == 200
-                return response.headers["x-cached-tokens"]
-
-        async with asyncio.TaskGroup() as tasks:
-            requests = [tasks.create_task(one(f"{first} two three four five")) for first in ("one", "another")]
-        assert stack.scheduler.stats().preemptions > 0
-        assert [request.result() for request in requests] == ["0", "0"]
-
-
-async def test_the_log_has_cached_tokens(stack: Stack) -> None:
-    await cached(stack)
-    with capture_logs() as logs:
-        found = await cached(stack)
-    [line] = [record for record in logs if record["event"] == "request finished"]
-    assert line["cached_tokens"] == found > 0
-
-
 async def test_another_salt_shares_nothing(stack: Stack) -> None:
     assert await cached(stack, cache_salt="a") == 0
     assert await cached(stack, cache_salt="b") == 0
     assert await cached(stack) == 0
     assert await cached(stack, parameters={"max_new_tokens": 1, "details": True, "cache_salt": "a"}) > 0
-
-
-async def test_tenants_share_unless_the_cache_is_per_tenant(demo_model: Path) -> None:
-    for apart in (False, True):
-        settings = {"api_key": ["one", "two"], "prefix_cache_per_tenant": apart}
-        async with serve(demo_model, settings=settings) as stack:
-            assert await cached(stack, {"x-api-key": "one"}) == 0
-            assert (await cached(stack, {"x-api-key": "two"}) == 0) == apart
-            assert await cached(stack, {"x-api-key": "one"}) > 0

@@ -145,18 +145,13 @@ async def test_a_text_follows_its_regular_expression(stack: Stack) -> None:
         ({"prompt": [1 << 30]}, "`prompt` has a token id that is not one of"),
         ({"prompt": "a", "best_of": 3}, "`best_of` must be 1 or equal to `n`"),
         ({"prompt": "a", "logprobs": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+        *(({"prompt": "a", "n": n}, "") for n in (0, 129, 10**9, 2**63)),
     ],
 )
 async def test_invalid_bodies_are_refused_with_a_message(stack: Stack, body: Json, message: str) -> None:
     async with stack.client.post(COMPLETIONS, json=body) as response:
-        assert response.status == 422
+        assert response.status in ((422,) if message else (400, 422))
         assert message in (await response.json())["error"]["message"]
-
-
-@pytest.mark.parametrize("n", [0, 129, 10**9, 2**63])
-async def test_n_is_bounded(stack: Stack, n: int) -> None:
-    async with stack.client.post(COMPLETIONS, json={"prompt": "a", "n": n}) as response:
-        assert response.status in (400, 422)
     assert stack.permits.in_use == 0
 
 

@@ -44,28 +44,20 @@ def failures(stack: Stack, reason: str) -> int:
 # ------------------------------------------------------------------------------------------------------------- overload
 
 
-async def test_each_sequence_of_best_of_takes_a_permit(demo_model: Path) -> None:
+async def test_each_sequence_of_best_of_takes_a_permit_after_the_rules_of_the_route(demo_model: Path) -> None:
     async with serve(demo_model, max_concurrent_requests=2) as stack:
-        await stack.generate("Hello", max_new_tokens=1, best_of=2, do_sample=True)
-        parameters = {"max_new_tokens": 1, "best_of": 2, "do_sample": True}
+
+        async def status_of(**parameters: object) -> int:
+            body = {"inputs": "Hello", "parameters": {"max_new_tokens": 1, "do_sample": True, **parameters}}
+            async with stack.client.post("/generate", json=body) as response:
+                return response.status
+
+        assert await status_of(best_of=2) == 200
+        assert await status_of(best_of=3) == 422, "the limit is 2: a retry would not help"
         with stack.permits.take(1):
-            async with stack.client.post("/generate", json={"inputs": "Hello", "parameters": parameters}) as response:
-                assert response.status == 429
-        # The limit is 2: a retry would not help.
-        body = {"inputs": "Hello", "parameters": parameters | {"best_of": 3}}
-        async with stack.client.post("/generate", json=body) as response:
-            assert response.status == 422
-        await stack.assert_empty()
-
-
-async def test_rules_of_the_route_are_checked_before_permits_and_the_others_after(demo_model: Path) -> None:
-    async with serve(demo_model, max_concurrent_requests=1, echo_step_ms=5) as stack:
-        first = await connect(stack, asking_for(MANY))
-        await until(lambda: stack.scheduler.stats().running == 1)
-        for parameters, status in (({"best_of": 9}, 422), ({"temperature": -1.0}, 429)):
-            async with stack.client.post("/generate", json={"inputs": "a", "parameters": parameters}) as response:
-                assert response.status == status
-        first.close()
+            assert await status_of(best_of=2) == 429
+        with stack.permits.take(2):
+            assert (await status_of(best_of=9), await status_of(temperature=-1.0)) == (422, 429)
         await stack.assert_empty()
 
 
@@ -170,13 +162,14 @@ async def test_a_client_that_never_reads_is_disconnected(demo_model: Path) -> No
         connection.close()
 
 
-async def test_a_preempted_request_counts_its_queue_time_once(demo_model: Path) -> None:
+async def test_a_preempted_request_counts_its_queue_time_and_cached_tokens_once(demo_model: Path) -> None:
     body = {"inputs": "one two three four five six", "parameters": {"max_new_tokens": 150}}
     async with serve(demo_model, pool_tokens=256, echo_step_ms=1) as stack:
 
         async def one() -> float:
             async with stack.client.post("/generate", json=body) as response:
                 assert response.status == 200
+                assert response.headers["x-cached-tokens"] == "0", "found after a preemption: these do not count"
                 return int(response.headers["x-queue-time"]) / 1e3
 
         async with asyncio.TaskGroup() as tasks:
@@ -300,6 +293,3 @@ async def test_a_connection_is_reused(demo_model: Path) -> None:
             assert body.count(b"data: {") == 3
         writer.close()
         await stack.assert_empty()
-
-
-# ----------------------------------------------------------------------------------------------------------- the record

@@ -109,16 +109,6 @@ async def test_ttft_is_recorded_at_once_and_includes_the_queue(demo_model: Path)
         assert value(samples, "text_generation_time_to_first_token_seconds_sum") - before > 10 * 0.020
 
 
-async def test_best_of_counts_as_one_generation(demo_model: Path) -> None:
-    async with serve(demo_model) as stack:
-        await stack.generate("Hello", max_new_tokens=3, best_of=3, do_sample=True)
-        samples = await scrape(stack)
-        assert value(samples, "tgi_request_count") == value(samples, "tgi_request_success") == 1
-        assert value(samples, "text_generation_time_to_first_token_seconds_count") == 1
-        assert value(samples, "tgi_request_generated_tokens_sum") == 3
-        assert value(samples, "text_generation_generated_tokens_total") == 9  # what was computed for it
-
-
 @pytest.mark.parametrize("best_of", [1, 2])
 async def test_counts_agree_for_every_kind_of_end(demo_model: Path, best_of: int) -> None:
     """Requests served, refused, failed, or left in the queue, before and after the first token: each counts once."""

@@ -103,6 +103,7 @@ async def test_responses_match_their_schema(
             jsonschema.validate(await response.json(), resolvable, cls=jsonschema.Draft202012Validator)
 
 
+KSERVE = "/v2/models/{name}/versions/{version}/infer"
 STREAMS: list[tuple[str, Json]] = [
     ("/generate_stream", {**HELLO, "parameters": {"max_new_tokens": 3}}),
     ("/generate_stream", {**HELLO, "parameters": {"max_new_tokens": 3, "details": True, "top_n_tokens": 2}}),
@@ -185,10 +186,8 @@ async def test_every_body_has_a_size_limit_and_must_be_json(stack: Stack) -> Non
 
 async def test_routes_that_generate_document_timeouts_and_retry_after(stack: Stack) -> None:
     document = await document_of(stack)
-    generating = ["/generate", "/generate_stream", "/", "/v1/chat/completions", "/v1/completions", "/v1/responses"]
-    generating += ["/v1/messages", "/invocations", "/vertex", "/v2/models/{name}/versions/{version}/infer"]
     headers = {f"#/components/parameters/{name}" for name in document["components"]["parameters"]}
-    for path in generating:
+    for path in (*(path for path, _ in STREAMS), "/", "/invocations", "/vertex", KSERVE):
         operation = document["paths"][path]["post"]
         assert headers <= {parameter.get("$ref") for parameter in operation["parameters"]}
         answers = operation["responses"]

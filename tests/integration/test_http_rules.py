@@ -82,15 +82,6 @@ async def test_a_broken_rule_is_reported_in_tgis_words(
     assert matches(text, message), text
 
 
-async def test_the_first_of_two_broken_rules_is_reported(stack: Stack) -> None:
-    """Each rule with a grammar, the last one. The other pairs: tests/unit/router/api/tgi/test_parameters.py."""
-    grammar, _ = WHOLE[-1]
-    for case, message in WHOLE:
-        if "grammar" not in case:
-            text = await refusal(stack, "/generate", case | grammar)
-            assert matches(text, message), text
-
-
 async def test_a_grammar_is_refused_if_grammars_are_off(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         told = await refusal(stack, "/generate", {"grammar": {"type": "regex", "value": "a"}})

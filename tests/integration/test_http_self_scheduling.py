@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
-from http_stack import Stack, serve, until
+from http_stack import Stack, serve
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, Orders
@@ -62,29 +62,6 @@ async def test_tenants_that_are_kept_apart_are_so_in_the_engine_and_not_by_name(
 async def test_where_the_router_keeps_the_prefix_cache_no_salt_leaves_it(demo_model: Path) -> None:
     async with serve(demo_model, build=SaltedSteps.build) as stack:
         assert await stack.generate("Hello", max_new_tokens=1, cache_salt="pepper")
-
-
-class Queueing(SelfSchedulingEcho):
-    """Says that some wait."""
-
-    queued = 3  # type: ignore[assignment]
-
-
-async def test_what_waits_in_the_engine_is_a_metric_until_its_shard_is_lost(demo_model: Path) -> None:
-    async def shown(stack: Stack) -> float:
-        async with stack.client.get("/metrics") as response:
-            lines = (await response.text()).splitlines()
-        return float(
-            next(line for line in lines if line.startswith("text_generation_engine_queued_requests ")).split()[1]
-        )
-
-    async with serve(demo_model, build=Queueing.build) as stack:
-        assert await shown(stack) == 0
-        await stack.generate("Hello", max_new_tokens=2)
-        assert await shown(stack) == 3
-        stack.stop_shard()
-        await until(lambda: not stack.scheduler.serving)
-        assert await shown(stack) == 0
 
 
 async def events(response: aiohttp.ClientResponse) -> list[Json]:
