@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from enum import Enum
+from enum import StrEnum
 from math import inf
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-class Api(Enum):
+class Api(StrEnum):
     """The HTTP APIs whose names of parameters differ."""
 
     TGI = "tgi"

@@ -122,11 +122,12 @@ class RequestPreparer:
         for _ in range(count):
             self._metrics.requests.input_length.observe(len(prompt))
         grammar = await self._grammar(options)
+        sampling = self._with_seed(options)
         request = Request(
             id=self._next_id(),
             prompt=tuple(prompt),
             max_new_tokens=max_new_tokens,
-            sampling=options.sampling,
+            sampling=sampling,
             stop_sequences=options.stop_sequences,
             keep_stop_text=options.keep_stop_text,
             visible_special=options.visible_special,
@@ -140,10 +141,8 @@ class RequestPreparer:
         check_supported(request, options.api, self._limits.unsupported)
         for _ in range(count):
             self._metrics.requests.max_new_tokens.observe(max_new_tokens)
-        sampling = self._with_seed(options)
-        first = replace(request, sampling=sampling)
         return [
-            first,
+            request,
             *(replace(request, id=self._next_id(), sampling=sampling.for_answer(index)) for index in range(1, count)),
         ]
 

@@ -11,7 +11,7 @@ values that only TGI refuses, are in tgi/generate.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from typing import Any
@@ -34,6 +34,9 @@ from text_generation_router.request import Request, TokenId
 MAX_STOP_TOKENS = 64
 MAX_JUDGED_TOKENS = 1024
 """New tokens that rule 15 judges; see `new_tokens`."""
+
+_TGI_SAMPLING = [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI in parameter.names]
+_OTHER_SAMPLING = [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI not in parameter.names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,51 +105,40 @@ def open_sampling(body: object, api: Api, logit_bias: Mapping[TokenId, float] | 
 
 def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, limits: Limits) -> None:
     """Check rules 2 to 13, then the ranges of parameters that TGI lacks. Raises InvalidRequest for the first broken."""
-    for broken, message in _rules(inputs, options, limits):
-        if broken:
-            raise InvalidRequest(message)
-    check_token_ids("logit_bias", options.sampling.logit_bias_ids, limits)
-    if len(options.stop_token_ids) > MAX_STOP_TOKENS:
+    sampling, top_n = options.sampling, options.logprobs.top_n
+    _check_ranges(options, _TGI_SAMPLING)
+    if options.max_new_tokens == 0:
+        raise InvalidRequest("`max_new_tokens` must be strictly positive")
+    if len(options.stop_sequences) > limits.max_stop_sequences:
+        given = len(options.stop_sequences)
+        raise InvalidRequest(f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {given}")
+    if options.best_of > 1 and sampling.seed is not None:
+        raise InvalidRequest("`seed` must not be set when `best_of` > 1")
+    if top_n > limits.max_top_n_tokens:
+        raise InvalidRequest(f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}")
+    if not inputs:
+        raise InvalidRequest("`inputs` cannot be empty")
+    if options.truncate is not None and not 0 < options.truncate <= limits.max_input_tokens:
         raise InvalidRequest(
-            f"`stop_token_ids` supports up to {MAX_STOP_TOKENS} tokens. Given: {len(options.stop_token_ids)}"
+            f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. Given: {options.truncate}"
         )
+    _check_ranges(options, _OTHER_SAMPLING)
+    if len(sampling.logit_bias_ids) > MAX_LOGIT_BIAS:
+        given = len(sampling.logit_bias_ids)
+        raise InvalidRequest(f"`logit_bias` supports up to {MAX_LOGIT_BIAS} tokens. Given: {given}")
+    if not all(bias in LOGIT_BIAS for bias in sampling.logit_bias_values):
+        raise InvalidRequest(f"`logit_bias` values {LOGIT_BIAS.rule}")
+    check_token_ids("logit_bias", sampling.logit_bias_ids, limits)
+    if len(options.stop_token_ids) > MAX_STOP_TOKENS:
+        given = len(options.stop_token_ids)
+        raise InvalidRequest(f"`stop_token_ids` supports up to {MAX_STOP_TOKENS} tokens. Given: {given}")
     check_token_ids("stop_token_ids", options.stop_token_ids, limits)
 
 
-def _rules(inputs: str | Sequence[TokenId], options: GenerationOptions, limits: Limits) -> Iterator[tuple[bool, str]]:
-    sampling, top_n = options.sampling, options.logprobs.top_n
-    yield from _ranges(options, [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI in parameter.names])
-    yield options.max_new_tokens == 0, "`max_new_tokens` must be strictly positive"
-    yield (
-        len(options.stop_sequences) > limits.max_stop_sequences,
-        f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(options.stop_sequences)}",
-    )
-    yield options.best_of > 1 and sampling.seed is not None, "`seed` must not be set when `best_of` > 1"
-    yield (
-        top_n > limits.max_top_n_tokens,
-        f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n}",
-    )
-    yield not inputs, "`inputs` cannot be empty"
-    yield (
-        options.truncate is not None and not 0 < options.truncate <= limits.max_input_tokens,
-        f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. Given: {options.truncate}",
-    )
-    yield from _ranges(options, [parameter for parameter in SAMPLING_PARAMETERS if Api.TGI not in parameter.names])
-    yield (
-        len(sampling.logit_bias_ids) > MAX_LOGIT_BIAS,
-        f"`logit_bias` supports up to {MAX_LOGIT_BIAS} tokens. Given: {len(sampling.logit_bias_ids)}",
-    )
-    yield (
-        not all(bias in LOGIT_BIAS for bias in sampling.logit_bias_values),
-        f"`logit_bias` values {LOGIT_BIAS.rule}",
-    )
-
-
-def _ranges(options: GenerationOptions, parameters: Sequence[Parameter]) -> Iterator[tuple[bool, str]]:
+def _check_ranges(options: GenerationOptions, parameters: Sequence[Parameter]) -> None:
     for parameter in parameters:
-        if parameter.range is not None:
-            value = getattr(options.sampling, parameter.field)
-            yield not parameter.allows(value), f"{parameter.label(options.api)} {parameter.range.rule}"
+        if parameter.range is not None and not parameter.allows(getattr(options.sampling, parameter.field)):
+            raise InvalidRequest(f"{parameter.label(options.api)} {parameter.range.rule}")
 
 
 def check_token_ids(name: str, ids: Sequence[TokenId], limits: Limits) -> None:
