@@ -2,7 +2,7 @@
 
 For all orders of events of clients, replicas and the network: no step is over budget, each block and slot has one owner,
 cached tokens were computed, each request ends exactly once with the right tokens, and at the end nothing is left behind.
-The checks are in `scheduler_world`; text_generation_bench.soak_scheduler plays the same for longer.
+The checks are in `scheduler_world`.
 """
 
 from __future__ import annotations

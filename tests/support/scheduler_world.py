@@ -1,6 +1,6 @@
 """SchedulerWorld: clients, a scheduler and its replicas. One small event at a time, with checks after each.
 
-Driven by Hypothesis (tests/property) and by a seeded random generator (text_generation_bench.soak_scheduler).
+Driven by Hypothesis (tests/property) and by seeded random events (`world_traffic.play`).
 """
 
 from __future__ import annotations

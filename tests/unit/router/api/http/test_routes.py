@@ -51,22 +51,6 @@ def test_probes_answer_head_too() -> None:
     assert {route.method for route in app.router.routes()} == {"GET", "HEAD", "POST"}
 
 
-def test_an_operation_describes_its_route() -> None:
-    [(path, methods)] = document([ASK], "1", keys=True)["paths"].items()
-    operation = methods["post"]
-    assert path == "/v1/ask/{name}"
-    assert operation["operationId"] == "post_v1_ask_name"
-    assert operation["summary"] == "An answer."
-    assert operation["parameters"][0]["name"] == "name"
-    assert operation["requestBody"]["content"]["application/json"]["schema"] == {
-        "$ref": "#/components/schemas/Question"
-    }
-    assert set(operation["responses"]) == {"200", "400", "401", "404", "413", "415", "422", "429"}
-    for status in ("400", "401", "404", "422", "429"):
-        assert set(operation["responses"][status]["content"]) == {"application/json"}
-    assert "security" not in operation
-
-
 def test_tgi_refuses_bodies_in_plain_text_and_keys_without_a_body() -> None:
     route = Route("POST", "/ask", handler, "Questions", body=Question, operations=Operation.HEALTH)
     responses = document([route], "1", keys=True)["paths"]["/ask"]["post"]["responses"]
