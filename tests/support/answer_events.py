@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
+import orjson
 from anthropic.types import RawMessageStreamEvent
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel
+
+from text_generation_proto.values import FinishReason
+from text_generation_router.api.core.chat import AnswerEnd, Finish
+from text_generation_router.chat.events import Event
+from text_generation_router.generation import GenerationResult
 
 Json = dict[str, Any]
 
@@ -32,6 +38,31 @@ def read_events(stream: bytes) -> list[Json]:
         events.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
     return events
+
+
+class Writer(Protocol):
+    """A script of events: the product's `ResponseScript` or `MessageScript`."""
+
+    def events(self, events: list[Event]) -> bytes: ...
+
+    def end(self, end: AnswerEnd) -> bytes: ...
+
+    def whole(self) -> object: ...
+
+
+def ending(finish: Finish, reason: FinishReason = FinishReason.EOS_TOKEN, stop: str | None = None) -> AnswerEnd:
+    return AnswerEnd(finish, GenerationResult(reason, "some text", 5, stop))
+
+
+def write_answer(
+    writer: Writer, events: list[Event], end: AnswerEnd, types: dict[str, type[BaseModel]], whole_type: type[BaseModel]
+) -> tuple[list[Json], Json]:
+    """Return the events of a stream and the whole reply, both checked."""
+    read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))
+    check_types(read, types)
+    whole: Json = orjson.loads(orjson.dumps(writer.whole()))
+    whole_type.model_validate(whole)
+    return read, whole
 
 
 def check_types(events: list[Json], types: dict[str, type[BaseModel]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,6 @@ AS_GRAMMAR = Grammar(
     GrammarKind.JSON_SCHEMA,
     '{"properties":{"a":{"type":"string"}},"required":["a"],"type":"object","additionalProperties":false}',
 )
-PREFIX = "Input validation error: "
 
 
 @pytest.mark.parametrize(
@@ -39,47 +39,6 @@ def test_tgi_form_of_an_expression() -> None:
     assert tgi_grammar({"type": "regex", "value": "^[ab]+$"}) == Grammar(GrammarKind.REGEX, "[ab]+")
 
 
-@pytest.mark.parametrize("kind", ["json", "json_schema", "regex"])
-@pytest.mark.parametrize("value", [None, 5, True, []])
-def test_rule_17_a_value_that_is_neither_text_nor_object(kind: str, value: object) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        tgi_grammar({"type": kind, "value": value})
-    assert str(refusal.value) == PREFIX + "grammar is not supported"
-
-
-def test_rule_18_a_schema_without_properties() -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        tgi_grammar({"type": "json", "value": {"type": "object"}})
-    assert str(refusal.value) == PREFIX + "grammar is not valid: Grammar must have a 'properties' field"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[1]",
-        "5",
-        '{"properties": NaN}',
-        '{"a":' * 40_000,
-        "1" * 5000,
-        '{"properties": {"a": {"const": "\\ud800"}}}',
-    ],
-)
-def test_rule_18_a_text_that_is_no_schema(text: str) -> None:
-    with pytest.raises(InvalidRequest, match=PREFIX + "grammar is not valid: "):
-        tgi_grammar({"type": "json", "value": text})
-
-
-@pytest.mark.parametrize(
-    "form", [{}, {"type": "grammar", "value": "x"}, {"type": 5, "value": "x"}, {"type": {}, "value": ""}]
-)
-def test_an_unknown_type_is_not_valid(form: Json) -> None:
-    with pytest.raises(InvalidRequest, match="grammar is not valid: unknown type"):
-        tgi_grammar(form)
-    with pytest.raises(InvalidRequest, match="grammar is not valid: unknown type"):
-        response_format(form)
-
-
 def test_openai_forms() -> None:
     assert response_format({"type": "text"}) is None
     assert response_format({"type": "json_object"}) == ANY_OBJECT
@@ -94,12 +53,6 @@ def test_openai_forms_need_no_properties() -> None:
     assert grammar == Grammar(GrammarKind.JSON_SCHEMA, '{"type":"array"}')
 
 
-@pytest.mark.parametrize("holder", [None, 5, {}, {"schema": None}, {"schema": [1]}])
-def test_an_openai_form_without_a_schema_is_not_valid(holder: object) -> None:
-    with pytest.raises(InvalidRequest, match="must be an object"):
-        response_format({"type": "json_schema", "json_schema": holder})
-
-
 def test_vllms_fields() -> None:
     assert guided({"prompt": "x"}) is None
     assert guided({"guided_json": SCHEMA}) == AS_GRAMMAR
@@ -108,15 +61,33 @@ def test_vllms_fields() -> None:
     assert guided({"guided_choice": ["a.b", "c|d"]}) == Grammar(GrammarKind.REGEX, r"a\.b|c\|d")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [{"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_regex": "a", "guided_json": {}}],
+UNREADABLE = (
+    "{",
+    "[1]",
+    "5",
+    '{"properties": NaN}',
+    '{"a":' * 40_000,
+    "1" * 5000,
+    '{"properties": {"a": {"const": "\\ud800"}}}',
 )
-def test_bad_values_of_vllms_fields_are_not_valid(body: Json) -> None:
-    with pytest.raises(InvalidRequest, match="grammar is not valid"):
-        guided(body)
+UNKNOWN: list[Json] = [{}, {"type": "grammar", "value": "x"}, {"type": 5, "value": "x"}, {"type": {}, "value": ""}]
+REFUSED: list[tuple[Callable[[Json], object], Json, str]] = [
+    *((tgi_grammar, {"type": kind, "value": value}, "grammar is not supported$")
+      for kind in ("json", "json_schema", "regex") for value in (None, 5, True, [])),
+    (tgi_grammar, {"type": "json", "value": {"type": "object"}}, "grammar is not valid: Grammar must have a 'properties' field$"),
+    *((tgi_grammar, {"type": "json", "value": text}, "grammar is not valid: ") for text in UNREADABLE),
+    (tgi_grammar, {"type": "regex", "value": "\ud800"}, ".*surrogate"),
+    *((read, form, "grammar is not valid: unknown type") for form in UNKNOWN for read in (tgi_grammar, response_format)),
+    *((response_format, {"type": "json_schema", "json_schema": holder}, "grammar is not valid: .*must be an object")
+      for holder in (None, 5, {}, {"schema": None}, {"schema": [1]})),
+    *((guided, body, "grammar is not valid: ")
+      for body in ({"guided_choice": []}, {"guided_choice": "a"}, {"guided_choice": [1]}, {"guided_regex": "a", "guided_json": {}})),
+]  # fmt: skip
 
 
-def test_half_a_surrogate_pair_is_no_expression() -> None:
-    with pytest.raises(InvalidRequest, match="surrogate"):
-        tgi_grammar({"type": "regex", "value": "\ud800"})
+@pytest.mark.parametrize(("read", "form", "message"), REFUSED)
+def test_a_form_that_is_no_grammar_is_refused_in_tgis_words(
+    read: Callable[[Json], object], form: Json, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="^Input validation error: " + message):
+        read(form)

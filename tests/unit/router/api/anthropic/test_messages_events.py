@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from answer_events import MESSAGES, check_types, read_events
+from answer_events import MESSAGES, ending, read_events, write_answer
 from anthropic.types import Message
 
 from text_generation_proto.values import FinishReason
@@ -15,28 +15,22 @@ from text_generation_router.api.core.chat import AnswerEnd, Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed
-from text_generation_router.generation import GenerationResult
 
 NAMED = Named("msg_1", 1_700_000_000, "some-model", "native")
-STOPPED = AnswerEnd(Finish.STOP, GenerationResult(FinishReason.EOS_TOKEN, "some text", 5))
+STOPPED = ending(Finish.STOP)
 
 
 def none_cached() -> int:
     return 0
 
 
-def told(events: list[Event], end: AnswerEnd = STOPPED) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def written(events: list[Event], end: AnswerEnd = STOPPED) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a stream, checked, and the whole message."""
-    writer = MessageScript(NAMED, 7, none_cached)
-    read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))
-    check_types(read, MESSAGES)
-    whole = orjson.loads(orjson.dumps(writer.whole()))
-    Message.model_validate(whole)
-    return read, whole
+    return write_answer(MessageScript(NAMED, 7, none_cached), events, end, MESSAGES, Message)
 
 
 def test_the_events_of_a_text_come_in_anthropics_order() -> None:
-    read, whole = told([TextDelta("Hel"), TextDelta('"lo"\n')])
+    read, whole = written([TextDelta("Hel"), TextDelta('"lo"\n')])
     assert [event["type"] for event in read] == [
         *("message_start", "content_block_start", "content_block_delta", "content_block_delta"),
         *("content_block_stop", "message_delta", "message_stop"),
@@ -70,8 +64,7 @@ def test_a_failure_before_any_output_starts_a_message() -> None:
 
 
 def test_reasoning_texts_and_tool_uses_are_separate_blocks() -> None:
-    end = AnswerEnd(Finish.TOOL_CALLS, GenerationResult(FinishReason.EOS_TOKEN, "some text", 5))
-    read, whole = told(
+    read, whole = written(
         [
             ReasoningDelta("hm"),
             TextDelta("Well."),
@@ -81,7 +74,7 @@ def test_reasoning_texts_and_tool_uses_are_separate_blocks() -> None:
             ToolCallStart(1, "stop"),
             ToolCallArguments(1, "{}"),
         ],
-        end,
+        ending(Finish.TOOL_CALLS),
     )
     blocks = whole["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
@@ -116,13 +109,13 @@ def test_reasoning_texts_and_tool_uses_are_separate_blocks() -> None:
 def test_stop_reasons(
     finish: Finish, reason: FinishReason, stop: str | None, told_reason: str, told_stop: str | None
 ) -> None:
-    read, whole = told([TextDelta("a")], AnswerEnd(finish, GenerationResult(reason, "a", 1, stop)))
+    read, whole = written([TextDelta("a")], ending(finish, reason, stop))
     assert (whole["stop_reason"], whole["stop_sequence"]) == (told_reason, told_stop)
     assert read[-2]["delta"] == {"stop_reason": told_reason, "stop_sequence": told_stop}
 
 
 def test_an_empty_answer_is_an_empty_text() -> None:
-    _, whole = told([])
+    _, whole = written([])
     assert whole["content"] == [{"type": "text", "text": ""}]
 
 
@@ -133,7 +126,7 @@ def test_an_incomplete_input_is_empty(arguments: str) -> None:
 
 def test_an_input_may_be_deep() -> None:
     deep = '{"a":' * 500 + "1" + "}" * 500
-    _, whole = told([ToolCallStart(0, "f"), ToolCallArguments(0, deep)])
+    _, whole = written([ToolCallStart(0, "f"), ToolCallArguments(0, deep)])
     assert orjson.loads(deep) == whole["content"][0]["input"]
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from answer_events import RESPONSES, check_types, read_events
+from answer_events import RESPONSES, check_types, ending, read_events, write_answer
 from openai.types.responses import Response
 
-from text_generation_proto.values import FinishReason
-from text_generation_router.api.core.chat import AnswerEnd, Finish
+from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.api.openai.responses_events import ResponseScript
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.chat.events import Event, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import GenerationFailed, Overloaded, ServingError
-from text_generation_router.generation import GenerationResult
 
 NAMED = Named("resp_1", 1_700_000_000, "some-model", "native")
 EVERYTHING: list[Event] = [
@@ -35,26 +33,16 @@ def script(**body: object) -> ResponseScript:
     return ResponseScript(ResponsesBody.model_validate({"input": "Hi", **body}), NAMED, 7, lambda: 3)
 
 
-def ending(finish: Finish) -> AnswerEnd:
-    reason = FinishReason.LENGTH if finish is Finish.LENGTH else FinishReason.EOS_TOKEN
-    return AnswerEnd(finish, GenerationResult(reason, "some text", 5))
-
-
-def told(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def written(events: list[Event], finish: Finish) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The events of a stream, checked, and the whole reply."""
-    writer = script()
-    stream = b"".join(writer.events([event]) for event in events) + writer.end(ending(finish))
-    read = read_events(stream)
-    check_types(read, RESPONSES)
+    read, whole = write_answer(script(), events, ending(finish), RESPONSES, Response)
     assert [event["sequence_number"] for event in read] == list(range(len(read)))
-    whole = orjson.loads(orjson.dumps(writer.whole()))
-    Response.model_validate(whole)
     assert read[-1]["response"] == whole
     return read, whole
 
 
 def test_the_events_of_a_text_come_in_openais_order() -> None:
-    read, whole = told([TextDelta("Hel"), TextDelta("lo")], Finish.STOP)
+    read, whole = written([TextDelta("Hel"), TextDelta("lo")], Finish.STOP)
     assert [event["type"] for event in read] == [
         *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
         *("response.output_text.delta", "response.output_text.delta", "response.output_text.done"),
@@ -74,7 +62,7 @@ def test_the_events_of_a_text_come_in_openais_order() -> None:
 
 
 def test_reasoning_texts_and_calls_are_separate_items() -> None:
-    read, whole = told(EVERYTHING, Finish.TOOL_CALLS)
+    read, whole = written(EVERYTHING, Finish.TOOL_CALLS)
     assert [event["type"].removeprefix("response.") for event in read[2:-1]] == [
         *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta"),
         *("reasoning_text.done", "content_part.done", "output_item.done"),
@@ -99,7 +87,7 @@ def test_reasoning_texts_and_calls_are_separate_items() -> None:
 
 
 def test_an_answer_cut_by_its_length_is_incomplete_in_its_last_item() -> None:
-    read, whole = told([TextDelta("Hel"), ToolCallStart(0, "f"), ToolCallArguments(0, '{"a')], Finish.LENGTH)
+    read, whole = written([TextDelta("Hel"), ToolCallStart(0, "f"), ToolCallArguments(0, '{"a')], Finish.LENGTH)
     assert read[-1]["type"] == "response.incomplete"
     assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
     assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
@@ -108,7 +96,7 @@ def test_an_answer_cut_by_its_length_is_incomplete_in_its_last_item() -> None:
 
 
 def test_an_empty_answer_is_an_empty_message() -> None:
-    read, whole = told([], Finish.STOP)
+    read, whole = written([], Finish.STOP)
     assert read[0]["type"] == "response.created"
     assert whole["output"][0]["content"][0]["text"] == ""
 
@@ -154,9 +142,7 @@ def test_the_request_is_repeated() -> None:
         "user": "me",
     }
     writer = script(**asked, store=True, reasoning={"effort": "low"})
-    writer.end(ending(Finish.STOP))
-    whole = orjson.loads(orjson.dumps(writer.whole()))
-    Response.model_validate(whole)
+    _, whole = write_answer(writer, [], ending(Finish.STOP), RESPONSES, Response)
     assert {name: whole[name] for name in asked} == asked
     assert whole["reasoning"]["effort"] == "low"
     assert whole["store"] is False

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import orjson
 import pytest
-from answer_events import RESPONSES, check_types, read_events
+from answer_events import RESPONSES, ending, write_answer
 from openai.types.responses import FunctionTool, NamespaceTool, Response, Tool
 from pydantic import ValidationError
 
-from text_generation_proto.values import FinishReason
-from text_generation_router.api.core.chat import AnswerEnd, Finish
+from text_generation_router.api.core.chat import Finish
 from text_generation_router.api.core.ids import Named
 from text_generation_router.api.openai.responses_events import ResponseScript
 from text_generation_router.api.openai.responses_input import to_conversation
 from text_generation_router.api.openai.responses_schemas import MAX_ITEMS, MAX_PARTS, ResponsesBody
 from text_generation_router.api.openai.responses_tools import HOSTED
 from text_generation_router.chat.conversation import ToolMode
-from text_generation_router.chat.events import TextDelta, ToolCallArguments, ToolCallStart
+from text_generation_router.chat.events import Event, TextDelta, ToolCallArguments, ToolCallStart
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.generation import GenerationResult
 
 Json = dict[str, Any]
 
@@ -120,16 +117,11 @@ def test_a_call_in_the_input_has_the_name_that_the_model_used() -> None:
     assert result["name"] == "a__f"
 
 
-def told(tools: list[Json], called: str) -> tuple[list[Json], Json]:
+def written(tools: list[Json], called: str) -> tuple[list[Json], Json]:
     """Return the events of a stream that calls the function of this name, and the whole reply."""
     writer = ResponseScript(body(tools=tools), NAMED, 7, lambda: 0)
-    events = [TextDelta("Hm."), ToolCallStart(0, called), ToolCallArguments(0, "{}")]
-    end = AnswerEnd(Finish.TOOL_CALLS, GenerationResult(FinishReason.EOS_TOKEN, "some text", 5))
-    read = read_events(b"".join(writer.events([event]) for event in events) + writer.end(end))
-    check_types(read, RESPONSES)
-    whole = orjson.loads(orjson.dumps(writer.whole()))
-    Response.model_validate(whole)
-    return read, whole
+    events: list[Event] = [TextDelta("Hm."), ToolCallStart(0, called), ToolCallArguments(0, "{}")]
+    return write_answer(writer, events, ending(Finish.TOOL_CALLS), RESPONSES, Response)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +129,7 @@ def told(tools: list[Json], called: str) -> tuple[list[Json], Json]:
     [("send_input", "send_input", "multi_agent_v1"), ("exec_command", "exec_command", None), ("a__f", "f", "a")],
 )
 def test_a_call_is_reported_with_its_functions_name_and_namespace(called: str, name: str, space: str | None) -> None:
-    read, whole = told([*CODING, namespace("a", function("f")), namespace("b", function("f"))], called)
+    read, whole = written([*CODING, namespace("a", function("f")), namespace("b", function("f"))], called)
     items = [event["item"] for event in read if event["type"].startswith("response.output_item.")]
     calls = [item for item in [*items, *whole["output"]] if item["type"] == "function_call"]
     assert len(calls) == 3
@@ -150,7 +142,7 @@ def test_a_call_is_reported_with_its_functions_name_and_namespace(called: str, n
 
 def test_tools_are_repeated_as_they_were_sent() -> None:
     tools = [*CODING, {"type": "mcp", "server_label": "x", "server_url": "https://example.org", "headers": None}]
-    _, whole = told(tools, "exec_command")
+    _, whole = written(tools, "exec_command")
     assert whole["tools"] == tools
 
 
