@@ -12,7 +12,6 @@ from text_generation_bench.simulator.config import POLICIES
 from text_generation_bench.simulator.experiment import Experiment, run_experiment
 from text_generation_bench.simulator.plots import BarChart, LineChart, svg
 from text_generation_bench.simulator.scenarios import SCENARIOS
-from text_generation_router.scheduling.scheduler import Scheduler
 
 SHORT = ["--machine", "cpu-135m", "--replicas", "2", "--seconds", "4"]
 
@@ -69,14 +68,3 @@ def test_invalid_arguments(arguments: list[str], message: str, capsys: pytest.Ca
         main(arguments)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_exit_codes_of_failures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert main([*SHORT, "--scenario", "poisson", "--out", str(tmp_path / "file")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
-    monkeypatch.setattr(Scheduler, "requests", property(lambda _: (1,)))
-    assert main([*SHORT, "--scenario", "poisson", "--policies", "ours"]) == 70
-    assert "rule violated: 1 requests are still in the scheduler" in capsys.readouterr().err

@@ -68,15 +68,6 @@ def test_values_are_those_of_the_scheduler() -> None:
     }
 
 
-def test_a_cancellation_counts_once_and_only_if_there_was_something_to_cancel() -> None:
-    scheduler = a_scheduler(batch=1)
-    submit(scheduler, 1, 2)
-    decided(scheduler)
-    for number in (1, 1, 2, 2, 99):
-        scheduler.cancel(RequestId(number))
-    assert scheduler.stats().cancellations == 2
-
-
 @pytest.mark.parametrize(
     ("ratio", "waiting", "steps", "reason"),
     [

@@ -71,15 +71,11 @@ def test_a_step_that_computes_prompt_tokens_is_prefill_and_any_other_decode(
     assert values["text_generation_prompt_tokens_total"] == 9
 
 
-def test_a_report_that_only_acknowledges_is_not_a_step(registry: Registry, metrics: StepMetrics) -> None:
-    metrics.on_report(handled(pb.StepReport(step=1, step_ns=1)))
-    for _ in range(2):
-        metrics.on_report(handled(pb.StepReport(step=1, step_ns=1), steps=0))
-    assert samples(registry)['tgi_batch_inference_count{method="decode"}'] == 1
-
-
-def test_a_report_of_several_steps_counts_each_of_them(registry: Registry, metrics: StepMetrics) -> None:
+def test_each_step_of_a_report_counts_and_a_report_without_steps_does_not(
+    registry: Registry, metrics: StepMetrics
+) -> None:
     metrics.on_report(handled(pb.StepReport(step=4, step_ns=8_000_000_000, forward_ns=4_000_000_000), steps=4))
+    metrics.on_report(handled(pb.StepReport(step=4, step_ns=1), steps=0))
     values = samples(registry)
     assert values['tgi_batch_inference_count{method="decode"}'] == 4
     assert values['tgi_batch_inference_duration_count{method="decode"}'] == 4

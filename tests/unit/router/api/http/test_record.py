@@ -113,23 +113,17 @@ def test_each_generation_has_one_end(
     assert logs[0].get("error_type") == (errors[0] if errors else None)
 
 
-def test_cached_tokens_are_the_minimum_over_the_sequences(metrics: Metrics) -> None:
-    generation = Record().start(metrics)
-    assert generation.cached_tokens == 0
-    queued = GenerationTimes(1.0)
-    for times in (GenerationTimes(1.0, 2.0, 16), GenerationTimes(1.0, 2.0, 4), queued):
-        generation.follow(times)
-    assert generation.cached_tokens == 4
-
-
-def test_cached_tokens_of_several_choices_are_their_minimum(metrics: Metrics) -> None:
+def test_cached_tokens_are_the_minimum_over_sequences_and_choices(metrics: Metrics) -> None:
     record = Record()
-    answers = [record.start(metrics) for _ in range(3)]
-    assert cached_tokens(answers) == 0
-    for answer, found in zip(answers, (32, 0, 32), strict=True):
-        answer.follow(GenerationTimes(1.0, 2.0, found))
-    assert cached_tokens(answers) == 0
-    assert cached_tokens(answers[::2]) == 32
+    first, second = record.start(metrics), record.start(metrics)
+    assert cached_tokens([first, second]) == first.cached_tokens == 0
+    for times in (GenerationTimes(1.0, 2.0, 16), GenerationTimes(1.0, 2.0, 4), GenerationTimes(1.0)):
+        first.follow(times)
+    assert first.cached_tokens == cached_tokens([first]) == 4
+    second.follow(GenerationTimes(1.0, 2.0, 32))
+    assert cached_tokens([first, second]) == cached_tokens([second, first]) == 4
+    second.follow(GenerationTimes(1.0, 2.0, 0))
+    assert cached_tokens([first, second]) == 0
 
 
 def test_the_first_token_of_several_sequences_counts_once(metrics: Metrics) -> None:
