@@ -10,16 +10,16 @@ import dataclasses
 import enum
 import inspect
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import pytest
-from standin_loading import FAKES, VERSIONS, Standin, standing_in
+from standin import FAKES, VERSIONS, importable
 
 from text_generation_shard.engines.tensorrt_llm import api
 
-TABLES: dict[str, dict[str, Any]] = {
-    version: json.loads((FAKES / f"signatures-{version}.json").read_text()) for version in VERSIONS
-}
 REQUIRED = "(required)"
 USED = {
     "LLM.__init__": {"": "model skip_tokenizer_init tensor_parallel_size dtype"},
@@ -72,18 +72,35 @@ FIELDS = ("KvCacheConfig", "SchedulerConfig", "CudaGraphConfig", "TrtLlmArgs", *
 """Entries whose fields are compared."""
 
 
-def cases(kind: str, names: tuple[str, ...] = ()) -> list[Any]:
-    """(version, name) of the entries with a list of this kind."""
-    return [
-        pytest.param(version, name, id=f"{version}-{name}")
-        for version, table in TABLES.items()
-        for name, entry in table["entries"].items()
-        if kind in entry and (name in names or name.startswith("LLM.")) and name != "LLM._collective_rpc"
-    ]
+@dataclass(frozen=True)
+class Release:
+    """One release of the stand-in, and its table."""
+
+    version: str
+    entries: dict[str, Any]
+
+    def find(self, module: str, name: str) -> Any:  # noqa: ANN401 - of any type
+        return getattr(import_module(module), name)
+
+    def class_of(self, name: str) -> Any:  # noqa: ANN401 - a class
+        return self.find(MODULES.get(name, "tensorrt_llm.llmapi"), name)
+
+    def names_in(self, name: str) -> set[str]:
+        """The names in an entry: fields, parameters, attributes, methods; of imports their full names."""
+        entry = self.entries[name]
+        if name == "public imports":
+            return {f"{module}.{found}" for module, names in entry.items() for found in names["names"]}
+        lists = ("attributes", "methods", "properties", "attributes_undocumented_older")
+        return {field["name"] for kind in ("fields", "parameters") for field in entry.get(kind, ())} | {
+            found for kind in lists for found in entry.get(kind, ())
+        }
 
 
-def class_of(standin: Standin, name: str) -> Any:  # noqa: ANN401 - a class
-    return standin.find(MODULES.get(name, "tensorrt_llm.llmapi"), name)
+@pytest.fixture(scope="module", params=VERSIONS)
+def release(request: pytest.FixtureRequest) -> Iterator[Release]:
+    table = json.loads((FAKES / f"signatures-{request.param}.json").read_text())
+    with pytest.MonkeyPatch.context() as patch, importable(request.param, patch):
+        yield Release(request.param, table["entries"])
 
 
 def spell(value: object) -> object:
@@ -109,82 +126,69 @@ def fields_of(cls: Any) -> dict[str, object]:  # noqa: ANN401 - a class
     }
 
 
-@pytest.mark.parametrize(("version", "name"), cases("fields", FIELDS))
-def test_fields(version: str, name: str) -> None:
-    entry = TABLES[version]["entries"][name]
+@pytest.mark.parametrize("name", FIELDS)
+def test_fields(release: Release, name: str) -> None:
+    entry = release.entries.get(name, {})
+    if "fields" not in entry:
+        return
     expected = {field["name"]: field.get("default", REQUIRED) for field in entry["fields"]}
-    with standing_in(version) as standin:
-        cls = class_of(standin, name)
-        found = fields_of(cls)
-        if name == "TrtLlmArgs":  # the table has its additions to BaseLlmArgs
-            inherited = fields_of(class_of(standin, "BaseLlmArgs"))
-            found = {field: default for field, default in found.items() if field not in inherited}
-        expected |= {field: found[field] for field, default in expected.items() if default == "<factory ?()>"}
-        assert found == expected
-        if hasattr(cls, "model_config"):
-            assert cls.model_config["extra"] == "forbid"
-        elif "dataclass" in entry.get("kind", ""):
-            keyword_only = {p.kind is p.KEYWORD_ONLY for p in inspect.signature(cls).parameters.values()}
-            assert keyword_only == {"kw_only" in entry["kind"]}
-            assert "slots" not in entry["kind"] or not hasattr(cls.__new__(cls), "__dict__")
-            private = {field.name for field in dataclasses.fields(cls) if not field.init}
-            assert private >= set(entry.get("private_non_init", ()))
+    cls = release.class_of(name)
+    found = fields_of(cls)
+    if name == "TrtLlmArgs":  # the table has its additions to BaseLlmArgs
+        inherited = fields_of(release.class_of("BaseLlmArgs"))
+        found = {field: default for field, default in found.items() if field not in inherited}
+    expected |= {field: found[field] for field, default in expected.items() if default == "<factory ?()>"}
+    assert found == expected
+    if hasattr(cls, "model_config"):
+        assert cls.model_config["extra"] == "forbid"
+    elif "dataclass" in entry.get("kind", ""):
+        keyword_only = {p.kind is p.KEYWORD_ONLY for p in inspect.signature(cls).parameters.values()}
+        assert keyword_only == {"kw_only" in entry["kind"]}
+        assert "slots" not in entry["kind"] or not hasattr(cls.__new__(cls), "__dict__")
+        private = {field.name for field in dataclasses.fields(cls) if not field.init}
+        assert private >= set(entry.get("private_non_init", ()))
 
 
-@pytest.mark.parametrize(("version", "name"), cases("parameters"))
-def test_parameters(version: str, name: str) -> None:
-    entry = TABLES[version]["entries"][name]
-    with standing_in(version) as standin:
-        function = getattr(class_of(standin, "LLM"), name.partition(".")[2])
+def test_parameters(release: Release) -> None:
+    methods = [name for name, entry in release.entries.items() if name.startswith("LLM.") and "parameters" in entry]
+    assert len(methods) > 3
+    for name in {*methods} - {"LLM._collective_rpc"}:
+        function = getattr(release.class_of("LLM"), name.partition(".")[2])
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
         found = [(p.name, p.kind.name.lower(), REQUIRED if p.default is p.empty else p.default) for p in parameters]
         assert not inspect.iscoroutinefunction(function)
-    assert found == [(p["name"], p["kind"], p.get("default", REQUIRED)) for p in entry["parameters"]]
+        recorded = release.entries[name]["parameters"]
+        assert found == [(p["name"], p["kind"], p.get("default", REQUIRED)) for p in recorded], name
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_public_names_are_defined_in_their_modules(version: str) -> None:
-    with standing_in(version) as standin:
-        for module, entry in TABLES[version]["entries"]["public imports"].items():
-            for name in entry["names"]:
-                assert standin.find(module, name) is not None, f"{module}.{name}"
-        for name, module in MODULES.items():
-            if ONLY_IN.get(name, version) == version:
-                assert class_of(standin, name).__module__ == module
-        assert standin.find("tensorrt_llm.llmapi", "RequestError").__base__ is RuntimeError
-        assert standin.find("tensorrt_llm.llmapi", "LlmArgs") is class_of(standin, "TorchLlmArgs")
-        assert standin.package.LLM.__bases__[0].__name__ == "_TorchLLM"
+def test_public_names_are_defined_in_their_modules(release: Release) -> None:
+    for module, entry in release.entries["public imports"].items():
+        for name in entry["names"]:
+            assert release.find(module, name) is not None, f"{module}.{name}"
+    for name, module in MODULES.items():
+        if ONLY_IN.get(name, release.version) == release.version:
+            assert release.class_of(name).__module__ == module
+    assert release.find("tensorrt_llm.llmapi", "RequestError").__base__ is RuntimeError
+    assert release.find("tensorrt_llm.llmapi", "LlmArgs") is release.class_of("TorchLlmArgs")
+    assert release.class_of("LLM").__bases__[0].__name__ == "_TorchLLM"
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", USED)
-def test_names_that_the_engine_uses_exist(version: str, name: str) -> None:
-    used = {*USED[name].get("", "").split(), *USED[name].get(version, "").split()}
-    if ONLY_IN.get(name, version) != version:
-        assert name not in TABLES[version]["entries"]
+def test_names_that_the_engine_uses_exist(release: Release, name: str) -> None:
+    used = {*USED[name].get("", "").split(), *USED[name].get(release.version, "").split()}
+    if ONLY_IN.get(name, release.version) != release.version:
+        assert name not in release.entries
     else:
-        assert used <= names_in(version, name)
+        assert used <= release.names_in(name)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("protocol", [api.RequestOutput, api.CompletionOutput, api.LLM])
-def test_members_of_the_protocols_exist(version: str, protocol: type) -> None:
+def test_members_of_the_protocols_exist(release: Release, protocol: type) -> None:
     functions = [name for name, value in vars(protocol).items() if inspect.isfunction(value)]
     public = {name for name in (*protocol.__annotations__, *functions) if not name.startswith("_")}
     assert public
     for name in public:
         if protocol is api.LLM:
-            assert f"LLM.{name}" in TABLES[version]["entries"]
+            assert f"LLM.{name}" in release.entries
         else:
-            assert name in names_in(version, protocol.__name__)
-
-
-def names_in(version: str, name: str) -> set[str]:
-    """The names in an entry: fields, parameters, attributes, methods; of imports their full names."""
-    entry = TABLES[version]["entries"][name]
-    if name == "public imports":
-        return {f"{module}.{found}" for module, names in entry.items() for found in names["names"]}
-    lists = ("attributes", "methods", "properties", "attributes_undocumented_older")
-    return {field["name"] for kind in ("fields", "parameters") for field in entry.get(kind, ())} | {
-        found for kind in lists for found in entry.get(kind, ())
-    }
+            assert name in release.names_in(protocol.__name__)

@@ -85,20 +85,6 @@ def test_top_tokens_and_prompt_logprobs(built: Build, version: str) -> None:
         assert len(scores) == len(PROMPT)
 
 
-@pytest.mark.parametrize("version", ["1.3"], indirect=True)  # 1.2 has no prompt log-probabilities
-def test_logprobs_of_a_cached_prompt_belong_to_its_end(built: Build) -> None:
-    driver = SelfDriver(built())
-    prompt = tuple(range(100, 180))
-    driver.admit(prompt, 2, cache_salt="scored-0")  # the salt that the scored prompt will get
-    driver.run()
-    scored = driver.admit(prompt, 2, prompt_logprobs=True)
-    driver.run()
-    (scores,) = scored.prompt_logprobs
-    assert len(scores) == len(prompt)
-    assert math.isnan(scores[1])
-    assert not any(math.isnan(score) for score in scores[-10:])
-
-
 def test_reset_drops_and_aborts_everything(built: Any, tmp_path: Path) -> None:  # noqa: ANN401 - the fixture's class is in conftest.py
     engine = built(step_ms=2, log=tmp_path / "log")
     driver = SelfDriver(engine)

@@ -10,11 +10,11 @@ Comments name the source of each trap. Files are those of the repository NVIDIA/
     py_executor.py, base_worker.py, proxy.py, executor.py, llmapi/utils.py    commits near 1.2.1
     "main"                                   the same files in 2026, before 1.3
 
-Only what the shard uses is imitated; everything else raises NotImplementedError: synchronous reading, several sequences per
-request, beam search, stop strings, text, LoRA, disaggregated serving, other capacity policies than GUARANTEED_NO_EVICT, building
-engines.
+Only what the tests of the shard need is imitated: streaming, log-probabilities, stop tokens, guides of JSON and regular expressions.
+Sampling parameters that would change the tokens are recorded and otherwise ignored; no other capacity policy than
+GUARANTEED_NO_EVICT can be chosen; no engines are built.
 
 Layers, from the caller down: `llm` (checks and submits), `executor` (holds requests), `results` (items as the caller reads them),
-`engine` (the loop, in its own thread), `scheduler` (the batch of an iteration), `sequences` and `choice` (the next token). `settings` lists the
-environment variables that set the pace and cause failures; `inspection` reports to a test in another process what arrived.
+`engine` (the loop, in its own thread), `sequences` (the next token). `settings` lists the environment variables that set the pace
+and cause failures; `inspection` reports to a test in another process what arrived.
 """

@@ -1,79 +1,81 @@
-"""The engine's loop in its own thread: fetch, schedule, compute, answer. Near 1.2.1: py_executor.py."""
+"""The engine's loop in its own thread: fetch, schedule, compute, answer. Near 1.2.1: py_executor.py.
+
+Submitted requests wait; up to `max_batch_size` are active; of these, in order, those run whose whole prompt and output fit in the KV
+cache (GUARANTEED_NO_EVICT), within the token budget of the iteration.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any
 
 from trtllm_standin.inspection import Recorder
-from trtllm_standin.queues import AsyncQueue, wake_readers
-from trtllm_standin.release import Release
-from trtllm_standin.results import ErrorResponse, FinishReason, Response
-from trtllm_standin.scheduler import Batch, Limits, Scheduler
-from trtllm_standin.sequences import Sequence, StepFault
+from trtllm_standin.results import ErrorResponse, FinishReason, RequestOutput
+from trtllm_standin.sequences import RequestFault, Sequence, StepFault
 from trtllm_standin.settings import Fault, Settings
-from trtllm_standin.statistics import Statistics
 
-STATS_INTERVAL_S = 0.2
-"""Interval at which statistics leave the worker (near 1.2.1: worker.py, dispatch_stats)."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """Message: end this request."""
+class Limits:
+    """The limits of an engine."""
 
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Listeners:
-    """Callbacks; the engine's thread calls them."""
-
-    ended: Callable[[int], None]
-    """A request got its last item."""
-    died: Callable[[Exception], None]
-    """The engine died."""
-    measured: Callable[[list[str]], None] | None
-    """Statistics; None: they are fetched."""
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
 
 
 class Engine:
-    """Runs sequences. `submit`, `cancel` and `stop` may be called from any thread."""
+    """Runs sequences. `submit`, `cancel`, `stop` and `freeze` may be called from any thread."""
 
     def __init__(
-        self, limits: Limits, settings: Settings, release: Release, recorder: Recorder, statistics: Statistics | None
+        self, limits: Limits, settings: Settings, recorder: Recorder, *, lacks_cancelled_logprobs: bool
     ) -> None:
-        self.scheduler = Scheduler(limits)
-        self.statistics = statistics
-        self._listeners: Listeners
+        self.limits = limits
+        self.active: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        self.statistics: deque[dict[str, Any]] = deque(maxlen=1000)
+        """The entries that have not been read. An idle engine adds none, so the last entry describes a busy iteration."""
         self._settings = settings
-        self._release = release
         self._recorder = recorder
-        self._inbox: SimpleQueue[Sequence | Cancel | None] = SimpleQueue()
-        self._sequences: dict[int, Sequence] = {}
+        self._cancels_with_token = settings.cancel_with_token and lacks_cancelled_logprobs
+        self._inbox: SimpleQueue[Sequence | int | None] = SimpleQueue()
+        """New sequences, ids of cancelled requests, None to stop."""
         self._cancelled: set[int] = set()
-        self._wake: list[AsyncQueue] = []
+        self._items: list[tuple[RequestOutput, Any]] = []
+        """The items of this iteration."""
+        self._loop: asyncio.AbstractEventLoop
+        self._used_blocks = 0
+        self._iteration = 0
         self._is_stopping = False
-        self._is_blocked = False
         self._is_frozen = False
-        self._published = 0.0
         self._thread = threading.Thread(target=self._run, name="trtllm-standin", daemon=True)
 
-    def start(self, listeners: Listeners) -> None:
-        """Start the loop."""
-        self._listeners = listeners
+    def start(self, ended: Callable[[int], None], died: Callable[[Exception], None]) -> None:
+        """Start the loop, whose thread calls `ended` for a request that got its last item, `died` if the engine died."""
+        self._ended, self._died = ended, died
         self._thread.start()
 
     def submit(self, sequence: Sequence) -> None:
-        """Add a sequence."""
+        """Add a sequence. Called on the event loop of its reader."""
+        # proxy.py assumes that all loops of a process are the same.
+        self._loop = asyncio.get_running_loop()
         self._inbox.put(sequence)
 
     def cancel(self, request_id: int) -> None:
         """Cancel a request; no-op if unknown."""
-        self._inbox.put(Cancel(request_id))
+        self._inbox.put(request_id)
 
     def stop(self) -> None:
         """End the loop once nothing is left to do."""
@@ -88,70 +90,74 @@ class Engine:
         self._is_frozen = True
 
     @property
-    def active(self) -> int:
-        """Number of active sequences."""
-        return len(self.scheduler.active)
-
-    @property
-    def waiting(self) -> int:
-        """Number of sequences that are not active yet."""
-        return len(self.scheduler.waiting) + self._inbox.qsize()
+    def is_idle(self) -> bool:
+        return not self.active and not self.waiting
 
     def _run(self) -> None:
         while self._iterate():
-            wake_readers(self._wake)
-            self._wake.clear()
-        wake_readers(self._wake)
+            self._hand_over()
+        self._hand_over()
 
     def _iterate(self) -> bool:
         """Run one iteration; return False if it was the last."""
-        scheduler = self.scheduler
-        self._fetch(wait=self._is_blocked or (scheduler.is_idle and not self._is_stopping))
+        self._fetch()
         if self._is_frozen:
             threading.Event().wait()
-        if self._is_stopping and scheduler.is_idle:
-            return False
-        for sequence, problem in scheduler.activate():
-            self._fail([sequence], problem)
-        started, active = time.perf_counter(), len(scheduler.active)
-        batch = scheduler.schedule()
-        # Without a batch nothing is cancelled either: _handle_canceled_requests runs only under can_queue.
-        self._is_blocked = not batch and not scheduler.is_idle
-        if not batch:
-            return True
-        self._pause(batch, started)
-        count, interval = self._settings.tokens_per_step, scheduler.limits.stream_interval
-        try:
-            responses = [sequence.step(count, interval) for sequence in batch.sampling]
-        except StepFault as fault:
-            return self._fail_step(fault)
-        self._respond(batch.sampling, responses)
-        if self._cancelled:
-            self._handle_cancels()
-        self._measure(batch, active, started)
+        if self.is_idle:
+            return not self._is_stopping
+        while self.waiting and len(self.active) < self.limits.max_batch_size:
+            self.active.append(self.waiting.popleft())
+        started = time.perf_counter()
+        sampling, context_tokens = self._schedule()
+        pace = (self._settings.step_ms + self._settings.prefill_us * context_tokens / 1e3) / 1e3
+        time.sleep(max(started + pace - time.perf_counter(), 0.0))  # at least yield to other threads
+        for sequence in sampling:
+            try:
+                response = sequence.step(self._settings.tokens_per_step)
+            except RequestFault as fault:
+                self._fail(sequence, str(fault))
+            except StepFault as fault:
+                return self._fail_step(fault)
+            else:
+                self._items.append((sequence.result, response))
+                if response.finish is not None:
+                    self._end(sequence, response.finish)
+        self._handle_cancels()
+        self._measure()
         return True
 
-    def _fetch(self, *, wait: bool) -> None:
-        """Empty the inbox; with `wait`, wait for a message first."""
-        if wait:
-            self._receive(self._inbox.get())
-        while not self._inbox.empty():
-            self._receive(self._inbox.get())
-
-    def _receive(self, message: Sequence | Cancel | None) -> None:
-        match message:
-            case None:
+    def _fetch(self) -> None:
+        """Empty the inbox; if there is nothing else to do, wait for a message first."""
+        wait = self.is_idle and not self._is_stopping
+        while wait or not self._inbox.empty():
+            message = self._inbox.get()
+            wait = False
+            if message is None:
                 self._is_stopping = True
-            case Cancel(request_id):
-                self._cancelled.add(request_id)
-            case _:
-                self._sequences[message.request.id] = message
-                self.scheduler.waiting.append(message)
+            elif isinstance(message, int):
+                self._cancelled.add(message)
+            else:
+                self.waiting.append(message)
 
-    def _pause(self, batch: Batch, started: float) -> None:
-        """Take the time that the step shall take; at least yield to other threads."""
-        pace = (self._settings.step_ms + self._settings.prefill_us * batch.context_tokens / 1e3) / 1e3
-        time.sleep(max(started + pace - time.perf_counter(), 0.0))
+    def _schedule(self) -> tuple[list[Sequence], int]:
+        """Allocate the blocks of sequences that start. Return the sequences that get tokens, and the prompt tokens to compute."""
+        sampling = [sequence for sequence in self.active if sequence.is_generating]
+        budget = limit = self.limits.max_num_tokens - len(sampling)
+        for sequence in self.active:
+            if sequence.is_generating:
+                continue
+            if not sequence.blocks:
+                blocks = -(-(len(sequence.prompt) + sequence.limit) // self.limits.block_size)
+                if self._used_blocks + blocks > self.limits.num_blocks:
+                    break  # the capacity scheduler stops at the first that does not fit
+                self._used_blocks += blocks
+                sequence.blocks = blocks
+            chunk = min(len(sequence.prompt) - sequence.prefilled, budget)
+            budget -= chunk
+            sequence.prefilled += chunk
+            if sequence.is_generating:
+                sampling.append(sequence)
+        return sampling, limit - budget
 
     def _handle_cancels(self) -> None:
         """Cancel after the step; a sequence that ended in it has ended by itself.
@@ -159,73 +165,67 @@ class Engine:
         A request that is not active is dropped from the queue without an item, so its reader waits forever (py_executor.py,
         update_waiting_queue).
         """
-        with_token = self._settings.cancel_with_token and self._release.lacks_cancelled_logprobs
-        for request_id in self._cancelled:
-            sequence = self._sequences.get(request_id)
-            if sequence is None:
-                continue
-            if sequence in self.scheduler.waiting:
-                self.scheduler.waiting.remove(sequence)
-                del self._sequences[request_id]
-                self._recorder.write("end", id=request_id, reason="dropped", tokens=0)
+        for sequence in [sequence for sequence in (*self.waiting, *self.active) if sequence.id in self._cancelled]:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+                self._recorder.write("end", id=sequence.id, reason="dropped", tokens=0)
             else:
-                self._respond([sequence], [sequence.cancel(with_token=with_token)])
+                with_token = self._cancels_with_token and sequence.top is not None
+                self._items.append((sequence.result, sequence.cancel(with_token=with_token)))
+                self._end(sequence, FinishReason.CANCELLED)
         self._cancelled.clear()
 
-    def _respond(self, sequences: list[Sequence], responses: list[Response | None]) -> None:
-        """Deliver the items of an iteration."""
-        ended = []
-        for sequence, response in zip(sequences, responses, strict=True):
-            if response is None:
-                if sequence.error is not None:
-                    self._fail([sequence], sequence.error)
-                continue
-            self._deliver(sequence, response)
-            if response.finish is not None:
-                ended.append(sequence)
-                is_stop = response.finish is FinishReason.STOP_WORDS
-                self._forget(sequence, "stop" if is_stop else response.finish.value)
-        if ended:
-            self.scheduler.end(ended)
+    def _end(self, sequence: Sequence, finish: FinishReason | None) -> None:
+        """Free the blocks of a sequence; `finish` is None after an error."""
+        self._used_blocks -= sequence.blocks
+        self.active.remove(sequence)
+        self._ended(sequence.id)
+        reason = "error" if finish is None else finish.value.partition(" ")[0]
+        self._recorder.write("end", id=sequence.id, reason=reason, tokens=sequence.generated)
 
-    def _fail(self, sequences: list[Sequence], message: str) -> None:
-        """Deliver an error to each sequence and free its blocks (_handle_errors)."""
-        self.scheduler.end(sequences)
-        for sequence in sequences:
-            request_id = sequence.request.id
-            self._deliver(sequence, ErrorResponse(request_id, message, request_id))
-            self._forget(sequence, "error")
-
-    def _deliver(self, sequence: Sequence, item: object) -> None:
-        queue = sequence.request.queue
-        queue.items.append(item)
-        self._wake.append(queue)
-
-    def _forget(self, sequence: Sequence, reason: str) -> None:
-        request_id = sequence.request.id
-        del self._sequences[request_id]
-        self._listeners.ended(request_id)
-        self._recorder.write("end", id=request_id, reason=reason, tokens=len(sequence.generated))
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        """Deliver an error (_handle_errors)."""
+        self._items.append((sequence.result, ErrorResponse(sequence.id, message, sequence.id)))
+        self._end(sequence, None)
 
     def _fail_step(self, fault: StepFault) -> bool:
         """Handle a failed step; return False if the loop ends."""
         if fault.fault is Fault.HANG:
-            wake_readers(self._wake)
+            self._hand_over()
             threading.Event().wait()
         if fault.fault is Fault.FATAL:
-            self._listeners.died(RuntimeError(str(fault)))
+            self._died(RuntimeError(str(fault)))
             return False
         # _handle_errors fails all active requests with the same text. Waiting ones go on – or, with the overlap scheduler,
         # wait forever: its loop ends with "assert sample_state is not None".
-        self._fail(list(self.scheduler.active), str(fault))
+        for sequence in list(self.active):
+            self._fail(sequence, str(fault))
         return not self._settings.step_fail_ends
 
-    def _measure(self, batch: Batch, active: int, started: float) -> None:
-        if self.statistics is None:
-            return
-        now = time.perf_counter()
-        self.statistics.add(self.scheduler, batch, active=active, unfetched=self._inbox.qsize(), seconds=now - started)
-        publish = self._listeners.measured
-        if publish is not None and (self.scheduler.is_idle or now - self._published >= STATS_INTERVAL_S):
-            self._published = now
-            publish(self.statistics.take())
+    def _measure(self) -> None:
+        """Add the statistics of an iteration, with the library's keys (cpp/tensorrt_llm/executor/jsonSerialization.cpp)."""
+        self._iteration += 1
+        cache = {
+            "maxNumBlocks": self.limits.num_blocks,
+            "usedNumBlocks": self._used_blocks,
+            "tokensPerBlock": self.limits.block_size,
+        }
+        # Waiting sequences are not counted (py_executor.py near 1.2.1).
+        self.statistics.append(
+            {"iter": self._iteration, "numQueuedRequests": self._inbox.qsize(), "kvCacheStats": cache}
+        )
+
+    def _hand_over(self) -> None:
+        """Hand the items of an iteration to their readers by one callback on the event loop."""
+        if items := self._items:
+            self._items = []
+            try:
+                self._loop.call_soon_threadsafe(put, items)
+            except RuntimeError:  # proxy.py, EventLoopShutdownError
+                log.warning("the event loop of the readers is closed")
+
+
+def put(items: list[tuple[RequestOutput, Any]]) -> None:
+    """Wake the readers of these items. Called on their loop."""
+    for result, item in items:
+        result.items.put_nowait(item)

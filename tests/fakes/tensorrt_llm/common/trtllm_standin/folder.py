@@ -1,4 +1,4 @@
-"""Sizes and end tokens of a model folder, from config.json and generation_config.json."""
+"""Sizes of a model folder, from config.json."""
 
 from __future__ import annotations
 
@@ -7,31 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VOCAB_SIZE = 1 << 20
-"""Default; larger than any tokenizer's vocabulary."""
-MAX_POSITIONS = 32768
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """The properties of a model that matter here."""
 
-    vocab_size: int = VOCAB_SIZE
-    max_positions: int = MAX_POSITIONS
-    eos_token_ids: tuple[int, ...] = ()
-    """From generation_config.json, else config.json."""
+    vocab_size: int
+    max_positions: int
 
 
 def read_model(folder: Path) -> ModelFacts:
-    """Read the folder; defaults if it is missing. Raises ValueError if config.json is not JSON."""
+    """Read the folder of a checkpoint or of compiled engines."""
     config = read_json(folder / "config.json")
-    inner = {**config, **config.get("text_config", {})}
-    ends = read_json(folder / "generation_config.json").get("eos_token_id", inner.get("eos_token_id"))
-    return ModelFacts(
-        vocab_size=inner.get("vocab_size", VOCAB_SIZE),
-        max_positions=inner.get("max_position_embeddings", MAX_POSITIONS),
-        eos_token_ids=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
-    )
+    inner = config.get("pretrained_config", config)
+    return ModelFacts(inner["vocab_size"], inner["max_position_embeddings"])
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,13 +1,10 @@
 """Reports to a test, also in another process, what reached the stand-in: one line of JSON per event.
 
-{"event": "llm", "version", "arguments"}                    an LLM was constructed
-{"event": "request", "id", "prompt", "sampling", "with"}    generate_async: `sampling` has the fields of SamplingParams
-                                                            that differ from their defaults, before the library
-                                                            modifies them; `with` some of the other arguments
+{"event": "request", "id", "prompt", "sampling", "cache_salt"}    generate_async: `sampling` has the fields of SamplingParams
+                                                                  that differ from their defaults
 {"event": "abort", "id"}
-{"event": "end", "id", "reason", "tokens"}                  stop, length, cancelled, error; `dropped`: cancelled while
-                                                            it waited, never answered
-{"event": "shutdown", "active", "waiting"}                  what was left when shutdown began
+{"event": "end", "id", "reason", "tokens"}    stop, length, cancelled, error; `dropped`: cancelled while it waited, never answered
+{"event": "shutdown"}                         shutdown began
 """
 
 from __future__ import annotations

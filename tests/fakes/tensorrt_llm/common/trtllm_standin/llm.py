@@ -1,34 +1,25 @@
-"""LLM: reads arguments, builds the engine, checks and submits requests. 1.2.1: llmapi/llm.py."""
+"""LLM: reads arguments, builds the engine, checks and submits requests. 1.2.1: llmapi/llm.py, base_worker.py."""
 
 from __future__ import annotations
 
 import atexit
-import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from trtllm_standin.engine import Engine
+from trtllm_standin.engine import Engine, Limits
 from trtllm_standin.executor import GenerationExecutor
-from trtllm_standin.folder import ModelFacts, read_model
-from trtllm_standin.guides import GuidedDecoder, Tokenizer, load_tokenizer
-from trtllm_standin.inspection import Recorder, changed_fields, plain
-from trtllm_standin.release import SAMPLING_EXTRAS, Release
+from trtllm_standin.folder import read_json, read_model
+from trtllm_standin.guides import GuidedDecoder
+from trtllm_standin.inspection import Recorder, changed_fields
+from trtllm_standin.release import Release
 from trtllm_standin.results import RequestOutput
-from trtllm_standin.scheduler import Limits
+from trtllm_standin.sequences import Sequence
 from trtllm_standin.settings import Settings
-from trtllm_standin.statistics import Statistics
-from trtllm_standin.worker import Worker
 
-if TYPE_CHECKING:
-    from trtllm_standin.results import IterationResult, NothingYet
-
-log = logging.getLogger(__name__)
 KV_TOKENS = 65536
 """Size of the KV cache unless kv_cache_config.max_tokens is set."""
-IGNORED = ("kv_cache_retention_config", "scheduling_params", "trace_headers", "priority")
-"""Arguments of generate_async without effect here; all others that are not imitated must be None."""
 
 
 class StandInLLM:
@@ -50,54 +41,30 @@ class StandInLLM:
         self.args = self.args_class(**arguments, **kwargs)
         self._settings = Settings.read()
         self._recorder = Recorder(self._settings.log)
-        values = {**plain(arguments), **{key: plain(value) for key, value in kwargs.items()}}
-        self._recorder.write("llm", version=self.release.version, arguments=values)
-        self._ranks = self._world_size()
-        self._facts = self._read_facts()
-        self.tokenizer = None if self.args.skip_tokenizer_init else load_tokenizer(Path(self.args.model))
-        self._build()
-        atexit.register(_shut_down, weakref.ref(self))
-
-    def _build(self) -> None:
-        backend = self.args.guided_decoding_backend
-        extras = SAMPLING_EXTRAS if self._uses_cxx_sampler() else self.release.sampling_extras
         try:
-            guided = None if backend is None else GuidedDecoder(backend, self.tokenizer)
-            worker = Worker(
-                release=self.release,
-                limits=self._limits(),
-                sampling_extras=extras,
-                default_seed=0 if self._uses_cxx_sampler() else None,
-                faults=self._settings.faults,
-                guided=guided,
-            )
+            self._limits = self._read_limits()
+            backend, folder = self.args.guided_decoding_backend, Path(self.args.model)
+            self._guided = None
+            if backend is not None:
+                # py_executor_creator.py, get_guided_decoding_config: without a tokenizer the executor is not created.
+                assert not self.args.skip_tokenizer_init, "tokenizer is not None"
+                self._guided = GuidedDecoder(backend, folder)
         except Exception as error:
             # proxy.py: an error in the worker is the cause of this one.
             raise RuntimeError("Executor worker returned error") from error
-        statistics = None
-        if self._collects_stats():
-            statistics = Statistics(detailed=self.release.detailed_stats)
-        engine = Engine(worker.limits, self._settings, self.release, self._recorder, statistics)
-        self._executor = GenerationExecutor(engine, worker, self._settings, self._recorder, ranks=self._ranks)
+        engine = Engine(
+            self._limits,
+            self._settings,
+            self._recorder,
+            lacks_cancelled_logprobs=self.release.lacks_cancelled_logprobs,
+        )
+        ranks = self.args.tensor_parallel_size * self.args.pipeline_parallel_size * self.args.context_parallel_size
+        self._executor = GenerationExecutor(engine, self.release, self._settings, self._recorder, ranks=ranks)
+        atexit.register(_shut_down, weakref.ref(self))
 
-    # ----------------------------------------------------------------------- what the backend for compiled engines changes
-
-    def _world_size(self) -> int:
-        args = self.args
-        return int(args.tensor_parallel_size * args.pipeline_parallel_size * args.context_parallel_size)
-
-    def _read_facts(self) -> ModelFacts:
-        return read_model(Path(self.args.model))
-
-    def _uses_cxx_sampler(self) -> bool:
-        return str(getattr(self.args, "sampler_type", "")) == "TRTLLMSampler"
-
-    def _collects_stats(self) -> bool:
-        return bool(self.args.enable_iter_perf_stats)
-
-    def _limits(self) -> Limits:
-        """The limits of the engine. max_seq_len is reduced to the KV cache with a warning (pyexecutor, _util.py)."""
-        args = self.args
+    def _read_limits(self) -> Limits:
+        """max_seq_len is reduced to the KV cache with a warning (pyexecutor, _util.py)."""
+        args, facts = self.args, read_model(Path(self.args.model))
         if getattr(args.scheduler_config.capacity_scheduler_policy, "value", "") != "GUARANTEED_NO_EVICT":
             raise NotImplementedError("the stand-in imitates the capacity policy GUARANTEED_NO_EVICT only")
         cache = args.kv_cache_config
@@ -105,19 +72,11 @@ class StandInLLM:
         return Limits(
             max_batch_size=args.max_batch_size or 2048,
             max_num_tokens=args.max_num_tokens,
-            max_seq_len=min(args.max_seq_len or self._facts.max_positions, blocks * cache.tokens_per_block),
-            chunked_prefill=args.enable_chunked_prefill,
-            vocab_size=self._facts.vocab_size,
+            max_seq_len=min(args.max_seq_len or facts.max_positions, blocks * cache.tokens_per_block),
+            vocab_size=facts.vocab_size,
             num_blocks=blocks,
             block_size=cache.tokens_per_block,
-            stream_interval=getattr(args, "stream_interval", 1),
-            reuses_blocks=cache.enable_block_reuse,
         )
-
-    def _check_arguments(self, prompt_len: int, sampling_params: Any) -> None:  # noqa: ANN401 - SamplingParams
-        """Raise an exception for a request that the backend refuses at once."""
-
-    # ---------------------------------------------------------------------------------------------------------------- use
 
     def shutdown(self) -> None:
         """Stop. May hang: see GenerationExecutor.shutdown."""
@@ -125,19 +84,15 @@ class StandInLLM:
             self._executor.shutdown()
             self._executor = None
 
-    def get_stats_async(self, timeout: float | None = 2) -> IterationResult | NothingYet:
+    def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, Any]]:
         """Return statistics of iterations not read before, as an asynchronous iterable."""
         assert self._executor is not None
-        return self._executor.aget_stats(timeout or 0)
+        return self._executor.stats(timeout or 0)
 
     def _check_health(self) -> bool:
         """1.2.1: False only after shutdown. Main: False as well if the engine is dead (PR #12718)."""
         executor = self._executor
         return executor is not None and not executor.is_shutdown() and not executor.is_known_dead
-
-    def __del__(self) -> None:
-        if self.__dict__.get("_executor") is not None:
-            self.shutdown()
 
     def _get_kv_cache_capacity(self) -> dict[str, int]:
         assert self._executor is not None
@@ -149,40 +104,58 @@ class StandInLLM:
         sampling_params: Any,  # noqa: ANN401 - SamplingParams of either release
         streaming: bool,
         cache_salt: str | None,
-        **others: Any,  # noqa: ANN401 - arguments of some releases
+        **_: Any,  # noqa: ANN401 - arguments of some releases
     ) -> RequestOutput:
         if self._executor is None or self._executor.is_shutdown():
             raise RuntimeError("LLM is shutting down")
+        if not isinstance(inputs, dict):
+            raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
+        if not streaming or sampling_params.end_id is None:
+            raise NotImplementedError("the stand-in streams, and takes no end_id from a tokenizer")
+        prompt = inputs["prompt_token_ids"]
         description = {}
         if self._recorder.is_on:
-            is_params = isinstance(sampling_params, self.sampling_class)
-            sampling = changed_fields(sampling_params) if is_params else None
-            description = {"sampling": sampling, "with": {"streaming": streaming, "cache_salt": cache_salt}}
-        params = self._prepare(sampling_params)
-        for name, value in others.items():
-            if value is not None and name not in IGNORED:
-                raise NotImplementedError(f"the stand-in does not imitate {name}")
-        token_ids = inputs.get("prompt_token_ids") if isinstance(inputs, dict) else inputs
-        if not isinstance(token_ids, list):
-            raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
-        self._check_arguments(len(token_ids), params)
-        # The caller's object is modified.
-        if params._stream_interval is None:
-            params._stream_interval = getattr(self.args, "stream_interval", 1)
+            description = {"sampling": changed_fields(sampling_params), "cache_salt": cache_salt}
         return self._executor.generate_async(
-            token_ids, params, streaming=streaming, cache_salt=cache_salt, description=description
+            prompt,
+            lambda result: self._sequence(result, prompt, sampling_params),
+            keeps_stop=sampling_params.include_stop_str_in_output,
+            description=description,
         )
 
-    def _prepare(self, sampling_params: Any) -> Any:  # noqa: ANN401 - see _generate_async
-        if sampling_params is None:
-            sampling_params = self.sampling_class()
-        if not isinstance(sampling_params, self.sampling_class):
-            raise TypeError(f"The sampling_params must be type SamplingParams or None, but got {type(sampling_params)}")
-        if sampling_params.end_id is None:
-            raise ValueError("the stand-in needs end_id; the library would take it from a tokenizer")
-        return sampling_params
+    def _sequence(self, result: RequestOutput, prompt: list[int], params: Any) -> Sequence:  # noqa: ANN401 - SamplingParams
+        """Return the sequence of a request. Raises ValueError if it cannot be served."""
+        if params.max_tokens <= 0:
+            raise ValueError(f"`max_tokens` ({params.max_tokens}) must be greater than 0")
+        ignores_stops = params.ignore_eos and self.release.ignores_stops_with_eos
+        # py_executor.py silently ignores a guide without a decoder.
+        guide = None if self._guided is None else params.guided_decoding
+        return Sequence(
+            result,
+            prompt,
+            # Silently reduced: the sequence then ends early, by length.
+            limit=min(params.max_tokens, self._limits.max_seq_len - len(prompt)),
+            end_id=-1 if params.ignore_eos else params.end_id,
+            stop_token_ids=frozenset(() if ignores_stops else params.stop_token_ids or ()),
+            top=params.logprobs,
+            prompt_top=params.prompt_logprobs,
+            vocab_size=self._limits.vocab_size,
+            faults=self._settings.faults,
+            guide=None if self._guided is None or guide is None else self._guided.follow(guide, params.end_id),
+        )
 
-    tokenizer: Tokenizer | None
+
+class CompiledLLM(StandInLLM):
+    """The backend of 1.2 for compiled engines: a folder with config.json and a file per rank (_TrtLLM in llmapi/llm.py)."""
+
+    def _read_limits(self) -> Limits:
+        """Batch and token limits are reduced to those of the build; the others are replaced by them."""
+        args, config = self.args, read_json(Path(self.args.model) / "config.json")
+        built = config["build_config"]
+        for name in ("max_batch_size", "max_num_tokens"):
+            setattr(args, name, min(getattr(args, name) or built[name], built[name]))
+        args.max_seq_len, args.max_input_len = built["max_seq_len"], built["max_input_len"]
+        return super()._read_limits()
 
 
 StandInLLM.RECORDED_METHODS = {

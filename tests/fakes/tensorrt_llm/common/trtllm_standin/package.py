@@ -9,16 +9,14 @@ from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from typing import Any
 
-from trtllm_standin.compiled import CompiledLLM
 from trtllm_standin.executor import GenerationExecutor
-from trtllm_standin.llm import StandInLLM
+from trtllm_standin.llm import CompiledLLM, StandInLLM
 from trtllm_standin.recorded import ENUMS, Recorded
 from trtllm_standin.release import RELEASES
 from trtllm_standin.results import (
     CompletionOutput,
     EngineDeadError,
     ErrorResponse,
-    IterationResult,
     Logprob,
     RequestError,
     RequestOutput,
@@ -28,8 +26,8 @@ from trtllm_standin.sampling import GuideMethods, SamplingMethods
 MODULES = {
     "tensorrt_llm": ("LLM", "SamplingParams", "__version__"),
     "tensorrt_llm.version": ("__version__",),
-    "tensorrt_llm.executor": ("GenerationExecutor", "IterationResult"),
-    "tensorrt_llm.executor.result": ("CompletionOutput", "IterationResult", "Logprob"),
+    "tensorrt_llm.executor": ("GenerationExecutor"),
+    "tensorrt_llm.executor.result": ("CompletionOutput", "Logprob"),
     "tensorrt_llm.executor.utils": ("ErrorResponse", "RequestError"),
     "tensorrt_llm.llmapi": ("RequestError", "RequestOutput"),
     "tensorrt_llm.llmapi.llm": ("LLM", "RequestOutput"),
@@ -44,7 +42,7 @@ MODULES_OF_1_3 = {
 }
 BEHAVIOUR: dict[str, type] = {"SamplingParams": SamplingMethods, "GuidedDecodingParams": GuideMethods}
 """Recorded classes → the class that adds their behaviour."""
-OWN = (CompletionOutput, EngineDeadError, ErrorResponse, GenerationExecutor, IterationResult, Logprob, RequestOutput)
+OWN = (CompletionOutput, EngineDeadError, ErrorResponse, GenerationExecutor, Logprob, RequestOutput)
 
 
 def install(version: str) -> None:

@@ -49,9 +49,3 @@ class SamplingMethods:
             raise ValueError(f"require temperature >= 0, got temperature={self.temperature}")
         if self.guided_decoding is not None:
             self.guided_decoding._validate()
-
-    @property
-    def _greedy_decoding(self) -> bool:
-        """A request with nothing set is greedy; one with a temperature or top_p of 1 is not."""
-        nothing_set = self.temperature is None and self.top_p is None and self.top_k is None
-        return bool(nothing_set or self.top_k == 1 or self.top_p == 0 or self.temperature == 0)
