@@ -160,16 +160,3 @@ async def test_a_step_scheduled_engine_is_unimplemented(tmp_path: Path) -> None:
         for method in METHODS + STREAMS:
             code = await status(gateway.channel, f"/trtllm.TrtllmService/{method}", streams=method in STREAMS)
             assert code is grpc.StatusCode.UNIMPLEMENTED, method
-
-
-async def test_other_services_and_methods_are_unimplemented(tmp_path: Path) -> None:
-    async with serve_gateway(echo(), tmp_path) as gateway:
-        for method in (
-            "/vllm.grpc.engine.VllmEngine/HealthCheck",  # a gateway probes one service after the other
-            "/sglang.grpc.scheduler.SglangScheduler/HealthCheck",
-            "/trtllm.TrtllmService/GetLoads",
-            "/trtllm.TrtllmService/Embed",
-        ):
-            assert await status(gateway.channel, method) is grpc.StatusCode.UNIMPLEMENTED
-        subscribe = "/trtllm.TrtllmService/SubscribeKvEvents"
-        assert await status(gateway.channel, subscribe, streams=True) is grpc.StatusCode.UNIMPLEMENTED

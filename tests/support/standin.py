@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +38,31 @@ def model_folder(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def read_log(path: Path) -> Any:  # noqa: ANN401 - its class is not importable here
-    """Read the file that TRTLLM_STANDIN_LOG names, as trtllm_standin.inspection.Log."""
-    spec = importlib.util.spec_from_file_location("standin_inspection", FAKES / "common/trtllm_standin/inspection.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module there
-    spec.loader.exec_module(module)
-    return module.Log.read(path)
+@dataclass(frozen=True, slots=True)
+class Log:
+    """The events that the stand-in reported so far: see trtllm_standin.inspection."""
+
+    events: tuple[dict[str, Any], ...]
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of a kind, in order."""
+        return [entry for entry in self.events if entry["event"] == event]
+
+    @property
+    def ends(self) -> Counter[str]:
+        """Reason → number of requests that ended so."""
+        return Counter(entry["reason"] for entry in self.of("end"))
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Ids of requests without an end."""
+        return {entry["id"] for entry in self.of("request")} - {entry["id"] for entry in self.of("end")}
+
+
+def read_log(path: Path) -> Log:
+    """Read the complete lines of the file that TRTLLM_STANDIN_LOG names; it may still grow."""
+    text = path.read_text() if path.exists() else ""
+    return Log(tuple(json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")))
 
 
 @contextmanager

@@ -12,8 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 
@@ -32,33 +30,6 @@ class Recorder:
     def is_on(self) -> bool:
         """True if events are written."""
         return self._file >= 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Log:
-    """The events so far."""
-
-    events: tuple[dict[str, Any], ...]
-
-    @classmethod
-    def read(cls, path: Path) -> Log:
-        """Read the complete lines of a file that may still grow."""
-        text = path.read_text() if path.exists() else ""
-        return cls(tuple(json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")))
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        """Return the events of a kind, in order."""
-        return [entry for entry in self.events if entry["event"] == event]
-
-    @property
-    def ends(self) -> Counter[str]:
-        """Reason → number of requests that ended so."""
-        return Counter(entry["reason"] for entry in self.of("end"))
-
-    @property
-    def unfinished(self) -> set[int]:
-        """Ids of requests without an end."""
-        return {entry["id"] for entry in self.of("request")} - {entry["id"] for entry in self.of("end")}
 
 
 def changed_fields(params: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclass of either release
