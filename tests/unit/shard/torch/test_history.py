@@ -22,7 +22,8 @@ def test_histories_follow_sequences_that_grow_and_change_slots() -> None:
         for sequence in sequences:
             sequence.tokens.append(100 * step + sequence.slot)
         if step == 2:
-            sequences[1] = a_sequence(5, [4, 4, 4, 4])
+            # As many tokens as the slot has stored: only the owner differs.
+            sequences[1] = a_sequence(5, [4, 4, 4])
         if step == 4:
             # A longer sequence in a higher slot than any before: the tensor must grow.
             sequences.append(a_sequence(11, list(range(50))))
