@@ -9,11 +9,12 @@ import pytest
 
 from text_generation_proto.values import MAX_LOGIT_BIAS, Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import NewSequence, sequence_problem
+from text_generation_shard.engine import NewSequence as New
+from text_generation_shard.engine import sequence_problem
 from text_generation_shard.engines.echo import EchoEngine
 
-INFO = EchoEngine.build(ShardConfig(engine="echo")).info
-VALID = NewSequence(0, (1, 2, 3), Stopping(4))
+INFO = replace(EchoEngine.build(ShardConfig(engine="echo")).info, max_sequence_length=64)
+VALID = New(0, (1, 2, 3), Stopping(4))
 
 
 def test_values_in_range_are_no_problem() -> None:
@@ -24,48 +25,60 @@ def test_values_in_range_are_no_problem() -> None:
         logit_bias_ids=(0, INFO.vocab_size - 1),
         logit_bias_values=(-100.0, 100.0),
     )
-    stopping = Stopping(4, min_new_tokens=4)
-    admission = replace(
-        VALID, sampling=sampling, stopping=stopping, logprobs=LogprobOptions(prompt=True, prompt_top_n=20)
-    )
-    assert sequence_problem(VALID, INFO) is None
-    assert sequence_problem(admission, INFO) is None
+    logprobs = LogprobOptions(prompt=True, prompt_top_n=20)
+    for new in (VALID, New(0, (1, 2, 3), Stopping(61, min_new_tokens=61), sampling, logprobs=logprobs)):
+        assert sequence_problem(new, INFO) is None
 
 
 @pytest.mark.parametrize(
-    ("sampling", "words"),
+    ("changes", "words"),
     [
-        *((Sampling(min_p=value), "min_p") for value in (-0.1, 1.1, math.nan, math.inf)),
-        *((Sampling(output_frequency_penalty=value), "output_frequency_penalty") for value in (-2.1, 2.1, math.nan)),
-        *((Sampling(output_presence_penalty=value), "output_presence_penalty") for value in (-2.1, 2.1, math.nan)),
-        *(
-            (Sampling(logit_bias_ids=(1,), logit_bias_values=(value,)), "logit_bias values")
-            for value in (-100.1, 100.1, math.nan, -math.inf)
-        ),
-        (Sampling(logit_bias_ids=(1, 2), logit_bias_values=(0.0,)), "differ in length"),
-        (Sampling(logit_bias_ids=(INFO.vocab_size,), logit_bias_values=(0.0,)), "outside the vocabulary"),
-        (
-            Sampling(logit_bias_ids=(1,) * (MAX_LOGIT_BIAS + 1), logit_bias_values=(0.0,) * (MAX_LOGIT_BIAS + 1)),
-            "at most 1024",
-        ),
+        ({"slot": INFO.max_slots}, f"slot {INFO.max_slots} is not one of {INFO.max_slots}"),
+        ({"prompt": ()}, "the prompt is empty"),
+        ({"prompt": (INFO.vocab_size,)}, "a prompt token is outside the vocabulary"),
+        ({"computed_tokens": 3, "blocks": (7,)}, "at least one prompt token to compute"),
+        ({"computed_tokens": 1}, "do not fit in the blocks"),
+        ({"generated_tokens": 3}, "generated_tokens must leave at least one"),
+        ({"stopping": Stopping(0)}, "max_new_tokens must be at least 1"),
+        ({"stopping": Stopping(62)}, "exceed the model's 64 positions"),
+        ({"stopping": Stopping(4, min_new_tokens=5)}, "at most max_new_tokens"),
+        ({"logprobs": LogprobOptions(21)}, "top_n is at most 20"),
+        ({"logprobs": LogprobOptions(prompt_top_n=2)}, "prompt logprobs only"),
+        ({"logprobs": LogprobOptions(prompt=True, prompt_top_n=21)}, "prompt_top_n is at most 20"),
+        ({"grammar": Grammar(GrammarKind.REGEX, "a")}, "serves no grammars"),
     ],
 )
-def test_sampling_out_of_range_is_reported_by_name(sampling: Sampling, words: str) -> None:
-    problem = sequence_problem(replace(VALID, sampling=sampling), INFO)
-    assert problem is not None
-    assert words in problem
+def test_a_problem_of_a_sequence_is_reported_by_name(changes: dict[str, object], words: str) -> None:
+    assert words in str(sequence_problem(replace(VALID, **changes), INFO))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("admission", "words"),
+    ("name", "values"),
     [
-        (replace(VALID, stopping=Stopping(4, min_new_tokens=5)), "at most max_new_tokens"),
-        (replace(VALID, logprobs=LogprobOptions(prompt_top_n=2)), "prompt logprobs only"),
-        (replace(VALID, logprobs=LogprobOptions(prompt=True, prompt_top_n=21)), "prompt_top_n is at most 20"),
-        (replace(VALID, grammar=Grammar(GrammarKind.REGEX, "a")), "serves no grammars"),
+        ("temperature", (0.0, math.nan)),
+        ("top_p", (0.0,)),
+        ("repetition_penalty", (-1.0,)),
+        ("frequency_penalty", (2.1,)),
+        ("min_p", (-0.1, 1.1, math.nan, math.inf)),
+        ("output_frequency_penalty", (-2.1, 2.1, math.nan)),
+        ("output_presence_penalty", (-2.1, 2.1, math.nan)),
     ],
 )
-def test_other_problems_are_reported_by_name(admission: NewSequence, words: str) -> None:
-    problem = sequence_problem(admission, INFO)
-    assert problem is not None
-    assert words in problem
+def test_sampling_out_of_range_is_reported_by_name(name: str, values: tuple[float, ...]) -> None:
+    for value in values:
+        sampling = Sampling(**{name: value})  # type: ignore[arg-type]
+        assert str(sequence_problem(replace(VALID, sampling=sampling), INFO)).startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "words"),
+    [
+        *(((1,), (value,), "logit_bias values") for value in (-100.1, 100.1, math.nan, -math.inf)),
+        ((1, 2), (0.0,), "differ in length"),
+        ((INFO.vocab_size,), (0.0,), "outside the vocabulary"),
+        ((1,) * (MAX_LOGIT_BIAS + 1), (0.0,) * (MAX_LOGIT_BIAS + 1), "at most 1024"),
+    ],
+)
+def test_problems_of_a_logit_bias(ids: tuple[int, ...], values: tuple[float, ...], words: str) -> None:
+    sampling = Sampling(logit_bias_ids=ids, logit_bias_values=values)
+    assert words in str(sequence_problem(replace(VALID, sampling=sampling), INFO))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from text_generation_proto.values import FailureCode, FinishReason, LogprobOptions, Sampling, Stopping
+from text_generation_proto.values import FailureCode, LogprobOptions, Sampling, Stopping
 from text_generation_shard.engine import EngineInfo, NewSequence, Orders, Scheduling, StepResult
 from text_generation_shard.step.sequence import SamplerOutput, Sequence, StepRows
 from text_generation_shard.step.table import SequenceTable
@@ -109,6 +109,7 @@ def test_results_do_not_depend_on_the_persistent_batch(seed: int) -> None:
         Host(SequenceTable(INFO, num_blocks=BLOCKS * 8, runs_ahead=runs_ahead)) for runs_ahead in (False, True)
     )
     free = list(range(BLOCKS * 8))
+    blocks: dict[Sequence, list[int]] = {}
     largest = finished = failed = 0
     for number in range(400):
         orders = random_orders(draw, number, dict(plain.table.sequences), free)
@@ -117,6 +118,9 @@ def test_results_do_not_depend_on_the_persistent_batch(seed: int) -> None:
         assert by_slot(result) == by_slot(expected)
         assert persistent.table.used_blocks == plain.table.used_blocks
         assert len(persistent.table) == len(plain.table)
+        if (rows := persistent.pending[0].persistent) is not None:
+            blocks |= {sequence: list(sequence.blocks) for sequence in rows.changed}
+            assert all(blocks.get(sequence) == sequence.blocks for sequence in rows.sequences)
         largest = max(largest, persistent.pending[0].num_persistent)
         finished += len(result.finished)
         failed += len(result.failed)
@@ -125,53 +129,22 @@ def test_results_do_not_depend_on_the_persistent_batch(seed: int) -> None:
     assert failed > 3
 
 
-def host_with(*sequences: NewSequence) -> Host:
-    """Return a host whose sequences have computed their prompts and recorded their first tokens."""
+def test_only_greedy_sequences_without_top_tokens_are_persistent_and_not_stored() -> None:
+    def new(slot: int, sampling: Sampling = Sampling(), top_n: int = 0) -> NewSequence:
+        blocks = tuple(range(slot * 10, slot * 10 + 10))
+        logprobs = LogprobOptions(top_n)
+        return NewSequence(slot, (slot + 1, 2, 3), Stopping(30), sampling, blocks=blocks, logprobs=logprobs)
+
     host = Host(SequenceTable(INFO, num_blocks=BLOCKS, runs_ahead=True))
-    host.step(Orders(1, admit=sequences, prefill=tuple((new.slot, len(new.prompt)) for new in sequences)))
-    host.step(Orders(2))
-    return host
-
-
-def new_sequence(slot: int, sampling: Sampling = Sampling(), new: int = 9, top_n: int = 0) -> NewSequence:
-    blocks = tuple(range(slot * 10, slot * 10 + 10))
-    return NewSequence(slot, (slot + 1, 2, 3), Stopping(new), sampling, blocks=blocks, logprobs=LogprobOptions(top_n))
-
-
-def test_only_greedy_sequences_without_top_tokens_are_persistent() -> None:
-    sampled = Sampling(temperature=0.5, greedy=False)
-    host = host_with(new_sequence(0), new_sequence(1, sampled), new_sequence(2, top_n=1))
-    host.step(Orders(3))
+    admit = (new(0), new(1, Sampling(temperature=0.5, greedy=False)), new(2, top_n=1))
+    host.step(Orders(1, admit=admit, prefill=((0, 3), (1, 3), (2, 3))))
+    for number in range(2, 9):
+        host.step(Orders(number))
     rows = host.pending[0]
     assert rows.persistent is not None
     assert rows.persistent.slots.tolist() == [0]
     assert [row.sequence.slot for row in rows.others] == [1, 2]
-
-
-def test_tokens_of_a_persistent_sequence_are_not_stored() -> None:
-    host = host_with(new_sequence(0, new=30))
-    for number in range(3, 9):
-        host.step(Orders(number))
     sequence = host.table.sequences[0]
     # The prompt, its first new token, and the token of the step in progress when that was recorded.
     assert len(sequence.tokens) == 5
     assert sequence.computed == 4
-
-
-def test_a_persistent_sequence_ends_at_max_new_tokens() -> None:
-    host = host_with(new_sequence(0, new=4))
-    results = [host.step(Orders(number))[1] for number in range(3, 8)]
-    # The first of the four came with the prompt.
-    assert [result.slots for result in results] == [[0], [0], [0], [], []]
-    assert [result.finished for result in results] == [[], [], [(0, FinishReason.LENGTH)], [], []]
-    assert host.table.used_blocks == 0
-
-
-def test_a_persistent_sequence_waits_for_blocks() -> None:
-    host = host_with(NewSequence(0, (1, 2, 3), Stopping(20), blocks=(7, 8)))
-    for number in range(3, 8):
-        host.step(Orders(number))
-    assert host.step(Orders(8))[0] == set()
-    assert host.step(Orders(9, grants=((0, (9,)),)))[0] == {(0, 8)}
-    assert host.pending[0].persistent is not None
-    assert [sequence.blocks for sequence in host.pending[0].persistent.changed] == [[7, 8, 9]]

@@ -1,14 +1,15 @@
-"""The stages of the sampler against their formulas, written out row by row."""
+"""The sampler against its formulas, written out row by row."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,10 +21,8 @@ VOCABULARY = 6000
 """More tokens than the sampler sorts in its first two attempts."""
 
 
-def make_row(sampling: Sampling, history: list[int] | None = None, position: int | None = None) -> SamplingRow:
-    history = history or [1, 2, 3]
-    position = len(history) if position is None else position
-    return SamplingRow(sampling, position, history[-1], torch.tensor(history), generated=len(history) // 2)
+def make_row(sampling: Sampling, position: int = 3) -> SamplingRow:
+    return SamplingRow(sampling, position, 3, torch.tensor([1, 2, 3]), generated=1)
 
 
 class Read(NamedTuple):
@@ -44,158 +43,80 @@ def some_logits(rows: int = 1, vocabulary: int = VOCABULARY, scale: float = 3.0,
     return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def processed(logits: Tensor, sampling: Sampling, history: list[int] | None = None) -> Tensor:
-    """Return the processed scores of a single row."""
-    return sample(logits.clone(), [make_row(sampling, history)]).scores[0]
-
-
-def kept(logits: Tensor, sampling: Sampling) -> set[int]:
-    return set(processed(logits, sampling).isfinite().nonzero().squeeze(1).tolist())
-
-
-def test_greedy_takes_the_largest_logit_and_reports_its_log_softmax() -> None:
-    logits = some_logits(5)
-    sampled = read(sample(logits.clone(), [make_row(Sampling())] * 5))
-    assert sampled.token_ids == logits.argmax(-1).tolist()
-    assert sampled.logprobs == pytest.approx(logits.log_softmax(-1).amax(-1).tolist(), abs=1e-5)
-
-
-@pytest.mark.parametrize("k", [1, 2, 40, 300, VOCABULARY, VOCABULARY + 5])
-def test_top_k_keeps_k(k: int) -> None:
-    logits = some_logits()
-    expected = set(logits[0].argsort(descending=True)[:k].tolist())
-    assert kept(logits, Sampling(top_k=k)) == expected
-
-
-@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0, 10.0], ids=["flat", "broad", "narrow", "peaked"])
-@pytest.mark.parametrize("p", [1e-6, 0.3, 0.9, 0.999])
-def test_top_p_drops_the_tail_whose_mass_is_at_most_one_minus_p(p: float, scale: float) -> None:
-    logits = some_logits(scale=scale)
-    ascending, order = logits[0].double().softmax(-1).sort()
-    dropped = set(order[ascending.cumsum(0) <= 1 - p].tolist()) - {int(order[-1])}
-    assert len(kept(logits, Sampling(top_p=p)) ^ (set(range(VOCABULARY)) - dropped)) <= 1  # rounding at the edge
-
-
-@pytest.mark.parametrize("p", [1e-6, 0.2, 0.9])
-def test_typical_p_keeps_the_tokens_nearest_to_the_entropy(p: float) -> None:
-    logits = some_logits()
-    logprobs = logits[0].double().log_softmax(-1)
-    deviations = (-logprobs + (logprobs.exp() * logprobs).sum()).abs()
-    ascending, order = deviations.sort()
-    last = int((logprobs.exp()[order].cumsum(0) < p).sum())
-    expected = set((deviations <= ascending[last]).nonzero().squeeze(1).tolist())
-    assert len(kept(logits, Sampling(typical_p=p)) ^ expected) <= 1
-
-
-def test_stages_run_in_order() -> None:
-    """Temperature, top-k, top-p: top-p counts the mass of the distribution after the other two."""
-    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]])
-    # Halved and cut to three: probabilities 0.51, 0.31, 0.19.
-    assert kept(logits, Sampling(temperature=2.0, top_k=3, top_p=0.8)) == {0, 1}
-    assert kept(logits, Sampling(temperature=2.0, top_p=0.8)) == {0, 1, 2}
-
-
-def test_repetition_penalty_applies_once_to_each_token_seen() -> None:
-    logits = torch.tensor([[2.0, -2.0, 3.0, 1.0]])
-    scores = processed(logits, Sampling(repetition_penalty=2.0), [0, 1, 1, 0, 0])
-    assert scores.tolist() == [1.0, -4.0, 3.0, 1.0]
-
-
-def test_frequency_penalty_counts_over_the_rows_own_length() -> None:
-    logits = torch.zeros(1, 5)
-    scores = processed(logits, Sampling(frequency_penalty=0.5), [3, 3, 1, 3])
-    assert scores.tolist() == pytest.approx([0.0, -0.5 / 4, 0.0, -0.5 * 3 / 4, 0.0])
-
-
-def test_penalties_of_rows_with_histories_of_different_length() -> None:
-    logits = some_logits(3)
-    sampling = Sampling(repetition_penalty=1.5, frequency_penalty=-1.0)
-    histories = [[5], [7, 8, 9, 9], [4, 4]]
-    together = sample(logits.clone(), [make_row(sampling, history) for history in histories]).scores
-    for index, history in enumerate(histories):
-        assert torch.equal(together[index], processed(logits[index : index + 1], sampling, history))
-        assert together[index, 0] == logits[index, 0]
-
-
-def test_the_watermark_favours_half_the_vocabulary_by_the_last_token() -> None:
-    logits = some_logits()
-    sampling = Sampling(watermark=True)
-    scores = processed(logits, sampling, [1, 2, 77])
-    generator = torch.Generator().manual_seed(15485863 * 77)
-    green = torch.randperm(VOCABULARY, generator=generator)[: VOCABULARY // 2]
-    expected = logits[0].clone()
-    expected[green] += 2.0
-    assert torch.equal(scores, expected)
-    assert torch.equal(scores, processed(logits, sampling, [77]))
-    assert not torch.equal(scores, processed(logits, sampling, [77, 1]))
-
-
-def reference(scores: list[float], sampling: Sampling, generated: list[int]) -> list[float]:
-    """The OpenAI stages written out for one row: output penalties, bias, min_p after temperature."""
-    counts = Counter(generated)
-    scores = [
-        score - counts[token] * sampling.output_frequency_penalty - (token in counts) * sampling.output_presence_penalty
-        for token, score in enumerate(scores)
-    ]
+def reference(logits: Tensor, row: SamplingRow) -> Tensor:
+    """Return the processed scores [vocabulary] of one row in float64, stage by stage."""
+    assert row.history is not None
+    sampling, history, scores = row.sampling, row.history.tolist(), logits.double()
+    if sampling.watermark:
+        generator = torch.Generator().manual_seed(15485863 * row.last_token)
+        scores[torch.randperm(len(scores), generator=generator)[: len(scores) // 2]] += 2.0
+    for token in set(history):
+        scores[token] *= sampling.repetition_penalty if scores[token] < 0 else 1 / sampling.repetition_penalty
+    for token, count in Counter(history).items():
+        scores[token] -= sampling.frequency_penalty * count / len(history)
+    for token, count in Counter(history[len(history) - row.generated :]).items():
+        scores[token] -= sampling.output_frequency_penalty * count + sampling.output_presence_penalty
     for token, value in zip(sampling.logit_bias_ids, sampling.logit_bias_values, strict=True):
         scores[token] += value
-    scores = [score / sampling.temperature for score in scores]
+    scores[[token for token in row.suppressed if token < len(scores)]] = -torch.inf
+    if row.allowed is not None:
+        scores[~row.allowed] = -torch.inf
+    scores /= sampling.temperature
+    if sampling.top_k:
+        scores[scores < scores.topk(min(sampling.top_k, len(scores))).values[-1]] = -torch.inf
+    if sampling.top_p < 1:
+        keep_smallest_set(scores, scores.clone(), sampling.top_p)
     if sampling.min_p:
-        best = max(scores)
-        scores = [score if math.exp(score - best) >= sampling.min_p else -math.inf for score in scores]
+        scores[scores < scores.max() + math.log(sampling.min_p)] = -torch.inf
+    if sampling.typical_p < 1:
+        logprobs = scores.log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).nansum()
+        keep_smallest_set(scores, -(-logprobs - entropy).abs(), sampling.typical_p)
     return scores
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_the_openai_stages_follow_their_formulas_in_every_row(data: st.DataObject) -> None:
-    vocabulary, rows, expected = 40, [], []
-    count = data.draw(st.integers(1, 5))
-    logits = some_logits(count, vocabulary, seed=data.draw(st.integers(0, 99)))
+def keep_smallest_set(scores: Tensor, keys: Tensor, mass: float) -> None:
+    """Keep the smallest set of tokens with the largest keys whose probabilities reach `mass`, at least one."""
+    ordered, order = keys.sort(descending=True)
+    masses = scores.softmax(-1)[order].cumsum(0)
+    scores[keys < ordered[min(int((masses < mass).sum()), len(scores) - 1)]] = -torch.inf
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0, 10.0], ids=["flat", "broad", "narrow", "peaked"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *(Sampling(top_k=k) for k in (1, 2, 40, 300, VOCABULARY, VOCABULARY + 5)),
+        *(Sampling(top_p=p) for p in (1e-6, 0.3, 0.9, 0.999)),
+        *(Sampling(typical_p=p) for p in (1e-6, 0.2, 0.9)),
+    ],
+    ids=lambda sampling: f"{sampling.top_k}-{sampling.top_p}-{sampling.typical_p}",
+)
+def test_filters_of_a_large_vocabulary(sampling: Sampling, scale: float) -> None:
+    logits = some_logits(scale=scale)
+    row = make_row(sampling)
+    kept, expected = (scores.isfinite() for scores in (sample(logits, [row]).scores[0], reference(logits[0], row)))
+    assert (kept != expected).sum() <= (sampling.top_k == 0)  # rounding at the edge
+
+
+def sampling_rows(vocabulary: int) -> st.SearchStrategy[SamplingRow]:
     tokens = st.integers(0, vocabulary - 1)
-    for index in range(count):
-        history = data.draw(st.lists(tokens, min_size=1, max_size=12))
-        generated = data.draw(st.integers(0, len(history) - 1))
-        bias = data.draw(st.lists(st.tuples(tokens, st.sampled_from([-100.0, -1.5, 0.25, 100.0])), max_size=4))
-        sampling = Sampling(
-            temperature=data.draw(st.sampled_from([1.0, 0.5])),
-            min_p=data.draw(st.sampled_from([0.0, 0.1, 0.9, 1.0])),
-            output_frequency_penalty=data.draw(st.sampled_from([0.0, 0.5, -2.0])),
-            output_presence_penalty=data.draw(st.sampled_from([0.0, 1.25, -0.5])),
-            logit_bias_ids=tuple(token for token, _ in bias),
-            logit_bias_values=tuple(value for _, value in bias),
+    bias = st.lists(st.tuples(tokens, st.sampled_from([-100.0, -1.5, 0.25, 100.0])), max_size=4)
+
+    @st.composite
+    def row(draw: st.DrawFn) -> SamplingRow:
+        sampling = draw(STAGES)
+        biases = draw(bias)
+        sampling = replace(
+            sampling, logit_bias_ids=tuple(t for t, _ in biases), logit_bias_values=tuple(v for _, v in biases)
         )
-        rows.append(SamplingRow(sampling, len(history), history[-1], torch.tensor(history), generated))
-        generated_tokens = history[len(history) - generated :]
-        expected.append(reference(logits[index].tolist(), sampling, generated_tokens))
-    scores = sample(logits, rows).scores
-    torch.testing.assert_close(scores, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+        history = draw(st.lists(tokens, min_size=1, max_size=12))
+        allowed = draw(st.none() | st.just(torch.arange(vocabulary) % 3 < 2))
+        suppressed = draw(st.sampled_from([frozenset[int](), frozenset({1, 2, vocabulary + 77})]))
+        generated = draw(st.integers(0, len(history) - 1))
+        return SamplingRow(sampling, len(history), history[-1], torch.tensor(history), generated, suppressed, allowed)
 
-
-def test_suppressed_tokens_have_no_probability_in_their_own_row_only() -> None:
-    logits = torch.tensor([[1.0, 9.0, 8.0]] * 2)
-    suppressed = SamplingRow(Sampling(), 1, 0, suppressed=frozenset({1, 2, 77}))
-    sampled = sample(logits, [suppressed, SamplingRow(Sampling(), 1, 0)])
-    assert read(sampled).token_ids == [0, 1]
-    assert read(sampled).logprobs[0] == 0.0
-    assert top(sampled, 0, 3)[0] == (0,)
-
-
-def test_the_grammar_mask_comes_before_temperature_and_filters() -> None:
-    logits = torch.tensor([[9.0, 1.0, 2.0, 8.0]] * 2)
-    allowed = torch.tensor([False, True, True, False])
-    masked = SamplingRow(Sampling(top_k=1), 1, 0, allowed=allowed)
-    sampled = read(sample(logits, [SamplingRow(Sampling(), 1, 0), masked]))
-    assert sampled.token_ids == [0, 2]
-    assert sampled.logprobs[1] == 0.0
-    alone = read(sample(logits[:1], [masked]))
-    assert (alone.token_ids, alone.logprobs) == ([2], [0.0])
-
-
-@pytest.mark.parametrize(("p", "left"), [(1.0, {0, 1}), (0.5, {0, 1, 2}), (0.2, {0, 1, 2, 3})])
-def test_min_p_is_relative_to_the_most_probable_and_keeps_ties(p: float, left: set[int]) -> None:
-    logits = torch.tensor([[1.0, 1.0, 0.55, 0.25]]).log()
-    assert kept(logits, Sampling(min_p=p)) == left
+    return row()
 
 
 STAGES = st.builds(
@@ -209,40 +130,31 @@ STAGES = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.7, -1.0]),
     seed=st.integers(0, (1 << 64) - 1),
     watermark=st.booleans(),
-    min_p=st.sampled_from([0.0, 0.05]),
-    output_frequency_penalty=st.sampled_from([0.0, 0.5]),
-    output_presence_penalty=st.sampled_from([0.0, -0.5]),
-    logit_bias_ids=st.just((3, 4)),
-    logit_bias_values=st.sampled_from([(0.0, 1.0), (2.0, -3.0)]),
+    min_p=st.sampled_from([0.0, 0.05, 0.9, 1.0]),
+    output_frequency_penalty=st.sampled_from([0.0, 0.5, -2.0]),
+    output_presence_penalty=st.sampled_from([0.0, 1.25, -0.5]),
 )
 
 
-@settings(max_examples=40, deadline=None)
-@given(samplings=st.lists(STAGES, min_size=2, max_size=6), data=st.data())
-def test_a_row_samples_the_same_token_in_any_batch(samplings: list[Sampling], data: st.DataObject) -> None:
-    logits = some_logits(len(samplings), vocabulary=1500)
-    histories = [data.draw(st.lists(st.integers(0, 1499), min_size=1, max_size=9)) for _ in samplings]
-    rows = [make_row(sampling, history) for sampling, history in zip(samplings, histories, strict=True)]
-    together = read(sample(logits.clone(), rows))
-    for index, row in enumerate(rows):
-        alone = read(sample(logits[index : index + 1].clone(), [row]))
-        assert alone.token_ids == [together.token_ids[index]]
-        assert alone.logprobs == pytest.approx([together.logprobs[index]], abs=1e-5)
-        assert math.isfinite(alone.logprobs[0])
-
-
-def draws(logits: Tensor, sampling: Sampling, count: int) -> list[int]:
-    rows = [make_row(sampling, position=position) for position in range(count)]
-    return read(sample(logits.expand(count, -1).clone(), rows)).token_ids
-
-
-def test_draws_follow_the_distribution() -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
-    count = 20_000
-    counts = Counter(draws(logits, Sampling(greedy=False, seed=3), count))
-    for token, probability in enumerate(logits.softmax(-1)[0].tolist()):
-        spread = math.sqrt(count * probability * (1 - probability))
-        assert abs(counts[token] - count * probability) <= 4 * spread
+@given(data=st.data(), vocabulary=st.sampled_from([40, 1500]))
+def test_every_row_has_the_scores_and_the_token_of_the_formulas(data: st.DataObject, vocabulary: int) -> None:
+    rows = data.draw(st.lists(sampling_rows(vocabulary), min_size=1, max_size=5))
+    logits = some_logits(len(rows), vocabulary, seed=data.draw(st.integers(0, 99)))
+    before = logits.clone()
+    sampled = sample(logits, rows)
+    assert torch.equal(logits, before)
+    for row, row_logits, scores, token, logprob, uniform in zip(
+        rows, logits, sampled.scores, *read(sampled)[:2], uniforms(rows), strict=True
+    ):
+        expected = reference(row_logits, row)
+        torch.testing.assert_close(scores.double(), expected, atol=1e-4, rtol=1e-5)
+        assert logprob == pytest.approx(float(expected.log_softmax(-1)[token]), abs=1e-4)
+        if row.sampling.greedy:
+            assert token == int(expected.argmax())
+        else:
+            masses = expected.softmax(-1).cumsum(0)
+            assert (0.0 if token == 0 else masses[token - 1]) - 1e-5 <= uniform <= masses[token] + 1e-5
+            assert expected[token].isfinite()
 
 
 def splitmix64(x: int) -> int:
@@ -254,7 +166,7 @@ def splitmix64(x: int) -> int:
 
 def test_a_draw_depends_on_seed_and_position_only() -> None:
     pairs = [(seed, position) for seed in (0, 1, 2, (1 << 64) - 1) for position in range(200)]
-    numbers = uniforms([make_row(Sampling(greedy=False, seed=seed), position=position) for seed, position in pairs])
+    numbers = uniforms([make_row(Sampling(greedy=False, seed=seed), position) for seed, position in pairs])
     assert numbers == [(splitmix64(splitmix64(seed) ^ position) >> 11) * 2.0**-53 for seed, position in pairs]
     assert len(set(numbers)) == 800
     assert all(0 <= number < 1 for number in numbers)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from engine_driver import Driver
 from tiny_engines import tiny_engine
 
-from text_generation_proto.values import FailureCode, FinishReason, Stopping, WarmUpLimits
+from text_generation_proto.values import FailureCode, FinishReason, Sampling, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, NewSequence, Orders
+from text_generation_shard.engine import Engine, Orders
 from text_generation_shard.engines import build_engine
 
 PROMPT = tuple(range(7, 47))
+ENDS = frozenset(range(10, 290))
 
 
 @pytest.fixture(scope="module", params=["echo", "torch"])
@@ -27,55 +27,26 @@ def driver(engine: Engine) -> Driver:
     return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
 
 
-def new_sequence(slot: int = 3, **changes: object) -> NewSequence:
-    valid = NewSequence(slot, PROMPT, Stopping(4), blocks=(40, 41, 42))
-    return replace(valid, **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        new_sequence(computed_tokens=len(PROMPT)),
-        new_sequence(computed_tokens=17, blocks=(40,)),
-        new_sequence(blocks=(40, 41, 128)),
-    ],
-    ids=["nothing left to compute", "computed tokens without blocks", "unknown block"],
-)
-def test_a_sequence_with_bad_blocks_fails_alone(driver: Driver, bad: NewSequence) -> None:
-    expected = driver.alone(PROMPT)
-    neighbour = driver.admit(PROMPT)
-    driver.step()
-    (failure,) = driver.engine.apply(Orders(98, admit=(bad,)))
-    assert (failure.slot, failure.code) == (bad.slot, FailureCode.INVALID)
-    driver.run()
-    assert neighbour.tokens == expected
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 16, 39])
-def test_chunked_prefill_gives_the_same_tokens(driver: Driver, chunk: int) -> None:
+def test_a_chunked_prompt_gives_the_same_tokens_and_is_reported_once(driver: Driver, chunk: int) -> None:
     expected = driver.alone(PROMPT)
     stream = driver.admit(PROMPT, chunk=chunk)
-    driver.run()
+    results = list(iter(driver.step, None))
     assert stream.tokens == expected
-
-
-def test_every_prompt_token_is_reported_prefilled_once(driver: Driver) -> None:
-    stream = driver.admit(PROMPT, chunk=16)
-    reports = [result.prefilled for result in (driver.step(), driver.step(), driver.step(), driver.step()) if result]
-    assert reports == [[(stream.slot, 16)], [(stream.slot, 16)], [(stream.slot, 8)], []]
+    whole, rest = divmod(len(PROMPT), chunk)
+    chunks = [chunk] * whole + [rest] * (rest > 0)
+    assert [part for result in results for part in result.prefilled] == [(stream.slot, size) for size in chunks]
 
 
 def test_a_sequence_pauses_until_it_has_blocks(driver: Driver) -> None:
     expected = driver.alone(PROMPT, new=40)
     stream = driver.admit(PROMPT, 40, granted=48)
-    driver.run()
-    # Positions 0 to 47 are computed; the last of them chose token 48, which has no room.
-    assert len(stream.tokens) == 48 - len(PROMPT) + 1
-    assert driver.step() is None
-    driver.grant(stream, 16)
-    driver.run()
-    assert len(stream.tokens) == 64 - len(PROMPT) + 1
-    driver.grant(stream, 16)
+    for positions in (48, 64):
+        driver.run()
+        # These positions are computed; the last of them chose a token that has no room.
+        assert len(stream.tokens) == positions - len(PROMPT) + 1
+        assert driver.step() is None
+        driver.grant(stream, 16)
     driver.run()
     assert stream.tokens == expected
 
@@ -102,13 +73,10 @@ def test_an_invalid_chunk_or_block_fails_alone(driver: Driver, orders: Orders) -
     expected = driver.alone(PROMPT)
     neighbour, broken = driver.admit(PROMPT), driver.admit(PROMPT, chunk=16)
     driver.step()
-    assert broken.slot == 1
-    failures = driver.engine.apply(orders)
-    assert [failure.slot for failure in failures] == [1]
+    assert [failure.slot for failure in driver.engine.apply(orders)] == [broken.slot] == [1]
     driver.streams.pop(broken.slot)
     driver.run()
-    assert neighbour.tokens == expected
-    assert broken.tokens == []
+    assert (neighbour.tokens, broken.tokens) == (expected, [])
 
 
 def test_a_chunk_past_its_blocks_fails_alone(driver: Driver) -> None:
@@ -119,19 +87,33 @@ def test_a_chunk_past_its_blocks_fails_alone(driver: Driver) -> None:
     assert broken.failure.code is FailureCode.INVALID
 
 
-def test_prompt_logprobs_are_reported_once_with_the_first_token(driver: Driver) -> None:
-    whole = driver.admit(PROMPT, prompt_logprobs=True)
-    chunked = driver.admit(PROMPT, prompt_logprobs=True, chunk=9)
+def test_prompt_logprobs_are_reported_once_with_the_first_token_in_chunks_too(driver: Driver) -> None:
+    whole = driver.admit(PROMPT, 1, prompt_logprobs=True, prompt_top_n=4)
+    chunked = driver.admit(PROMPT, prompt_logprobs=True, prompt_top_n=4, chunk=7)
+    without_tops = driver.admit(PROMPT, 1, prompt_logprobs=True)
     first = driver.step()
     assert first is not None
-    assert [scores.slot for scores in first.prompt_logprobs] == [whole.slot]
+    assert [scores.slot for scores in first.prompt_logprobs] == [whole.slot, without_tops.slot]
     driver.run()
-    for stream in (whole, chunked):
-        (logprobs,) = stream.prompt_logprobs
-        assert len(logprobs) == len(PROMPT)
+    (scores,), (again,), (plain,) = whole.prompt_scores, chunked.prompt_scores, without_tops.prompt_scores
+    for logprobs in (scores.logprobs, again.logprobs, plain.logprobs):
         assert math.isnan(logprobs[0])
         assert all(logprob <= 0 for logprob in logprobs[1:])
-    assert chunked.prompt_logprobs[0][1:] == pytest.approx(whole.prompt_logprobs[0][1:], abs=1e-5)
+        assert logprobs[1:] == pytest.approx(scores.logprobs[1:], abs=1e-5)
+    assert plain.tops is None
+    assert scores.tops is not None
+    assert again.tops is not None
+    assert scores.tops[0] == ((), ())
+    for token, logprob, (ids, tops), (_, tops_again) in list(
+        zip(PROMPT, scores.logprobs, scores.tops, again.tops, strict=True)
+    )[1:]:
+        assert len(ids) == len(set(ids)) == 4
+        assert list(tops) == sorted(tops, reverse=True)
+        assert tops_again == pytest.approx(tops, abs=1e-4)
+        if token in ids:
+            assert tops[ids.index(token)] == pytest.approx(logprob, abs=1e-5)
+        else:
+            assert logprob <= tops[-1] + 1e-5
 
 
 def test_prompt_logprobs_exclude_cached_and_generated_tokens(driver: Driver) -> None:
@@ -148,28 +130,34 @@ def test_prompt_logprobs_exclude_cached_and_generated_tokens(driver: Driver) -> 
     assert logprobs[33:] == pytest.approx(first.prompt_logprobs[0][33:], abs=1e-5)
 
 
-def test_cached_tokens_are_not_computed_again(driver: Driver) -> None:
+def test_cached_tokens_are_not_computed_again_and_shared_blocks_count_once(driver: Driver) -> None:
     expected = driver.alone(PROMPT)
-    first = driver.admit(PROMPT, 30)
+    first = driver.admit(PROMPT, 20)
     driver.step()
+    assert driver.engine.used_blocks == 4
     second = driver.admit(PROMPT, shared=first.blocks[:2], computed_tokens=32)
     result = driver.step()
     assert result is not None
     assert result.prefilled == [(second.slot, len(PROMPT) - 32)]
+    assert driver.engine.used_blocks == 5
+    driver.release(first)
+    driver.step()
+    assert driver.engine.used_blocks == 3
     driver.run()
     assert second.tokens == expected
 
 
-def test_shared_blocks_count_once(driver: Driver) -> None:
-    first = driver.admit(PROMPT, 20)
-    driver.step()
-    assert driver.engine.used_blocks == 4
-    driver.admit(PROMPT, 20, shared=first.blocks[:2], computed_tokens=32)
-    driver.step()
-    assert driver.engine.used_blocks == 6
-    driver.release(first)
-    driver.step()
-    assert driver.engine.used_blocks == 4
+@pytest.mark.parametrize("kind", ["eos", "stop"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(greedy=False, temperature=2.0, seed=3)], ids=str)
+def test_no_sequence_ends_before_min_new_tokens(driver: Driver, sampling: Sampling, kind: str) -> None:
+    ends = (ENDS, frozenset[int]()) if kind == "eos" else (frozenset[int](), ENDS)
+    early = driver.admit(PROMPT, sampling=sampling, stopping=Stopping(40, *ends))
+    late = driver.admit(PROMPT, sampling=sampling, stopping=Stopping(40, *ends, min_new_tokens=12))
+    driver.run()
+    assert len(early.tokens) < 12 < len(late.tokens)
+    assert late.finish is (FinishReason.EOS_TOKEN if kind == "eos" else FinishReason.STOP_SEQUENCE)
+    if driver.engine.info.engine == "torch":
+        assert not set(late.tokens[:12]) & ENDS
 
 
 def test_the_echo_engine_keeps_its_configured_pace() -> None:
