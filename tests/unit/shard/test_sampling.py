@@ -96,7 +96,7 @@ def test_filters_of_a_large_vocabulary(sampling: Sampling, scale: float) -> None
     logits = some_logits(scale=scale)
     row = make_row(sampling)
     kept, expected = (scores.isfinite() for scores in (sample(logits, [row]).scores[0], reference(logits[0], row)))
-    assert (kept != expected).sum() <= (sampling.top_k == 0)  # rounding at the edge
+    assert (kept != expected).sum() <= 2 * (sampling.top_k == 0)  # rounding at the edge
 
 
 def sampling_rows(vocabulary: int) -> st.SearchStrategy[SamplingRow]:

@@ -25,14 +25,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a 
 
 FILTERS = [Sampling(top_k=5), Sampling(top_p=0.5), Sampling(typical_p=0.5, greedy=False)]
 """Sorting on a CPU reads its result; the GPU's search does not."""
-
-
-def search() -> ThresholdSearch:
-    if not HAS_GPU:
-        return SORTING
+SEARCH = SORTING
+if HAS_GPU:
     from text_generation_shard.engines.torch.cuda.kernels import threshold
 
-    return ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
+    SEARCH = ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
 
 
 @contextmanager
@@ -64,19 +61,14 @@ def every_stage() -> list[SamplingRow]:
     ]
 
 
-def test_no_stage_reads_from_the_device() -> None:
-    rows = every_stage()
+ALL_ALIKE = [SamplingRow(Sampling(greedy=False, temperature=0.5, min_p=0.2), 4, 5)] * 3
+
+
+@pytest.mark.parametrize("rows", [every_stage(), ALL_ALIKE], ids=["every stage", "stages that all rows use"])
+def test_no_stage_reads_from_the_device(rows: list[SamplingRow]) -> None:
     logits = torch.zeros(len(rows), VOCABULARY, device=DEVICE)
-    sample(logits, rows, search())  # compiles kernels, allocates pinned memory
+    sample(logits, rows, SEARCH)  # compiles kernels, allocates pinned memory
     with no_waiting():
-        sampled = sample(logits, rows, search())
+        sampled = sample(logits, rows, SEARCH)
         top_candidates(sampled, [0, 2], 5)
     assert sampled.token_ids.shape == sampled.logprobs.shape == (len(rows),)
-
-
-def test_stages_that_all_rows_use_read_nothing_either() -> None:
-    rows = [SamplingRow(Sampling(greedy=False, temperature=0.5, min_p=0.2), 4, 5)] * 3
-    logits = torch.zeros(len(rows), VOCABULARY, device=DEVICE)
-    sample(logits, rows, search())
-    with no_waiting():
-        sample(logits, rows, search())
