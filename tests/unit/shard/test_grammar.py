@@ -7,6 +7,7 @@ import re
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -157,41 +158,38 @@ def test_a_preempted_sequence_continues_its_grammar(driver: Driver, tokenizer: T
     assert again.finish is FinishReason.EOS_TOKEN
 
 
-def test_generated_tokens_that_violate_the_grammar_are_rejected(driver: Driver) -> None:
-    stream = driver.admit([*PROMPT, 5, 6], stopping=stopping(), grammar=JSON, generated_tokens=2)
-    driver.step()
-    assert stream.failure is not None
-    assert stream.failure.code is FailureCode.INVALID
-
-
 @pytest.mark.parametrize(("grammar", "words"), BROKEN, ids=[words for _, words in BROKEN])
-def test_an_unusable_grammar_fails_only_its_sequence(driver: Driver, grammar: Grammar, words: str) -> None:
-    expected = driver.admit(PROMPT, 5)
-    driver.run()
-    neighbour = driver.admit(PROMPT, 5)
-    bad = driver.admit(PROMPT, stopping=stopping(), grammar=grammar)
+def test_a_grammar_that_cannot_be_compiled_is_refused_in_one_line(folder: Path, grammar: Grammar, words: str) -> None:
+    grammars = load_grammars(str(folder))
+    assert grammars is not None
+    problem = str(grammars.build(grammar).exception(30))
+    assert words in problem
+    assert "\n" not in problem
+
+
+DEAD_END = Grammar(GrammarKind.LARK, 'start: "xy" BOTH\nBOTH: /b+/ & /c+/')
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "words"),
+    [
+        (PROMPT, {"grammar": BROKEN[0][0]}, "unclosed group"),
+        ((*PROMPT, 5, 6), {"grammar": JSON, "generated_tokens": 2}, "the tokens generated before do not fit"),
+        (PROMPT, {"grammar": DEAD_END}, "the grammar cannot be followed: no text can match it"),
+    ],
+    ids=["not compiled", "generated tokens", "dead end"],
+)
+def test_an_unusable_grammar_fails_only_its_sequence(
+    driver: Driver, prompt: tuple[int, ...], new: dict[str, Any], words: str
+) -> None:
+    expected = driver.alone(PROMPT, 9)
+    neighbour, bad = driver.admit(PROMPT, 9), driver.admit(prompt, **new)
     driver.run()
     assert bad.failure is not None
     assert bad.failure.code is FailureCode.INVALID
     assert words in bad.failure.message
-    assert "\n" not in bad.failure.message
-    assert bad.tokens == []
-    assert neighbour.tokens == expected.tokens
-
-
-def test_a_grammar_with_a_dead_end_fails_only_its_sequence(driver: Driver) -> None:
-    expected = driver.admit(PROMPT, 9)
-    driver.run()
-    neighbour = driver.admit(PROMPT, 9)
-    lost = driver.admit(PROMPT, grammar=Grammar(GrammarKind.LARK, 'start: "xy" BOTH\nBOTH: /b+/ & /c+/'))
-    driver.run()
-    assert lost.failure is not None
-    assert (lost.failure.code, lost.failure.message) == (
-        FailureCode.INVALID,
-        "the grammar cannot be followed: no text can match it",
-    )
-    assert len(lost.tokens) > 0
-    assert neighbour.tokens == expected.tokens
+    assert (len(bad.tokens) > 0) is (new["grammar"] is DEAD_END)
+    assert neighbour.tokens == expected
 
 
 def test_without_eos_tokens_a_complete_grammar_still_ends_the_sequence(driver: Driver, tokenizer: Tokenizer) -> None:
@@ -201,11 +199,9 @@ def test_without_eos_tokens_a_complete_grammar_still_ends_the_sequence(driver: D
 
 
 def test_min_new_tokens_holds_while_the_grammar_can_continue(driver: Driver, tokenizer: Tokenizer) -> None:
-    open_ended = driver.admit(
-        PROMPT, stopping=stopping(40, min_new_tokens=12), grammar=Grammar(GrammarKind.REGEX, "[xyz]*")
-    )
-    closed = driver.admit(
-        PROMPT, stopping=stopping(40, min_new_tokens=12), grammar=Grammar(GrammarKind.REGEX, "[xyz]{3}")
+    open_ended, closed = (
+        driver.admit(PROMPT, stopping=stopping(40, min_new_tokens=12), grammar=Grammar(GrammarKind.REGEX, regex))
+        for regex in ("[xyz]*", "[xyz]{3}")
     )
     driver.run()
     assert re.fullmatch("[xyz]{3}", text(tokenizer, closed))

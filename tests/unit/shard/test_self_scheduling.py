@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from self_driver import SelfDriver
 
-from text_generation_proto.values import FailureCode, FinishReason, Stopping, WarmUpLimits
+from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, Failure, NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
@@ -44,21 +44,18 @@ def rejections(engine: Engine, orders: Orders) -> list[tuple[int, str]]:
     return [(failure.slot, failure.message) for failure in failures]
 
 
-@pytest.mark.parametrize("what", [{"blocks": (1, 2, 3)}, {"blocks": (1, 2, 3), "computed_tokens": 16}])
-def test_a_sequence_with_blocks_is_rejected(what: dict[str, tuple[int, ...]]) -> None:
-    engine = driver_of().engine
-    admission = NewSequence(2, PROMPT, Stopping(4), **what)  # type: ignore[arg-type]
-    expected = [(2, "the engine schedules for itself: it takes no KV blocks")]
-    assert rejections(engine, Orders(1, admit=(admission,))) == expected
-    assert (engine.running, engine.step()) == (0, None)
-
-
 def test_blocks_and_prefill_orders_fail_only_their_sequences() -> None:
     driver = driver_of()
     granted, chunked, neighbour = driver.admit(PROMPT), driver.admit(PROMPT), driver.admit(PROMPT)
     driver.step()
-    orders = Orders(98, grants=((granted.slot, (5,)), (77, (6,))), prefill=((chunked.slot, 4), (78, 4)))
+    orders = Orders(
+        98,
+        admit=(NewSequence(9, PROMPT, Stopping(4), blocks=(1, 2, 3)),),
+        grants=((granted.slot, (5,)), (77, (6,))),
+        prefill=((chunked.slot, 4), (78, 4)),
+    )
     assert rejections(driver.engine, orders) == [
+        (9, "the engine schedules for itself: it takes no KV blocks"),
         (granted.slot, "the engine schedules for itself: it takes no KV blocks"),
         (chunked.slot, "the engine schedules for itself: it takes no prefill orders"),
     ]
@@ -103,10 +100,12 @@ def test_prompts_are_computed_in_order_within_the_token_budget() -> None:
 
 def test_the_newest_sequence_is_preempted_and_continues() -> None:
     driver = driver_of(blocks=8)
-    old, new = driver.admit(PROMPT, 70, prompt_logprobs=True), driver.admit(PROMPT, 70, prompt_logprobs=True)
+    old = driver.admit(PROMPT, 70, prompt_logprobs=True)
+    ends_at_once = Stopping(70, frozenset(PROMPT), min_new_tokens=50)
+    new = driver.admit(PROMPT, prompt_logprobs=True, stopping=ends_at_once)
     results = steps(driver)
     assert max(len(result.slots) for result in results) == 2
-    assert [stream.tokens for stream in (old, new)] == [echo_of(PROMPT, 70)] * 2
+    assert [stream.tokens for stream in (old, new)] == [echo_of(PROMPT, 70), echo_of(PROMPT, 51)]
     # The newest was computed again with its new tokens; its prompt logprobs came once.
     computed = {stream.slot: 0 for stream in (old, new)}
     for result in results:
@@ -116,30 +115,6 @@ def test_the_newest_sequence_is_preempted_and_continues() -> None:
     assert computed[new.slot] > 2 * len(PROMPT)
     assert [len(stream.prompt_scores) for stream in (old, new)] == [1, 1]
     assert [slot for result in results for slot, _ in result.finished] == [old.slot, new.slot]
-
-
-def test_min_new_tokens_counts_across_a_preemption() -> None:
-    driver = driver_of(blocks=8)
-    driver.admit(PROMPT, 70)
-    ends = frozenset(PROMPT)
-    stream = driver.admit(PROMPT, 70, stopping=Stopping(70, ends, min_new_tokens=50))
-    driver.run()
-    assert (len(stream.tokens), stream.finish) == (51, FinishReason.EOS_TOKEN)
-
-
-@pytest.mark.parametrize("after", [1, 2, 4])
-def test_a_release_in_every_phase_frees_the_sequence(after: int) -> None:
-    driver = driver_of(batch=2, prefill=16)
-    decoding, prefilling, queued = driver.admit(range(9), 40), driver.admit(range(60), 4), driver.admit(PROMPT, 4)
-    for _ in range(after):
-        driver.step()
-    for stream in (decoding, prefilling, queued):
-        driver.release(stream)
-    assert driver.step() is None
-    assert (driver.engine.running, driver.engine.used_blocks) == (0, 0)
-    again = driver.admit(PROMPT, 4)
-    driver.run()
-    assert again.tokens == echo_of(PROMPT, 4)
 
 
 @pytest.mark.parametrize("how", ["release", "reset"])
@@ -167,8 +142,8 @@ def test_a_sequence_for_a_taken_slot_ends_both() -> None:
     assert (driver.engine.running, driver.engine.used_blocks) == (0, 0)
 
 
-def test_tokens_are_reported_together_and_the_last_at_once() -> None:
-    driver = driver_of(echo_tokens_per_report=4)
+def test_tokens_are_reported_together_and_the_last_or_a_failure_at_once() -> None:
+    driver = driver_of(echo_tokens_per_report=4, echo_fail_token=999)
     long, short = driver.admit(PROMPT, 10, top_n=2), driver.admit(PROMPT, 3, prompt_logprobs=True)
     results = steps(driver)
     reported = [(list(result.slots), list(result.token_counts)) for result in results if not result.is_silent]
@@ -184,11 +159,7 @@ def test_tokens_are_reported_together_and_the_last_at_once() -> None:
     assert [top.index for top in long.top_tokens] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
     assert [top.token_ids[0] for top in long.top_tokens] == long.tokens
     assert len(short.prompt_scores) == 1
-
-
-def test_a_failure_is_reported_with_the_unreported_tokens() -> None:
-    driver = driver_of(echo_tokens_per_report=4, echo_fail_token=9)
-    stream = driver.admit([5, 6, 9], 10)
+    stream = driver.admit([5, 6, 999], 10)
     driver.run()
     assert stream.failure is not None
     assert (stream.tokens, stream.failure.code) == ([5, 6], FailureCode.NUMERICS)
