@@ -105,8 +105,9 @@ def sampling_rows(vocabulary: int) -> st.SearchStrategy[SamplingRow]:
 
     @st.composite
     def row(draw: st.DrawFn) -> SamplingRow:
-        sampling = draw(STAGES)
-        biases = draw(bias)
+        sampling, biases = draw(STAGES), draw(bias)
+        if draw(st.booleans()):  # otherwise few scores are left to compare
+            sampling = replace(sampling, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0)
         sampling = replace(
             sampling, logit_bias_ids=tuple(t for t, _ in biases), logit_bias_values=tuple(v for _, v in biases)
         )

@@ -84,32 +84,29 @@ def test_a_closed_engine_has_dropped_everything(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(greedy=False, top_p=0.9)], ids=["greedy", "sampled"])
 def test_nan_logits_fail_only_their_sequence(driver: Driver, sampling: Sampling) -> None:
-    expected = driver.admit(PROMPT)
-    driver.run()
+    expected = driver.alone(PROMPT)
     bad, neighbour = driver.admit([*PROMPT[:-1], POISON], sampling=sampling), driver.admit(PROMPT)
     driver.run()
     assert bad.failure is not None
     assert (bad.failure.code, bad.tokens) == (FailureCode.NUMERICS, [])
-    assert neighbour.tokens == expected.tokens
+    assert neighbour.tokens == expected
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 40])
 def test_blocks_that_held_nan_can_be_reused(driver: Driver, length: int) -> None:
-    expected = driver.admit(PROMPT[:length], 20)
-    driver.run()
+    expected = driver.alone(PROMPT[:length], 20)
     poisoned = driver.admit((POISON,) * 550, 1)
     driver.step()
     assert poisoned.failure is not None
     # Of different lengths, so that the shorter one is padded.
     after, longer = driver.admit(PROMPT[:length], 20), driver.admit([*PROMPT] * 4, 20)
     driver.run()
-    assert after.tokens == expected.tokens
+    assert after.tokens == expected
     assert longer.failure is None
 
 
 def test_a_step_that_raises_fails_only_its_sequences(driver: Driver) -> None:
-    expected = driver.admit(PROMPT)
-    driver.run()
+    expected = driver.alone(PROMPT)
     waiting = driver.admit(PROMPT, granted=48, chunk=33)
     driver.streams[waiting.slot].to_prefill = 0
     # No token id that the wire can carry makes a kernel raise; a negative one does.
@@ -123,7 +120,7 @@ def test_a_step_that_raises_fails_only_its_sequences(driver: Driver) -> None:
     assert driver.engine.running == 1
     waiting.to_prefill = len(PROMPT)
     driver.run()
-    assert waiting.tokens == expected.tokens
+    assert waiting.tokens == expected
 
 
 def test_a_large_logit_bias_decides(driver: Driver) -> None:

@@ -92,19 +92,12 @@ def test_an_unusable_tensor_is_refused_before_anything_is_written(
     assert filled["a.weight"].eq(0).all()
 
 
-@pytest.mark.parametrize(
-    ("parameter", "message"),
-    [
-        (ParameterShard(torch.zeros(4, 3), (8, 3), (0, 0)), "a.weight has shape [4, 3], config.json says [8, 3]"),
-        (torch.zeros(4, 3).to(torch.float8_e4m3fn), "a.weight is float32, config.json says float8_e4m3fn"),
-    ],
-    ids=["shard of another shape", "FP8 expected"],
-)
-def test_a_checkpoint_that_differs_from_its_config_is_refused(
-    tmp_path: Path, parameter: Tensor | ParameterShard, message: str
-) -> None:
+def test_a_checkpoint_that_differs_from_its_config_is_refused(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / FILE)
-    assert message in refusal(tmp_path, {"a.weight": parameter})
+    shard = ParameterShard(torch.zeros(4, 3), (8, 3), (0, 0))
+    assert "a.weight has shape [4, 3], config.json says [8, 3]" in refusal(tmp_path, {"a.weight": shard})
+    fp8 = torch.zeros(4, 3).to(torch.float8_e4m3fn)
+    assert "a.weight is float32, config.json says float8_e4m3fn" in refusal(tmp_path, {"a.weight": fp8})
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -4])
@@ -123,10 +116,8 @@ def test_a_folder_without_safetensors_is_refused_and_pickles_are_never_opened(tm
 def test_a_shard_takes_only_its_rows_and_columns(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / FILE)
     fused = torch.zeros(2, 2)
-    load_weights(
-        tmp_path,
-        {"a.weight": ParameterShard(fused, (4, 3), (2, 1)), "b.weight": ParameterShard(fused[0, :1], (3,), (2,))},
-    )
+    a, b = ParameterShard(fused, (4, 3), (2, 1)), ParameterShard(fused[0, :1], (3,), (2,))
+    load_weights(tmp_path, {"a.weight": a, "b.weight": b})
     assert fused.tolist() == [[2.0, 8.0], [10.0, 11.0]]
 
 
