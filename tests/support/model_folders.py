@@ -17,7 +17,12 @@ ENGINE: dict[str, Any] = {
     "pretrained_config": {
         "architecture": "LlamaForCausalLM",
         "dtype": "bfloat16",
+        "logits_dtype": "float32",
         "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
         "mapping": {"world_size": 2, "gpus_per_node": 8, "cp_size": 1, "tp_size": 2, "pp_size": 1},
         "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None, "group_size": 128},
@@ -28,10 +33,14 @@ ENGINE: dict[str, Any] = {
         "max_batch_size": 64,
         "max_beam_width": 1,
         "max_num_tokens": 8192,
+        "opt_num_tokens": 64,
         "kv_cache_type": "paged",
         "gather_context_logits": False,
         "gather_generation_logits": True,
+        "max_draft_len": 0,
         "plugin_config": {
+            "gpt_attention_plugin": "auto",
+            "context_fmha": True,
             "paged_kv_cache": True,
             "remove_input_padding": True,
             "tokens_per_block": 64,
@@ -39,7 +48,7 @@ ENGINE: dict[str, Any] = {
         },
     },
 }
-"""config.json as trtllm-build of 1.2.1 writes it: the keys that are read, and a few others."""
+"""config.json as trtllm-build of 1.2.1 writes it: the keys that are read, and some others."""
 RANKS = {"rank0.engine": b"plan", "rank1.engine": b"plan"}
 HUGGING_FACE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
 CHECKPOINT = {"architecture": "LlamaForCausalLM", "dtype": "float16", "mapping": {"world_size": 1}}
