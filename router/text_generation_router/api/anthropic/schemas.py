@@ -7,8 +7,9 @@ from typing import Annotated, Any
 from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.bodies import AnyMetadata, Body, Float32, Int32, Texts, UInt32
+from text_generation_router.api.http.bodies import AnyMetadata, Body, Float32, Int32, ModelName, Name, StopTexts, UInt32
 from text_generation_router.api.http.caller import TieredFields
+from text_generation_router.grammar.tools import MAX_TOOLS
 
 MAX_MESSAGES = 10_000
 """Messages of a conversation; no model reads so many."""
@@ -19,7 +20,7 @@ MAX_BLOCKS = 10_000
 class TextBlock(Body):
     """A block of a system prompt or of a tool result."""
 
-    type: str
+    type: Name
     """`text`; others are refused."""
     text: str | None = None
     """The text."""
@@ -31,19 +32,19 @@ TextBlocks = TypeAliasType("TextBlocks", Annotated[list[TextBlock], FailFast(), 
 class ContentBlock(Body):
     """A block of a message. Its type decides which fields are read."""
 
-    type: str
+    type: Name
     """`text`, `tool_use`, `tool_result`, `thinking` or `redacted_thinking`; others are refused."""
     text: str | None = None
     """The text."""
     thinking: str | None = None
     """The reasoning of the assistant."""
-    id: str | None = None
+    id: Name | None = None
     """The id of a tool use; its result refers to it."""
-    name: str | None = None
+    name: Name | None = None
     """The tool of a tool use."""
     input: dict[str, Any] | None = None
     """The input of a tool use."""
-    tool_use_id: str | None = None
+    tool_use_id: Name | None = None
     """The id of the tool use that a tool result answers."""
     content: str | TextBlocks | None = None
     """The content of a tool result."""
@@ -57,7 +58,7 @@ ContentBlocks = TypeAliasType("ContentBlocks", Annotated[list[ContentBlock], Fai
 class InputMessage(Body):
     """One message of a conversation."""
 
-    role: str
+    role: Name
     """`user`, `assistant` or `system`."""
     content: str | ContentBlocks
     """A text, or blocks."""
@@ -66,7 +67,7 @@ class InputMessage(Body):
 class ClientTool(Body):
     """A tool the model may use."""
 
-    type: str | None = None
+    type: Name | None = None
     """`custom`; tools that a server would run are refused."""
     name: Annotated[str, Field(min_length=1, max_length=256)]
     """The name of the tool."""
@@ -76,15 +77,15 @@ class ClientTool(Body):
     """The JSON schema of its input."""
 
 
-ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast()])
+ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
 class ToolUseChoice(Body):
     """The model's freedom to use tools."""
 
-    type: str
+    type: Name
     """`auto`, `any`, `tool` or `none`."""
-    name: str | None = None
+    name: Name | None = None
     """With `tool`: the tool that must be used."""
     disable_parallel_tool_use: bool | None = None
     """Allow at most one tool use in an answer."""
@@ -93,7 +94,7 @@ class ToolUseChoice(Body):
 class Thinking(Body):
     """Switches reasoning before the answer on or off."""
 
-    type: str
+    type: Name
     """`disabled` sets `enable_thinking` of the chat template to false, any other word to true."""
 
 
@@ -102,14 +103,14 @@ class OutputConfig(Body):
 
     format: dict[str, Any] | None = None
     """`{"type": "json_schema", "schema": …}`."""
-    effort: str | None = None
+    effort: Name | None = None
     """A variable of the chat template (`reasoning_effort`)."""
 
 
 class CountTokensBody(Body):
     """Body of /v1/messages/count_tokens: the fields that shape the prompt."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """The name of the model. Every name is accepted: the server has one model."""
     messages: Annotated[list[InputMessage], FailFast(), Field(max_length=MAX_MESSAGES)]
     """The conversation so far. The answer continues the last message if it is the assistant's."""
@@ -132,7 +133,7 @@ class MessagesBody(CountTokensBody, TieredFields):
 
     max_tokens: UInt32
     """The most tokens to generate."""
-    stop_sequences: Texts | None = None
+    stop_sequences: StopTexts | None = None
     """Texts that end the answer; they are cut off."""
     temperature: Float32 | None = None
     """0 takes the most probable token; default: 1."""

@@ -15,7 +15,7 @@ from typing_extensions import TypeAliasType
 
 from text_generation_router.api.cloud.parallel import all_of
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import Body, ResponseBody, UInt64, json_response, parse_body
+from text_generation_router.api.http.bodies import Body, Name, ResponseBody, UInt64, json_response, parse_body
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import RECORD
 from text_generation_router.api.tgi.generate import GenerateRoutes
@@ -24,6 +24,8 @@ from text_generation_router.errors import InvalidRequest, LengthMismatch, NotUtf
 
 MAX_INPUTS = 1024
 """Texts of one request, over all its inputs."""
+MAX_DIMENSIONS = 16
+"""Numbers of a `shape`."""
 
 Byte = Annotated[int, Field(ge=0, le=255)]
 Bytes = TypeAliasType("Bytes", Annotated[list[Byte], FailFast()])
@@ -33,11 +35,11 @@ Strings = TypeAliasType("Strings", Annotated[list[str], FailFast(), Field(max_le
 class InferInput(Body):
     """One input: one prompt as bytes, or any number of them as strings."""
 
-    name: str
+    name: Name
     """The name."""
-    shape: Annotated[list[UInt64], FailFast()]
+    shape: Annotated[list[UInt64], FailFast(), Field(max_length=MAX_DIMENSIONS)]
     """Accepted and ignored."""
-    datatype: str
+    datatype: Name
     """`BYTES`."""
     data: Bytes | Strings
     """UTF-8 bytes as numbers, or strings."""
@@ -58,7 +60,7 @@ class InferInput(Body):
 class InferRequestedOutput(Body):
     """The name of an output."""
 
-    name: str
+    name: Name
     """The name."""
 
 
@@ -70,7 +72,7 @@ RequestedOutputs = TypeAliasType(
 class InferBody(QosFields):
     """Body of an inference request."""
 
-    id: str | None = None
+    id: Name | None = None
     """The id of the answer; default: the request's id."""
     parameters: GenerateParameters = GenerateParameters(do_sample=True)
     inputs: Annotated[list[InferInput], FailFast(), Field(min_length=1, max_length=MAX_INPUTS)]

@@ -69,11 +69,32 @@ Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 UInt32 = Annotated[int, Field(ge=0, lt=2**32)]
 UInt64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
+MAX_NAME = 256
+"""Characters of a name, an id or another word of a client."""
+MAX_MODEL_BYTES = 256
+"""Bytes of the name of a model as JSON: every chunk of a stream repeats it."""
+MAX_STOP_CHARACTERS = 1024
+"""Characters of a stop string: each new token is compared with it."""
+MAX_STOPS = 1024
+"""Stop strings that are read; `--max-stop-sequences` limits those that are used."""
+MAX_METADATA_CHARACTERS = 512
+"""OpenAI's limit for a value of `metadata`."""
+
+
+def _short_as_json(name: str) -> str:
+    if len(orjson.dumps(name)) - len('""') > MAX_MODEL_BYTES:
+        raise ValueError(f"at most {MAX_MODEL_BYTES} bytes")
+    return name
+
+
+Name = Annotated[str, Field(max_length=MAX_NAME)]
+ModelName = Annotated[Name, AfterValidator(_short_as_json)]
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+
 # Validation of a list stops at its first invalid entry, so that a list of half a million is refused as fast as a short
 # one. These are aliases because FailFast cannot be part of a union.
-Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+StopTexts = TypeAliasType("StopTexts", Annotated[list[StopText], FailFast(), Field(max_length=MAX_STOPS)])
 TokenIds = TypeAliasType("TokenIds", Annotated[list[UInt32], FailFast()])
-TokenIdLists = TypeAliasType("TokenIdLists", Annotated[list[TokenIds], FailFast()])
 
 MAX_METADATA = 16
 """OpenAI's limit for the keys of `metadata`."""
@@ -93,12 +114,21 @@ def at_most(limit: int, what: str) -> Callable[[Any], Any]:
     return counted
 
 
-TextMetadata = TypeAliasType("TextMetadata", Annotated[dict[str, str], BeforeValidator(at_most(MAX_METADATA, "keys"))])
-AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[str, Any], BeforeValidator(at_most(MAX_METADATA, "keys"))])
+TextMetadata = TypeAliasType(
+    "TextMetadata",
+    Annotated[
+        dict[Name, Annotated[str, Field(max_length=MAX_METADATA_CHARACTERS)]],
+        BeforeValidator(at_most(MAX_METADATA, "keys")),
+    ],
+)
+AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_METADATA, "keys"))])
 
 # ---------------------------------------------------------------------------------------------------------------- reading
 
 BodyT = TypeVar("BodyT", bound=Body)
+
+MAX_STEP = 64
+"""Characters of a key in an error's path: the client chose it."""
 
 
 async def parse_body(request: web.Request, schema: type[BodyT]) -> BodyT:
@@ -163,7 +193,7 @@ def _first_reason(error: ValidationError) -> str:
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     field = errors[0]["loc"][:1]
     first = max((other for other in errors if other["loc"][:1] == field), key=lambda other: len(other["loc"]))
-    path = ".".join(str(part) for part in first["loc"])
+    path = ".".join(str(part)[:MAX_STEP] for part in first["loc"])
     if first["type"] == "missing":
         return f"missing field `{path}`"
     return f"{path}: {first['msg']}" if path else first["msg"]

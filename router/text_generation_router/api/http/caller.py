@@ -26,7 +26,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic import Field
 
-from text_generation_router.api.http.bodies import Body
+from text_generation_router.api.http.bodies import Body, Name
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest, Unauthorized
 from text_generation_router.request import Priority, QualityOfService, TenantId
@@ -242,7 +242,7 @@ class QosFields(Body):
 class TieredFields(QosFields):
     """The same fields for dialects that have service tiers."""
 
-    service_tier: str | None = None
+    service_tier: Name | None = None
     """`priority` is served sooner, `flex` later; any other word means the default."""
 
     @property

@@ -21,6 +21,9 @@ from text_generation_router.api.openai.schemas import MAX_CHOICES, CompletionBod
 from text_generation_router.errors import BatchTooLarge, InvalidRequest, SuffixNotSupported
 from text_generation_router.request import QualityOfService, Request, TokenId
 
+MAX_ECHOES = 16
+"""Largest `n` with `echo`: each answer repeats the prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -79,6 +82,8 @@ class CompletionRoutes:
             raise BatchTooLarge(str(self._limit))
         if body.best_of not in (None, 1, body.n or 1):
             raise InvalidRequest("`best_of` must be 1 or equal to `n`")
+        if body.echo and (body.n or 1) > MAX_ECHOES:
+            raise InvalidRequest(f"`n` must be <= {MAX_ECHOES} with `echo`. Given: {body.n}")
         assert len(prompts) * (body.n or 1) <= self._limit * MAX_CHOICES
 
     async def _admit(self, body: CompletionBody, prompt: str | list[TokenId], qos: QualityOfService) -> Prompt:

@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, FailFast, Field
 from typing_extensions import TypeAliasType
 
-from text_generation_router.api.http.bodies import Body, Float32, TextMetadata, Texts, UInt32
+from text_generation_router.api.http.bodies import Body, Float32, ModelName, Name, TextMetadata, UInt32
 from text_generation_router.api.http.caller import TieredFields
 from text_generation_router.api.openai.schemas import ContentPart
+from text_generation_router.grammar.tools import MAX_TOOLS
 
 MAX_ITEMS = 10_000
 """Items of an input. An item needs no field, so a body could hold half a million; no model reads so many."""
+MAX_INCLUDED = 64
+"""Entries of `include`."""
 MAX_PARTS = 10_000
 """Parts of one item."""
 
@@ -25,19 +28,19 @@ ItemParts = TypeAliasType("ItemParts", Annotated[list[ContentPart], FailFast(), 
 class InputItem(Body):
     """One item of the input: a message, a call, its output, or reasoning. Its type decides which fields are read."""
 
-    type: str | None = None
+    type: Name | None = None
     """`message` (also if absent), `function_call`, `function_call_output` or `reasoning`; others are refused."""
-    id: str | None = None
+    id: Name | None = None
     """Ignored: nothing is stored."""
-    role: str | None = None
+    role: Name | None = None
     """The role of a message: `user`, `assistant`, `system` or `developer`."""
     content: str | ItemParts | None = None
     """The text of a message or of a reasoning."""
-    call_id: str | None = None
+    call_id: Name | None = None
     """The id of the call that is made or answered."""
-    name: str | None = None
+    name: Name | None = None
     """The called function."""
-    namespace: str | None = None
+    namespace: Name | None = None
     """The namespace of the called function."""
     arguments: str | None = None
     """The arguments of a call: a JSON object as text."""
@@ -55,7 +58,7 @@ class FunctionTool(Body):
 
     model_config = ConfigDict(extra="allow")  # the answer repeats it
 
-    type: str
+    type: Name
     """`function`; tools that OpenAI would run are left out, other types refused."""
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """The name of the function."""
@@ -67,7 +70,7 @@ class FunctionTool(Body):
     """Accepted: forced calls always follow the schema."""
 
 
-FunctionTools = TypeAliasType("FunctionTools", Annotated[list[FunctionTool], FailFast()])
+FunctionTools = TypeAliasType("FunctionTools", Annotated[list[FunctionTool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
 class AnyTool(FunctionTool):
@@ -77,15 +80,15 @@ class AnyTool(FunctionTool):
     """The functions of a namespace."""
 
 
-AnyTools = TypeAliasType("AnyTools", Annotated[list[AnyTool], FailFast()])
+AnyTools = TypeAliasType("AnyTools", Annotated[list[AnyTool], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
 class NamedFunction(Body):
     """The function that must be called."""
 
-    type: str
+    type: Name
     """`function`; others are refused."""
-    name: str | None = None
+    name: Name | None = None
     """The name of the function."""
 
 
@@ -101,16 +104,19 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """Options of the reasoning."""
 
-    effort: str | None = None
+    effort: Name | None = None
     """A variable of the chat template."""
-    summary: str | None = None
+    summary: Name | None = None
     """Accepted: the answer has the whole reasoning."""
+
+
+Included = TypeAliasType("Included", Annotated[list[Name], FailFast(), Field(max_length=MAX_INCLUDED)])
 
 
 class ResponsesBody(TieredFields):
     """Body of /v1/responses."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """The name of the model. Every name is accepted: the server has one model."""
     input: str | InputItems
     """The conversation so far; a text is a user message."""
@@ -140,15 +146,15 @@ class ResponsesBody(TieredFields):
     """Accepted: a conversation that is too long is always refused."""
     store: bool | None = None
     """Accepted: nothing is stored, and the answer says so."""
-    include: Texts | None = None
+    include: Included | None = None
     """Accepted, except log-probabilities, which are refused."""
     top_logprobs: UInt32 | None = None
     """Refused unless it is 0."""
-    user: str | None = None
+    user: Name | None = None
     """Repeated in the answer."""
     background: bool | None = None
     """True is refused: nothing is stored."""
-    previous_response_id: str | None = None
+    previous_response_id: Name | None = None
     """Refused: nothing is stored."""
     conversation: str | dict[str, Any] | None = None
     """Refused: nothing is stored."""

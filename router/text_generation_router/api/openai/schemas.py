@@ -13,30 +13,50 @@ from typing_extensions import TypeAliasType
 
 from text_generation_proto.values import MAX_LOGIT_BIAS
 from text_generation_router.api.http.bodies import (
+    MAX_STOPS,
     Body,
     Float32,
     Int32,
-    Texts,
-    TokenIdLists,
+    ModelName,
+    Name,
+    StopText,
+    StopTexts,
     TokenIds,
     UInt32,
     UInt64,
     at_most,
 )
 from text_generation_router.api.http.caller import TieredFields
+from text_generation_router.grammar.tools import MAX_TOOLS
 
 MAX_MESSAGES = MAX_PARTS = 10_000
 """Messages of a conversation; parts, or tool calls, of a message. More are an attack."""
 MAX_CHOICES = 128
 """OpenAI's own limit of `n`."""
+MAX_TEMPLATE_ARGUMENTS = 256
+"""Keys of `chat_template_kwargs`."""
+MAX_PROMPTS = 4096
+"""Prompts that are read; `--max-client-batch-size` limits those that are used."""
+MAX_CHOICE_TEXTS = 10_000
+"""Texts of `guided_choice` that are read; a grammar has fewer."""
 
 Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
-Biases = TypeAliasType("Biases", Annotated[dict[str, float], BeforeValidator(at_most(MAX_LOGIT_BIAS, "tokens"))])
+TokenIdText = Annotated[str, Field(max_length=20)]
+Biases = TypeAliasType(
+    "Biases", Annotated[dict[TokenIdText, float], BeforeValidator(at_most(MAX_LOGIT_BIAS, "tokens"))]
+)
 BiasList = TypeAliasType("BiasList", Annotated[list[float], FailFast()])
 LogitBias = Biases | BiasList
 """OpenAI's: token id, as text, → bias. TGI's clients send a list, which TGI ignores."""
+PromptTexts = TypeAliasType("PromptTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_PROMPTS)])
+PromptIds = TypeAliasType("PromptIds", Annotated[list[TokenIds], FailFast(), Field(max_length=MAX_PROMPTS)])
+ChoiceTexts = TypeAliasType("ChoiceTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_CHOICE_TEXTS)])
+StopTokenIds = TypeAliasType("StopTokenIds", Annotated[list[UInt32], FailFast(), Field(max_length=MAX_STOPS)])
+TemplateArguments = TypeAliasType(
+    "TemplateArguments", Annotated[dict[Name, Any], BeforeValidator(at_most(MAX_TEMPLATE_ARGUMENTS, "keys"))]
+)
 
 
 class StreamOptions(Body):
@@ -51,7 +71,7 @@ class StreamOptions(Body):
 class OpenAIBody(TieredFields):
     """Base of the bodies of chats and completions."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """The name of the model. Every name is accepted: the server has one model."""
     stream: bool | None = None
     """Answer as server-sent events."""
@@ -59,7 +79,7 @@ class OpenAIBody(TieredFields):
     """Options of the stream."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     """The number of independent answers."""
-    stop: str | Texts | None = None
+    stop: StopText | StopTexts | None = None
     """Texts that end an answer; they are cut off."""
     seed: Seed | None = None
     """Seed of the sampling; random if absent."""
@@ -83,7 +103,7 @@ class OpenAIBody(TieredFields):
     """Continue after the end-of-sequence token."""
     min_tokens: UInt32 | None = None
     """The fewest tokens to generate."""
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: StopTokenIds | None = None
     """Tokens that end an answer."""
     response_format: dict[str, Any] | None = None
     """A constraint on the answer."""
@@ -91,11 +111,11 @@ class OpenAIBody(TieredFields):
     """vLLM's: a JSON schema for the answer."""
     guided_regex: str | None = None
     """vLLM's: a regular expression for the answer."""
-    guided_choice: Texts | None = None
+    guided_choice: ChoiceTexts | None = None
     """vLLM's: the answer is one of these."""
     structured_outputs: dict[str, Any] | None = None
     """vLLM's: one of `json`, `regex`, `choice`."""
-    user: str | None = None
+    user: Name | None = None
     """Accepted; not used."""
 
 
@@ -117,26 +137,28 @@ class FunctionDefinition(Body):
 class ToolDefinition(Body):
     """A tool; only functions are supported."""
 
-    type: str = "function"
+    type: Name = "function"
     """`function`."""
     function: FunctionDefinition
     """The function."""
 
 
-ToolDefinitions = TypeAliasType("ToolDefinitions", Annotated[list[ToolDefinition], FailFast()])
+ToolDefinitions = TypeAliasType(
+    "ToolDefinitions", Annotated[list[ToolDefinition], FailFast(), Field(max_length=MAX_TOOLS)]
+)
 
 
 class FunctionName(Body):
     """The name of a function."""
 
-    name: str
+    name: Name
     """The name."""
 
 
 class NamedToolChoice(Body):
     """The tool that must be called."""
 
-    type: str | None = None
+    type: Name | None = None
     """`function`."""
     function: FunctionName
     """The function that must be called."""
@@ -145,7 +167,7 @@ class NamedToolChoice(Body):
 class ContentPart(Body):
     """A part of a message."""
 
-    type: str
+    type: Name
     """`text`; images and audio are refused."""
     text: str | None = None
     """The text."""
@@ -157,7 +179,7 @@ ContentParts = TypeAliasType("ContentParts", Annotated[list[ContentPart], FailFa
 class FunctionCall(Body):
     """The function and arguments of a tool call."""
 
-    name: str
+    name: Name
     """The function."""
     arguments: str | dict[str, Any] | None = None
     """A JSON object, or its text."""
@@ -166,9 +188,9 @@ class FunctionCall(Body):
 class ToolCall(Body):
     """A tool call of the assistant."""
 
-    id: str | int | None = None
+    id: Name | int | None = None
     """The id that the tool's message refers to."""
-    type: str | None = None
+    type: Name | None = None
     """`function`."""
     function: FunctionCall
     """The call."""
@@ -180,15 +202,15 @@ ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast(), Fie
 class Message(Body):
     """One message of a conversation."""
 
-    role: str
+    role: Name
     """`system`, `developer`, `user`, `assistant` or `tool`."""
     content: str | ContentParts | None = None
     """The text, or its parts."""
-    name: str | None = None
+    name: Name | None = None
     """The name of the author."""
     tool_calls: ToolCalls | None = None
     """The tool calls of an assistant message."""
-    tool_call_id: str | None = None
+    tool_call_id: Name | None = None
     """The id of the call that a tool message answers."""
     reasoning_content: str | None = None
     """The reasoning of an assistant message."""
@@ -209,7 +231,7 @@ class ChatBody(OpenAIBody):
     """Report also the log-probabilities of so many most probable tokens at each position."""
     tools: ToolDefinitions | None = None
     """The tools that the model may call."""
-    tool_choice: Literal["auto", "none", "required"] | str | NamedToolChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | Name | NamedToolChoice | None = None
     """The model's freedom to call them; a name, or an object with one, forces that function."""
     tool_prompt: str | None = None
     """TGI's: the text that introduces the tools."""
@@ -219,16 +241,16 @@ class ChatBody(OpenAIBody):
     """Continue the last message; default: true if it is the assistant's."""
     add_generation_prompt: bool | None = None
     """Have the template open the assistant's message."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     """Further variables of the chat template."""
-    reasoning_effort: str | None = None
+    reasoning_effort: Name | None = None
     """A variable of the chat template."""
 
 
 class CompletionBody(OpenAIBody):
     """Body of /v1/completions."""
 
-    prompt: str | Texts | TokenIds | TokenIdLists
+    prompt: str | PromptTexts | TokenIds | PromptIds
     """A text, several, or token ids."""
     max_tokens: UInt32 | None = None
     """Tokens to generate; default: all that fit after the prompt. 0 only with `echo`."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from text_generation_router.api.http.bodies import Float32, Int32, UInt32, UInt64
+from text_generation_router.api.http.bodies import MAX_STOPS, Float32, Int32, Name, StopText, UInt32, UInt64
 from text_generation_router.api.http.caller import QosFields
 
 
@@ -36,7 +36,7 @@ class GenerateParameters(QosFields):
     """Tokens to generate; default: all that fit after the prompt."""
     return_full_text: bool | None = None
     """Prepend the prompt to the generated text."""
-    stop: Annotated[list[str], FailFast()] = Field(default=[])
+    stop: Annotated[list[StopText], FailFast()] = Field(default=[], max_length=MAX_STOPS)
     """Stop at the first of these strings; it stays in the text."""
     truncate: UInt64 | None = None
     """Keep so many tokens at the end of the prompt."""
@@ -52,7 +52,7 @@ class GenerateParameters(QosFields):
     """Report so many most probable tokens of every step."""
     grammar: dict[str, Any] | None = None
     """Constrain the text to a grammar."""
-    adapter_id: str | None = None
+    adapter_id: Name | None = None
     """Adapter to use; as in TGI, an adapter that is not loaded means the base model."""
 
 

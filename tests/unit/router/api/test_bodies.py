@@ -57,6 +57,61 @@ def bodies() -> list[type[Body]]:
     return list(dict.fromkeys(model for body in taken for model in (get_args(body) or (body,))))
 
 
+CONTENT = frozenset(
+    (
+        *("inputs", "prompt", "text", "content", "output", "summary", "arguments", "instructions", "thinking"),
+        *("description", "parameters", "tool_prompt", "reasoning_content", "suffix", "data", "conversation"),
+        *("guided_json", "guided_regex", "guided_choice", "system", "input"),
+    )
+)
+"""Fields whose texts are as long as a body may be. An answer repeats such a text three times at most."""
+
+
+def unbounded_texts(schema: Any, root: dict[str, Any], name: str = "") -> Iterator[str]:  # noqa: ANN401
+    """The fields in a JSON schema that take a text of any length."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from unbounded_texts(one, root, name)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "string" and schema.keys().isdisjoint(("maxLength", "enum", "const")):
+            yield name
+        if "$ref" in schema:
+            yield from unbounded_texts(root["$defs"][schema["$ref"].rpartition("/")[2]], root, name)
+        for key, inner in schema.get("properties", {}).items():
+            yield from unbounded_texts(inner, root, key)
+        for key in schema.keys() & {"anyOf", "oneOf", "items", "additionalProperties", "propertyNames"}:
+            yield from unbounded_texts(schema[key], root, name)
+
+
+@pytest.mark.parametrize("model", bodies(), ids=lambda model: model.__name__)
+def test_every_text_that_is_no_content_has_a_length(model: type[Body]) -> None:
+    schema = model.model_json_schema()
+    assert {*unbounded_texts(schema, schema)} <= CONTENT
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "a" * 257},
+        {"model": "\x01" * 100},  # six bytes each as JSON
+        {"stop": "a" * 1025},
+        {"stop": ["a" * 1025]},
+        {"logit_bias": {"1" * 5000: 1.0}},
+        {"chat_template_kwargs": {str(key): 0 for key in range(257)}},
+        {"tools": [{"function": {"name": "f"}}] * 129},
+        {"messages": [{"role": "a" * 257}]},
+        {"user": "a" * 257},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_a_long_text_or_list_is_refused_and_not_repeated(body: dict[str, Any]) -> None:
+    [chat] = [model for model in bodies() if model.__name__ == "ChatBody"]
+    with pytest.raises(InvalidBody) as refused:
+        validate({"messages": []} | body, chat)
+    assert len(str(refused.value)) < 300
+    assert next(iter(body)) in str(refused.value)
+
+
 def containers(annotation: Any, path: Path = ()) -> Iterator[tuple[Path, type]]:  # noqa: ANN401
     """The lists and the dicts of checked values in an annotation: where, and what."""
     if isinstance(annotation, TypeAliasType):
