@@ -106,10 +106,9 @@ async def test_a_compressed_body_counts_uncompressed(stack: Stack) -> None:
         assert response.status == 400
 
 
-async def test_unknown_routes_and_wrong_methods_have_no_body(stack: Stack) -> None:
-    async with stack.client.get("/nowhere") as response:
-        assert (response.status, await response.read()) == (404, b"")
-    async with stack.client.get("/generate") as response:
-        assert (response.status, await response.read()) == (405, b"")
-    async with stack.client.delete("/") as response:
-        assert (response.status, await response.read()) == (405, b"")
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/generate", 405), ("DELETE", "/", 405)]
+)
+async def test_unknown_routes_and_wrong_methods_have_no_body(stack: Stack, method: str, path: str, status: int) -> None:
+    async with stack.client.request(method, path) as response:
+        assert (response.status, await response.read()) == (status, b"")

@@ -69,24 +69,17 @@ async def test_an_error_of_the_tokenizer_is_returned(demo_model: Path) -> None:
             assert reply["error"].startswith("Input validation error: tokenizer error ")
 
 
-@pytest.mark.parametrize("ids", [[], [1] * 100_000])
-async def test_no_tokens_and_many_tokens(stack: Stack, ids: list[int]) -> None:
-    status, reply = await post(stack, "/detokenize", {"ids": ids})
-    assert status == 200
-    assert bool(reply["text"]) == bool(ids)
-
-
-@pytest.mark.parametrize("ids", [[2**31], [1, 2**20]])
-async def test_an_unknown_token_id_is_refused(stack: Stack, ids: list[int]) -> None:
-    status, reply = await post(stack, "/detokenize", {"ids": ids})
-    assert (status, reply["error_type"]) == (422, "validation")
-
-
-@pytest.mark.parametrize("body", [{}, {"ids": None}, {"ids": "1"}, {"ids": [-1]}, {"ids": [1.5]}, {"ids": [2**32]}])
-async def test_an_invalid_list_of_ids_is_refused(stack: Stack, body: object) -> None:
-    status, text = await post(stack, "/detokenize", body)
-    assert status == 422
-    assert text.startswith("Failed to deserialize the JSON body into the target type: ")
+async def test_detokenize_takes_any_number_of_known_ids(stack: Stack) -> None:
+    for ids in ([], [1] * 100_000):
+        status, reply = await post(stack, "/detokenize", {"ids": ids})
+        assert (status, bool(reply["text"])) == (200, bool(ids))
+    for ids in ([2**31], [1, 2**20]):
+        status, reply = await post(stack, "/detokenize", {"ids": ids})
+        assert (status, reply["error_type"]) == (422, "validation")
+    for body in ({}, {"ids": None}, {"ids": "1"}, {"ids": [-1]}, {"ids": [1.5]}, {"ids": [2**32]}):
+        status, text = await post(stack, "/detokenize", body)
+        assert status == 422
+        assert text.startswith("Failed to deserialize the JSON body into the target type: ")
 
 
 async def test_models_lists_the_served_model(stack: Stack) -> None:
