@@ -4,11 +4,11 @@ It follows the rules of the real shard (`text_generation_shard.step.table`): ord
 every ordered chunk and every decoding sequence with room in its blocks; no sequence runs past its blocks; a finished
 sequence is removed.
 
-Steps come in spans: while the same sequences decode and nothing else happens, many steps are sequence object, and their total
+Steps come in spans: while the same sequences decode and nothing else happens, many steps are one object, and their total
 duration has a closed form. A span ends before a sequence finishes, runs out of blocks, or comes so close to that point
 that the scheduler needs a report.
 
-The state of a decoding sequence is sequence number, `at`: the index of its next token in the pool of ids. Everything else that
+The state of a decoding sequence is one number, `at`: the index of its next token in the pool of ids. Everything else that
 changes from step to step has a fixed distance from it.
 """
 

@@ -1,8 +1,9 @@
-"""docs/api.md agrees with the code: errors and metrics."""
+"""docs/api.md and docs/flags.md agree with the code: errors, metrics and settings."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,7 +13,8 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 
-API = (Path(__file__).parents[3] / "docs/api.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[3]
+API = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 
 
 def row(error: type[ServingError]) -> str:
@@ -37,3 +39,8 @@ def test_every_metric_of_our_own_is_listed() -> None:
         if family.name.startswith("text_generation_")
     }
     assert dict(re.findall(r"^\| `(text_generation_\w+)` \| (.*) \|$", API, re.MULTILINE)) == families
+
+
+def test_the_page_of_flags_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))["flags_page"]()
+    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == page, "run: make docs"
