@@ -84,7 +84,7 @@ TestScheduler.settings = settings(stateful_step_count=40)
 
 def test_random_events_break_no_rule() -> None:
     counts: Counter[str] = Counter()
-    for seed in range(settings().max_examples // 6):
+    for seed in range(settings().max_examples // 3):
         counts += play(seed, 1000).counts
     # The worlds were busy.
     assert all(counts[event] > 5 for event in ("preemptions", "moves", "expired", "hit tokens", "refusals")), counts

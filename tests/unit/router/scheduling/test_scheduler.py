@@ -110,6 +110,24 @@ def test_a_request_that_was_not_sent_does_not_count_as_moved() -> None:
     assert rig.scheduler.stats().moves == 0
 
 
+def test_a_cancelled_request_on_a_lost_replica_is_gone() -> None:
+    rig = Rig(a_policy())
+    rig.submit(new=50)
+    rig.turns(2)
+    rig.scheduler.cancel(RequestId(0))
+    rig.lose(0)
+    assert_idle(rig.scheduler)
+
+
+def test_a_replica_that_was_lost_while_it_had_room_gets_nothing() -> None:
+    rig = Rig(a_policy(), replicas=2)
+    rig.submit()
+    [used] = rig.scheduler.dispatch()
+    rig.lose(1 - used)
+    rig.submit()
+    assert rig.scheduler.dispatch() == [used]
+
+
 def test_a_request_too_large_for_the_returned_replica_fails() -> None:
     rig = Rig(a_policy(), blocks=20)
     rig.submit(200, new=50)
