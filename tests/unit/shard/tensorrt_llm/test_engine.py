@@ -53,20 +53,6 @@ def test_info(built: Build, version: str) -> None:
     assert ("seed" in refused, "repetition_penalty" in refused, "prompt" in refused) == (version == "1.2",) * 3
 
 
-@pytest.mark.parametrize("tokens_per_step", [1, 3])
-def test_concurrent_sequences(built: Build, tokens_per_step: int) -> None:
-    driver = SelfDriver(built(step_ms=1, tokens_per_step=tokens_per_step))
-    streams = [driver.admit(range(100 + n, 130 + 2 * n), 10 + n) for n in range(40)]
-    driver.run()
-    for n, stream in enumerate(streams):
-        assert stream.tokens == echoed(10 + n, stream.prompt)
-        assert stream.finish is FinishReason.LENGTH
-        assert len(stream.logprobs) == len(stream.tokens)
-        assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
-    assert driver.engine.running == 0
-    assert driver.step() is None
-
-
 def test_top_tokens_and_prompt_logprobs(built: Build, version: str) -> None:
     driver = SelfDriver(built())
     stream = driver.admit(PROMPT, 3, top_n=4)
@@ -114,11 +100,18 @@ def test_wake_ends_a_waiting_step(built: Build) -> None:
     timer.join()
 
 
-def test_churn_leaves_nothing_behind(built: Any, tmp_path: Path) -> None:  # noqa: ANN401 - the fixture's class is in conftest.py
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+def test_churn_leaves_nothing_behind(built: Any, tmp_path: Path, tokens_per_step: int) -> None:  # noqa: ANN401 - see conftest.py
     """Streams that come, end and are released at random: each ends once, and the library holds none of them."""
     log = tmp_path / "log"
     draw = random.Random(7)
-    engine = built(log=log, step_ms=0, max_batch_size=64, options="kv_cache_config: {max_tokens: 16384}")
+    engine = built(
+        log=log,
+        step_ms=0,
+        tokens_per_step=tokens_per_step,
+        max_batch_size=64,
+        options="kv_cache_config: {max_tokens: 16384}",
+    )
     driver = SelfDriver(engine)
     streams, cancelled = [], set()
     while len(streams) < CHURN or driver.streams:
@@ -131,9 +124,12 @@ def test_churn_leaves_nothing_behind(built: Any, tmp_path: Path) -> None:  # noq
             streams.append(driver.admit(range(start, start + length), draw.randrange(1, 120)))
         driver.step()
     assert engine.running == 0
+    assert driver.step() is None
     assert len(cancelled) > CHURN / 20
     for stream in streams:
         assert stream.tokens == echoed(len(stream.tokens), stream.prompt)
+        assert len(stream.logprobs) == len(stream.tokens)
+        assert all(-20 < logprob <= 0 for logprob in stream.logprobs)
         if stream not in cancelled:
             assert stream.finish is FinishReason.LENGTH
             assert len(stream.tokens) == stream.stopping.max_new_tokens
