@@ -123,6 +123,14 @@ def test_an_option_of_the_wrong_type_is_refused(
     assert str(caught.value) == f"--trtllm-options: {problem}"
 
 
+def test_health_and_capacity_are_asked_of_the_library(library: Library, tmp_path: Path) -> None:
+    llm = library.llm(str(model_folder(tmp_path)), skip_tokenizer_init=True, kv_cache_config={"max_tokens": 640})
+    assert library.is_healthy(llm)
+    assert library.kv_capacity(llm) == ((20, 32) if library.version.startswith("1.3") else None)
+    llm.shutdown()
+    assert not library.is_healthy(llm)
+
+
 def test_compiled_defaults(engines: Path) -> None:
     how = compiled(engines)
     assert how.keywords == {
