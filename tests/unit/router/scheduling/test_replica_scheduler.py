@@ -81,6 +81,7 @@ def test_blocks_of_a_cancelled_sequence_are_free_once_its_release_was_applied() 
     release = rig.order()
     slot = rig.placement(0).slot
     assert release.release == (slot,)
+    assert rig.scheduler.request_in(0, slot) is None
     # A step made before the release arrived.
     rig.apply(0, StepOutput(release.number - 1, [slot], [], [7]))
     assert (rig.scheduler.stats().running, rig.scheduler.stats().used_blocks) == (1, 3)

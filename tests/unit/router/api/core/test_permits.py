@@ -23,6 +23,15 @@ def refused(permits: Permits, count: int, tenant: TenantId) -> bool:
         return True
 
 
+def test_at_most_twice_the_limit_is_in_use() -> None:
+    permits = Permits(8)
+    with ExitStack() as held:
+        for tenant, count in (("a", 8), ("b", 4), ("c", 2), ("d", 2)):
+            held.enter_context(permits.take(count, TenantId(tenant)))
+        assert permits.in_use == 16
+        assert refused(permits, 1, TenantId("e"))  # although 8 // 5 would be its share
+
+
 def test_permits_are_returned_after_a_failure() -> None:
     permits = Permits(2)
     with pytest.raises(ZeroDivisionError), permits.take(2, A):
