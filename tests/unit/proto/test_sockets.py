@@ -35,22 +35,18 @@ def test_claim_socket_removes_a_stale_socket(folder: Path) -> None:
     claim_socket(path)
 
 
-def test_claim_socket_rejects_a_served_socket(folder: Path) -> None:
-    path = folder / "s"
+def test_claim_socket_removes_neither_a_served_socket_nor_another_kind_of_file(folder: Path) -> None:
+    path, file = folder / "s", folder / "f"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
         with pytest.raises(SocketInUse, match="a server already listens"):
             claim_socket(path)
     assert path.exists()
-
-
-def test_claim_socket_does_not_remove_another_kind_of_file(folder: Path) -> None:
-    path = folder / "s"
-    path.write_text("precious")
+    file.write_text("precious")
     with pytest.raises(SocketInUse, match="is not a socket"):
-        claim_socket(path)
-    assert path.read_text() == "precious"
+        claim_socket(file)
+    assert file.read_text() == "precious"
 
 
 def test_private_folder_is_created_with_its_first_socket_and_removed_with_its_last(folder: Path) -> None:

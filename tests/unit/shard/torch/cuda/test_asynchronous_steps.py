@@ -99,13 +99,23 @@ def test_results_do_not_depend_on_asynchrony(engines: Engines, seed: int) -> Non
             assert [ids for ids, _ in scores.tops] == [ids for ids, _ in expected_scores.tops]
 
 
-def test_a_step_is_reported_when_the_next_one_is_launched(ahead: Driver) -> None:
+def test_a_step_is_traced_and_reported_when_the_next_one_is_launched(engines: Engines, ahead: Driver) -> None:
     stream = ahead.admit(range(3, 20), 3)
     reported = []
     while (result := ahead.step()) is not None:
         reported.append((len(result.prefilled), len(result.slots), result.is_silent))
     assert reported == [(0, 0, True), (1, 1, False), (0, 1, False), (0, 1, False)]
     assert stream.finish is FinishReason.LENGTH
+    last = [json.loads(line) for line in engines.trace.read_text().splitlines()][-3:]
+    assert [line["kind"] for line in last] == ["prefill", "decode", "decode"]
+    assert [line["tokens"] for line in last] == [17, 1, 1]
+    assert "gap_us" not in last[0]
+    assert all(line["wall_us"] >= 0 and line["host_us"] >= 0 and line["device_us"] > 0 for line in last[1:])
+    # Nothing follows the last result.
+    ahead.admit(range(3, 20), 5, stopping=Stopping(5, frozenset(range(200))))
+    ahead.run()
+    assert ahead.engine.apply(Orders(number=99)) == []
+    assert ahead.engine.step() is None
 
 
 def test_results_in_flight_of_a_released_sequence_are_dropped(ahead: Driver) -> None:
@@ -118,9 +128,7 @@ def test_results_in_flight_of_a_released_sequence_are_dropped(ahead: Driver) -> 
     assert second.slot == first.slot
     ahead.run()
     assert first.tokens == known
-    alone = ahead.admit(range(30, 60), 6)
-    ahead.run()
-    assert second.tokens == alone.tokens
+    assert second.tokens == ahead.alone(range(30, 60), 6)
 
 
 def test_allocated_blocks_bound_what_is_launched(ahead: Driver) -> None:
@@ -155,24 +163,3 @@ def test_a_step_that_raises_fails_its_sequences_after_the_previous_step_is_repor
     after = ahead.admit(range(3, 40), 4)
     ahead.run()
     assert after.finish is FinishReason.LENGTH
-
-
-def test_nothing_follows_the_last_result(engines: Engines) -> None:
-    driver = warm(engines.asynchronous)
-    driver.admit(range(3, 20), 5, stopping=Stopping(5, frozenset(range(200))))
-    driver.run()
-    assert engines.asynchronous.apply(Orders(number=99)) == []
-    assert engines.asynchronous.step() is None
-
-
-def test_the_trace_has_a_line_for_each_step(engines: Engines, ahead: Driver) -> None:
-    ahead.admit(range(3, 20), 4)
-    ahead.run()
-    last = [json.loads(line) for line in engines.trace.read_text().splitlines()][-4:]
-    assert [line["kind"] for line in last] == ["prefill", "decode", "decode", "decode"]
-    assert [line["tokens"] for line in last] == [17, 1, 1, 1]
-    assert "gap_us" not in last[0]
-    for line in last[1:]:
-        assert line["wall_us"] >= 0
-        assert line["host_us"] >= 0
-        assert line["device_us"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,8 +32,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         allow_computed_bounds(monkeypatch)
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
@@ -99,7 +99,7 @@ def a_case(
 
 
 def an_attention(shape: Shape, rows: int, device: torch.device, config: LaunchConfig) -> DecodeAttention:
-    return DecodeAttention(shape.heads, shape.kv_heads, shape.head_dim, rows, device, config=config)
+    return DecodeAttention(*shape, rows, device, config=config)
 
 
 @pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
@@ -121,7 +121,7 @@ def test_rows_of_different_lengths_match_the_formula(
 @pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
 def test_a_single_long_row_is_split_into_many_parts(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
     shape = Shape(8, 1, 128)
-    config = config_for(1, shape.heads, shape.kv_heads, shape.head_dim, H200_MULTIPROCESSORS)
+    config = config_for(1, *shape, H200_MULTIPROCESSORS)
     assert config.splits == decode_attention.MAX_SPLITS
     case = a_case(shape, [700], device, dtype)
     attention = an_attention(shape, 1, device, replace(config, merge=merge))
@@ -131,7 +131,7 @@ def test_a_single_long_row_is_split_into_many_parts(merge: Merge, device: torch.
 
 
 def test_short_rows_are_not_split_in_large_batches(device: torch.device, dtype: torch.dtype) -> None:
-    config = config_for(6, SMOL.heads, SMOL.kv_heads, SMOL.head_dim, multiprocessors=1)
+    config = config_for(6, *SMOL, multiprocessors=1)
     assert config.splits > 1
     config = replace(config, min_blocks=config.min_blocks // 32)
     case = a_case(SMOL, [32, 33], device, dtype)

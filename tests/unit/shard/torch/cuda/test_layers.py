@@ -22,13 +22,16 @@ def close(ours: Tensor, reference: Tensor) -> bool:
     return torch.allclose(ours.cpu(), reference, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, BIASED, {"tie_word_embeddings": True}], ids=["plain", "biased", "tied"])
+@pytest.mark.parametrize("changes", [{}, BIASED, {"model_type": "qwen3"}], ids=["plain", "biased", "head norms"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_ranks_together_compute_the_same_as_one(
     tmp_path: Path, device: torch.device, changes: dict[str, Any], size: int
 ) -> None:
     """Compare with the checkpoint's tensors. With more than two ranks, several ranks hold the same KV head."""
     tensors = random_tensors(changes)
+    head_norms = [f"model.layers.{index}.self_attn.{name}_norm.weight" for index in range(2) for name in "qk"]
+    if changes.get("model_type") == "qwen3":
+        tensors |= {name: torch.randn(16) for name in head_norms}
     write_checkpoint(tmp_path, tensors, changes)
     ranks = [load_for_cuda(tmp_path, device, torch.float32, TensorParallelRank(rank, size)) for rank in range(size)]
     hidden, queries, inner = (torch.randn(3, width) for width in (64, 128, 96))
@@ -53,6 +56,8 @@ def test_ranks_together_compute_the_same_as_one(
             layer.gate_up(hidden.to(device)), torch.cat([gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1)
         )
         assert torch.equal(layer.mlp_norm.cpu(), tensors["model.layers.1.post_attention_layernorm.weight"])
+        norms = [norm.cpu().tolist() for norm in layer.head_norms or ()]
+        assert norms == [tensors[name].tolist() for name in head_norms[2:] if name in tensors]
     outputs = [weights.layers[1].output(part) for weights, part in zip(ranks, parts(queries), strict=True)]
     assert close(sum(outputs, torch.zeros(())), reference("self_attn.o_proj", queries))
     outputs = [weights.layers[1].down(part) for weights, part in zip(ranks, parts(inner), strict=True)]
@@ -77,18 +82,6 @@ def test_the_vocabulary_is_divided_and_padded(
     assert torch.cat(logits, 1)[:, vocab_size:].eq(0).all()
     for weights in ranks:
         assert torch.equal(weights.embedding.cpu(), embedding)
-
-
-def test_query_and_key_norms_are_on_every_rank(tmp_path: Path, device: torch.device) -> None:
-    tensors = random_tensors()
-    for index in range(2):
-        for name in ("q_norm", "k_norm"):
-            tensors[f"model.layers.{index}.self_attn.{name}.weight"] = torch.randn(16)
-    write_checkpoint(tmp_path, tensors, {"model_type": "qwen3"})
-    head_norms = load_for_cuda(tmp_path, device, torch.float32, TensorParallelRank(1, 2)).layers[1].head_norms
-    assert head_norms is not None
-    for norm, name in zip(head_norms, ("q_norm", "k_norm"), strict=True):
-        assert torch.equal(norm.cpu(), tensors[f"model.layers.1.self_attn.{name}.weight"])
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,10 @@ def group(request: pytest.FixtureRequest, folder: Path) -> Ranks:
 
 def test_all_reduce_adds_in_rank_order_with_the_same_bits_on_all_ranks(group: Ranks) -> None:
     group.expect("sums", [group.total(turn, elements) for turn, elements in enumerate(SIZES)])
+    # A late rank gets all values.
+    group.expect("uneven", [group.total(turn, BLOCK) for turn in range(LATE_TURNS * group.size)])
+    for edge in EDGES:  # epochs may exceed 32 bits
+        group.expect(f"edge {edge}", [group.total(turn, BLOCK) for turn in range(EDGE_TURNS)])
 
 
 def test_all_gather_concatenates_and_leaves_the_padding_alone(group: Ranks) -> None:
@@ -160,15 +164,6 @@ def test_all_gather_concatenates_and_leaves_the_padding_alone(group: Ranks) -> N
         for turn, (rows, columns) in enumerate(SHAPES)
     ]
     group.expect("gathers", expected)
-
-
-def test_a_late_rank_gets_all_values(group: Ranks) -> None:
-    group.expect("uneven", [group.total(turn, BLOCK) for turn in range(LATE_TURNS * group.size)])
-
-
-@pytest.mark.parametrize("edge", EDGES)
-def test_epochs_may_exceed_32_bits(group: Ranks, edge: int) -> None:
-    group.expect(f"edge {edge}", [group.total(turn, BLOCK) for turn in range(EDGE_TURNS)])
 
 
 def test_a_peer_may_be_one_collective_ahead(device: torch.device) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
@@ -33,8 +32,7 @@ def programs_wanted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "_PROGRAMS_WANTED", request.param)
 
 
-@dataclass(frozen=True)
-class Make:
+class Make(NamedTuple):
     """Creates tensors, by default in the dtype of weights."""
 
     device: torch.device

@@ -20,30 +20,23 @@ EPS = 1e-2
 def test_matches_float64_rounded_once(
     tokens: int, hidden: int, update: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    residual = torch.randn(tokens, hidden, device=device)
-    added = torch.randn(tokens, hidden, device=device).to(torch.float32 if update == "float32" else dtype)
+    """The rows are part of larger buffers, whose other values are not written."""
+    buffers = torch.randn(3, tokens + 4, hidden + 8, device=device).split(1)
+    dtypes = (torch.float32 if update == "float32" else dtype, torch.float32, dtype)
+    wide = [buffer[0].to(kind) for buffer, kind in zip(buffers, dtypes, strict=True)]
+    before = [buffer.clone() for buffer in wide]
+    added, residual, out = (buffer[2:-2, :hidden] for buffer in wide)
     weight = torch.randn(hidden, device=device).to(dtype)
-    out = torch.full((tokens, hidden), torch.nan, device=device, dtype=dtype)
-    before = residual.clone()
+    total = residual.double()
     if update == "none":
         norm.rms_norm(residual, weight, EPS, out)
-        assert torch.equal(residual, before)
-        total = before.double()
+        assert torch.equal(wide[1], before[1])
     else:
+        total += added.double()
         norm.add_rms_norm(added, residual, weight, EPS, out)
-        total = before.double() + added.double()
         assert rounded_once(residual, total)
     assert rounded_once(out, rms_norm(total, weight.double(), EPS))
-
-
-def test_only_the_given_rows_of_larger_buffers_are_written(device: torch.device) -> None:
-    buffers = torch.randn(3, 6, 80, device=device)
-    before = buffers.clone()
-    update, residual, out = buffers[:, 2:4, :72]
-    weight = torch.randn(72, device=device)
-    norm.add_rms_norm(update, residual, weight, EPS, out)
-    total = (before[0] + before[1])[2:4, :72].double()
-    assert rounded_once(out, rms_norm(total, weight.double(), EPS))
-    assert torch.equal(buffers[0], before[0])
-    buffers[1:, 2:4, :72] = before[1:, 2:4, :72]
-    assert torch.equal(buffers, before)
+    assert torch.equal(wide[0], before[0])
+    for buffer, old in zip(wide[1:], before[1:], strict=True):
+        buffer[2:-2, :hidden] = old[2:-2, :hidden]
+        assert torch.equal(buffer, old)

@@ -88,15 +88,7 @@ def test_only_the_owner_can_access_the_socket_which_is_removed_once_all_are_conn
             channel.close()
 
 
-def test_a_leader_that_closes_says_goodbye(path: Path) -> None:
-    with group(path, 2) as (leader, (follower,)):
-        leader.close()
-        assert follower.receive()[0] == GOODBYE
-        with pytest.raises(GroupBroken, match=r"^rank 0 is gone$"):
-            follower.receive()
-
-
-def test_a_lost_follower_is_named_by_broadcast_and_gather(path: Path) -> None:
+def test_a_lost_follower_is_named_and_a_leader_that_closes_says_goodbye(path: Path) -> None:
     with group(path, 3) as (leader, (first, second)):
         first.answer(1)
         second.close()
@@ -106,6 +98,11 @@ def test_a_lost_follower_is_named_by_broadcast_and_gather(path: Path) -> None:
             leader.broadcast(1)
         with pytest.raises(GroupBroken):
             second.receive()
+    with group(path, 2) as (leader, (follower,)):
+        leader.close()
+        assert follower.receive()[0] == GOODBYE
+        with pytest.raises(GroupBroken, match=r"^rank 0 is gone$"):
+            follower.receive()
 
 
 def test_lost_reports_the_lost_process(path: Path) -> None:
@@ -152,14 +149,17 @@ def test_a_killed_process_is_detected_by_watch_and_by_gather(path: Path) -> None
         process.wait()
 
 
+def watches() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "group watch"]
+
+
 def test_closing_is_not_reported_to_oneself(path: Path) -> None:
     reported: list[str] = []
     with group(path, 3) as (leader, followers):
         leader.watch(reported.append)
         followers[0].watch(reported.append)
         followers[0].close()  # ends the leader's watch thread
-        watches = [thread for thread in threading.enumerate() if thread.name == "group watch"]
-        for thread in watches:
+        for thread in watches():
             thread.join(SOON)
             assert not thread.is_alive()
     assert reported == ["rank 1 is gone"]
@@ -169,7 +169,7 @@ def test_followers_that_leave_at_shutdown_are_not_reported(path: Path) -> None:
     reported: list[str] = []
     with group(path, 3) as (leader, (first, second)), ThreadPoolExecutor(1) as pool:
         leader.watch(reported.append)
-        (watch,) = (thread for thread in threading.enumerate() if thread.name == "group watch")
+        (watch,) = watches()
         fill(leader, 2)  # sending GOODBYE to rank 2 blocks until it reads; rank 1 leaves meanwhile
         leaving = pool.submit(leader.close)
         assert first.receive()[0] == GOODBYE

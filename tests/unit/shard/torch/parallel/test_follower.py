@@ -72,19 +72,16 @@ def pair(unwatched: Pair) -> Pair:
     return unwatched
 
 
-def test_commands_are_executed_and_answered(pair: Pair) -> None:
+def test_commands_are_executed_and_answered_and_calls_of_a_router_refused(pair: Pair) -> None:
     pair.leader.broadcast(2, b"step")
     pair.leader.broadcast(5, b"123")
     assert pair.leader.gather() == [3]
     assert [pair.worker.received.get(timeout=SOON) for _ in range(2)] == [(2, b"step"), (5, b"123")]
-    assert pair.reasons.empty()
-
-
-def test_calls_of_a_router_are_refused(pair: Pair) -> None:
     for call in (lambda: pair.engine.warm_up(WarmUpLimits()), lambda: pair.engine.apply(Orders(number=1))):
         with pytest.raises(EngineError, match=r"^rank 1 follows: call rank 0$"):
             call()
     assert pair.engine.step() is None
+    assert pair.reasons.empty()
 
 
 def test_a_step_that_fails_ends_the_follower(pair: Pair) -> None:
