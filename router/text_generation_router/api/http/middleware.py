@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler, Middleware
 from text_generation_router.api.http.caller import HEADERS, X_API_KEY
 from text_generation_router.api.http.dialects import Dialect, dialect_of, error_response
 from text_generation_router.api.http.record import RECORD, Record, finish
+from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.errors import (
     ClientLeft,
     IncompleteGeneration,
@@ -39,6 +40,7 @@ _HEX = frozenset("0123456789abcdef")
 
 def answering(metrics: Metrics) -> Middleware:
     """The middleware that turns exceptions into responses and keeps a record of each request."""
+    refusals = RefusalLimiter()
 
     @web.middleware
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -53,7 +55,7 @@ def answering(metrics: Metrics) -> Middleware:
             record.error = record.error or ClientLeft
             raise
         finally:
-            finish(record, request, status, metrics)
+            finish(record, request, status, metrics, refusals)
         return response
 
     return answer

@@ -17,6 +17,7 @@ import structlog
 from aiohttp import web
 
 from text_generation_router.api.http.caller import Caller
+from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.errors import IncompleteGeneration, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics, RequestMetrics, Spent
@@ -110,8 +111,8 @@ def cached_tokens(generations: Iterable[GenerationRecord]) -> int:
 RECORD = web.RequestKey("record", Record)
 
 
-def finish(record: Record, request: web.Request, status: int, metrics: Metrics) -> None:
-    """Count and log a request that ended."""
+def finish(record: Record, request: web.Request, status: int, metrics: Metrics, refusals: RefusalLimiter) -> None:
+    """Count a request that ended; log it, unless it is one of too many refusals."""
     now = time.monotonic()
     # The error of one generation ends the others of its stream.
     first_error = next((generation.error for generation in record.generations if generation.error), None)
@@ -122,7 +123,10 @@ def finish(record: Record, request: web.Request, status: int, metrics: Metrics) 
         else:
             metrics.requests.failed(error or first_error or IncompleteGeneration)
     write = log.info if request.method == "POST" else log.debug
-    write("request finished", route=request.path, status=status, **_fields(record, record.error or first_error, now))
+    if request.method != "POST" or refusals.admits(status):
+        write(
+            "request finished", route=request.path, status=status, **_fields(record, record.error or first_error, now)
+        )
 
 
 def _fields(record: Record, error: type[ServingError] | None, now: float) -> dict[str, object]:

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from text_generation_proto.values import FinishReason
 from text_generation_router.api.http.record import GenerationRecord, Record, cached_tokens, finish
+from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes
 from text_generation_router.metrics import Metrics
@@ -53,7 +54,7 @@ def test_each_generation_counts_and_the_log_has_one_line(metrics: Metrics) -> No
     for number, reason in ((1, FinishReason.LENGTH), (2, FinishReason.EOS_TOKEN), (3, FinishReason.LENGTH)):
         started(record, metrics, number).ending = GenerationResult(reason, "some text", 5)
     with capture_logs() as logs:
-        finish(record, a_post(), 200, metrics)
+        finish(record, a_post(), 200, metrics, RefusalLimiter())
     assert nonzero(metrics) == {
         "tgi_request_count": 3,
         "tgi_request_success": 3,
@@ -105,7 +106,7 @@ def test_each_generation_has_one_end(
     if error is not None:
         record.failed(error)
     with capture_logs() as logs:
-        finish(record, a_post(), 200, metrics)
+        finish(record, a_post(), 200, metrics, RefusalLimiter())
     values = nonzero(metrics)
     assert values.pop("tgi_request_count", 0) == len(ends)
     assert {name.split('"')[1] if '"' in name else "success": value for name, value in values.items()} == counts
