@@ -14,11 +14,12 @@ import structlog
 from text_generation_launcher import orphans
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracePeriod
+from text_generation_proto.logs import escape
 
 OUTPUT_TIMEOUT = 2.0
 """Seconds to wait for the end of a dead child's output, which a process that it started may keep open."""
-MAX_LINE_BYTES = 16 * 1024 * 1024
-"""Longest line kept in memory; a longer one is split."""
+MAX_LINE_BYTES = 64 * 1024
+"""Longest line of a child's output; a longer one is split."""
 
 log = structlog.get_logger()
 
@@ -111,25 +112,20 @@ async def forward_output(reader: asyncio.StreamReader, name: str, *, json_output
 
 
 def _write_lines(lines: bytes, name: str, *, json_output: bool) -> None:
-    labelled = b"".join(label(line, name, json_output=json_output) for line in lines.split(b"\n"))
-    try:
-        sys.stderr.buffer.write(labelled)
-        sys.stderr.buffer.flush()
-    except BrokenPipeError:
-        # The reader of our log is gone. Serving continues without a log.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stderr.fileno())
-        os.close(devnull)
+    for line in lines.split(b"\n"):
+        sys.stderr.buffer.write(label(line, name, json_output=json_output))  # does not block: a LogWriter
+    sys.stderr.buffer.flush()
 
 
 def label(line: bytes, name: str, *, json_output: bool) -> bytes:
-    """Return the line with a line break, and with the child's name unless it is a log record that has it already."""
-    line = line.removesuffix(b"\r")
-    if json_output:
-        if line.startswith(b"{") and f'"process": "{name}"'.encode() in line.replace(b'":"', b'": "'):
-            return line + b"\n"
-        text = line.decode(errors="backslashreplace")
-        return json.dumps({"process": name, "level": "info", "event": "output", "text": text}).encode() + b"\n"
-    if f"process={name}".encode() in line:
-        return line + b"\n"
-    return f"{name}: ".encode() + line + b"\n"
+    """Return the line with a line break, and with the child's name unless it is a log record that has it already.
+
+    Control characters are escaped.
+    """
+    text = line.removesuffix(b"\r").decode(errors="backslashreplace")
+    if not json_output:
+        labelled = text if f"process={name}" in text else f"{name}: {text}"
+        return f"{escape(labelled)}\n".encode()
+    if text.startswith("{") and f'"process": "{name}"' in text.replace('":"', '": "') and text.isprintable():
+        return f"{text}\n".encode()
+    return json.dumps({"process": name, "level": "info", "event": "output", "text": text}).encode() + b"\n"

@@ -25,6 +25,7 @@ from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.lifeline import open_lifeline
+from text_generation_proto.logs import share_dropped_lines
 from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket, socket_path
 from text_generation_router.config import listen_host
 from text_generation_shard.config import choose_engine
@@ -87,7 +88,14 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: Grace
         model_path = await resolve_model(config, environ, stop, lifeline_fd)
         with _socket_folder() as folder:
             context = LaunchContext(
-                devices, _cpus(), model_path, folder, lifeline_fd, environ, is_root=os.geteuid() == 0
+                devices,
+                _cpus(),
+                model_path,
+                folder,
+                lifeline_fd,
+                share_dropped_lines(),
+                environ,
+                is_root=os.geteuid() == 0,
             )
             plan = make_plan(config, context)
             _claim_addresses(plan, folder)

@@ -92,6 +92,8 @@ class LaunchContext:
     socket_folder: Path
     """Default folder of the shards' sockets."""
     lifeline_fd: int
+    log_drops_fd: int
+    """Descriptor from which the router reads how many log lines the launcher dropped."""
     environ: Mapping[str, str]
     is_root: bool = False
     """True if the launcher, and so every child, runs as root."""
@@ -307,6 +309,7 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         "max_input_tokens": config.input_limit,
         "compute_type": config.compute_type or compute_type(parts, context.devices),
         "lifeline_fd": context.lifeline_fd,
+        "log_drops_fd": context.log_drops_fd,
         **dict.fromkeys(SECRETS, ()),
     }
     env = child_env(context.environ, RouterConfig)
@@ -316,6 +319,6 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         name="router",
         argv=child_argv("text_generation_router", RouterConfig.of(**settings)),
         env=env,
-        inherited_fds=(context.lifeline_fd,),
+        inherited_fds=tuple(fd for fd in (context.lifeline_fd, context.log_drops_fd) if fd >= 0),
         stop_timeout=config.graceful_termination_timeout + STOP_MARGIN,
     )

@@ -1,44 +1,166 @@
 """Log records of every process: a constant event and fields, one record per line, on standard error.
 
-The launcher forwards its children's lines without parsing them, so a record must not span lines.
+The launcher forwards its children's lines without parsing them, so a record must not span lines. What is written to
+standard error, by the log or by anything else in Python, goes through a LogWriter: no reader of the log can stop a process.
 """
 
 from __future__ import annotations
 
+import atexit
+import io
 import logging
+import os
 import sys
 import traceback
-from typing import TextIO
+from collections.abc import Mapping, MutableMapping
+from typing import Any, TextIO
 
 import structlog
 
+from text_generation_proto.log_writer import LogWriter
 from text_generation_proto.settings import ProcessConfig
+
+MAX_TEXT_LENGTH = 1024
+"""Characters of a text in a record, except for a traceback. The rest is left out: it may come from a client."""
+MAX_TRACEBACK_LENGTH = 16 * 1024
+"""Characters of a traceback in console output. Its middle is left out."""
+
+_writers: list[LogWriter] = []
+"""The writer of this process, once `configure_logging` was called."""
 
 
 def configure_logging(config: ProcessConfig, process: str) -> None:
-    """Set up structlog for this process. `process` names it in every record ("router", "shard-0", "launcher")."""
+    """Set up structlog and standard error. `process` names this process in every record: "router", "shard-0", "launcher"."""
+    _open_standard_error()
+
+    def name_process(_logger: object, _method: str, record: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        record["process"] = process
+        return record
+
+    def report(lines: int) -> bytes:
+        record: Any = {"event": "log lines dropped", "lines": lines}
+        for processor in processors:
+            record = processor(None, "warning", record)
+        return f"{record}\n".encode(errors="backslashreplace")
+
     structured: tuple[structlog.typing.Processor, ...]
     if config.json_output:
-        structured = (structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer())
+        # Not the values of local variables: they contain prompts and keys.
+        tracebacks = structlog.processors.ExceptionRenderer(
+            structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        )
+        structured = (tracebacks, shorten_texts, structlog.processors.JSONRenderer())
     else:
         structured = (
+            shorten_texts,
+            _quote_control_characters,
             structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), pad_event_to=0, exception_formatter=_write_traceback_on_one_line
+                colors=os.isatty(2), pad_event_to=0, exception_formatter=_write_traceback_on_one_line
             ),
         )
+    processors: tuple[structlog.typing.Processor, ...] = (
+        name_process,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        *structured,
+    )
+    writer = LogWriter(2, report)
+    _writers.append(writer)
+    atexit.register(drain_logs)
+    shares_output = sys.stdout is not None and os.path.sameopenfile(1, 2)
+    sys.stderr = io.TextIOWrapper(writer, "utf-8", "backslashreplace", line_buffering=True)
+    if shares_output:
+        sys.stdout = sys.stderr
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *structured,
-        ],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.log_level.upper())),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(process=process)
+
+
+def drain_logs() -> None:
+    """Wait until the log is written, for a short time at most. Call it before `os._exit`."""
+    for writer in _writers:
+        sys.stderr.flush()
+        writer.drain()
+
+
+def dropped_lines() -> int:
+    """Return the number of lines that this process could not write to its log."""
+    return sum(writer.dropped for writer in _writers)
+
+
+def share_dropped_lines() -> int:
+    """Return a file descriptor from which a child can read how many lines this process drops (LogWriter.share_count)."""
+    return _writers[0].share_count()
+
+
+def escape(text: str) -> str:
+    """Return a line of text with escapes for everything but printable characters and tabs.
+
+    Control characters change what a terminal shows. So do marks that reverse the direction of text.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character == "\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def shorten_texts(_logger: object, _method: str, record: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Cut long texts in a record: a structlog processor."""
+    for name, value in record.items():
+        record[name] = _shortened(value)
+    return record
+
+
+def _shortened(value: object) -> object:
+    match value:
+        case str() if len(value) > MAX_TEXT_LENGTH:
+            return f"{value[:MAX_TEXT_LENGTH]}… ({len(value)} characters)"
+        case Mapping():
+            return {name: _shortened(each) for name, each in value.items()}
+        case list():
+            return [_shortened(each) for each in value]
+        case _:
+            return value
+
+
+class _Quoted:
+    """A text that the console renderer writes with quotes and escapes."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return repr(self._text)
+
+
+def _quote_control_characters(
+    _logger: object, _method: str, record: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    for name, value in record.items():
+        if isinstance(value, str) and not value.isprintable():
+            record[name] = _Quoted(value)
+    return record
 
 
 def _write_traceback_on_one_line(record: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
-    record.write(f" traceback={''.join(traceback.format_exception(*exc_info))!r}")
+    text = "".join(traceback.format_exception(*exc_info))
+    if len(text) > MAX_TRACEBACK_LENGTH:
+        half = MAX_TRACEBACK_LENGTH // 2
+        text = f"{text[:half]}\n…\n{text[-half:]}"
+    record.write(f" traceback={text!r}")
+
+
+def _open_standard_error() -> None:
+    """Open standard error if it is closed: otherwise the next file or socket would get its number, and log lines."""
+    try:
+        os.fstat(2)
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if nowhere != 2:
+            os.dup2(nowhere, 2)
+            os.close(nowhere)

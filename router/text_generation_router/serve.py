@@ -225,6 +225,7 @@ def _cluster(config: RouterConfig, joined: Sequence[ReplicaInfo | None], limits:
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
         scheduler=scheduler,
+        log_drops_fd=config.log_drops_fd,
     )
     return Cluster(scheduler, metrics.steps), metrics
 

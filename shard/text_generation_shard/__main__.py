@@ -10,7 +10,7 @@ import structlog
 
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
-from text_generation_proto.logs import configure_logging
+from text_generation_proto.logs import configure_logging, drain_logs
 from text_generation_proto.settings import parse_config
 from text_generation_proto.sockets import remove_socket, socket_path
 from text_generation_shard.config import ShardConfig
@@ -53,7 +53,7 @@ def main() -> None:
             log.exception("bug")
             code = ExitCode.BUG
         leave_nothing()
-        sys.stderr.flush()
+        drain_logs()
         # Exit at once: an engine thread stuck in a device call must not keep the process alive, and an open health watch must
         # not be cancelled with a traceback from gRPC.
         os._exit(int(code))

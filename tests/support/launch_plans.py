@@ -22,7 +22,8 @@ C = TypeVar("C", bound=ProcessConfig)
 def context(gpus: int = 0, **changes: object) -> LaunchContext:
     """Return the facts of a machine with 8 cores."""
     devices = Devices(gpus, "NVIDIA H200" if gpus else None)
-    made = LaunchContext(devices, 8, Path("/models/m"), Path("/tmp/tgi-1"), lifeline_fd=7, environ={"PATH": "/bin"})
+    folders = (Path("/models/m"), Path("/tmp/tgi-1"))
+    made = LaunchContext(devices, 8, *folders, lifeline_fd=7, log_drops_fd=9, environ={"PATH": "/bin"})
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,15 @@ START_TIMEOUT = 60.0
 class Stack:
     """A started launcher: its log, processes and sockets."""
 
-    def __init__(self, model: Path, *args: str, engine: str = "echo", environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *args: str,
+        engine: str = "echo",
+        environ: Mapping[str, str] | None = None,
+        stderr: int = subprocess.PIPE,
+    ) -> None:
+        """`stderr` is a descriptor for the log if the stack is not to read it itself."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -42,14 +50,13 @@ class Stack:
             ],
             env=os.environ | {"TMPDIR": str(self.folder)} | dict(environ or {}),
             stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
         )
         self._reading = threading.Thread(target=self._read)
         self._reading.start()
 
     def _read(self) -> None:
-        assert self.launcher.stderr is not None
-        for line in self.launcher.stderr:
+        for line in self.launcher.stderr or ():
             self._arrivals.put(json.loads(line))  # every line is a JSON record, also those of children
         self._arrivals.put(None)
 

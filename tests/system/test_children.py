@@ -42,12 +42,12 @@ until_i_end, _ = os.pipe()
 late = f"import os; os.read({until_i_end}, 1); print('late output')"
 subprocess.Popen([sys.executable, "-S", "-c", late], pass_fds=[until_i_end], start_new_session=True)
 os.write(1, b"one\\ntwo")
-os.write(2, b" and more\\n\\xff\\xfe\\n" + b"y" * 2_000_000 + b"\\n")
+os.write(2, b" and more\\n\\xff\\xfe\\n" + b"y" * 60_000 + b"\\n")
 os._exit(3)
 """
     assert await run(child("shard-0", journal, script), GracefulShutdown()) == 3
     lines = capfdbinary.readouterr().err.splitlines()
-    expected = [b"one", b"two and more", b"\xff\xfe", b"y" * 2_000_000, b"late output"]
+    expected = [b"one", b"two and more", b"\\xff\\xfe", b"y" * 60_000, b"late output"]
     assert lines == [b"shard-0: " + line for line in expected]
 
 

@@ -3,6 +3,7 @@
     instruments ◄── requests   generations: requested, finished, latencies     updated by api/http/record.py
                 ◄── steps      steps of the shards                             updated by shards/replica.py
                 ◄── scheduler  queue, slots, KV blocks, replicas               read when scraped
+                ◄── logs       log lines that were not written                 read when scraped
 
 To add a metric, add its instrument to the registry, in one of these modules, and update it at the call site. Nothing is
 counted per token: the cost is per step or per request.
@@ -11,6 +12,7 @@ counted per token: the cost is per step or per request.
 from __future__ import annotations
 
 from text_generation_router.metrics.instruments import Registry
+from text_generation_router.metrics.logs import DroppedLogLines
 from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.metrics.steps import StepMetrics
@@ -24,12 +26,15 @@ __all__ = ["CONTENT_TYPE", "Metrics", "RequestMetrics", "Spent"]
 class Metrics:
     """Every metric of the router."""
 
-    def __init__(self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler) -> None:
+    def __init__(
+        self, *, max_input_tokens: int, max_total_tokens: int, scheduler: Scheduler, log_drops_fd: int = -1
+    ) -> None:
         self._registry = Registry()
         self._scheduler = scheduler
         self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
         self.steps = StepMetrics(self._registry)
         self._registry.add(SchedulerMetrics(scheduler))
+        self._registry.add(DroppedLogLines(log_drops_fd))
 
     def scheduler_stats(self) -> SchedulerStats:
         """The statistics of the scheduler, for /info."""

@@ -1,34 +1,86 @@
-"""Log records are one line in both formats, with or without a traceback."""
+"""Log records are one line of printable text of bounded length, in both formats; the last ones are written at the end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
+from typing import Any
 
 import pytest
-import structlog
 
-from text_generation_proto.logs import configure_logging
-from text_generation_proto.settings import ProcessConfig
+from text_generation_proto.logs import MAX_TEXT_LENGTH
+
+HOSTILE = "/\x1b[2J\0\x07\x7f\x9b1m\u202ea b\u2028\ud800\n"
 
 
-@pytest.fixture(autouse=True)
-def _own_logging() -> Iterator[None]:
-    yield
-    structlog.contextvars.clear_contextvars()
-    structlog.reset_defaults()
+def output_of(code: str, json_output: bool, *, exit_code: int = 0) -> str:
+    """Return the output of a process that set up its log. Its two output streams are one pipe, as the launcher has it."""
+    setup = (
+        "import structlog; from text_generation_proto.logs import *; "
+        "from text_generation_proto.settings import ProcessConfig\n"
+        f"configure_logging(ProcessConfig(json_output={json_output}), 'router'); log = structlog.get_logger()\n"
+    )
+    command = [sys.executable, "-c", setup + code]
+    process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+    assert process.returncode == exit_code
+    return process.stdout.decode()
 
 
 @pytest.mark.parametrize("json_output", [False, True])
-def test_a_traceback_is_part_of_its_record(json_output: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(ProcessConfig(json_output=json_output), "router")
-    try:
-        raise ValueError("two\nlines")
-    except ValueError:
-        structlog.get_logger().exception("it failed", request_id=7)
-    [line] = capsys.readouterr().err.splitlines()
+def test_a_traceback_is_part_of_its_record(json_output: bool) -> None:
+    code = """
+def fail(key):
+    raise ValueError("two\\nlines")
+try:
+    fail("sk-secret")
+except ValueError:
+    log.exception("it failed", request_id=7)
+"""
+    [line] = output_of(code, json_output).splitlines()
     assert "it failed" in line
     assert "ValueError" in line
     assert "request_id" in line
+    assert "sk-secret" not in line.replace('fail("sk-secret")', "")
     if json_output:
         assert json.loads(line)["process"] == "router"
+
+
+def test_texts_of_clients_are_escaped_and_shortened() -> None:
+    code = f"log.info('event', path={HOSTILE!r}, plain='/é', long='y' * 2_000_000)\n"
+    code += "try: raise ValueError('z' * 2_000_000)\nexcept ValueError: log.exception('it failed')"
+    for json_output in (False, True):
+        record, failure = output_of(code, json_output).splitlines()
+        assert record.isprintable()
+        assert record.count("y") == MAX_TEXT_LENGTH
+        assert "2000000 characters" in record
+        assert len(failure) < 20_000
+        if json_output:
+            parsed: dict[str, Any] = json.loads(record)
+            assert (parsed["path"], parsed["plain"]) == (HOSTILE, "/é")
+        else:
+            assert f"path={HOSTILE!r} plain=/é" in record
+
+
+@pytest.mark.parametrize("ending", ["log.info('last')", "log.info('last'); drain_logs(); import os; os._exit(0)"])
+def test_the_last_records_are_written(ending: str) -> None:
+    lines = output_of(f"for _ in range(2000): log.info('line')\n{ending}", json_output=False).splitlines()
+    assert len(lines) == 2001
+    assert "last" in lines[-1]
+
+
+def test_other_output_is_written_too_and_an_uncaught_error() -> None:
+    code = "import threading; print('printed'); t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join(); 1 / 0"
+    text = output_of(code, json_output=False, exit_code=1)
+    assert text.startswith("printed\n")
+    assert text.count("ZeroDivisionError") == 2
+
+
+def test_a_closed_standard_error_is_no_error() -> None:
+    """No file or socket gets its number, and then log lines."""
+    code = (
+        "import os; os.close(2); from text_generation_proto.logs import *; "
+        "from text_generation_proto.settings import ProcessConfig; configure_logging(ProcessConfig(), 'router'); "
+        "structlog.get_logger().info('event'); assert open('/dev/null').fileno() > 2; drain_logs()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,137 @@
+"""Log output that neither blocks nor fails: a bounded queue, and a thread that writes from it to a file descriptor.
+
+    any thread ──write()──► queue ──thread──► file descriptor     full, closed or stalled: lines are dropped and counted
+
+A disk that is full, a pipe without a reader and a reader that stalls stop the log, never the process.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from typing_extensions import Buffer
+
+QUEUE_BYTES = 1 << 20
+"""Bytes of log lines that wait for a slow reader. The oldest lines above this are dropped, so that the last ones remain."""
+RETRY_S = 1.0
+"""Seconds between two attempts to report dropped lines while nothing else is logged."""
+DRAIN_S = 1.0
+"""Seconds that a process which ends waits for its last lines to be written."""
+
+
+class LogWriter(io.RawIOBase):
+    """Log lines for a file descriptor: the `buffer` of a text stream. Each call of `write` has whole lines."""
+
+    def __init__(self, fd: int, report: Callable[[int], bytes], queue_bytes: int = QUEUE_BYTES) -> None:
+        """`report` returns the line that states a number of dropped lines. It is written where they are missing."""
+        self.dropped = 0
+        """Lines that were dropped so far."""
+        self._fd = fd
+        self._report = report
+        self._queue_bytes = queue_bytes
+        self._queue: deque[bytes] = deque()
+        self._size = 0
+        """Bytes in the queue."""
+        self._changed = threading.Condition()
+        self._idle = False
+        """True while the thread waits for lines."""
+        self._reported = 0
+        """Dropped lines that are stated in the log."""
+        self._torn = False
+        """True if the last line was not written to its end."""
+        self._counter = -1
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def write(self, data: Buffer, /) -> int:
+        """Queue lines. Never blocks, never fails."""
+        lines = bytes(data)
+        with self._changed:
+            self._queue.append(lines)
+            self._size += len(lines)
+            while self._size > self._queue_bytes:
+                oldest = self._queue.popleft()
+                self._size -= len(oldest)
+                self._drop(oldest.count(b"\n"))
+            if self._idle:
+                self._changed.notify_all()
+        return len(lines)
+
+    def drain(self, timeout: float = DRAIN_S) -> None:
+        """Wait until everything is written, at most `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle and not self._queue, timeout)
+
+    def share_count(self) -> int:
+        """Return a file descriptor from which another process can read how many lines are dropped; -1 except on Linux.
+
+        It is an eventfd: reading returns the lines since the last time.
+        """
+        if sys.platform == "linux":
+            with self._changed:
+                self._counter = os.eventfd(self.dropped, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return self._counter
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def writable(self) -> bool:
+        return True
+
+    def _drop(self, lines: int) -> None:
+        with self._changed:
+            self.dropped += lines
+            if self._counter >= 0 and lines:
+                os.eventfd_write(self._counter, lines)
+
+    def _run(self) -> None:
+        while True:
+            lines = self._next()
+            dropped = self.dropped
+            if dropped > self._reported and self._write(self._report(dropped - self._reported)):
+                self._reported = dropped
+            self._drop(0 if self._write(lines) else lines.count(b"\n"))
+
+    def _next(self) -> bytes:
+        """Wait for lines; return those that one write keeps together. Empty if only dropped lines are to be reported."""
+        with self._changed:
+            self._idle = True
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: bool(self._queue), timeout=RETRY_S if self.dropped > self._reported else None
+            )
+            self._idle = False
+            chunks: list[bytes] = []
+            size = 0
+            # Another process that writes to the same pipe cannot split a write of at most PIPE_BUF bytes.
+            while self._queue and (not chunks or size + len(self._queue[0]) <= select.PIPE_BUF):
+                chunks.append(self._queue.popleft())
+                size += len(chunks[-1])
+            self._size -= size
+            return b"".join(chunks)
+
+    def _write(self, lines: bytes) -> bool:
+        """Write lines; return False if they were not written to the end."""
+        rest = memoryview(lines)
+        try:
+            if self._torn and lines:
+                self._write_some(b"\n")
+                self._torn = False
+            while rest:
+                rest = rest[self._write_some(rest) :]
+                self._torn = lines[len(lines) - len(rest) - 1] != ord("\n")
+        except OSError:  # no space, no reader, an error of the device, no such descriptor
+            return False
+        return True
+
+    def _write_some(self, data: Buffer) -> int:
+        while True:
+            try:
+                return os.write(self._fd, data)
+            except BlockingIOError:  # the other owner of a terminal or pipe made it non-blocking
+                select.select([], [self._fd], [])
