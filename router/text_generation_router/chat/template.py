@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import orjson
 
+from text_generation_router.aside import aside
 from text_generation_router.chat.conversation import Conversation, Json, Tool
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
 from text_generation_router.errors import InvalidRequest, TemplateError, Unhealthy
@@ -30,6 +31,8 @@ MAX_CHARACTERS = 2_000_000
 """Characters of a rendered text."""
 MAX_BYTES_PER_CHARACTER = 4
 """UTF-8 bytes of a character."""
+MAX_INLINE_MESSAGES = 256
+"""Messages of a conversation whose input is made on the event loop: a millisecond."""
 
 DEFAULT_TOOL_PROMPT = (
     "\nGiven the functions available, please respond with a JSON for a function call with its proper arguments that best"
@@ -92,9 +95,11 @@ class TemplateRenderer:
 
     async def render(self, conversation: Conversation) -> str:
         """Return the prompt. Raises TemplateError, Overloaded, Unhealthy; InvalidRequest as `template_input` does."""
-        request = template_input(conversation, self._templates)
+        request, payload = await aside(
+            lambda: self._input(conversation), large=len(conversation.messages) > MAX_INLINE_MESSAGES
+        )
         try:
-            text = (await self._sandbox.call(request.to_json())).decode()
+            text = (await self._sandbox.call(payload)).decode()
         except SandboxTimeout as error:
             raise TemplateError("the template took too long") from error
         except SandboxOutOfMemory as error:
@@ -104,6 +109,10 @@ class TemplateRenderer:
         except SandboxError as error:
             raise TemplateError(str(error)) from error
         return text.rstrip() if request.trim else text
+
+    def _input(self, conversation: Conversation) -> tuple[TemplateInput, bytes]:
+        request = template_input(conversation, self._templates)
+        return request, request.to_json()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.one_answer import answer
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
-from text_generation_router.api.http.bodies import json_response, parse_body
+from text_generation_router.api.http.bodies import beside, json_response, parse_body
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.text.tokenizer import tokenizer_errors
 
@@ -41,7 +41,7 @@ class MessagesRoutes:
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens: count the prompt tokens of a conversation."""
         body = await parse_body(request, CountTokensBody)
-        prompt = await self._chats.prompt(to_conversation(body))
+        prompt = await self._chats.prompt(await beside(request, lambda: to_conversation(body)))
         with tokenizer_errors():
             ids = await self._serving.tokenizer.encode_ids(prompt, add_special_tokens=False)
         count: TokenCount = {"input_tokens": len(ids)}

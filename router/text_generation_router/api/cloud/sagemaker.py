@@ -33,19 +33,24 @@ class SageMakerRoutes:
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
         """POST /invocations: answer as /, /v1/chat/completions or /v1/completions, by the keys of the body."""
-        value = await parse_json(request)
-        keys = value if isinstance(value, dict) else {}
-        if "inputs" in keys:
-            return await self._generate.answer_compat(request, _variant(value, CompatGenerateBody))
-        if "messages" in keys:
-            chat = _variant(value, ChatBody)
-            request[DIALECT] = Dialect.OPENAI
-            return await self._chat.answer(request, chat)
-        if "prompt" in keys:
-            completion = _variant(value, CompletionBody)
-            request[DIALECT] = Dialect.OPENAI
-            return await self._completions.answer(request, completion)
-        raise InvalidBody(_NO_VARIANT)
+        body = await parse_json(request, _invocation)
+        if isinstance(body, CompatGenerateBody):
+            return await self._generate.answer_compat(request, body)
+        request[DIALECT] = Dialect.OPENAI
+        if isinstance(body, ChatBody):
+            return await self._chat.answer(request, body)
+        return await self._completions.answer(request, body)
+
+
+def _invocation(value: object) -> InvocationBody:
+    keys = value if isinstance(value, dict) else {}
+    if "inputs" in keys:
+        return _variant(value, CompatGenerateBody)
+    if "messages" in keys:
+        return _variant(value, ChatBody)
+    if "prompt" in keys:
+        return _variant(value, CompletionBody)
+    raise InvalidBody(_NO_VARIANT)
 
 
 def _variant(value: object, schema: type[BodyT]) -> BodyT:

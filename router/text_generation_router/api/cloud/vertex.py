@@ -87,7 +87,10 @@ class VertexRoutes:
         # All or nothing: the permits of all are taken at once and held until the last has its text.
         with self._serving.take_permits(records, sum(self._permits_needed(instance) for instance in instances)):
             texts = await all_of(
-                [self._text(instance, record, body) for instance, record in zip(instances, records, strict=True)]
+                [
+                    self._text(request, instance, record, body)
+                    for instance, record in zip(instances, records, strict=True)
+                ]
             )
         answer: VertexAnswer = {"predictions": texts}
         return json_response(answer)
@@ -97,9 +100,15 @@ class VertexRoutes:
             return self._generate.permits_needed(instance.parameters or VertexParameters())
         return 1
 
-    async def _text(self, instance: TextInstance | ChatBody, record: GenerationRecord, around: VertexBody) -> str:
+    async def _text(
+        self,
+        request: web.Request,
+        instance: TextInstance | ChatBody,
+        record: GenerationRecord,
+        around: VertexBody,
+    ) -> str:
         if isinstance(instance, TextInstance):
             parameters = instance.parameters or VertexParameters()
             body = GenerateBody(inputs=instance.inputs, parameters=parameters, **instance.qos_fields)
             return (await self._generate.permitted_reply(body, record, around))["generated_text"]
-        return await self._chat.text(instance, record, around)
+        return await self._chat.text(request, instance, record, around)

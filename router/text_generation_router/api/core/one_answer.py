@@ -12,6 +12,7 @@ from text_generation_router.api.core.blocks import CachedTokens, Script
 from text_generation_router.api.core.chat import AnswerEnd, ChatPreparer, ChatRequest, Reader, finish_of
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
+from text_generation_router.api.http.bodies import beside
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.record import GenerationRecord, compute_time_header, timing_headers
 from text_generation_router.api.http.sse import EventStream
@@ -35,7 +36,7 @@ async def answer(
     """Answer the conversation that `read` returns. Raises ServingError."""
     records = serving.start(request)
     with serving.take_permits(records, 1):
-        conversation, options = read()
+        conversation, options = await beside(request, read)
         chat = await chats.prepare(conversation, options, serving.qos(records[0], fields))
         script = script_of(chat, lambda: records[0].cached_tokens)
         headers = serving.cost_headers(len(chat.prompt))

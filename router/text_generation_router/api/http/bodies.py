@@ -21,10 +21,13 @@ from pydantic import (
     Field,
     GetPydanticSchema,
     ValidationError,
+    model_validator,
     with_config,
 )
 from typing_extensions import TypeAliasType, TypedDict
 
+from text_generation_router.api.http.structure import check_structure
+from text_generation_router.aside import aside
 from text_generation_router.errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
 
 JSON = "application/json"
@@ -37,6 +40,12 @@ class Body(BaseModel):
     """Base of every request body."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _let_the_event_loop_run(cls, value: Any) -> Any:  # noqa: ANN401 - any JSON value
+        # Called for each object. Pydantic's own code never gives up the interpreter's lock, a call into Python does.
+        return value
 
 
 @with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True))
@@ -126,6 +135,12 @@ AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[Name, Any], BeforeVali
 # ---------------------------------------------------------------------------------------------------------------- reading
 
 BodyT = TypeVar("BodyT", bound=Body)
+T = TypeVar("T")
+
+MAX_INLINE = 1 << 16
+"""Bytes of a body that is parsed and validated on the event loop: a millisecond."""
+LARGE_BODY = web.RequestKey("large_body", bool)
+"""True if the body is longer than that."""
 
 MAX_STEP = 64
 """Characters of a key in an error's path: the client chose it."""
@@ -133,15 +148,26 @@ MAX_STEP = 64
 
 async def parse_body(request: web.Request, schema: type[BodyT]) -> BodyT:
     """Read and validate the body, up to the application's `client_max_size`. Raises BodyRejected."""
-    return validate(await parse_json(request), schema)
+    return await parse_json(request, lambda value: validate(value, schema))
 
 
-async def parse_json(request: web.Request) -> Any:  # noqa: ANN401 - any JSON value
-    """Read the body as a JSON value, up to `client_max_size`. Raises BodyRejected."""
+async def parse_json(request: web.Request, read: Callable[[Any], T]) -> T:
+    """Read the body, up to `client_max_size`, and return what `read` makes of its JSON value. Raises BodyRejected."""
     content_type = request.content_type
     if content_type != JSON and not (content_type.startswith("application/") and content_type.endswith("+json")):
         raise UnsupportedMediaType
     raw = await _read(request)
+    request[LARGE_BODY] = len(raw) > MAX_INLINE
+    return await beside(request, lambda: read(_loads(raw)))
+
+
+async def beside(request: web.Request, work: Callable[[], T]) -> T:
+    """Return the result of `work` on the body of a request: on a thread of its own if the body is large."""
+    return await aside(work, large=request[LARGE_BODY])
+
+
+def _loads(raw: bytes) -> Any:  # noqa: ANN401 - any JSON value
+    check_structure(raw)
     try:
         # orjson implements RFC 8259 exactly (no NaN, no lone surrogates, bounded nesting); pydantic's parser does not.
         return orjson.loads(raw)

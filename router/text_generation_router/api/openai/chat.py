@@ -11,7 +11,7 @@ from text_generation_router.api.core.chat import ChatPreparer, ChatRequest, Pars
 from text_generation_router.api.core.ids import named, new_call_id
 from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.core.tokens import answer_tokens
-from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.bodies import beside, parse_body
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens, compute_time_header, timing_headers
@@ -47,7 +47,7 @@ class ChatRoutes:
         count = body.n or 1
         records = self._serving.start(request, count)
         with self._serving.take_permits(records, count):
-            chat = await self._prepare(body, self._serving.qos(records[0], body), count)
+            chat = await self._prepare(request, body, self._serving.qos(records[0], body), count)
             if body.stream:
                 return await self._streamed(request, body, chat, records)
             collectors = await self._serving.collect(chat.requests, records)
@@ -57,22 +57,23 @@ class ChatRoutes:
             reply = await self._whole(body, chat, collectors, cached_tokens(records))
             return web.Response(body=reply, content_type="application/json", headers=headers)
 
-    async def text(self, body: ChatBody, record: GenerationRecord, around: QosFields) -> str:
+    async def text(self, request: web.Request, body: ChatBody, record: GenerationRecord, around: QosFields) -> str:
         """Return the text of one answer; `around` is the body of several chats that this is one of."""
-        chat = await self._prepare(body, self._serving.qos(record, body, around), 1)
+        chat = await self._prepare(request, body, self._serving.qos(record, body, around), 1)
         [collector] = await self._serving.collect(chat.requests, [record])
         return collector.ended.result().text
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /chat_tokenize: return the prompt text of a conversation and its tokens."""
-        text = await self._chats.prompt(to_conversation(await parse_body(request, ChatTokenizeBody), None))
+        body = await parse_body(request, ChatTokenizeBody)
+        text = await self._chats.prompt(await beside(request, lambda: to_conversation(body, None)))
         with tokenizer_errors():
             encoding = await self._serving.tokenizer.encode(text, add_special_tokens=False)
         after = b',"templated_text":%b}' % orjson.dumps(text)
         return await answer_tokens(request, text, encoding, before=b'{"tokenize_response":', after=after)
 
-    async def _prepare(self, body: ChatBody, qos: QualityOfService, count: int) -> ChatRequest:
-        conversation = to_conversation(body, asked_grammar(body))
+    async def _prepare(self, request: web.Request, body: ChatBody, qos: QualityOfService, count: int) -> ChatRequest:
+        conversation = await beside(request, lambda: to_conversation(body, asked_grammar(body)))
         return await self._chats.prepare(conversation, chat_options(body), qos, count)
 
     async def _streamed(

@@ -230,7 +230,7 @@ class ServiceRoutes:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: the tokens of a text, with the bytes that each stands for."""
-        body = tokenize_body(await parse_json(request))
+        body = await parse_json(request, tokenize_body)
         if isinstance(body, PromptBody):
             return await self._token_ids(body)
         text = body.inputs

@@ -1,0 +1,40 @@
+"""Objects and arrays of a JSON text are counted before it is parsed, whatever its strings contain."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from text_generation_router.api.http.structure import MAX_CONTAINERS, MAX_DEPTH, check_structure
+from text_generation_router.errors import InvalidJson
+
+TRICKY = st.text(alphabet='[]{}"\\,:n/u0 é', max_size=12)
+
+
+def deep(levels: int) -> bytes:
+    return b"[" * levels + b"]" * levels
+
+
+@given(st.lists(st.one_of(TRICKY, st.dictionaries(TRICKY, TRICKY, max_size=2)), max_size=6))
+@example(['"', "[", "\\", '\\"[', ""])
+def test_brackets_in_strings_do_not_count(values: list[object]) -> None:
+    text = json.dumps([*values, "[" * 200]).encode()
+    check_structure(text)
+    containers = 1 + sum(isinstance(value, dict) for value in values)
+    some = b"[]," * (MAX_CONTAINERS - containers)
+    check_structure(b"[" + some + text[1:])
+    with pytest.raises(InvalidJson, match="more than 32768 objects and arrays"):
+        check_structure(b"[[]," + some + text[1:])
+
+
+def test_depth_is_limited() -> None:
+    check_structure(b"[" + b"[]," * 500 + deep(MAX_DEPTH - 1) + b"]")
+    with pytest.raises(InvalidJson, match="nested more than 128 levels deep"):
+        check_structure(deep(MAX_DEPTH + 1))
+    for broken in (b"]" * 1000, b"[" * 1000, b'"' * 1000 + b"{" * 1000):  # the parser names the fault
+        with suppress(InvalidJson):
+            check_structure(broken)
