@@ -1,0 +1,177 @@
+"""Huge bodies on every route that takes one: a stream and a probe beside them go on, and memory comes back.
+
+TEST_FULL=1 sends every body to every route; otherwise each body goes to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from stack import running
+
+SIZE = 1_900_000
+LONGEST_GAP_S = 0.1
+SLOWEST_PROBE_S = 0.05
+"""Limit for 99 of 100 probes."""
+MOST_MEMORY = 64 << 20
+TRIES = 3
+"""A body counts as harmful only if each try is: other processes take the cores, too."""
+
+ROUTES = (
+    *("/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize", "/detokenize", "/invocations", "/vertex"),
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    "/v2/models/m/versions/1/infer",
+)
+JSON = {"content-type": "application/json"}
+USER = b'{"role":"user","content":"hi"}'
+CHAT = b'{"max_tokens":2,"messages":[' + USER + b"]"
+
+
+def listed(before: bytes, entry: bytes, after: bytes, most: int = 10**9) -> bytes:
+    """A body with as many equal entries as fit."""
+    count = min(most, (SIZE - len(before) - len(after)) // (len(entry) + 1))
+    return before + b",".join([entry] * count) + after
+
+
+CALL = b'{"id":"a","type":"function","function":{"name":"f","arguments":"{}"}}'
+CALLING = b'{"role":"assistant","content":null,"tool_calls":[' + CALL + b"]}"
+PART = b'{"role":"user","content":[{"type":"text","text":"hi"}]}'
+BODIES = {
+    "tools of a chat": listed(CHAT + b',"tools":[', b'{"function":{"name":"a"}}', b"]}"),
+    "tools of messages": listed(CHAT + b',"tools":[', b'{"name":"a"}', b"]}"),
+    "tools of a response": listed(b'{"input":"a","tools":[', b'{"type":"function","name":"a","parameters":{}}', b"]}"),
+    "lists of ids": listed(b'{"prompt":[', b"[1]", b"]}"),
+    "token ids": listed(b'{"prompt":[', b"300", b'],"max_tokens":2}'),
+    "tokens": listed(b'{"ids":[', b"300", b"]}"),
+    "prompts": listed(b'{"prompt":[', b'"a"', b"]}"),
+    "messages": listed(b'{"max_tokens":2,"messages":[', USER, b"]}"),
+    "10,000 messages": listed(b'{"max_tokens":2,"messages":[', PART, b"]}", 10_000),
+    "calls": listed(b'{"max_tokens":2,"messages":[' + USER + b",", CALLING, b"]}"),
+    "8,000 calls": listed(b'{"max_tokens":2,"messages":[' + USER + b",", CALLING, b"]}", 8_000),
+    "calls of a message": listed(b'{"max_tokens":2,"messages":[{"role":"assistant","tool_calls":[', CALL, b"]}]}"),
+    "template arguments": CHAT
+    + b',"chat_template_kwargs":{'
+    + b",".join(b'"%06d":1' % number for number in range(SIZE // 11))
+    + b"}}",
+    "empty arrays": listed(b"[", b"[]", b"]"),
+    "empty objects": listed(b'{"inputs":[', b"{}", b"]}"),
+    "nested objects": listed(b'{"inputs":[', b'{"":' * 120 + b"1" + b"}" * 120, b"]}"),
+    "deep arrays": b'{"inputs":' + b"[" * (SIZE // 2),
+    "brackets in a text": b'{"inputs":"' + b"[" * SIZE + b'"}',
+    "quotes in a text": b'{"inputs":"' + rb"[\"" * (SIZE // 3) + b'"}',
+    "stop strings": listed(b'{"inputs":"a","parameters":{"stop":[', b'"a"', b"]}}"),
+    "bytes": listed(b'{"inputs":[{"name":"a","shape":[1],"datatype":"BYTES","data":[', b"97", b"]}]}"),
+    "instances": listed(b'{"instances":[', b'{"inputs":"a"}', b"]}"),
+    "a model's name": CHAT + b',"model":"' + b"a" * SIZE + b'"}',
+    "words": b'{"inputs":"' + b"a lot of words " * (SIZE // 15) + b'"}',
+    "words of a chat": b'{"messages":[{"role":"user","content":"' + b"a lot of words " * (SIZE // 15) + b'"}]}',
+}
+
+
+@dataclass
+class Beside:
+    """A stream and a probe that run beside an attack."""
+
+    gaps: list[float] = field(default_factory=list)
+    probes: list[float] = field(default_factory=list)
+
+    @property
+    def harm(self) -> str | None:
+        """A description of the harm, or None."""
+        gap, probe = max(self.gaps, default=0.0), sorted(self.probes)[int(0.99 * len(self.probes))]
+        if gap < LONGEST_GAP_S and probe < SLOWEST_PROBE_S:
+            return None
+        return f"longest gap {gap:.3f} s, probe p99 {probe:.3f} s"
+
+
+def waited_for_a_core(processes: Iterable[psutil.Process]) -> float:
+    """Seconds that threads of these processes and of this one waited for a core (Linux)."""
+    folders = [Path("/proc/self/task"), *(Path(f"/proc/{process.pid}/task") for process in processes)]
+    delays = (path.read_text().split()[1] for folder in folders for path in folder.glob("*/schedstat"))
+    return sum(map(int, delays)) / 1e9
+
+
+@asynccontextmanager
+async def beside(url: str, processes: Sequence[psutil.Process]) -> AsyncIterator[Beside]:
+    """Run a stream and a probe while the block runs."""
+    measured = Beside()
+
+    async def stream(session: aiohttp.ClientSession) -> None:
+        body = {"inputs": "one two three", "parameters": {"max_new_tokens": 2000}}
+        async with session.post(f"{url}/generate_stream", json=body) as response:
+            last = None
+            async for _ in response.content.iter_any():
+                now = time.perf_counter() - waited_for_a_core(processes)
+                if last is not None:
+                    measured.gaps.append(now - last)
+                last = now
+
+    async def probe(session: aiohttp.ClientSession) -> None:
+        while True:
+            start = time.perf_counter() - waited_for_a_core(processes)
+            async with session.get(f"{url}/health") as response:
+                await response.read()
+            measured.probes.append(time.perf_counter() - waited_for_a_core(processes) - start)
+            await asyncio.sleep(0.005)
+
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
+        running_beside = [tasks.create_task(stream(session)), tasks.create_task(probe(session))]
+        while not (measured.gaps and measured.probes):  # noqa: ASYNC110 - the first token has no event
+            await asyncio.sleep(0.01)
+        yield measured
+        for task in running_beside:
+            task.cancel()
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path) -> Iterator[tuple[str, list[psutil.Process]]]:
+    with running(demo_model, "--echo-step-ms", "10") as stack:
+        [router] = [child for child in stack.children() if "text_generation_router" in child.cmdline()]
+        yield stack.url, [router, stack.shard(0)]
+
+
+def attacks() -> list[tuple[str, str]]:
+    if os.environ.get("TEST_FULL"):
+        return [(name, route) for name in BODIES for route in ROUTES]
+    return list(zip(BODIES, cycle(ROUTES), strict=False))
+
+
+async def attack(url: str, processes: Sequence[psutil.Process], route: str, body: bytes) -> str | None:
+    """Send a body. Return a description of the harm, or None."""
+    router = processes[0]
+    memory = router.memory_info().rss
+    async with beside(url, processes) as measured, aiohttp.ClientSession() as session:
+        received = 0
+        async with session.post(url + route, data=io.BytesIO(body), headers=JSON) as response:
+            async for chunk in response.content.iter_any():
+                received += len(chunk)
+        if response.status >= 500 and response.status != 503:
+            return f"status {response.status}"
+        if received > (20 if route != "/tokenize" else 30) * len(body):  # a token there has a hundred bytes
+            return f"{received} bytes"
+    grown = router.memory_info().rss - memory
+    return f"{grown >> 20} MB more" if grown > MOST_MEMORY else measured.harm
+
+
+@pytest.mark.parametrize(("name", "route"), attacks())
+async def test_a_huge_body_harms_no_other_request(
+    server: tuple[str, list[psutil.Process]], name: str, route: str
+) -> None:
+    harms = []
+    for _ in range(TRIES):
+        harm = await attack(*server, route, BODIES[name])
+        if harm is None:
+            return
+        harms.append(harm)
+    raise AssertionError(harms)
