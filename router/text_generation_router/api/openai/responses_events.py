@@ -23,7 +23,7 @@ from text_generation_router.api.core.ids import Named, new_call_id, now
 from text_generation_router.api.http.bodies import ResponseBody, WrittenJson
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.responses_tools import as_sent, callable_tools
-from text_generation_router.errors import InvalidRequest, ServingError
+from text_generation_router.errors import ServingError
 
 
 class OutputText(ResponseBody):
@@ -180,7 +180,6 @@ class ResponseScript(Script[OutputItem]):
     """Writes one response."""
 
     def __init__(self, body: ResponsesBody, named: Named, prompt_tokens: int, cached_tokens: CachedTokens) -> None:
-        """Raises InvalidRequest for a setting that cannot be repeated in the response."""
         super().__init__()
         self._response = _new_response(body, named)
         self._cached_tokens = cached_tokens
@@ -318,7 +317,7 @@ def _reasoning_text(text: str) -> ReasoningText:
 
 
 def _new_response(body: ResponsesBody, named: Named) -> ResponseAnswer:
-    """A response without output: the requested settings, with defaults. Raises InvalidRequest."""
+    """A response without output: the requested settings, with defaults."""
     choice = body.tool_choice
     reasoning = body.reasoning
     return {
@@ -341,11 +340,9 @@ def _new_response(body: ResponsesBody, named: Named) -> ResponseAnswer:
         "service_tier": body.service_tier if body.service_tier in ("priority", "flex") else "default",
         "store": False,
         "temperature": _number(body.temperature),
-        "text": _repeated(
-            "text", {"format": (body.text.format if body.text is not None else None) or {"type": "text"}}
-        ),
+        "text": _repeated({"format": (body.text.format if body.text is not None else None) or {"type": "text"}}),
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": _repeated("tools", [as_sent(tool) for tool in body.tools or ()]),
+        "tools": _repeated([as_sent(tool) for tool in body.tools or ()]),
         "top_logprobs": 0,
         "top_p": _number(body.top_p),
         "truncation": body.truncation or "disabled",
@@ -354,12 +351,9 @@ def _new_response(body: ResponsesBody, named: Named) -> ResponseAnswer:
     }
 
 
-def _repeated(name: str, value: object) -> orjson.Fragment:
-    """A value of the request, written once. Raises InvalidRequest: a value that can be parsed may be too deep to write."""
-    try:
-        return orjson.Fragment(orjson.dumps(value))
-    except orjson.JSONEncodeError:
-        raise InvalidRequest(f"`{name}` is nested too deeply") from None
+def _repeated(value: object) -> orjson.Fragment:
+    """A value of the request, written once."""
+    return orjson.Fragment(orjson.dumps(value))
 
 
 def _number(value: float | None) -> float:

@@ -1,4 +1,4 @@
-"""Objects and arrays of a JSON text are counted before it is parsed, whatever its strings contain."""
+"""Objects and arrays of a JSON text are counted before it is parsed; brackets in its strings do not count."""
 
 from __future__ import annotations
 
