@@ -25,7 +25,7 @@ TOPICS = {
     "Model": "model_id revision huggingface_hub_cache engine dtype load_format device tokenizer_config_path chat_template "
     "tool_call_parser split_reasoning trust_remote_code",
     "Replicas and shards": "num_replicas num_shard sharded max_shard_restarts shard_uds_path shard_tcp_port "
-    "shard_connect_timeout shutdown_timeout dispatch max_request_moves",
+    "shard_connect_timeout shutdown_timeout hang_timeout dispatch max_request_moves",
     "HTTP": "hostname port api_key cors_allow_origin payload_limit graceful_termination_timeout compute_type docker_label "
     "aip_predict_route aip_health_route",
     "Limits of a request": "max_input_tokens max_input_length max_total_tokens max_best_of max_stop_sequences "
@@ -35,11 +35,11 @@ TOPICS = {
     "Batching and KV cache": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms "
     "waiting_served_ratio max_waiting_tokens prefix_caching prefix_cache_per_tenant cuda_memory_fraction "
     "cpu_memory_fraction num_threads",
-    "TensorRT-LLM": "trtllm_options trtllm_launch hang_timeout gateway",
+    "TensorRT-LLM": "trtllm_options trtllm_launch gateway",
     "Logs and debugging": "json_output log_level env reflection trace_steps usage_stats prometheus_port "
     "disable_custom_kernels",
     "Echo engine (tests)": "echo_step_ms echo_prefill_us echo_decode_us echo_self_scheduling echo_tokens_per_report "
-    "echo_blocks echo_max_sequence_length echo_fail_token echo_fail_step_token",
+    "echo_blocks echo_max_sequence_length echo_fail_token echo_fail_step_token echo_hang_token",
 }
 """The settings of the launcher, by topic."""
 

@@ -11,9 +11,10 @@ from contextlib import suppress
 
 import structlog
 
-from text_generation_launcher import orphans
+from text_generation_launcher import hangs, orphans
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracePeriod
+from text_generation_proto import heartbeat
 from text_generation_proto.logs import escape
 
 OUTPUT_TIMEOUT = 2.0
@@ -36,8 +37,12 @@ class ShardsHopeless(Exception):
     """No shard serves, and each has died more often in a row than it may be restarted."""
 
 
-async def run_to_end(spec: ChildSpec, grace_period: GracePeriod, *, json_output: bool) -> int:
+async def run_to_end(
+    spec: ChildSpec, grace_period: GracePeriod, *, json_output: bool, hung: asyncio.Event | None = None
+) -> int:
     """Run a child until it ends by itself and return its exit code. When cancelled, stop it first.
+
+    A child that hangs is aborted. Children with the same `hung`, an event, are aborted together.
 
     The child leads its own process group: a terminal sends Ctrl-C to the whole foreground group, but the launcher stops
     its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).
@@ -48,31 +53,36 @@ async def run_to_end(spec: ChildSpec, grace_period: GracePeriod, *, json_output:
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
     )
+    heartbeat_fd, beat_fd = hangs.heartbeat_pipe()
     try:
         try:
             process = await asyncio.create_subprocess_exec(
                 *spec.argv,
-                env={**spec.env, orphans.VARIABLE: mark},
+                env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=write_fd,
                 stderr=write_fd,
-                pass_fds=spec.inherited_fds,
+                pass_fds=(*spec.inherited_fds, beat_fd),
                 process_group=0,
             )
         finally:
             os.close(write_fd)
+            os.close(beat_fd)
         async with asyncio.TaskGroup() as tasks:
             forwarding = tasks.create_task(forward_output(reader, spec.name, json_output=json_output))
+            watching = tasks.create_task(hangs.abort_if_hung(spec, process.pid, heartbeat_fd, hung or asyncio.Event()))
             try:
                 log.debug("child started", child=spec.name, pid=process.pid)
                 return await process.wait()
             finally:
+                watching.cancel()
                 await _stop(process, spec, grace_period)
                 await asyncio.wait([forwarding], timeout=OUTPUT_TIMEOUT)
                 await orphans.reap(mark)
                 forwarding.cancel()
     finally:
         transport.close()
+        os.close(heartbeat_fd)
 
 
 async def _stop(process: asyncio.subprocess.Process, spec: ChildSpec, grace_period: GracePeriod) -> None:

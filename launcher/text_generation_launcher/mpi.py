@@ -36,6 +36,7 @@ from pathlib import Path
 import structlog
 
 from text_generation_launcher import env_relay, orphans
+from text_generation_proto import heartbeat
 from text_generation_proto.exit_codes import ExitCode, exit_fields
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
@@ -222,11 +223,12 @@ async def _run_shard(
     ranks: asyncio.subprocess.Process,
     stopping: asyncio.Event,
 ) -> int:
+    inherited = (lifeline_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
     process = await asyncio.create_subprocess_exec(
         *shard,
         env=environ,
         stdin=asyncio.subprocess.DEVNULL,
-        pass_fds=() if lifeline_fd < 0 else (lifeline_fd,),
+        pass_fds=tuple(fd for fd in inherited if fd >= 0),
     )
     await _first(process.wait(), ranks.wait(), stopping.wait())
     if process.returncode is None:

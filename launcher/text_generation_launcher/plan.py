@@ -41,6 +41,8 @@ class ChildSpec:
     inherited_fds: tuple[int, ...]
     stop_timeout: float
     """Seconds between SIGTERM and SIGKILL."""
+    hang_timeout: float = dataclasses.field(default=0.0, kw_only=True)
+    """Seconds without a heartbeat after which it is aborted; 0: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: i
         rank=rank,
         address=address,
         group_address=group_address,
+        hang_timeout=config.hang_timeout,
     )
     by_mpirun = config.engine == "tensorrt-llm" and config.trtllm_launch == "mpirun"
     return _with_mpirun(config, context, spec) if by_mpirun else spec
@@ -321,4 +324,5 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         env=env,
         inherited_fds=tuple(fd for fd in (context.lifeline_fd, context.log_drops_fd) if fd >= 0),
         stop_timeout=config.graceful_termination_timeout + STOP_MARGIN,
+        hang_timeout=config.hang_timeout,
     )

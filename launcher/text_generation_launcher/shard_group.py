@@ -58,13 +58,14 @@ async def run_group(specs: Sequence[ShardSpec], grace_period: GracePeriod, *, js
     """
     exits: list[RankExit] = []
     broken = False
+    hung = asyncio.Event()  # a rank that hangs may wait for another one: the stacks of all are needed
 
     def group_grace_period(seconds: float, terminate: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         return grace_period(min(seconds, BROKEN_GRACE) if broken else seconds, terminate)
 
     async def run(spec: ShardSpec) -> None:
         try:
-            code = await run_to_end(spec, group_grace_period, json_output=json_output)
+            code = await run_to_end(spec, group_grace_period, json_output=json_output, hung=hung)
         except OSError as error:  # no memory or file descriptors for another process, perhaps only now
             log.error("shard cannot be started", replica=spec.replica, rank=spec.rank, reason=str(error))
             code = ExitCode.FAILED

@@ -72,11 +72,11 @@ class ShardClient:
                     # The connection was lost; wait_for_ready waits for the next one.
                     await asyncio.sleep(0.1)
 
-    async def serving(self) -> AsyncIterator[bool]:
-        """Yield True if the shard's health is SERVING, now and after each change. Raises grpc.aio.AioRpcError when it is gone."""
+    async def is_serving(self) -> bool:
+        """Return True if the shard's health is SERVING. Waits for the answer of a shard that hangs."""
         health = health_pb2_grpc.HealthStub(self._channel)
-        async for reply in health.Watch(health_pb2.HealthCheckRequest()):
-            yield reply.status == health_pb2.HealthCheckResponse.SERVING
+        reply = await health.Check(health_pb2.HealthCheckRequest())
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def info(self, timeout: float = 10.0) -> pb.InfoResponse:
         """Return the description of the engine."""

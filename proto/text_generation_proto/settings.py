@@ -19,6 +19,7 @@ from pydantic_settings import (
 )
 
 from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 
 
 class ProcessConfig(BaseSettings):
@@ -66,6 +67,15 @@ class ProcessConfig(BaseSettings):
             for name, field in cls.model_fields.items()
         }
         return cls(**(defaults | values))
+
+
+class HangSettings(ProcessConfig):
+    """The setting that launcher, router and shards share."""
+
+    hang_timeout: Annotated[float, Field(ge=0)] = HANG_TIMEOUT_S
+    """Seconds without progress after which a replica counts as hung: its sequences move to other replicas, and the launcher
+    logs the stacks of its threads, kills and restarts it. A step with prompt tokens has 10 minutes more. The launcher
+    also ends a router that does not answer for so long. 0: never; less than 2 is taken as 2."""
 
 
 class ChildConfig(ProcessConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import sys
 
 import structlog
@@ -19,6 +20,7 @@ log = structlog.get_logger()
 def main() -> None:
     """Run a router until a stop signal; exit with an ExitCode."""
     config = parse_config(RouterConfig)
+    faulthandler.enable()  # the launcher ends a router that hangs with SIGABRT
     follow_parent(config.lifeline_fd)
     configure_logging(config, "router")
     # Slow imports come after the lifeline is watched.

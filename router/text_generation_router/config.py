@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from pydantic_settings import NoDecode
 
-from text_generation_proto.settings import ChildConfig, ProcessConfig
+from text_generation_proto.settings import ChildConfig, HangSettings
 
 
 def _split(value: object) -> object:
@@ -60,7 +60,7 @@ def listen_host(hostname: str) -> str:
         return "0.0.0.0"
 
 
-class RouterSettings(ProcessConfig):
+class RouterSettings(HangSettings):
     """The settings of the router that a user may give to the launcher."""
 
     model_id: str = ""

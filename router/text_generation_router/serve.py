@@ -17,6 +17,7 @@ from aiohttp import web
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
@@ -74,7 +75,7 @@ async def serve(config: RouterConfig) -> ExitCode:
                 app = create_app(
                     serving,
                     chats,
-                    healthy=lambda: cluster.connected and not cluster.draining,
+                    healthy=lambda: cluster.ready and not cluster.draining,
                     info=_model_info(model, templates),
                 )
             except ValueError as error:  # an AIP_* path that is invalid or taken
@@ -227,7 +228,7 @@ def _cluster(config: RouterConfig, joined: Sequence[ReplicaInfo | None], limits:
         scheduler=scheduler,
         log_drops_fd=config.log_drops_fd,
     )
-    return Cluster(scheduler, metrics.steps), metrics
+    return Cluster(scheduler, metrics.steps, config.hang_timeout), metrics
 
 
 def _policy(config: RouterConfig, info: pb.InfoResponse, capacity: int) -> Policy:
@@ -266,7 +267,9 @@ async def _serve_http(
     await runner.setup()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run_cluster())
+        beating = tasks.create_task(send_heartbeats())
         if not await _opened(cluster, signals):
+            beating.cancel()
             running.cancel()
             await runner.cleanup()
             return ExitCode.STOPPED
@@ -282,6 +285,7 @@ async def _serve_http(
             cluster.draining = True
         log.info("draining", requests=len(cluster.scheduler.requests))
         await _drain(runner, cluster, signals, config.graceful_termination_timeout)
+        beating.cancel()
         running.cancel()
     log.info("stopped")
     return ExitCode.STOPPED

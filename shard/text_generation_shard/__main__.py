@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import sys
 
@@ -37,6 +38,7 @@ def main() -> None:
         # Processes that an engine started are unknown to the launcher.
         kill(descendants())
 
+    faulthandler.enable()  # the launcher ends a shard that hangs with SIGABRT
     sys.setswitchinterval(SWITCH_INTERVAL)
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
     configure_logging(config, config.process_name)

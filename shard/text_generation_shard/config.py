@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from text_generation_proto.settings import ChildConfig, ProcessConfig
+from text_generation_proto.settings import ChildConfig, HangSettings
 from text_generation_proto.sockets import socket_path
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
@@ -15,7 +15,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 DType = Literal["float16", "bfloat16", "float32"]
 
 
-class ShardSettings(ProcessConfig):
+class ShardSettings(HangSettings):
     """The settings of a shard that a user may give to the launcher."""
 
     model_id: str = ""
@@ -36,8 +36,6 @@ class ShardSettings(ProcessConfig):
     """Threads of a forward pass on CPU; 0: one per core."""
     trtllm_options: str = ""
     """Keyword arguments of TensorRT-LLM's LLM, as YAML: a file or the text itself."""
-    hang_timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds without a token, plus one millisecond per waiting prompt token, after which tensorrt-llm counts as hung."""
     trace_steps: str = ""
     """File to which the torch engine writes one JSON line per step with host and device times. With several replicas:
     FILE-0, FILE-1, …; in a tensor-parallel group rank 0 writes."""
@@ -65,6 +63,9 @@ class ShardSettings(ProcessConfig):
     """Echo engine: a sequence fails when it would repeat this token id."""
     echo_fail_step_token: int = -1
     """Echo engine: a whole step fails when a sequence in it would repeat this token id."""
+    echo_hang_token: int = -1
+    """Echo engine: a step never ends when a sequence in it would repeat this token id, unless it has new tokens from another
+    replica."""
 
 
 class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-shard"):

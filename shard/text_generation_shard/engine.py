@@ -226,6 +226,11 @@ class Engine(Protocol):
         """Number of sequences in the engine's own queue."""
         ...
 
+    @property
+    def prefilling(self) -> int:
+        """Number of prompt tokens that the step in progress, or the last one, waits for. May be read from any thread."""
+        ...
+
     def on_broken(self, callback: Callable[[str], None]) -> None:
         """Register a callback for a fatal failure of the engine, with its reason. It is called from any thread.
 

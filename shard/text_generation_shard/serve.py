@@ -22,6 +22,7 @@ from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.progress import report_progress
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
 
@@ -94,7 +95,10 @@ async def _serve_engine(
     owner.serve(engine)
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
-    await _wait_for_either(stopping.wait(), owner.crashed.wait())
+    async with asyncio.TaskGroup() as tasks:
+        reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout))
+        await _wait_for_either(stopping.wait(), owner.crashed.wait())
+        reporting.cancel()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     # While a group stops, a rank may see another rank leave first. That is no crash.
     if owner.crashed.is_set() and not stopping.is_set():

@@ -27,6 +27,7 @@ import structlog
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult
+from text_generation_shard.progress import StepMonitor
 
 log = structlog.get_logger()
 
@@ -56,6 +57,7 @@ class EngineSession:
 
     engine: Engine
     emit: Callable[[StepResult], None]
+    monitor: StepMonitor
     ending: bool = False
     """True after `end`: the session is over at the next boundary."""
     _inbox: queue.SimpleQueue[Orders | None] = field(default_factory=queue.SimpleQueue)
@@ -91,15 +93,18 @@ class EngineSession:
 
     def run(self) -> None:
         """Run steps until `end`, then drop every sequence. Raises the engine's fatal errors."""
-        engine = self.engine
+        engine, monitor = self.engine, self.monitor
         steps = applied = step_ns = forward_ns = 0
         result: StepResult | None = None
         try:
             while True:
+                if result is None:
+                    monitor.idle()
                 try:
                     orders = self._inbox.get(block=result is None) or Orders(number=applied)
                 except queue.Empty:
                     orders = None
+                monitor.begin()
                 if self.ending:
                     return
                 if orders is not None:
@@ -121,10 +126,14 @@ class EngineSession:
                 result = engine.step()
                 if result is not None:
                     steps += 1
-                    step_ns += time.perf_counter_ns() - started
+                    took_ns = time.perf_counter_ns() - started
+                    step_ns += took_ns
+                    if not engine.prefilling:
+                        monitor.decoded(took_ns / 1e9)
                     forward_ns += result.forward_ns
         finally:
             engine.reset()
+            monitor.idle()
 
 
 class SessionOwner:
@@ -139,6 +148,7 @@ class SessionOwner:
         self.session: EngineSession | None = None
         """The open session. One that is ending stays here until its last step is done."""
         self.stopping = False
+        self.monitor = StepMonitor()
         self.crashed = asyncio.Event()
         """Set when the engine failed for good."""
         self._on_wanted: Callable[[], None] = _ignore
@@ -212,7 +222,7 @@ class SessionOwner:
                 log.error("the engine failed", exc_info=error)
             log.info("session closed")
 
-        session = self.session = EngineSession(engine, emit)
+        session = self.session = EngineSession(engine, emit, self.monitor)
         self._on_wanted = on_wanted or _ignore
         self._closed.clear()
         log.info("session opened")

@@ -16,6 +16,8 @@ End = Literal["finished", "error", "closed", "refused"]
 class Stream:
     """One request and its result."""
 
+    inputs: str = "one two three four five"
+    text: str = ""
     tokens: int = 0
     end: End | None = None
     ended_at: float = 0.0
@@ -30,11 +32,11 @@ class Streams:
         self.streams: list[Stream] = []
         self._running: list[asyncio.Task[None]] = []
 
-    async def open(self, url: str, count: int, max_new_tokens: int) -> None:
+    async def open(self, url: str, count: int, max_new_tokens: int, inputs: str = Stream.inputs) -> None:
         """Start `count` streams and wait for the first token of each."""
         started = asyncio.Semaphore(0)
         for _ in range(count):
-            self.streams.append(stream := Stream())
+            self.streams.append(stream := Stream(inputs))
             self._running.append(self._tasks.create_task(self._read(stream, url, max_new_tokens, started)))
         for _ in range(count):
             await started.acquire()
@@ -44,7 +46,7 @@ class Streams:
         await asyncio.wait(self._running)
 
     async def _read(self, stream: Stream, url: str, max_new_tokens: int, started: asyncio.Semaphore) -> None:
-        body = {"inputs": "one two three four five", "parameters": {"max_new_tokens": max_new_tokens}}
+        body = {"inputs": stream.inputs, "parameters": {"max_new_tokens": max_new_tokens}}
         try:
             async with self._session.post(f"{url}/generate_stream", json=body) as response:
                 if response.status != 200:
@@ -72,4 +74,4 @@ class Streams:
         if stream.tokens == 1:
             started.release()
         if event["generated_text"] is not None:
-            stream.end = "finished"
+            stream.end, stream.text = "finished", event["generated_text"]

@@ -354,8 +354,13 @@ class Scheduler:
 
     @property
     def serving(self) -> Sequence[ReplicaScheduler]:
-        """The replicas that serve."""
+        """The replicas that serve, draining ones included."""
         return [replica for replica in self.replicas if replica is not None]
+
+    @property
+    def available(self) -> Sequence[ReplicaScheduler]:
+        """The replicas that get new sequences."""
+        return [replica for replica in self.serving if replica.replica not in self.draining]
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters, in time proportional to the number of replicas."""
@@ -371,7 +376,7 @@ class Scheduler:
             num_blocks=sum(replica.spec.num_blocks for replica in serving),
             block_size=next((spec.block_size for spec in self._specs if spec is not None), 0),
             num_replicas=len(self.replicas),
-            serving_replicas=len(serving),
+            serving_replicas=len(self.available),
             preemptions=self._lost_preemptions + sum(replica.preemptions for replica in serving),
             cancellations=self._cancellations,
             expirations=self._expirations,

@@ -18,6 +18,7 @@ import grpc
 import structlog
 
 from text_generation_proto.client import ShardClient
+from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, TenantId, TokenListener
@@ -46,12 +47,12 @@ log = structlog.get_logger()
 class Cluster:
     """The replicas, and the listeners of their requests."""
 
-    def __init__(self, scheduler: Scheduler, observer: StepObserver) -> None:
+    def __init__(self, scheduler: Scheduler, observer: StepObserver, hang_timeout_s: float = HANG_TIMEOUT_S) -> None:
         self.scheduler = scheduler
         self.draining = False
         """Set by the router when it accepts no new requests; those accepted before still run."""
         self._listeners = Listeners(self._satisfied)
-        context = ClusterContext(scheduler, self._listeners, observer, self.dispatch, self._on_opened)
+        context = ClusterContext(scheduler, self._listeners, observer, self.dispatch, self._on_opened, hang_timeout_s)
         self._replicas = [ReplicaSession(number, context) for number in range(len(scheduler.replicas))]
         self._deadlines = asyncio.Event()
         """Set when there may be an earlier deadline than the one waited for."""
@@ -102,8 +103,13 @@ class Cluster:
 
     @property
     def connected(self) -> bool:
-        """True if a replica serves."""
+        """True if a replica has a session; it may hang."""
         return bool(self.scheduler.serving)
+
+    @property
+    def ready(self) -> bool:
+        """True if a replica gets new requests now."""
+        return bool(self.scheduler.available)
 
     async def opened(self) -> None:
         """Wait for the first session."""

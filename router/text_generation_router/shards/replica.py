@@ -19,6 +19,7 @@ import grpc
 import structlog
 
 from text_generation_proto.client import RunCall, ShardClient
+from text_generation_proto.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, step_output_from_pb
@@ -26,11 +27,10 @@ from text_generation_router.shards.join import ReplicaInfo
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.shards.observer import StepObserver, StepRecord
 
-CHECK_SILENCE_EVERY_S = 1.0
 HANGS_AFTER_S = 5.0
+"""A shard that has not answered for this long, or owes a report for this long and for HANGS_AFTER_STEPS of its longest recent
+steps, does not count as serving and gets no new requests until it answers."""
 HANGS_AFTER_STEPS = 20
-"""A shard that owes a report for this long, and for this many of its longest recent steps, gets no new requests until it
-reports. gRPC's keepalive detects a dead shard."""
 HOLD_SHARE = 0.5
 """Share of a step for which orders are held; the rest is for their way to the replica."""
 MIN_STEP_S = 0.004
@@ -54,6 +54,8 @@ class ClusterContext:
     """Places queued requests on replicas with room, and wakes these."""
     on_opened: Callable[[], None]
     """Called for each session that began."""
+    hang_timeout_s: float
+    """A shard that hangs for longer is lost; 0: never."""
 
 
 class ReplicaSession:
@@ -74,7 +76,8 @@ class ReplicaSession:
         """Numbers of the last orders."""
         self._running = 0
         """Sequences on the shard."""
-        self._last_report = 0.0
+        self._reported = self._answered = True
+        """A report, or an answer to a health check, came since the last check for silence."""
         self._longest_step_s = 0.0
         """Slowly forgotten."""
         self._serving, self._hangs = True, False
@@ -91,7 +94,8 @@ class ReplicaSession:
         context = self._context
         self._timing = OrderTiming()
         self._steps = self._running = self._orders_sent = self._orders_applied = 0
-        self._longest_step_s, self._last_report = 0.0, time.monotonic()
+        self._longest_step_s = 0.0
+        self._reported = self._answered = True
         self._serving, self._hangs = True, False
         self._slots = info.spec.num_slots
         self._eos_token_ids = tuple(info.info.eos_token_ids)
@@ -131,19 +135,34 @@ class ReplicaSession:
             tasks.create_task(self._watch_silence())
 
     async def _watch_health(self, client: ShardClient) -> None:
-        """Drain the replica while the shard reports that it does not serve."""
-        with suppress(grpc.aio.AioRpcError):  # a lost shard ends the session anyway; a health service is optional
-            async for serving in client.serving():
-                self._set_health(serving=serving)
-        self._set_health(serving=True)  # there will be no report of a recovery
+        """Drain the replica while the shard answers that it does not serve: it stops, or a step does not end."""
+        while True:
+            serving = True
+            with suppress(grpc.aio.AioRpcError):  # a lost shard ends the session anyway; a health service is optional
+                serving = await client.is_serving()
+            self._answered = True
+            self._set_health(serving=serving)
+            await asyncio.sleep(CHECK_EVERY_S)
 
     async def _watch_silence(self) -> None:
-        """Drain the replica while the shard owes a report and sends none: it may hang."""
+        """Drain the replica while the shard is silent; raise ShardLost when it hangs.
+
+        A shard that answers hangs only if it says so: a long prompt may take any time.
+        """
+        timeout_s = self._context.hang_timeout_s
+        silence, overdue = Silence(), Silence()
         while True:
-            await asyncio.sleep(CHECK_SILENCE_EVERY_S)
-            silent_s = time.monotonic() - self._last_report
-            busy = self._running > 0 or self._orders_applied < self._orders_sent
-            self._set_health(hangs=busy and silent_s > max(HANGS_AFTER_S, HANGS_AFTER_STEPS * self._longest_step_s))
+            await asyncio.sleep(CHECK_EVERY_S)
+            owes = self._running > 0 or self._orders_applied < self._orders_sent
+            silence.record(sign=self._reported or self._answered)
+            overdue.record(sign=self._reported or not owes)
+            self._reported = self._answered = False
+            longest_s = max(HANGS_AFTER_S, HANGS_AFTER_STEPS * self._longest_step_s)
+            self._set_health(hangs=silence.seconds >= HANGS_AFTER_S or overdue.seconds >= longest_s)
+            if silence.exceeds(timeout_s):
+                raise ShardLost(f"it hangs: no answer for {silence.seconds} s")
+            if overdue.exceeds(timeout_s) and not self._serving:
+                raise ShardLost(f"it hangs: no report for {overdue.seconds} s")
 
     def _set_health(self, *, serving: bool | None = None, hangs: bool | None = None) -> None:
         before = self._serving and not self._hangs
@@ -196,7 +215,7 @@ class ReplicaSession:
 
     def _handle(self, report: pb.StepReport) -> None:
         now = time.monotonic()
-        self._last_report, self._running, self._orders_applied = now, report.running, report.orders_applied
+        self._reported, self._running, self._orders_applied = True, report.running, report.orders_applied
         self._longest_step_s = max(report.step_ns / 1e9, 0.99 * self._longest_step_s)
         context = self._context
         scheduler, listeners = context.scheduler, context.listeners

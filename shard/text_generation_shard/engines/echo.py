@@ -9,6 +9,7 @@ prompt where the grammar allows it.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -50,6 +51,7 @@ class EchoEngine(SynchronousEngine):
     decode_s: float
     fail_token: int
     fail_step_token: int
+    hang_token: int
     grammars: Grammars | None = None
     _table: SequenceTable = field(init=False)
     _masks: TokenMasks | None = field(init=False)
@@ -81,6 +83,7 @@ class EchoEngine(SynchronousEngine):
             decode_s=config.echo_decode_us / 1e6,
             fail_token=config.echo_fail_token,
             fail_step_token=config.echo_fail_step_token,
+            hang_token=config.echo_hang_token,
             grammars=grammars,
         )
 
@@ -131,6 +134,10 @@ class EchoEngine(SynchronousEngine):
     def used_blocks(self) -> int:
         return self._table.used_blocks
 
+    @property
+    def prefilling(self) -> int:
+        return self._table.prefilling
+
     def reset(self) -> None:
         self._table.clear()
 
@@ -152,7 +159,9 @@ class EchoEngine(SynchronousEngine):
             period = sequence.prompt_length - sequence.generated_before
             token = sequence.tokens[(len(sequence.tokens) - period) % period]
             mask = masks.get(sequence.slot)
-            if token == self.fail_token:
+            if token == self.hang_token and not sequence.generated_before:
+                threading.Event().wait()
+            elif token == self.fail_token:
                 output.failures[index] = (FailureCode.NUMERICS, "this token fails, as the echo engine was told")
             elif mask is not None and self.grammars is not None:
                 if mask.failure is not None:

@@ -126,6 +126,10 @@ class SelfSchedulingEcho(SynchronousEngine):
     def queued(self) -> int:
         return len(self._queue)
 
+    @property
+    def prefilling(self) -> int:
+        return self._engine.prefilling
+
     def reset(self) -> None:
         for held in self._queue:
             _cancel_matcher(held)

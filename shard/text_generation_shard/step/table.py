@@ -58,6 +58,8 @@ class SequenceTable:
     """Sequences whose matcher is being built."""
     _holders: dict[int, int] = field(default_factory=dict)
     """Number of sequences that hold a KV block; no entry for 0."""
+    _prefilled: tuple[int, int] = (0, 0)
+    """Prompt tokens in the last two steps."""
     _persistent: PersistentBatch | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,12 @@ class SequenceTable:
     def used_blocks(self) -> int:
         """Number of KV blocks held; a shared block counts once."""
         return len(self._holders)
+
+    @property
+    def prefilling(self) -> int:
+        """Prompt tokens that the last step waits for: its own, and those of the step before if steps run ahead."""
+        before, last = self._prefilled
+        return before + last if self.runs_ahead else last
 
     def clear(self) -> None:
         """Drop every sequence."""
@@ -120,6 +128,7 @@ class SequenceTable:
             if sequence.prompt_length <= sequence.computed < sequence.end
         ]
         waiting: list[Sequence] = []
+        prompt_tokens = 0
         for sequence in self._chunked:
             if self.sequences.get(sequence.slot) is sequence and sequence.chunk:
                 last = sequence.computed + sequence.chunk == sequence.prompt_length
@@ -127,8 +136,10 @@ class SequenceTable:
                     waiting.append(sequence)
                     continue
                 rows.append(StepRow(sequence, sequence.computed, sequence.chunk, samples=last))
+                prompt_tokens += sequence.chunk
                 sequence.chunk = 0
         self._chunked = waiting
+        self._prefilled = self._prefilled[1], prompt_tokens
         return StepRows(persistent, rows)
 
     def begin(self, rows: StepRows) -> None:

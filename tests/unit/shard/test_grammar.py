@@ -30,6 +30,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, NewSequence, Orders, StepResult
 from text_generation_shard.engines import build_engine
 from text_generation_shard.grammar import Matcher, load_grammars
+from text_generation_shard.progress import StepMonitor
 from text_generation_shard.session import EngineSession
 
 LLAMA = TINY_LLAMA | {
@@ -242,7 +243,7 @@ def test_a_session_continues_while_a_grammar_is_compiled(folder: Path, grammar: 
     for _ in range(2):
         engine.grammars._pool.submit(free.wait, 30)
     reports: list[StepResult] = []
-    session = EngineSession(engine, emit=lambda report: seen(report))
+    session = EngineSession(engine, emit=lambda report: seen(report), monitor=StepMonitor())
     over: set[int] = set()
 
     def seen(report: StepResult) -> None:

@@ -151,6 +151,10 @@ class TensorRTEngine:
     def queued(self) -> int:
         return min(self._statistics.queued, len(self._streams))
 
+    @property
+    def prefilling(self) -> int:
+        return self.activity().waiting_prompt_tokens
+
     def wake(self) -> None:
         self._requests.wake()
 

@@ -7,6 +7,7 @@ hang: iterations count as progress, and each waiting prompt token extends the ti
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from text_generation_shard.processes import Process, command, descendants
 
 CHECK_INTERVAL_S = 0.5
+STDERR = 2
 SECONDS_PER_PROMPT_TOKEN = 0.001
 """Time limit per waiting prompt token: a tenth of the speed of any usable machine."""
 WORKER_COMMANDS = ("mpi4py.futures.server", "mgmn_leader_node", "mgmn_worker_node")
@@ -90,7 +92,7 @@ class Watchdog:
             return None
         allowed = self._hang_timeout_s + SECONDS_PER_PROMPT_TOKEN * activity.waiting_prompt_tokens
         silent = time.monotonic() - activity.last_sign
-        if silent > allowed:
+        if self._hang_timeout_s > 0 and allowed < silent:
             return f"the engine has brought nothing for {silent:.0f} s, with {activity.running} requests running"
         return None
 
@@ -98,5 +100,6 @@ class Watchdog:
         while not self._closing.wait(CHECK_INTERVAL_S):
             if (reason := self.check()) is not None:
                 if not self._closing.is_set():
+                    faulthandler.dump_traceback(STDERR)
                     self._on_broken(reason)
                 return

@@ -148,6 +148,10 @@ class TorchEngine(SynchronousEngine):
     def used_blocks(self) -> int:
         return self._table.used_blocks
 
+    @property
+    def prefilling(self) -> int:
+        return self._table.prefilling
+
     def on_broken(self, callback: Callable[[str], None]) -> None:
         self._executor.on_broken(callback)
 

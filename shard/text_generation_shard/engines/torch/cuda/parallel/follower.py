@@ -65,6 +65,10 @@ class FollowerEngine(SynchronousEngine):
     def used_blocks(self) -> int:
         return 0
 
+    @property
+    def prefilling(self) -> int:
+        return 0
+
     def warm_up(self, limits: WarmUpLimits) -> int:
         raise EngineError(f"rank {self._rank} follows: call rank 0")
 

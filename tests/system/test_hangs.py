@@ -1,0 +1,134 @@
+"""Hangs of shards and router: found, logged with their stacks, replaced; no stream is lost. The real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+from stack import Stack, running
+from streams import Streams
+from tokenizers import Tokenizer
+
+from text_generation_proto.exit_codes import ExitCode
+
+pytestmark = pytest.mark.system
+
+STEPS = ("--echo-step-ms", "10")
+HANGING_PROMPT = "six seven eight nine ten"
+"""Hangs with --echo-hang-token; the other streams have another prompt."""
+
+
+def hang_token(model: Path) -> str:
+    """Return the id of the fourth token of HANGING_PROMPT: a decode step computes it."""
+    return str(Tokenizer.from_file(str(model / "tokenizer.json")).encode(HANGING_PROMPT).ids[3])
+
+
+async def until_health(session: aiohttp.ClientSession, stack: Stack, status: int) -> float:
+    """Return the seconds until /health has this status."""
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    async with asyncio.timeout(60):
+        while True:
+            async with session.get(f"{stack.url}/health") as response:
+                if response.status == status:
+                    return loop.time() - started
+            await asyncio.sleep(0.05)
+
+
+def router_of(stack: Stack) -> psutil.Process:
+    (process,) = (
+        child
+        for child in stack.children()
+        if "text_generation_router" in child.cmdline() and child.ppid() == stack.launcher.pid
+    )
+    return process
+
+
+async def log_of(stack: Stack, event: str, process: str = "launcher") -> dict[str, Any]:
+    return await asyncio.to_thread(stack.wait_for, event, process)
+
+
+def stacks(stack: Stack, process: str) -> str:
+    return "\n".join(
+        record.get("text", "")
+        for record in stack.records
+        if record["process"] == process and record["event"] == "output"
+    )
+
+
+@pytest.mark.parametrize("fault", ["stopped", "step never ends"])
+@pytest.mark.parametrize(
+    ("replicas", "hang_timeout"),
+    [(2, 2), pytest.param(2, 15, marks=pytest.mark.full), pytest.param(1, 15, marks=pytest.mark.full)],
+)
+async def test_streams_of_a_shard_that_hangs_move_and_it_is_restarted(
+    demo_model: Path, session: aiohttp.ClientSession, fault: str, replicas: int, hang_timeout: int
+) -> None:
+    arguments = ("--num-replicas", str(replicas), "--hang-timeout", str(hang_timeout), *STEPS)
+    with running(demo_model, *arguments, "--echo-hang-token", hang_token(demo_model)) as stack:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as tasks:
+            streams = Streams(session, tasks)
+            await streams.open(stack.url, 8, max_new_tokens=200 + 50 * hang_timeout)
+            began = loop.time()
+            if fault == "stopped":
+                stack.shard(0).suspend()
+            else:
+                await streams.open(stack.url, 1, max_new_tokens=50, inputs=HANGING_PROMPT)
+            if replicas == 1:
+                assert await until_health(session, stack, 503) < 6.5
+            hang = await log_of(stack, "child hangs")
+            await log_of(stack, "shard lost", "router")
+            assert loop.time() - began < hang_timeout + 0.5
+            died = await log_of(stack, "shard died")
+            assert (died["replica"], died["signal"]) == (int(hang["child"][-1]), "SIGABRT")
+            await log_of(stack, "shard serves again")
+            await until_health(session, stack, 200)
+            assert loop.time() - began < hang_timeout + 5
+            await streams.all_ended()
+        texts = {(stream.inputs, stream.end, stream.text) for stream in streams.streams}
+        assert {end for _, end, _ in texts} == {"finished"}
+        assert len(texts) == (1 if fault == "stopped" else 2)
+        assert all(text.startswith(2 * inputs) for inputs, _, text in texts)
+        assert all(stream.tokens > 10 for stream in streams.streams)
+        dump = stacks(stack, hang["child"])
+        assert "Fatal Python error: Aborted" in dump
+        assert "engines/echo.py" in dump, "the stack of the engine's thread is logged"
+        assert stack.events("launcher").count("child hangs") == 1
+
+
+async def test_a_pause_and_a_long_prompt_are_no_hangs(demo_model: Path, session: aiohttp.ClientSession) -> None:
+    """A shard that is stopped for less than --hang-timeout goes on; so does one that computes a prompt for longer."""
+    slow_prompt = 40 * HANGING_PROMPT  # nothing of it is cached
+    with running(demo_model, *STEPS, "--echo-prefill-us", "35000", "--hang-timeout", "5") as stack:  # 200 tokens: 7 s
+        shard = stack.shard(0)
+        async with asyncio.TaskGroup() as tasks:
+            streams = Streams(session, tasks)
+            await streams.open(stack.url, 4, max_new_tokens=100)
+            shard.suspend()
+            await asyncio.sleep(3)
+            shard.resume()
+            await streams.all_ended()
+            await streams.open(stack.url, 1, max_new_tokens=10, inputs=slow_prompt)
+            await streams.all_ended()
+        assert [stream.end for stream in streams.streams] == ["finished"] * 5
+        stack.launcher.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(stack.wait) == ExitCode.STOPPED
+        assert "a step takes long" in stack.events("shard-0")
+        assert "child hangs" not in stack.events("launcher")
+        assert "shard lost" not in stack.events("router")
+
+
+async def test_a_router_that_hangs_ends_the_server(demo_model: Path) -> None:
+    with running(demo_model, "--hang-timeout", "2") as stack:
+        router_of(stack).suspend()
+        assert await asyncio.to_thread(stack.wait) == ExitCode.DEPENDENCY_LOST
+        assert "Fatal Python error: Aborted" in stacks(stack, "router")
+        assert stack.left_behind() == []
+        (died,) = (record for record in stack.records if record["event"] == "router died")
+        assert died["signal"] == "SIGABRT"
