@@ -142,12 +142,17 @@ class Sandbox:
         answer: asyncio.Future[bytes] = loop.create_future()
         self._waiting[answer] = payload
         self._dispatch()
+        timer = None
         if answer in self._waiting and not is_repeated:
-            loop.call_later(MAX_WAIT_S, self._refuse, answer)
+            timer = loop.call_later(MAX_WAIT_S, self._refuse, answer)
         try:
             return await answer
         finally:
             self._waiting.pop(answer, None)
+            if timer is not None:
+                timer.cancel()
+            # An error refers to this frame: it must not refer to the error, or both stay, and the payload with them.
+            del answer, timer
 
     def _refuse(self, answer: asyncio.Future[bytes]) -> None:
         if answer in self._waiting:
@@ -203,6 +208,7 @@ class Sandbox:
                     self._idle.remove(worker)
                     return
                 _settle(worker.answer, outcome)
+                del outcome  # not kept until the next job
         finally:
             self._ready.discard(worker)
 

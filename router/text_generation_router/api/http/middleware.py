@@ -51,8 +51,9 @@ def answering(metrics: Metrics) -> Middleware:
         try:
             response = await _answer(request, handler)
             status = response.status
-        except (asyncio.CancelledError, ConnectionError):
+        except (asyncio.CancelledError, ConnectionError) as error:
             record.error = record.error or ClientLeft
+            forget_frames(error)
             raise
         finally:
             finish(record, request, status, metrics, refusals)
@@ -68,10 +69,25 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise
     except Exception as error:  # noqa: BLE001 - every exception becomes a response here
         response = _failed(request, error)
+        forget_frames(error)
     if hdrs.EXPECT in request.headers:
         # The client may now send its body or not; the next bytes on this connection are ambiguous.
         response.force_close()
     return response
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and of those behind it.
+
+    A frame refers to the body of its request, and often to the error, through a future or a task. Such a cycle would keep
+    the body until the next garbage collection.
+    """
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        if (other := waiting.pop()) is None:
+            continue
+        waiting += (other.__cause__, other.__context__, *getattr(other, "exceptions", ()))
+        other.__traceback__ = other.__cause__ = other.__context__ = None
 
 
 def _failed(request: web.Request, error: Exception) -> web.Response:
