@@ -10,6 +10,7 @@ import sys
 import structlog
 
 from text_generation_launcher.config import read_config
+from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.logs import configure_logging
 
@@ -21,6 +22,7 @@ def main() -> None:
             signal.signal(sig, lambda _signal, _frame: sys.exit(ExitCode.STOPPED))  # until the event loop takes over
     config = read_config(sys.argv[1:], os.environ)
     configure_logging(config, "launcher")
+    raise_descriptor_limit()
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
     try:

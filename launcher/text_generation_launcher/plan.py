@@ -68,6 +68,13 @@ class LaunchPlan:
     host: str
     """IP address that the router listens on."""
     port: int
+    management_port: int = 0
+    """Its second port; 0: none."""
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The ports that the router listens on."""
+        return (self.port, self.management_port) if self.management_port else (self.port,)
 
     @property
     def groups(self) -> tuple[tuple[ShardSpec, ...], ...]:
@@ -106,7 +113,8 @@ def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
     parts = count_parts(config, context.devices)
     ranks = range(count_processes(config, context.devices))
     shards = tuple(_shard(config, context, replica, rank) for replica in range(config.num_replicas) for rank in ranks)
-    return LaunchPlan(shards, _router(config, context, shards, parts), listen_host(config.hostname), config.port)
+    router = _router(config, context, shards, parts)
+    return LaunchPlan(shards, router, listen_host(config.hostname), config.port, config.management_port)
 
 
 def count_parts(config: LauncherConfig, devices: Devices) -> int:
@@ -177,8 +185,11 @@ def check_ports(config: LauncherConfig, devices: Devices) -> None:
     last = first + shards - 1
     if first and last > LAST_PORT:
         raise PlanError(f"`shard_tcp_port`({first}) for {shards} shards: there is no port {last}")
-    if first and first <= config.port <= last:
-        raise PlanError(f"`shard_tcp_port`({first}) for {shards} shards: {config.port} is the router's")
+    for port in (config.port, config.management_port):
+        if first and first <= port <= last:
+            raise PlanError(f"`shard_tcp_port`({first}) for {shards} shards: {port} is the router's")
+    if config.management_port == config.port:
+        raise PlanError(f"`management_port` and `port` are both {config.port}")
 
 
 def compute_type(parts: int, devices: Devices) -> str:

@@ -8,6 +8,7 @@ import sys
 
 import structlog
 
+from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
@@ -22,6 +23,7 @@ def main() -> None:
     config = parse_config(RouterConfig)
     faulthandler.enable()  # the launcher ends a router that hangs with SIGABRT
     follow_parent(config.lifeline_fd)
+    raise_descriptor_limit()
     configure_logging(config, "router")
     # Slow imports come after the lifeline is watched.
     import uvloop

@@ -118,6 +118,14 @@ class RouterSettings(HangSettings):
     """Tokenizer threads."""
     payload_limit: PositiveInt = 2_000_000
     """Largest request body, in bytes."""
+    max_connections: PositiveInt = 4096
+    """Most open HTTP connections. Beyond it the longest idle one is closed; if none is idle, only probes are answered."""
+    max_unread_bytes: PositiveInt = 1_000_000
+    """Most bytes of a stream that its client has not read; beyond it the stream is ended."""
+    keep_alive_timeout: Annotated[float, Field(gt=0)] = 75.0
+    """Seconds that an idle HTTP connection is kept. A load balancer's own timeout must be shorter."""
+    management_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of a second listener for probes and metrics; 0: none."""
     enable_prefill_logprobs: bool = False
     """Accepted for compatibility with TGI: prefill log-probabilities are always available."""
     api_key: Keys = ()

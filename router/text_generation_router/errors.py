@@ -38,6 +38,8 @@ class Operation(Flag):
     """Vertex AI."""
     INFER = auto()
     """KServe."""
+    ANY = auto()
+    """Every route but probes and /metrics."""
 
 
 class Outcome(Enum):
@@ -151,6 +153,15 @@ class BodyTooLarge(BodyRejected):
     message = "Failed to buffer the request body: length limit exceeded"
     anthropic_type = "request_too_large"
     closes_connection = True  # the client may still be sending
+
+
+class BodyTimeout(BodyRejected):
+    """The body arrives too slowly."""
+
+    status = 408
+    error_type = "request_timeout"
+    message = "Failed to buffer the request body: it arrives too slowly"
+    closes_connection = True
 
 
 class UnsupportedMediaType(BodyRejected):
@@ -328,8 +339,22 @@ class Draining(ServingError):
     message = "The server is shutting down"
     anthropic_type = "overloaded_error"
     metric_label = "overloaded"
-    operations = Operation.GENERATE
+    operations = Operation.ANY
     retry_after_s = 1.0  # another server can answer at once
+    closes_connection = True  # the next request then goes to another server
+
+
+class TooManyConnections(ServingError):
+    """All connections of the server are in use."""
+
+    status = 503
+    error_type = "overloaded"
+    message = "Too many connections"
+    anthropic_type = "overloaded_error"
+    metric_label = "overloaded"
+    operations = Operation.ANY
+    retry_after_s = 1.0
+    closes_connection = True
 
 
 class Unhealthy(ServingError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import fields
@@ -25,6 +24,8 @@ from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.caller import ApiKeys
+from text_generation_router.api.http.connections import ConnectionLimits
+from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
@@ -39,8 +40,6 @@ from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 log = structlog.get_logger()
 
 VERSION = version("text-generation-trtllm")
-LAST_EVENTS_S = 0.3
-"""Seconds for the error events of aborted streams to reach their clients."""
 QUEUED_KV_CACHES = 8
 """Default limit of queued work, in sizes of all KV caches."""
 
@@ -81,7 +80,7 @@ async def serve(config: RouterConfig) -> ExitCode:
             except ValueError as error:  # an AIP_* path that is invalid or taken
                 raise CannotServe(str(error)) from error
             run_cluster = partial(cluster.run, config.shard_address, joined, _warm_up_limits(config))
-            return await _serve_http(config, app, cluster, run_cluster, signals)
+            return await _serve_http(config, app, cluster, metrics, run_cluster, signals)
     except (ChatTemplateError, SandboxError) as error:
         raise CannotServe(str(error)) from error
     finally:
@@ -252,29 +251,21 @@ async def _serve_http(
     config: RouterConfig,
     app: web.Application,
     cluster: Cluster,
+    metrics: Metrics,
     run_cluster: Callable[[], Coroutine[None, None, None]],
     signals: StopSignals,
 ) -> ExitCode:
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        access_log=None,
-        # Malformed HTTP is not worth a log line; errors of handlers are logged by the middleware.
-        logger=_silent(),
-        # Later than our own timeout, so that aborted streams still get their error event.
-        shutdown_timeout=config.graceful_termination_timeout + 2 * LAST_EVENTS_S,
-    )
-    await runner.setup()
+    limits = ConnectionLimits(config.max_connections, keep_alive_s=config.keep_alive_timeout)
+    server = HttpServer(app, limits, metrics.connections)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run_cluster())
         beating = tasks.create_task(send_heartbeats())
         if not await _opened(cluster, signals):
             beating.cancel()
             running.cancel()
-            await runner.cleanup()
             return ExitCode.STOPPED
         try:
-            await _listen(runner, config)
+            await _listen(server, config)
             # Objects that live as long as the process need no garbage collection.
             gc.collect()
             gc.freeze()
@@ -284,28 +275,21 @@ async def _serve_http(
         finally:
             cluster.draining = True
         log.info("draining", requests=len(cluster.scheduler.requests))
-        await _drain(runner, cluster, signals, config.graceful_termination_timeout)
+        await _drain(server, cluster, signals, config.graceful_termination_timeout)
         beating.cancel()
         running.cancel()
     log.info("stopped")
     return ExitCode.STOPPED
 
 
-def _silent() -> logging.Logger:
-    logger = logging.getLogger("aiohttp.server")
-    logger.disabled = True
-    return logger
-
-
-async def _listen(runner: web.AppRunner, config: RouterConfig) -> None:
+async def _listen(server: HttpServer, config: RouterConfig) -> None:
     host = listen_host(config.hostname)
-    site = web.TCPSite(runner, host, config.port, backlog=1024)
     try:
-        await site.start()
+        await server.listen(host, config.port, config.management_port)
     except OSError as error:
-        raise CannotServe(f"cannot listen on {host}:{config.port}: {error.strerror or error}") from error
-    port = runner.addresses[0][1]
-    log.info("ready", url=f"http://{host}:{port}")
+        ports = f"{config.port} or {config.management_port}" if config.management_port else str(config.port)
+        raise CannotServe(f"cannot listen on {host}:{ports}: {error.strerror or error}") from error
+    log.info("ready", url=f"http://{host}:{server.port}")
 
 
 async def _opened(cluster: Cluster, signals: StopSignals) -> bool:
@@ -318,14 +302,17 @@ async def _opened(cluster: Cluster, signals: StopSignals) -> bool:
     return cluster.connected and not signals.stop.is_set()
 
 
-async def _drain(runner: web.AppRunner, cluster: Cluster, signals: StopSignals, timeout_s: float) -> None:
-    """Accept no new connections and let requests finish, for `timeout_s` or until a second signal; then fail the rest."""
+async def _drain(server: HttpServer, cluster: Cluster, signals: StopSignals, timeout_s: float) -> None:
+    """Let requests finish, for `timeout_s` or until a second signal; then fail the rest. New ones are refused meanwhile."""
     async with asyncio.TaskGroup() as tasks:
-        cleanup = tasks.create_task(runner.cleanup())
         hurry = tasks.create_task(signals.hurry.wait())
-        await asyncio.wait((cleanup, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not cleanup.done():
+        answered = tasks.create_task(server.answered())
+        await asyncio.wait((answered, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
             cluster.give_up("the server was stopped")
-            await asyncio.wait([cleanup], timeout=LAST_EVENTS_S)
-        cleanup.cancel()
-        hurry.cancel()
+            await asyncio.wait([answered], timeout=LAST_EVENTS_S)
+        leaving = tasks.create_task(server.leave())
+        await asyncio.wait((leaving, hurry), return_when=asyncio.FIRST_COMPLETED)
+        for task in (hurry, answered, leaving):
+            task.cancel()
+    await server.close()

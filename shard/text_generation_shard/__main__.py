@@ -9,6 +9,7 @@ import sys
 
 import structlog
 
+from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging, drain_logs
@@ -41,6 +42,7 @@ def main() -> None:
     faulthandler.enable()  # the launcher ends a shard that hangs with SIGABRT
     sys.setswitchinterval(SWITCH_INTERVAL)
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
+    raise_descriptor_limit()
     configure_logging(config, config.process_name)
     # Slow imports come after the start of the lifeline watch.
     from text_generation_shard.serve import serve

@@ -12,6 +12,8 @@ import pytest
 from http_stack import Stack, serve, until
 from structlog.testing import capture_logs
 
+from text_generation_router.api.http.connections import ConnectionLimits
+
 MANY = 1500
 
 
@@ -130,14 +132,15 @@ async def generated_unread(stack: Stack, version: str = "1.1") -> socket.socket:
     connection = slow_reader(stack)
     connection.sendall(request_bytes(asking_for(MANY, top_n_tokens=5), version=version))
     await until(lambda: stack.permits.in_use == 1 and stack.scheduler.stats().used_tokens > 0)
-    await until(lambda: stack.scheduler.stats().running == 0)
-    assert stack.permits.in_use == 1
+    await until(lambda: stack.permits.in_use == 0)  # the permit is that of the generation
+    assert stack.metrics.connections.open == 1
     return connection
 
 
 async def test_leaving_an_unread_stream_frees_everything(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
         (await generated_unread(stack)).close()
+        await until(lambda: stack.metrics.connections.open == 0)
         await stack.assert_empty()
 
 
@@ -155,8 +158,9 @@ async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None
 
 
 async def test_a_client_that_never_reads_is_disconnected(demo_model: Path) -> None:
-    async with serve(demo_model, settings={"stall_s": 0.2}) as stack:
+    async with serve(demo_model, connections=ConnectionLimits(stall_s=0.2)) as stack:
         connection = await generated_unread(stack)
+        await until(lambda: stack.metrics.connections.open == 0)
         await stack.assert_empty()
         assert failures(stack, "dropped") == 0  # it was generated to its end
         connection.close()

@@ -24,6 +24,8 @@ from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Limits
+from text_generation_router.api.http.connections import ConnectionLimits
+from text_generation_router.api.http.listener import HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.metrics import Metrics
@@ -99,6 +101,7 @@ async def serve(
     reasoning: bool = False,
     grammars: bool = False,
     policy: dict[str, Any] | None = None,
+    connections: ConnectionLimits = ConnectionLimits(),  # noqa: B008 - immutable
     build: Callable[[ShardConfig], Engine] = EchoEngine.build,
     **echo: float,
 ) -> AsyncIterator[Stack]:
@@ -151,20 +154,22 @@ async def serve(
                         chats,
                         healthy=healthy,
                         info=ModelInfo(joined.info.engine, joined.info.dtype, joined.info.device),
-                    )
-                ) as port,
-                aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session,
+                    ),
+                    metrics,
+                    connections,
+                ) as server,
+                aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session,
             ):
-                yield Stack(port, session, permits, metrics, scheduler, engine, tokenizer, cluster, shard.end_session)
+                yield Stack(
+                    server.port, session, permits, metrics, scheduler, engine, tokenizer, cluster, shard.end_session
+                )
 
 
 @asynccontextmanager
-async def _listening(app: web.Application) -> AsyncIterator[int]:
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
-    await runner.setup()
+async def _listening(app: web.Application, metrics: Metrics, limits: ConnectionLimits) -> AsyncIterator[HttpServer]:
+    server = HttpServer(app, limits, metrics.connections)
+    await server.listen("127.0.0.1", 0)
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield runner.addresses[0][1]
+        yield server
     finally:
-        await runner.cleanup()
+        await server.close()

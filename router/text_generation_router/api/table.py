@@ -37,9 +37,11 @@ def service_routes(service: ServiceRoutes) -> list[Route]:
     return [
         Route("GET", "/", service.health, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/health", service.health, "Service", operations=Operation.HEALTH, probe=True),
+        Route("GET", "/health/live", service.live, "Service", probe=True),
+        Route("GET", "/health/ready", service.ready, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/ping", service.health, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/info", service.info, "Service", answer=about.InfoAnswer),
-        Route("GET", "/metrics", service.metrics, "Service", answer=str, content_type="text/plain"),
+        Route("GET", "/metrics", service.metrics, "Service", answer=str, content_type="text/plain", always=True),
         Route("GET", "/tokenizer_info", service.tokenizer_info, "Service", answer=about.TokenizerInfo),
         Route(
             "POST",

@@ -2,6 +2,7 @@
 
     instruments ◄── requests   generations: requested, finished, latencies     updated by api/http/record.py
                 ◄── steps      steps of the shards                             updated by shards/replica.py
+                ◄── connections  HTTP connections                              updated by api/http/connections.py
                 ◄── scheduler  queue, slots, KV blocks, replicas               read when scraped
                 ◄── logs       log lines that were not written                 read when scraped
 
@@ -11,6 +12,7 @@ counted per token: the cost is per step or per request.
 
 from __future__ import annotations
 
+from text_generation_router.metrics.connections import ConnectionMetrics
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.logs import DroppedLogLines
 from text_generation_router.metrics.requests import RequestMetrics, Spent
@@ -33,6 +35,7 @@ class Metrics:
         self._scheduler = scheduler
         self.requests = RequestMetrics(self._registry, max_input_tokens, max_total_tokens)
         self.steps = StepMetrics(self._registry)
+        self.connections = ConnectionMetrics(self._registry)
         self._registry.add(SchedulerMetrics(scheduler))
         self._registry.add(DroppedLogLines(log_drops_fd))
 

@@ -15,7 +15,7 @@ from text_generation_router.api.http.caller import QosFields, quality_of_service
 from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.errors import Draining, ServingError
+from text_generation_router.errors import ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes, Sink, TokenOutput, run_generation
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
@@ -68,11 +68,9 @@ class Serving:
     settings: Settings
 
     def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
-        """Record the start of `count` generations. Raises Draining, or InvalidRequest for an invalid header."""
+        """Record the start of `count` generations. Raises InvalidRequest for an invalid header."""
         record = request[RECORD]
         records = [record.start(self.metrics) for _ in range(count)]
-        if self.cluster.draining:
-            raise Draining
         caller = read_caller(request.headers, record.started, self.settings.api_keys)
         for generation in records:
             generation.caller = caller
@@ -120,7 +118,7 @@ class Serving:
     def stream(self, request: web.Request, headers: Mapping[str, str], error_event: ErrorEvent) -> EventStream:
         """Return a response that streams events."""
         settings = self.settings
-        return EventStream(request, headers, settings.keep_alive_s, settings.stall_s, error_event)
+        return EventStream(request, headers, settings.keep_alive_s, settings.config.max_unread_bytes, error_event)
 
 
 def raise_failure(collectors: Sequence[Collector]) -> None:

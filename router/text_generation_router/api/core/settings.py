@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from text_generation_router.api.http.body_reader import BODY_S
 from text_generation_router.api.http.caller import ApiKeys
 from text_generation_router.config import RouterConfig
 
@@ -42,8 +43,8 @@ class Settings:
     """Version of the server."""
     keep_alive_s: float = 15.0
     """Seconds of silence on a stream after which a comment is sent."""
-    stall_s: float = 60.0
-    """Seconds after which a client that reads nothing is disconnected."""
+    body_s: float = BODY_S
+    """Seconds by which a request body may be late."""
 
     @property
     def model_id(self) -> str:

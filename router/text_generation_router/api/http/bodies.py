@@ -26,6 +26,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType, TypedDict
 
+from text_generation_router.api.http.body_reader import BODIES
 from text_generation_router.api.http.structure import check_structure
 from text_generation_router.aside import aside
 from text_generation_router.errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
@@ -166,7 +167,7 @@ async def beside(request: web.Request, work: Callable[[], T]) -> T:
     return await aside(work, large=request[LARGE_BODY])
 
 
-def _loads(raw: bytes) -> Any:  # noqa: ANN401 - any JSON value
+def _loads(raw: bytes | bytearray) -> Any:  # noqa: ANN401 - any JSON value
     check_structure(raw)
     try:
         # orjson implements RFC 8259 exactly (no NaN, no lone surrogates, bounded nesting); pydantic's parser does not.
@@ -197,16 +198,14 @@ async def expect_continue(request: web.Request) -> web.StreamResponse | None:
     return None
 
 
-async def _read(request: web.Request) -> bytes:
+async def _read(request: web.Request) -> bytearray:
     if (request.content_length or 0) > request.client_max_size:
         raise BodyTooLarge
     if hdrs.EXPECT in request.headers and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the final response has not begun
     try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise BodyTooLarge from None
+        return await request.app[BODIES].read(request)
     except web.RequestPayloadError as error:  # broken chunks, broken compression
         raise InvalidJson(f"Failed to buffer the request body: {error}") from None
 

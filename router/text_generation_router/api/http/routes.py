@@ -40,7 +40,9 @@ class Route:
     speaks: tuple[Dialect, ...] = ()
     """Dialects of the responses, the default first. Empty: the dialect of the path."""
     probe: bool = False
-    """Needs no key."""
+    """Needs no key, and is answered as `always` says."""
+    always: bool = False
+    """Answered on the management port, beyond the limit of connections and while draining."""
     documented: bool = True
     """Listed in the OpenAPI document; False for the files of the documentation page."""
 
@@ -52,18 +54,22 @@ class Route:
     @property
     def errors(self) -> tuple[type[ServingError], ...]:
         """The errors of its operations and of its body; a missing key is not among them."""
+        operations = self.operations if self.probe or self.always else self.operations | Operation.ANY
         return tuple(
             error
             for error in error_classes()
-            if error.operations & self.operations or (self.body is not None and issubclass(error, BodyRejected))
+            if error.operations & operations or (self.body is not None and issubclass(error, BodyRejected))
         )
 
 
-def add_routes(app: web.Application, table: Iterable[Route]) -> frozenset[web.AbstractRoute]:
-    """Serve the routes of `table`; return the probes. Raises ValueError if two rows have the same method and path."""
+def add_routes(app: web.Application, table: Iterable[Route]) -> dict[web.AbstractRoute, Route]:
+    """Serve the routes of `table`; return its rows by aiohttp's routes.
+
+    Raises ValueError if two rows have the same method and path.
+    """
     resources: dict[str, web.Resource] = {}
     seen: set[tuple[str, str]] = set()
-    probes: set[web.AbstractRoute] = set()
+    rows: dict[web.AbstractRoute, Route] = {}
     dialects = app[ROUTE_DIALECTS] = {}
     for route in table:
         if (route.method, route.path) in seen:
@@ -76,6 +82,5 @@ def add_routes(app: web.Application, table: Iterable[Route]) -> frozenset[web.Ab
             added = resources[route.path].add_route(method, route.handler, expect_handler=expect_continue)
             if route.speaks:
                 dialects[added] = route.speaks[0]
-            if route.probe:
-                probes.add(added)
-    return frozenset(probes)
+            rows[added] = route
+    return rows

@@ -1,11 +1,14 @@
 """Server-sent events, written directly to the connection: one write per token, without waking a task.
 
 The producer of tokens calls `send`, `close` and `fail`. The handler of the request awaits `run`, which wakes only for the
-first event, the end, a congested connection and silence.
+first event, the end, a connection that accepts more again, and silence.
 
     first event or error ──► headers ──► events … ──► end
        an error here is raised, so the response has its HTTP status
                                 └─ an error here becomes the last event
+
+`run` returns at the end of the generation, and with it the handler, which gives its permits back. What a slow client has
+not read by then is written afterwards, when aiohttp ends the response.
 
 Only this module depends on how aiohttp writes: after a chunked response is prepared, this module frames its body, and
 aiohttp's `write_eof` ends it.
@@ -18,11 +21,15 @@ from collections.abc import Mapping
 
 from aiohttp import HttpVersion11, web
 
+from text_generation_router.api.http.connections import connection_of
 from text_generation_router.api.http.dialects import ErrorEvent, tgi_error_event
 from text_generation_router.errors import ServingError
+from text_generation_router.metrics.connections import CloseReason
 
 KEEP_ALIVE_EVENT = b":\n\n"
 """A comment: clients ignore it, proxies see traffic."""
+MAX_WRITE = 1 << 16
+"""Bytes written at a time to a connection that was congested: the rest stays here, where it is counted."""
 
 _HEADERS = {
     "content-type": "text/event-stream",
@@ -39,43 +46,55 @@ class EventStream:
         request: web.Request,
         headers: Mapping[str, str],
         keep_alive_s: float,
-        stall_s: float,
+        max_unread: int,
         error_event: ErrorEvent = tgi_error_event,
     ) -> None:
         self._request = request
-        self._response = web.StreamResponse(headers={**_HEADERS, **headers})
+        self._response = _EventResponse(self, {**_HEADERS, **headers})
         self._chunked = request.version >= HttpVersion11
         if self._chunked:
             self._response.enable_chunked_encoding()
         else:
             self._response.force_close()  # HTTP/1.0: the body ends with the connection
         self._transport = request.transport
-        self._protocol = request.protocol
+        self._connection = connection_of(request)
+        self._connection.hold(self)
         self._loop = asyncio.get_running_loop()
         self._keep_alive_s = keep_alive_s
-        self._stall_s = stall_s
+        self._max_unread = max_unread
         self._last_write = self._loop.time()
         self._flowing = False
         """True while events go to the connection at once; otherwise they are held for `run`."""
-        self._held: list[bytes] = []
-        """Unsent events; bounded by max_new_tokens of the request."""
+        self._held = bytearray()
+        """Unsent events, at most `max_unread` bytes."""
         self._attention = asyncio.Event()
         self._ended = False
         self._error: ServingError | None = None
         self._error_event = error_event
 
+    @property
+    def unread(self) -> int:
+        """Bytes of events that the connection has not accepted."""
+        return len(self._held)
+
     def send(self, event: bytes) -> None:
         """Write one event with its blank line, or hold it until the connection accepts it.
 
         Dropped after `close` or `fail`: several generations share a stream, and one may fail before the others notice.
+        A client that is `max_unread` bytes behind is disconnected, which cancels its request.
         """
         if self._ended:
             return
-        if self._flowing and not self._protocol.writing_paused:
+        if self._flowing and not self._connection.writing_paused:
             self._write(event)
-        else:
-            self._flowing = False
-            self._held.append(event)
+            return
+        self._flowing = False
+        self._held += event
+        if len(self._held) > self._max_unread:
+            self._ended = True
+            self._held.clear()
+            self._connection.hang_up(CloseReason.UNREAD)
+        elif not self._connection.writing_paused:
             self._attention.set()
 
     def close(self) -> None:
@@ -88,24 +107,34 @@ class EventStream:
         self._error = error
         self.close()
 
+    def on_writable(self) -> None:
+        """Write more of what is held: the connection accepts it."""
+        self._attention.set()
+
     async def run(self) -> web.StreamResponse:
-        """Return when the stream is closed and written. Raises an error that came before the first event."""
+        """Return when the stream is closed. Raises an error that came before the first event."""
         while not (self._ended and self._response.prepared):
-            if not await self._attention_within(self._last_write + self._keep_alive_s):
-                if self._last_write + self._keep_alive_s > self._loop.time():
-                    continue  # events were written in the meantime
-                self._held.append(KEEP_ALIVE_EVENT)
+            # A client that does not read needs no comment.
+            if not await self._attention_within(None if self._held else self._last_write + self._keep_alive_s):
+                if self._held or self._last_write + self._keep_alive_s > self._loop.time():
+                    continue  # there were events in the meantime
+                self._held += KEEP_ALIVE_EVENT
             elif self._error is not None and not self._response.prepared and not self._held:
                 raise self._error
-            await self._flush()
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
+            self._write_held()
         if self._error is not None:
-            self._held.append(self._error_event(self._error))
-        await self._flush()
-        await self._drained()
-        await self._response.write_eof()
+            self._held += self._error_event(self._error)
         return self._response
 
-    async def _attention_within(self, deadline: float) -> bool:
+    async def write_rest(self) -> None:
+        """Write what is held when the stream has ended, as fast as the client reads it."""
+        while self._held:
+            self._write_held()
+            await self._request.writer.drain()
+
+    async def _attention_within(self, deadline: float | None) -> bool:
         try:
             async with asyncio.timeout_at(deadline):
                 await self._attention.wait()
@@ -114,34 +143,12 @@ class EventStream:
         self._attention.clear()
         return True
 
-    async def _flush(self) -> None:
-        """Write the headers, if not yet sent, then the held events."""
-        if not self._response.prepared:
-            await self._response.prepare(self._request)
-        await self._drained()
-        if self._held:
-            events, self._held = b"".join(self._held), []
-            self._write(events)
-        self._flowing = True
-
-    async def _drained(self) -> None:
-        """Wait until the connection accepts more. Raises ConnectionAbortedError if the client reads nothing for `stall_s`.
-
-        A slow reader is waited for; a client that stopped reading must not hold its permit for ever.
-        """
-        while True:
-            unsent = self._unsent()
-            try:
-                async with asyncio.timeout(self._stall_s):
-                    return await self._request.writer.drain()
-            except TimeoutError:
-                if self._unsent() >= unsent:
-                    if self._transport is not None:
-                        self._transport.abort()
-                    raise ConnectionAbortedError("the client reads nothing") from None
-
-    def _unsent(self) -> int:
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+    def _write_held(self) -> None:
+        """Write held events until the connection is congested."""
+        while self._held and not self._connection.writing_paused:
+            self._write(bytes(self._held[:MAX_WRITE]))
+            del self._held[:MAX_WRITE]
+        self._flowing = not self._held
 
     def _write(self, events: bytes) -> None:
         transport = self._transport
@@ -149,3 +156,15 @@ class EventStream:
             return  # the client left; the handler is being cancelled
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         self._last_write = self._loop.time()
+
+
+class _EventResponse(web.StreamResponse):
+    """The response of a stream, which writes the rest of its events when it ends."""
+
+    def __init__(self, events: EventStream, headers: Mapping[str, str]) -> None:
+        super().__init__(headers=headers)
+        self._events = events
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        await self._events.write_rest()
+        await super().write_eof(data)

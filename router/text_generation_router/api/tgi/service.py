@@ -184,10 +184,18 @@ class ServiceRoutes:
         self._model = info
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """GET /health, /ping and /: 200 if a replica serves."""
+        """GET /health, /ping and /: readiness, as in TGI."""
         if not self._healthy():
             raise Unhealthy
         return web.Response()
+
+    async def live(self, request: web.Request) -> web.StreamResponse:
+        """GET /health/live: 200 while the process answers, also while it drains."""
+        return web.Response()
+
+    async def ready(self, request: web.Request) -> web.StreamResponse:
+        """GET /health/ready: 200 if a replica serves and the server does not drain."""
+        return await self.health(request)
 
     async def info(self, request: web.Request) -> web.StreamResponse:
         """GET /info: the model, the limits and the replicas."""

@@ -1,0 +1,46 @@
+"""The gate before all routes: which requests are answered on the management port, beyond the limit, while draining.
+
+Probes and /metrics always are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+
+from text_generation_router.api.http.connections import connection_of
+from text_generation_router.errors import Draining, TooManyConnections, UnknownRoute
+
+
+class Gate:
+    """Refuses requests by the state of the server and of their connection."""
+
+    def __init__(self, always: Collection[web.AbstractRoute], draining: Callable[[], bool]) -> None:
+        """`always`: the routes that are answered in every state."""
+        self._always = frozenset(always)
+        self._draining = draining
+
+    def middleware(self) -> Middleware:
+        """The middleware that refuses. It comes before the check of keys."""
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.match_info.route not in self._always:
+                connection = connection_of(request)
+                if connection.management:
+                    raise UnknownRoute
+                if connection.probes_only:
+                    raise TooManyConnections
+                if self._draining():
+                    raise Draining
+            return await handler(request)
+
+        return check
+
+    async def close_connection(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Signal handler for `on_response_prepare`: while draining, and beyond the limit, a response is the last one."""
+        if self._draining() or connection_of(request).probes_only:
+            response.headers[hdrs.CONNECTION] = "close"
+            response.force_close()

@@ -1,0 +1,42 @@
+"""Metrics of HTTP connections: those open, and those that a limit of the server closed."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from text_generation_router.metrics.instruments import Counter, Reading, Registry
+
+
+class CloseReason(Enum):
+    """The limit that closed a connection: the values of `reason` in `text_generation_connections_closed_total`."""
+
+    HEADERS = "headers"
+    """The headers of a request were not complete in time, or a new connection sent nothing."""
+    STALLED = "stalled"
+    """The client did not read its response."""
+    UNREAD = "unread"
+    """The client fell too many bytes behind its response."""
+    REPLACED = "replaced"
+    """All connections were taken, and this one waited for a request longer than the others."""
+    REFUSED = "refused"
+    """All connections were taken and had requests."""
+
+
+class ConnectionMetrics:
+    """Counts of connections, updated when one opens or is closed, never per token."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.open = 0
+        registry.add(Reading("text_generation_connections", "Open HTTP connections", lambda: self.open))
+        self._closed = registry.add(
+            Counter(
+                "text_generation_connections_closed_total",
+                "HTTP connections that a limit of the server closed, by limit",
+                "reason",
+                tuple(reason.value for reason in CloseReason),
+            )
+        )
+
+    def closed(self, reason: CloseReason) -> None:
+        """Count a connection that the server closed."""
+        self._closed.add(reason.value)
