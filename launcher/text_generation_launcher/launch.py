@@ -110,8 +110,8 @@ def _cpus() -> int:
 
 def _claim_addresses(plan: LaunchPlan, folder: Path) -> None:
     """Check ports and sockets before minutes of loading. Raises PortInUse, SocketInUse."""
-    for port in plan.ports:
-        _check_port(plan.host, port)
+    for number in plan.ports:
+        _check_port(plan.host, number)
     for shard in plan.shards:
         path = socket_path(shard.address)
         if path is None:

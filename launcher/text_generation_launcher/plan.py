@@ -69,7 +69,7 @@ class LaunchPlan:
     """IP address that the router listens on."""
     port: int
     management_port: int = 0
-    """Its second port; 0: none."""
+    """The port for probes and metrics; 0: none."""
 
     @property
     def ports(self) -> tuple[int, ...]:

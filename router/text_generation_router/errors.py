@@ -129,9 +129,6 @@ class ClientError(ServingError):
     metric_label = "validation"
 
 
-# ------------------------------------------------------------------------------------- refused before a handler decides
-
-
 class BodyRejected(ClientError):
     """The body of a request cannot be read."""
 
@@ -217,9 +214,6 @@ class MethodNotAllowed(ClientError):
     error_type = "method_not_allowed"
     tgi_body = TgiBody.EMPTY
     message = "Method Not Allowed"
-
-
-# --------------------------------------------------------------------------------------------------- the client's errors
 
 
 class InvalidRequest(ClientError):
@@ -308,9 +302,6 @@ class SuffixNotSupported(ClientError):
     operations = Operation.COMPLETE
 
 
-# ------------------------------------------------------------------------------------------------- the server's condition
-
-
 class Overloaded(ServingError):
     """Too many requests run or wait."""
 
@@ -344,17 +335,10 @@ class Draining(ServingError):
     closes_connection = True  # the next request then goes to another server
 
 
-class TooManyConnections(ServingError):
+class TooManyConnections(Draining):
     """All connections of the server are in use."""
 
-    status = 503
-    error_type = "overloaded"
     message = "Too many connections"
-    anthropic_type = "overloaded_error"
-    metric_label = "overloaded"
-    operations = Operation.ANY
-    retry_after_s = 1.0
-    closes_connection = True
 
 
 class Unhealthy(ServingError):

@@ -45,8 +45,8 @@ async def test_every_route_but_the_probes_needs_a_key(stack: Stack) -> None:
                     assert response.headers["www-authenticate"] == "Bearer"
                 else:
                     probes.add((method, path))
-    ready = "/v2/models/{name}/versions/{version}/ready"
-    assert probes == {("get", path) for path in ("/", "/health", "/ping", "/v2/health/live", "/v2/health/ready", ready)}
+    health = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
+    assert probes == {("get", path) for path in ("/", "/ping", *health, "/v2/models/{name}/versions/{version}/ready")}
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ async def test_events_match_their_schema(stack: Stack, path: str, body: Json) ->
         jsonschema.validate(json.loads(event), schema, cls=jsonschema.Draft202012Validator)
 
 
-PROBES = ("/", "/health", "/ping", "/v2/health/live", "/v2/health/ready", "/v2/models/{name}/versions/{version}/ready")
+HEALTH = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
+PROBES = ("/", "/ping", *HEALTH, "/v2/models/{name}/versions/{version}/ready")
 
 
 async def test_every_route_except_probes_requires_a_key(demo_model: Path, stack: Stack) -> None:
