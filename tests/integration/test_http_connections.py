@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,20 @@ async def test_a_stream_ends_when_its_client_is_too_far_behind(demo_model: Path)
 async def test_every_response_that_is_not_read_ends_and_a_slow_reader_gets_all_of_it(demo_model: Path) -> None:
     async with serve(demo_model, connections=ConnectionLimits(stall_s=0.7)) as stack:
         tokenize = request_bytes("/tokenize", {"inputs": "one two three four " * 10_000})
-        metrics = b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n" * 30
-        with small_window(stack) as never, small_window(stack) as pipelined, small_window(stack) as slow:
-            never.sendall(tokenize)
-            pipelined.sendall(metrics)
+        stream = {"inputs": "one two three four", "parameters": {"max_new_tokens": 2000, "top_n_tokens": 5}}
+        never = (
+            tokenize,
+            request_bytes("/generate_stream", stream),
+            b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n" * 30,
+        )
+        with ExitStack() as clients:
+            for request in never:
+                clients.enter_context(small_window(stack)).sendall(request)
+            slow = clients.enter_context(small_window(stack))
             slow.sendall(tokenize)
             slow.setblocking(False)
             received, loop = 0, asyncio.get_running_loop()
-            while closed(stack, "stalled") < 2:
+            while closed(stack, "stalled") < len(never):
                 received += len(await loop.sock_recv(slow, 2000))
                 await asyncio.sleep(0.05)
             while b"0\r\n\r\n" not in (rest := await loop.sock_recv(slow, 1 << 20)):

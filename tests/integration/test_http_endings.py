@@ -12,8 +12,6 @@ import pytest
 from http_stack import Stack, serve, until
 from structlog.testing import capture_logs
 
-from text_generation_router.api.http.connections import ConnectionLimits
-
 MANY = 1500
 
 
@@ -155,15 +153,6 @@ async def test_a_slow_reader_gets_every_event_in_order(demo_model: Path) -> None
         assert events[-1]["generated_text"]
         writer.close()
         await stack.assert_empty()
-
-
-async def test_a_client_that_never_reads_is_disconnected(demo_model: Path) -> None:
-    async with serve(demo_model, connections=ConnectionLimits(stall_s=0.2)) as stack:
-        connection = await generated_unread(stack)
-        await until(lambda: stack.metrics.connections.open == 0)
-        await stack.assert_empty()
-        assert failures(stack, "dropped") == 0  # it was generated to its end
-        connection.close()
 
 
 async def test_a_preempted_request_counts_its_queue_time_and_cached_tokens_once(demo_model: Path) -> None:
