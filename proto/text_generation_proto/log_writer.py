@@ -19,6 +19,10 @@ from typing_extensions import Buffer
 
 QUEUE_BYTES = 1 << 20
 """Bytes of log lines that wait for a slow reader. The oldest lines above this are dropped, so that the last ones remain."""
+GATHER_S = 0.01
+"""Seconds between the first line in an empty queue and the write: waking the thread costs more than a line."""
+GATHER_BYTES = 1 << 16
+"""Bytes in the queue at which the write is not delayed."""
 RETRY_S = 1.0
 """Seconds between two attempts to report dropped lines while nothing else is logged."""
 DRAIN_S = 1.0
@@ -58,7 +62,7 @@ class LogWriter(io.RawIOBase):
                 oldest = self._queue.popleft()
                 self._size -= len(oldest)
                 self._drop(oldest.count(b"\n"))
-            if self._idle:
+            if self._idle and (len(self._queue) == 1 or self._size > GATHER_BYTES):
                 self._changed.notify_all()
         return len(lines)
 
@@ -100,12 +104,13 @@ class LogWriter(io.RawIOBase):
     def _next(self) -> bytes:
         """Wait for lines; return those that one write keeps together. Empty if only dropped lines are to be reported."""
         with self._changed:
-            self._idle = True
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: bool(self._queue), timeout=RETRY_S if self.dropped > self._reported else None
-            )
-            self._idle = False
+            if not self._queue:
+                self._idle = True
+                self._changed.notify_all()
+                retry = RETRY_S if self.dropped > self._reported else None
+                if self._changed.wait_for(lambda: bool(self._queue), retry):
+                    self._changed.wait_for(lambda: self._size > GATHER_BYTES, GATHER_S)
+                self._idle = False
             chunks: list[bytes] = []
             size = 0
             # Another process that writes to the same pipe cannot split a write of at most PIPE_BUF bytes.
