@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 import structlog
 
 from text_generation_proto.grammar_options import JSON_OPTIONS, LIMITS, MAX_GRAMMAR_TEXT
+from text_generation_proto.panics import without_panics
 from text_generation_proto.values import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Matcher:
 
     raw: LLMatcher
 
+    @without_panics
     def accept(self, token_id: int) -> None:
         """Advance by one token. A token that the grammar does not allow sets `problem`."""
         self.raw.consume_token(token_id)
@@ -94,6 +96,7 @@ class Grammars:
         """Cancel compilations that have not started."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    @without_panics
     def _build(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
         from llguidance import LLMatcher
 

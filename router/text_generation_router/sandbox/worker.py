@@ -54,7 +54,7 @@ def main(factory: str) -> None:
                 raise ValueError(f"the result is longer than {max_output} bytes")
         except MemoryError:
             kind, body = FrameKind.OUT_OF_MEMORY, b""
-        except Exception as error:  # noqa: BLE001 - the router names the error to the client
+        except BaseException as error:  # noqa: BLE001 - also a Rust panic; the router names the error to the client
             kind, body = FrameKind.FAILED, _one_line(error).encode(errors="replace")
         writer.write(HEADER.pack(len(body), kind) + body)
         writer.flush()
@@ -92,7 +92,7 @@ def _limit(memory_bytes: int, niceness: int) -> None:
     os.nice(niceness)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     message = " ".join(str(error)[: 2 * MAX_MESSAGE].split()) or type(error).__name__
     return message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "…"
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from text_generation_proto.panics import as_exception
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError
@@ -45,8 +46,8 @@ class Listeners:
             return
         try:
             listener.on_prompt_logprobs(logprobs_to_json(scored.logprobs), prompt_tops_from_pb(scored))
-        except Exception as error:  # noqa: BLE001 - a listener's bug costs its own request, not the replica
-            self._listener_failed(request_id, listener, error)
+        except BaseException as error:  # noqa: BLE001 - a listener's bug, or a panic, costs its own request
+            self._listener_failed(request_id, listener, as_exception(error))
 
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
         """Deliver new tokens. `token_ids` are the report's; `deliveries` refers to them by index."""
@@ -67,8 +68,8 @@ class Listeners:
                     elif not wants_more:
                         self._on_satisfied(request_id)
                         break
-            except Exception as error:  # noqa: BLE001 - a listener's bug costs its own request, not the replica
-                self._listener_failed(request_id, listener, error)
+            except BaseException as error:  # noqa: BLE001 - a listener's bug, or a panic, costs its own request
+                self._listener_failed(request_id, listener, as_exception(error))
 
     def failures(self, failures: Sequence[Failed]) -> None:
         """Deliver errors."""

@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import json
+import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,11 +26,14 @@ from typing import Protocol, TypeVar
 import tokenizers
 from tokenizers.decoders import ByteLevel, DecodeStream
 
+from text_generation_proto.panics import as_exception, without_panics
 from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
 from text_generation_router.request import TokenId
 
 INLINE_CHARACTERS = 1024
-"""Texts up to this length are encoded on the event loop, in less than half a millisecond."""
+"""Texts up to this length are encoded on the event loop, in less than half a millisecond, unless `may_backtrack`."""
+SLOW_INLINE_S = 0.02
+"""CPU time of a text on the event loop after which no other is encoded there."""
 INLINE_TOKENS = 512
 """Up to so many tokens are decoded on the event loop."""
 CHARACTERS_PER_TOKEN = 4
@@ -39,6 +45,8 @@ MAX_LONG = 16
 CONTEXT_TOKENS = 5
 """Prompt tokens before the first new token that a SentencePiece decoder reads; TGI's number."""
 
+_CHARACTER_SET = re.compile(r"\[(?:\\.|[^\]\\])+\]")
+_REPEATED_GROUP = re.compile(r"\)[*+{]|\\[1-9k]")
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 T = TypeVar("T")
@@ -92,6 +100,7 @@ class Tokenizer:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
         self._num_long = 0
+        self._inline_characters = 0 if may_backtrack(tokenizer) else INLINE_CHARACTERS
         self._bytes = byte_level_vocabulary(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None
         """Bytes of each token; None if the vocabulary is not byte-level."""
         self.special_texts: dict[TokenId, str] = {
@@ -107,36 +116,45 @@ class Tokenizer:
         if not path.is_file():
             raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)), workers)
+            return cls(without_panics(tokenizers.Tokenizer.from_file)(str(path)), workers)
         except Exception as error:
             raise TokenizerError(f"{path} cannot be read: {error}") from error
 
     async def encode_ids(self, text: str, *, add_special_tokens: bool) -> list[TokenId]:
         """Return the token ids of `text`. Raises Overloaded."""
 
+        @without_panics
         def encode() -> list[TokenId]:
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return encoding.ids
 
-        if len(text) <= INLINE_CHARACTERS:
-            return encode()
+        if len(text) <= self._inline_characters:
+            started = time.thread_time()
+            try:
+                return encode()
+            finally:
+                if time.thread_time() - started > SLOW_INLINE_S:
+                    self._inline_characters = 0
         return await self._on_thread(len(text), encode)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
         """Return the token ids of `text` and the characters of each. Raises Overloaded."""
 
+        @without_panics
         def encode() -> Encoding:
             [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
             return Encoding(encoding.ids, encoding.offsets)
 
         return await self._on_thread(len(text), encode)
 
+    @without_panics
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
         """Return a detokenizer for the tokens after `prompt`."""
         if self._bytes is not None:
             return ByteLevelDetokenizer(self._bytes)
         return StreamDetokenizer(self._tokenizer, prompt[-CONTEXT_TOKENS:])
 
+    @without_panics
     def token_text(self, token_id: TokenId) -> str:
         """Return the text of one token alone, special or not; for lists of alternatives and prompt tokens."""
         text = self._token_texts.get(token_id)
@@ -147,6 +165,7 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
+    @without_panics
     def token_bytes(self, token_id: TokenId) -> bytes:
         """Return the bytes of one token, which may be part of a character; none for an id outside the vocabulary."""
         if token_id in self.special_texts:
@@ -158,6 +177,7 @@ class Tokenizer:
     async def decode(self, ids: Sequence[TokenId]) -> str:
         """Return the text of `ids`, special tokens included. Raises Overloaded."""
 
+        @without_panics
         def decode() -> str:
             [text] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
             return text
@@ -226,6 +246,8 @@ class StreamDetokenizer:
                 self._given += len(text)
             except Exception:  # noqa: BLE001 - the library raises a bare Exception when a decoder rewrites its prefix
                 self._stream = None
+            except BaseException as error:  # noqa: BLE001 - raised as an ordinary error
+                raise as_exception(error) from None
             else:
                 return text
         return self._advance(hold_incomplete=True)
@@ -233,6 +255,7 @@ class StreamDetokenizer:
     def flush(self) -> str:
         return self._advance(hold_incomplete=False)
 
+    @without_panics
     def _advance(self, *, hold_incomplete: bool) -> str:
         """Decode everything again: exact for any decoder, but slower."""
         before = self._tokenizer.decode(self._context, skip_special_tokens=True)
@@ -241,6 +264,28 @@ class StreamDetokenizer:
             return ""
         self._given += len(text)
         return text
+
+
+def may_backtrack(tokenizer: tokenizers.Tokenizer) -> bool:
+    """Return True if a short text may take long: a regular expression of the tokenizer repeats a group or refers back.
+
+    Its library gives up after 0.2 s, with a panic. The expressions of the usual models repeat single characters only.
+    """
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    expressions = [
+        found for part in parts if part is not None for found in _expressions(json.loads(part.__getstate__()))
+    ]
+    return any(_REPEATED_GROUP.search(_CHARACTER_SET.sub("x", expression)) for expression in expressions)
+
+
+def _expressions(part: object) -> Iterator[str]:
+    if isinstance(part, dict):
+        if isinstance(expression := part.get("Regex"), str):
+            yield expression
+        part = list(part.values())
+    if isinstance(part, list):
+        for inner in part:
+            yield from _expressions(inner)
 
 
 def byte_level_vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from text_generation_proto.panics import without_panics
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
@@ -176,6 +178,7 @@ class IncrementalDecoder:
         """Characters returned so far."""
         self._stream: DecodeStream | None = DecodeStream(ids=self._context, skip_special_tokens=False)
 
+    @without_panics
     def step(self, token_id: int) -> str:
         """Return the text that this token completes; empty while a character is incomplete."""
         self._ids.append(token_id)

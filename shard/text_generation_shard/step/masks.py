@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from text_generation_proto.panics import without_panics
 from text_generation_shard.grammar import Grammars, Matcher
 from text_generation_shard.step.sequence import Sequence
 
@@ -61,6 +62,7 @@ class TokenMasks:
         """Cancel computations that have not started."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    @without_panics
     def _compute(self, constrained: list[tuple[Sequence, Matcher]]) -> dict[int, Mask]:
         if self._executor is None:
             from llguidance import LLExecutor

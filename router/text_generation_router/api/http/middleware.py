@@ -13,6 +13,7 @@ import structlog
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
+from text_generation_proto.panics import as_exception
 from text_generation_router.api.http.caller import HEADERS, X_API_KEY
 from text_generation_router.api.http.dialects import Dialect, dialect_of, error_response
 from text_generation_router.api.http.record import RECORD, Record, finish
@@ -65,10 +66,10 @@ def answering(metrics: Metrics) -> Middleware:
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except ConnectionError:
+    except (ConnectionError, asyncio.CancelledError):
         raise
-    except Exception as error:  # noqa: BLE001 - every exception becomes a response here
-        response = _failed(request, error)
+    except BaseException as error:  # noqa: BLE001 - every error, also a panic, becomes a response here
+        response = _failed(request, as_exception(error))
         forget_frames(error)
     if hdrs.EXPECT in request.headers:
         # The client may now send its body or not; the next bytes on this connection are ambiguous.
