@@ -14,6 +14,7 @@ from text_generation_launcher import shard_group
 from text_generation_launcher.child import ChildFailed, ShardsHopeless
 from text_generation_launcher.plan import ShardSpec
 from text_generation_launcher.shard_restarts import RestartPolicy
+from text_generation_proto import heartbeat
 from text_generation_proto.exit_codes import ExitCode
 
 pytestmark = pytest.mark.system
@@ -74,6 +75,31 @@ async def test_shard_that_ignores_sigterm_in_a_broken_group_is_killed(server: Fa
         assert not psutil.pid_exists(stuck)
         assert "shard-0-rank-0 stops" not in server.messages
         server.kill("0-rank-0")  # so that the test ends at once
+
+
+async def test_all_ranks_of_a_group_that_hangs_log_their_stacks(
+    server: FakeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that hangs in a collective may wait for another one."""
+    gate = server.folder / "gate"
+    os.mkfifo(gate)
+    hangs = f"""
+import faulthandler, threading
+faulthandler.enable()
+def hang():
+    open({str(gate)!r}).read()
+    os.write(int(os.environ[{heartbeat.VARIABLE!r}]), {heartbeat.STUCK!r})
+threading.Thread(target=hang, daemon=True).start()
+"""
+    async with server.running(
+        AT_ONCE, server.shard(0, 0, hangs), server.shard(0, 1, "import faulthandler; faulthandler.enable()")
+    ):
+        await asyncio.to_thread(gate.write_text, "")
+        assert (await server.log.next("child hangs"))["child"] == "shard-0-rank-0"
+        assert (await server.log.next("shard died"))["signal"] == "SIGABRT"
+        await server.wait_for(*SERVE)
+        written = capfd.readouterr().err
+        assert [rank for rank in (0, 1) if f"shard-0-rank-{rank}: Fatal Python error: Aborted" in written] == [0, 1]
 
 
 async def test_the_first_exit_is_logged_not_its_consequence(server: FakeServer) -> None:
