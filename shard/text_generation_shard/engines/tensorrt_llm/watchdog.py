@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import faulthandler
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 
+from text_generation_proto.heartbeat import CHECK_EVERY_S, Silence
 from text_generation_shard.processes import Process, command, descendants
 
-CHECK_INTERVAL_S = 0.5
 STDERR = 2
 SECONDS_PER_PROMPT_TOKEN = 0.001
 """Time limit per waiting prompt token: a tenth of the speed of any usable machine."""
@@ -58,6 +57,8 @@ class Watchdog:
         self._activity = activity
         self._hang_timeout_s = hang_timeout_s
         self._on_broken = on_broken
+        self._silence = Silence()
+        self._last_sign: float | None = None
         self._closing = threading.Event()
         # The context holds the fields that are bound to every log record.
         context = copy_context()
@@ -78,7 +79,7 @@ class Watchdog:
         self._closing.set()
 
     def check(self) -> str | None:
-        """Return why the engine is broken; None if it seems to work."""
+        """Return why the engine is broken; None if it seems to work. Called every CHECK_EVERY_S."""
         for process in self._processes:
             if not process.is_alive:
                 return f"worker process {process.pid} of the engine died"
@@ -88,16 +89,16 @@ class Watchdog:
         except Exception as error:  # noqa: BLE001 - an engine that cannot answer is not healthy
             return f"the engine does not say whether it is healthy: {type(error).__name__}: {error}"
         activity = self._activity()
-        if activity.running == 0:
-            return None
-        allowed = self._hang_timeout_s + SECONDS_PER_PROMPT_TOKEN * activity.waiting_prompt_tokens
-        silent = time.monotonic() - activity.last_sign
-        if self._hang_timeout_s > 0 and allowed < silent:
-            return f"the engine has brought nothing for {silent:.0f} s, with {activity.running} requests running"
+        self._silence.record(sign=activity.running == 0 or activity.last_sign != self._last_sign)
+        self._last_sign = activity.last_sign
+        limit_s = self._hang_timeout_s + SECONDS_PER_PROMPT_TOKEN * activity.waiting_prompt_tokens
+        if self._hang_timeout_s > 0 and self._silence.exceeds(limit_s):
+            silent_s = self._silence.seconds
+            return f"the engine has brought nothing for {silent_s:.0f} s, with {activity.running} requests running"
         return None
 
     def _run(self) -> None:
-        while not self._closing.wait(CHECK_INTERVAL_S):
+        while not self._closing.wait(CHECK_EVERY_S):
             if (reason := self.check()) is not None:
                 if not self._closing.is_set():
                     faulthandler.dump_traceback(STDERR)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from self_driver import SelfDriver
 
+from text_generation_proto.heartbeat import CHECK_EVERY_S
 from text_generation_proto.values import FailureCode, Stopping
 from text_generation_shard.engine import NewSequence, Orders
 from text_generation_shard.engines.tensorrt_llm.engine import EngineBroken, TensorRTEngine
@@ -79,7 +80,7 @@ def test_a_hang_breaks_the_engine_although_requests_keep_coming(built: Build) ->
 
 
 def test_a_long_prompt_is_not_a_hang(built: Build) -> None:
-    engine = built(prefill_us=1000, hang_timeout=0.7)
+    engine = built(prefill_us=1000, hang_timeout=2.0)
     driver = SelfDriver(engine)
     stream = driver.admit(range(10, 1610), 3)  # 1.6 s in one step
     driver.run()
@@ -125,11 +126,14 @@ def test_iterations_are_signs_of_life(built: Build) -> None:
 
 
 def watchdog(
-    *, healthy: Callable[[], bool] = lambda: True, silent_s: float = 0.0, running: int = 1, prompt_tokens: int = 0
+    *,
+    healthy: Callable[[], bool] = lambda: True,
+    running: int = 1,
+    prompt_tokens: int = 0,
+    hang_timeout_s: float = 60.0,
 ) -> Watchdog:
-    return Watchdog(
-        healthy, lambda: Activity(running, prompt_tokens, time.monotonic() - silent_s), 60.0, lambda _: None
-    )
+    """Return the watchdog of an engine that shows no sign of life after its first check."""
+    return Watchdog(healthy, lambda: Activity(running, prompt_tokens, 0.0), hang_timeout_s, lambda _: None)
 
 
 def unanswered() -> bool:
@@ -137,20 +141,22 @@ def unanswered() -> bool:
 
 
 @pytest.mark.parametrize(
-    ("subject", "reason"),
+    ("subject", "seconds", "reason"),
     [
-        (watchdog(silent_s=59), None),
-        (watchdog(silent_s=61), "the engine has brought nothing for 61 s, with 1 requests running"),
-        (watchdog(silent_s=36_000, running=0), None),
-        (watchdog(silent_s=70, prompt_tokens=11_000), None),
-        (watchdog(silent_s=72, prompt_tokens=11_000), "the engine has brought nothing for 72 s"),
-        (watchdog(healthy=lambda: False), "the engine says that it is not healthy"),
-        (watchdog(healthy=unanswered), "the engine does not say whether it is healthy: ConnectionError: no answer"),
+        (watchdog(), 58.5, None),
+        (watchdog(), 59, "the engine has brought nothing for 59 s, with 1 requests running"),
+        (watchdog(running=0), 600, None),
+        (watchdog(prompt_tokens=11_000), 69.5, None),
+        (watchdog(prompt_tokens=11_000), 70, "the engine has brought nothing for 70 s"),
+        (watchdog(hang_timeout_s=0, prompt_tokens=9), 600, None),
+        (watchdog(healthy=lambda: False), 0, "the engine says that it is not healthy"),
+        (watchdog(healthy=unanswered), 0, "the engine does not say whether it is healthy: ConnectionError: no answer"),
     ],
-    ids=["recent", "hang", "idle", "long prompt", "hang at a long prompt", "unhealthy", "no answer"],
+    ids=["recent", "hang", "idle", "long prompt", "hang at a long prompt", "off", "unhealthy", "no answer"],
 )
-def test_watchdog(subject: Watchdog, reason: str | None) -> None:
-    found = subject.check()
+def test_watchdog(subject: Watchdog, seconds: float, reason: str | None) -> None:
+    *before, found = [subject.check() for _ in range(1 + int(seconds / CHECK_EVERY_S))]
+    assert set(before) <= {None}
     assert found is None if reason is None else str(found).startswith(reason)
 
 
