@@ -21,7 +21,7 @@ log = structlog.get_logger()
 def main() -> None:
     """Run a router until a stop signal; exit with an ExitCode."""
     config = parse_config(RouterConfig)
-    faulthandler.enable()  # the launcher ends a router that hangs with SIGABRT
+    faulthandler.enable(2)  # sys.stderr may be None; the launcher ends a router that hangs with SIGABRT
     follow_parent(config.lifeline_fd)
     raise_descriptor_limit()
     configure_logging(config, "router")

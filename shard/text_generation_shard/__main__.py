@@ -39,7 +39,7 @@ def main() -> None:
         # Processes that an engine started are unknown to the launcher.
         kill(descendants())
 
-    faulthandler.enable()  # the launcher ends a shard that hangs with SIGABRT
+    faulthandler.enable(2)  # sys.stderr may be None; the launcher ends a shard that hangs with SIGABRT
     sys.setswitchinterval(SWITCH_INTERVAL)
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
     raise_descriptor_limit()
