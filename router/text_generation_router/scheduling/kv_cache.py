@@ -65,6 +65,8 @@ class KVCache:
         sequence.prefix_lock, sequence.blocks = self.tree.acquire(sequence.salt, key)
         sequence.committed_blocks = len(sequence.blocks)
         sequence.cached_tokens = sequence.committed_blocks * self.block_size
+        known = self.tree.known_blocks(sequence.prefix_lock, sequence.request.qos.tenant)
+        sequence.own_cached_tokens = known * self.block_size
 
     def allocate(self, sequence: ScheduledSequence, count: int) -> list[int]:
         """Give `sequence` `count` more blocks and return them. They must be available."""
@@ -81,14 +83,19 @@ class KVCache:
         """Move the full blocks of the first `computed` tokens, whose KV is computed, to the prefix tree."""
         # A self-scheduling engine may have computed more than the blocks planned for it here hold.
         full, known = min(computed // self.block_size, len(sequence.blocks)), sequence.committed_blocks
-        if not self._caching or full <= known or sequence.prefix_lock is None:
+        if not self._caching or sequence.prefix_lock is None:
+            return
+        tenant = sequence.request.qos.tenant
+        if full <= known:
+            self.tree.claim(sequence.prefix_lock, tenant)
             return
         in_prompt = full * self._block_bytes <= len(sequence.prompt_key)
         key = sequence.prompt_key if in_prompt else sequence.key
         run = sequence.blocks[known:full]
         sequence.prefix_lock, duplicates = self.tree.extend(
-            sequence.prefix_lock, key[known * self._block_bytes : full * self._block_bytes], run
+            sequence.prefix_lock, key[known * self._block_bytes : full * self._block_bytes], run, tenant
         )
+        self.tree.claim(sequence.prefix_lock, tenant)
         sequence.duplicate_blocks += run[:duplicates]
         sequence.committed_blocks = full
 

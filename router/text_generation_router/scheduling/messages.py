@@ -44,6 +44,8 @@ class Placement:
     blocks: tuple[int, ...]
     cached_tokens: int = 0
     """Leading tokens whose KV is already in `blocks`."""
+    own_cached_tokens: int = 0
+    """Cached tokens that the same tenant computed or reused before. A client learns of no others."""
 
 
 @dataclass(frozen=True, slots=True)

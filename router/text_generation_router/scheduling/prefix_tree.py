@@ -18,7 +18,7 @@ _BYTES_PER_TOKEN = 4
 class Node:
     """A run of blocks and its continuations. To callers it is an opaque lock."""
 
-    __slots__ = ("blocks", "children", "created", "key", "last_used", "locks", "parent", "salt")
+    __slots__ = ("blocks", "children", "created", "key", "last_used", "locks", "owners", "parent", "salt")
 
     def __init__(self, parent: Node | None, key: bytearray, blocks: list[int], created: int, salt: str = "") -> None:
         # None for the root of a salt, which has no block.
@@ -36,6 +36,8 @@ class Node:
         # time is not read.
         self.last_used = created
         self.salt = salt
+        # The tenants that computed or reused this run. Those of a child are among those of its parent.
+        self.owners: set[str] = set()
 
 
 class PrefixTree:
@@ -75,7 +77,21 @@ class PrefixTree:
         self._lock(node)
         return node, self.blocks_to(node)
 
-    def extend(self, node: Node, key: bytes, blocks: Sequence[int]) -> tuple[Node, int]:
+    def known_blocks(self, node: Node, owner: str) -> int:
+        """Return the leading blocks of the path to `node` that `owner` computed or reused before."""
+        at: Node | None = node
+        while at is not None and owner not in at.owners:
+            at = at.parent
+        return 0 if at is None else len(self.blocks_to(at))
+
+    def claim(self, node: Node, owner: str) -> None:
+        """Record that `owner` computed or reused the path to `node`."""
+        at: Node | None = node
+        while at is not None and owner not in at.owners:
+            at.owners.add(owner)
+            at = at.parent
+
+    def extend(self, node: Node, key: bytes, blocks: Sequence[int], owner: str = "") -> tuple[Node, int]:
         """Add the run `key` below `node`, its KV in `blocks`. Move the caller's lock from `node` to the end of the run.
 
         Return the node at the end, and the number of leading blocks of the run that were cached already: of `blocks`
@@ -92,7 +108,7 @@ class PrefixTree:
             node.locks -= 1  # stays above 0: its child towards `end` is locked now
         present = covered // self._block_bytes
         if present < len(blocks):
-            end = self._append(end, key[covered:], blocks[present:])
+            end = self._append(end, key[covered:], blocks[present:], owner)
         return end, present
 
     def release(self, node: Node) -> None:
@@ -146,6 +162,7 @@ class PrefixTree:
             assert node.parent is not None or node.children or node.locks, "an unused root is forgotten"
             for first_block, child in node.children.items():
                 assert child.parent is node
+                assert child.owners <= node.owners
                 assert child.blocks
                 assert child.key.startswith(first_block)
         assert not held, "a lock is on a node of the tree"
@@ -190,6 +207,7 @@ class PrefixTree:
         assert node.parent is not None, "a root has no run to split"
         upper = Node(node.parent, node.key[:at], node.blocks[: at // size], self._tick())
         upper.locks = 1 if node.locks else 0
+        upper.owners = set(node.owners)
         upper.children[bytes(node.key[at : at + size])] = node
         node.parent.children[bytes(node.key[:size])] = upper
         node.parent = upper
@@ -197,10 +215,10 @@ class PrefixTree:
         del node.blocks[: at // size]
         return upper
 
-    def _append(self, node: Node, key: bytes, blocks: Sequence[int]) -> Node:
+    def _append(self, node: Node, key: bytes, blocks: Sequence[int], owner: str) -> Node:
         """Add a run that shares no block with a child of `node`, and move the caller's lock to its end."""
         self.cached_blocks += len(blocks)
-        if node.parent is not None and not node.children and node.locks == 1:
+        if node.parent is not None and not node.children and node.locks == 1 and node.owners <= {owner}:
             # The caller holds the only lock, so the node can grow: the blocks of one request stay one node.
             node.key += key
             node.blocks += blocks

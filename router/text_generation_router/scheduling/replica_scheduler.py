@@ -189,6 +189,7 @@ class ReplicaScheduler:
             generated=tuple(sequence.generated),
             blocks=() if own_blocks else tuple(sequence.blocks),
             cached_tokens=0 if own_blocks else sequence.cached_tokens,
+            own_cached_tokens=0 if own_blocks else sequence.own_cached_tokens,
         )
 
     def drop(self, sequence: ScheduledSequence) -> None:

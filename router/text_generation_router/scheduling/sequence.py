@@ -82,6 +82,8 @@ class ScheduledSequence:
     """Locked node of the prefix tree at which the committed blocks end."""
     cached_tokens: int = 0
     """Leading tokens whose KV was cached at placement."""
+    own_cached_tokens: int = 0
+    """Cached tokens that its own tenant computed or reused before."""
     prefill_length: int = 0
     """Tokens to prefill in this placement: the prompt, and tokens generated before a preemption or move."""
     num_scheduled_tokens: int = 0
@@ -153,6 +155,6 @@ class ScheduledSequence:
         self.blocks = []
         self.duplicate_blocks = []
         self.prefix_lock = None
-        self.committed_blocks = self.cached_tokens = self.capacity = 0
+        self.committed_blocks = self.cached_tokens = self.own_cached_tokens = self.capacity = 0
         self.prefill_length = self.num_scheduled_tokens = self.num_computed_tokens = 0
         self.state = state

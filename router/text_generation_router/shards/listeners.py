@@ -38,7 +38,7 @@ class Listeners:
     def scheduled(self, placement: Placement) -> None:
         """Report that a request left the queue."""
         if listener := self._listeners.get(placement.request.id):
-            listener.on_scheduled(placement.cached_tokens)
+            listener.on_scheduled(placement.own_cached_tokens)
 
     def prompt_logprobs(self, request_id: RequestId | None, scored: pb.PromptLogprobs) -> None:
         """Deliver the log-probabilities of a prompt."""

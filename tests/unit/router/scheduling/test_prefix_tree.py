@@ -46,3 +46,20 @@ def test_misuse_is_caught() -> None:
         tree.release(node)
     with pytest.raises(AssertionError, match="only a locked node"):
         tree.extend(node, key([1, 2]), [1])
+
+
+def test_an_owner_knows_what_it_computed_or_reused_and_nothing_that_others_added() -> None:
+    tree = PrefixTree(1)
+    root, _ = tree.acquire(SALT, b"")
+    first, _ = tree.extend(root, key((1, 2, 3)), [0, 1, 2], "a")
+    tree.claim(first, "a")
+    lock, blocks = tree.acquire(SALT, key((1, 2)))
+    assert (len(blocks), tree.known_blocks(lock, "b"), tree.known_blocks(lock, "a")) == (2, 0, 2)
+    tree.release(lock)
+    lock, _ = tree.acquire(SALT, key((1, 2, 3)))
+    tree.release(first)
+    tree.claim(lock, "b")
+    end, _ = tree.extend(lock, key((4, 5)), [3, 4], "b")
+    tree.claim(end, "b")
+    assert (tree.known_blocks(end, "b"), tree.known_blocks(end, "a")) == (5, 3)
+    tree.check_invariants([end])
