@@ -26,12 +26,12 @@ TOPICS = {
     "tool_call_parser split_reasoning trust_remote_code",
     "Replicas and shards": "num_replicas num_shard sharded max_shard_restarts shard_uds_path shard_tcp_port "
     "shard_connect_timeout shutdown_timeout hang_timeout dispatch max_request_moves",
-    "HTTP": "hostname port management_port api_key cors_allow_origin payload_limit max_connections max_unread_bytes "
-    "keep_alive_timeout graceful_termination_timeout compute_type docker_label "
+    "HTTP": "hostname port management_port api_key api_keys_file cors_allow_origin payload_limit max_connections "
+    "max_unread_bytes keep_alive_timeout graceful_termination_timeout compute_type docker_label "
     "aip_predict_route aip_health_route",
     "Limits of a request": "max_input_tokens max_input_length max_total_tokens max_best_of max_stop_sequences "
     "max_top_n_tokens max_client_batch_size disable_grammar_support enable_prefill_logprobs",
-    "Queue and overload": "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights "
+    "Queue and overload": "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights max_priority trust_caller_headers "
     "validation_workers",
     "Batching and KV cache": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms "
     "waiting_served_ratio max_waiting_tokens prefix_caching prefix_cache_per_tenant cuda_memory_fraction "

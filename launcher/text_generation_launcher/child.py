@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 
 import structlog
@@ -38,11 +39,17 @@ class ShardsHopeless(Exception):
 
 
 async def run_to_end(
-    spec: ChildSpec, grace_period: GracePeriod, *, json_output: bool, hung: asyncio.Event | None = None
+    spec: ChildSpec,
+    grace_period: GracePeriod,
+    *,
+    json_output: bool,
+    hung: asyncio.Event | None = None,
+    beside: Callable[[asyncio.subprocess.Process], Coroutine[None, None, None]] | None = None,
 ) -> int:
     """Run a child until it ends by itself and return its exit code. When cancelled, stop it first.
 
-    A child that hangs is aborted. Children with the same `hung`, an event, are aborted together.
+    A child that hangs is aborted. Children with the same `hung`, an event, are aborted together. `beside` runs as long
+    as the child.
 
     The child leads its own process group: a terminal sends Ctrl-C to the whole foreground group, but the launcher stops
     its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).
@@ -71,11 +78,14 @@ async def run_to_end(
         async with asyncio.TaskGroup() as tasks:
             forwarding = tasks.create_task(forward_output(reader, spec.name, json_output=json_output))
             watching = tasks.create_task(hangs.abort_if_hung(spec, process.pid, heartbeat_fd, hung or asyncio.Event()))
+            companion = None if beside is None else tasks.create_task(beside(process))
             try:
                 log.debug("child started", child=spec.name, pid=process.pid)
                 return await process.wait()
             finally:
                 watching.cancel()
+                if companion is not None:
+                    companion.cancel()
                 await _stop(process, spec, grace_period)
                 await asyncio.wait([forwarding], timeout=OUTPUT_TIMEOUT)
                 await orphans.reap(mark)

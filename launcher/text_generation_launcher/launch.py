@@ -42,7 +42,7 @@ class PortInUse(Exception):
 
 async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
     """Serve until a signal arrives or serving fails; return the exit code."""
-    stop = GracefulShutdown()
+    stop = GracefulShutdown(reloads=bool(config.api_keys_file))
     stop.listen()
     code = ExitCode.STOPPED
     try:

@@ -28,8 +28,11 @@ log = structlog.get_logger()
 class GracefulShutdown:
     """Handler of SIGTERM, SIGINT and SIGHUP, and the grace periods of stopping children."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reloads: bool = False) -> None:
+        """`reloads`: SIGHUP asks the router to read its files again, and does not stop."""
         self.requested = asyncio.Event()
+        self.reload = asyncio.Event()
+        self._reloads = reloads
         self._forced = False
         self._no_shards = False
         self._stopping: dict[asyncio.Timeout, Callable[[], None]] = {}
@@ -42,7 +45,9 @@ class GracefulShutdown:
 
     def receive(self, sig: signal.Signals) -> None:
         """Handle a signal."""
-        if not self.requested.is_set():
+        if sig is signal.SIGHUP and self._reloads:
+            self.reload.set()
+        elif not self.requested.is_set():
             self.requested.set()
             log.info("stopping", signal=sig.name)
         elif not self._forced:

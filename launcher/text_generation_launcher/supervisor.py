@@ -13,6 +13,7 @@ restarted. An error that ends serving is raised by a task, and the groups cancel
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from contextlib import suppress
 
@@ -63,12 +64,25 @@ class Supervisor:
                 )
 
     async def _run_router(self) -> None:
-        code = await run_to_end(self._plan.router, self._stop.grace_period, json_output=self._json_output)
+        code = await run_to_end(
+            self._plan.router,
+            self._stop.grace_period,
+            json_output=self._json_output,
+            beside=self._forward_hangups,
+        )
         if not self.ready.is_set():
             log.error("router failed to start", **exit_fields(code))
             raise ChildFailed(self._plan.router.name)
         log.error("router died", **exit_fields(code))
         raise ChildLost(self._plan.router.name)
+
+    async def _forward_hangups(self, router: asyncio.subprocess.Process) -> None:
+        await self.ready.wait()  # a router that starts has no handler yet
+        while True:
+            await self._stop.reload.wait()
+            self._stop.reload.clear()
+            with suppress(ProcessLookupError):
+                router.send_signal(signal.SIGHUP)
 
 
 async def wait_until_healthy(url: str) -> None:

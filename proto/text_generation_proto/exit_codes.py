@@ -10,7 +10,7 @@ class ExitCode(IntEnum):
     """Exit code of a process. A process that was killed by a signal has minus the signal's number, as in subprocess."""
 
     STOPPED = 0
-    """Stopped after SIGTERM, SIGINT or SIGHUP, in any phase."""
+    """Stopped after SIGTERM, SIGINT or (without api_keys_file) SIGHUP, in any phase."""
     FAILED = 1
     """Could not start or continue; the last log line gives the reason. Launcher: a shard or the router did not start."""
     USAGE = 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, WrapValidator
 from pydantic_settings import NoDecode
 
 from text_generation_proto.settings import ChildConfig, HangSettings
@@ -46,6 +46,11 @@ CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 """A flag given several times, or once with commas; in the environment, with commas."""
 Weights = Annotated[dict[str, Annotated[float, Field(ge=0.001, le=1000)]], NoDecode, BeforeValidator(_weights)]
 """The weights of tenants, comma-separated, as a flag or in the environment."""
+if TYPE_CHECKING:
+    OptionalSwitch = bool | None
+else:
+    OptionalSwitch = Annotated[bool, WrapValidator(lambda value, validate: None if value is None else validate(value))]
+    """A switch (--x, --no-x) that is None if it was not given. Declared as `bool | None` it would be a flag with a value."""
 Keys = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)]
 """Comma-separated secrets; an empty list is an error."""
 
@@ -98,8 +103,9 @@ class RouterSettings(HangSettings):
     it. 0: chunks of max_batch_prefill_tokens."""
     prefix_caching: bool = True
     """Keep the KV cache of prompts and answers for later prompts with the same prefix."""
-    prefix_cache_per_tenant: bool = False
-    """Do not share the prefix cache between tenants, so that response times reveal nothing about other tenants."""
+    prefix_cache_per_tenant: OptionalSwitch = None
+    """Do not share the prefix cache between tenants, so that response times reveal nothing about other tenants. Default:
+    true with several API keys."""
     dispatch: Literal["prefix", "least-loaded", "round-robin", "random"] = "prefix"
     """Choice of the replica: by cached prefix and load, by load alone, round-robin, or at random."""
     tenant_weights: Weights = Field(default_factory=dict)
@@ -131,6 +137,12 @@ class RouterSettings(HangSettings):
     api_key: Keys = ()
     """API keys, required on every route except health checks; default: no authentication. Prefer API_KEY in the
     environment: command lines are visible to all users of the machine."""
+    api_keys_file: str = ""
+    """TOML file of further API keys with their tenants, priorities and rate limits, read again on SIGHUP."""
+    max_priority: Literal["system", "interactive", "default", "bulk"] = "interactive"
+    """Most urgent priority that callers may ask for; a key of api_keys_file may have its own."""
+    trust_caller_headers: bool = False
+    """Without API keys: let the headers of any caller name its tenant and raise its priority."""
     tokenizer_config_path: str = ""
     """A tokenizer_config.json whose chat template and special tokens replace the model's."""
     chat_template: str | None = None

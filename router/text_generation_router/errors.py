@@ -322,6 +322,13 @@ class Overloaded(ServingError):
             self.retry_after_s = retry_after_s
 
 
+class RateLimited(Overloaded):
+    """The API key's limit of requests or tokens a minute is reached."""
+
+    message = "the API key's limit of 600 requests a minute is reached"
+    openai_code = "rate_limit_exceeded"
+
+
 class Draining(ServingError):
     """The server is shutting down."""
 

@@ -66,6 +66,8 @@ class GenerationTimes:
     scheduled: float = 0.0
     cached_tokens: int = 0
     """Prompt tokens found in the KV cache when it first left the queue."""
+    generated_tokens: int = 0
+    """New tokens, known at its end."""
     on_first_token: Callable[[float], None] | None = None
     """Called with the time of the first token when it arrives."""
 
@@ -73,7 +75,7 @@ class GenerationTimes:
 class Generation:
     """One running request: receives token ids, sends text to its sink."""
 
-    __slots__ = ("_count", "_detokenizer", "_sink", "_special", "_stop_wins", "_stops", "_texts", "_visible", "times")
+    __slots__ = ("_detokenizer", "_sink", "_special", "_stop_wins", "_stops", "_texts", "_visible", "count", "times")
 
     def __init__(self, request: Request, tokenizer: Tokenizer, sink: Sink) -> None:
         self._detokenizer = tokenizer.detokenizer(request.prompt)
@@ -84,7 +86,7 @@ class Generation:
         self._stop_wins = not request.keep_stop_text
         self._sink = sink
         self._texts: list[str] = []
-        self._count = 0
+        self.count = 0
         self.times = GenerationTimes(queued=time.monotonic())
 
     def on_scheduled(self, cached_tokens: int) -> None:
@@ -101,8 +103,8 @@ class Generation:
     def on_token(
         self, token_id: TokenId, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
     ) -> bool:
-        self._count += 1
-        if self._count == 1 and self.times.on_first_token is not None:
+        self.count += 1
+        if self.count == 1 and self.times.on_first_token is not None:
             self.times.on_first_token(time.monotonic())
         special = self._special.get(token_id)
         if special is None:
@@ -128,7 +130,7 @@ class Generation:
             self._texts.append(delta)
         ending = None
         if reason is not None:
-            ending = GenerationResult(reason, "".join(self._texts), self._count, stop)
+            ending = GenerationResult(reason, "".join(self._texts), self.count, stop)
         self._sink.on_output(
             TokenOutput(
                 token_id, delta if special is None else special, delta, logprob, special is not None, top, ending
@@ -145,4 +147,5 @@ def run_generation(cluster: Cluster, request: Request, tokenizer: Tokenizer, sin
     try:
         yield generation.times
     finally:
+        generation.times.generated_tokens = generation.count
         cluster.cancel(request.id)

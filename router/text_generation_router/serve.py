@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ipaddress
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import fields
@@ -23,8 +24,8 @@ from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.settings import Limits, Settings
-from text_generation_router.api.http.caller import ApiKeys
 from text_generation_router.api.http.connections import ConnectionLimits
+from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
@@ -60,6 +61,11 @@ async def serve(config: RouterConfig) -> ExitCode:
     limits = resolve_limits(config, model)
     cluster, metrics = _cluster(config, joined, limits)
     log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
+    settings = _settings(config, limits)
+    if config.api_keys_file:
+        signals.on_hangup(partial(_reload_keys, settings.api_keys))
+    if not settings.api_keys and not ipaddress.ip_address(listen_host(config.hostname)).is_loopback:
+        log.warning("no API key on a public address: whatever reaches it may use the model", hostname=config.hostname)
     try:
         async with assemble(
             tokenizer,
@@ -68,7 +74,7 @@ async def serve(config: RouterConfig) -> ExitCode:
             cluster,
             Permits(config.max_concurrent_requests, cluster.estimated_wait),
             metrics,
-            _settings(config, limits),
+            settings,
         ) as (serving, chats):
             try:
                 app = create_app(
@@ -89,9 +95,19 @@ async def serve(config: RouterConfig) -> ExitCode:
 
 def _settings(config: RouterConfig, limits: Limits) -> Settings:
     try:
-        return Settings(limits, config, ApiKeys(config.api_key), VERSION)
+        keys = ApiKeys.of(config)
     except ValueError as error:
         raise CannotServe(str(error)) from error
+    return Settings(limits, config, keys, VERSION)
+
+
+def _reload_keys(keys: ApiKeys) -> None:
+    try:
+        keys.reload()
+    except ValueError as error:
+        log.error("API keys not read again: the old ones stay", reason=str(error))
+    else:
+        log.info("API keys read again")
 
 
 def _model_info(model: ReplicaInfo, templates: ChatTemplates) -> ModelInfo:
@@ -122,6 +138,10 @@ class StopSignals:
         loop = asyncio.get_running_loop()
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(sig, self._received)
+
+    def on_hangup(self, reload: Callable[[], None]) -> None:
+        """Let SIGHUP call `reload` instead of stopping."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
     def _received(self) -> None:
         (self.hurry if self.stop.is_set() else self.stop).set()

@@ -126,3 +126,19 @@ async def test_routes_named_by_vertex_ai_require_keys_like_the_others(demo_model
             assert (response.status, await response.read()) == (401, b"")
         async with stack.client.get("/v1/e") as response:
             assert response.status == 200
+
+
+async def test_a_key_above_its_rate_is_refused_with_a_wait(demo_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f"""[[keys]]\nkey = "{KEY}"\ntokens_per_minute = 60\n[[keys]]\nkey = "other"\n""")
+    async with serve(demo_model, settings={"api_keys_file": str(file)}) as stack:
+        body = {"prompt": "one two three", "max_tokens": 90, "ignore_eos": True}
+        async with stack.client.post("/v1/completions", json=body, headers=BEARER) as response:
+            usage = (await response.json())["usage"]
+        assert usage["total_tokens"] > 90
+        async with stack.client.post("/v1/completions", json=body, headers=BEARER) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"]) == (429, "rate_limit_exceeded")
+            assert abs(int(response.headers["retry-after"]) - (usage["total_tokens"] - 59)) <= 2
+        async with stack.client.post("/v1/completions", json=body, headers={"x-api-key": "other"}) as response:
+            assert response.status == 200

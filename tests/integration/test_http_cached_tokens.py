@@ -135,3 +135,19 @@ async def test_another_salt_shares_nothing(stack: Stack) -> None:
     assert await cached(stack, cache_salt="b") == 0
     assert await cached(stack) == 0
     assert await cached(stack, parameters={"max_new_tokens": 1, "details": True, "cache_salt": "a"}) > 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_tenant_learns_nothing_of_the_prompts_of_others(demo_model: Path, shared: bool) -> None:
+    settings: Json = {"api_key": ["alice", "bob"]} | ({"prefix_cache_per_tenant": False} if shared else {})
+    async with serve(demo_model, settings=settings) as stack:
+        alice, bob = ({"authorization": f"Bearer {name}"} for name in ("alice", "bob"))
+        assert await cached(stack, alice) == 0
+        assert await cached(stack, alice) > 0
+        hits = stack.scheduler.stats().hit_tokens
+        assert await cached(stack, bob) == 0
+        assert (stack.scheduler.stats().hit_tokens > hits) is shared
+        assert await cached(stack, bob) > 0
+        longer = TEXT + " a" * 40
+        assert await cached(stack, alice, inputs=longer) < PROMPT
+        assert await cached(stack, bob, inputs=longer) < PROMPT

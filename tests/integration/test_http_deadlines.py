@@ -155,7 +155,7 @@ async def test_an_invalid_timeout_is_refused_in_the_routes_dialect(stack: Stack,
 
 
 async def test_interactive_requests_run_before_bulk(demo_model: Path) -> None:
-    async with serve(demo_model, max_batch_size=1, echo_step_ms=2) as stack:
+    async with serve(demo_model, max_batch_size=1, echo_step_ms=2, settings={"max_priority": "system"}) as stack:
         order: list[str] = []
 
         async def one(word: str, headers: dict[str, str], fields: dict[str, object]) -> None:

@@ -110,6 +110,29 @@ def test_signal_during_the_start_stops(demo_model: Path) -> None:
         stack.close()
 
 
+async def test_hangup_reads_the_keys_again_and_stops_nothing(
+    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[[keys]]\nkey = "old"')
+
+    async def status(key: str) -> int:
+        async with session.get(f"{url}/v1/models", headers={"x-api-key": key}) as response:
+            return response.status
+
+    with running(demo_model, *SLOW, "--api-keys-file", str(file)) as stack:
+        url = stack.url
+        assert [await status("old"), await status("new")] == [200, 401]
+        for text, event, after in (
+            ('[[keys]]\nkey = "new"', "API keys read again", [401, 200]),
+            ("[[keys", "API keys not read again: the old ones stay", [401, 200]),
+        ):
+            file.write_text(text)
+            stack.launcher.send_signal(signal.SIGHUP)
+            await asyncio.to_thread(stack.wait_for, event, "router")
+            assert [await status("old"), await status("new")] == after
+
+
 def test_shard_that_cannot_start_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     assert "shard failed to start" in failed_start(tmp_path, "--engine", "torch").events("launcher")

@@ -13,6 +13,7 @@ from text_generation_router.api.core.admission import Permits, RequestPreparer
 from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.http.caller import QosFields, quality_of_service, read_caller
 from text_generation_router.api.http.dialects import ErrorEvent
+from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import ServingError
@@ -71,7 +72,7 @@ class Serving:
         """Record the start of `count` generations. Raises InvalidRequest for an invalid header."""
         record = request[RECORD]
         records = [record.start(self.metrics) for _ in range(count)]
-        caller = read_caller(request.headers, record.started, self.settings.api_keys)
+        caller = read_caller(request.headers, record.started, request[HOLDER])
         for generation in records:
             generation.caller = caller
         return records
@@ -82,7 +83,8 @@ class Serving:
 
     def qos(self, record: GenerationRecord, *asked: QosFields | None) -> QualityOfService:
         """Return the quality of service that headers and body ask for. Raises InvalidRequest."""
-        return quality_of_service(record.caller, self.settings.config, *asked)
+        settings = self.settings
+        return quality_of_service(record.caller, settings.config, *asked, separate_tenants=settings.separate_tenants)
 
     @contextmanager
     def run(
@@ -97,6 +99,7 @@ class Serving:
                 record.request = request
                 times = running.enter_context(run_generation(self.cluster, request, self.tokenizer, sink))
                 record.follow(times)
+                record.caller.holder.spend_tokens(len(request.prompt))
                 if isinstance(sink, Collector):
                     sink.times = times
             yield

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from text_generation_router.api.http.body_reader import BODY_S
-from text_generation_router.api.http.caller import ApiKeys
+from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.config import RouterConfig
 
 MODEL_ALIAS = "tgi"
@@ -45,6 +45,13 @@ class Settings:
     """Seconds of silence on a stream after which a comment is sent."""
     body_s: float = BODY_S
     """Seconds by which a request body may be late."""
+
+    @property
+    def separate_tenants(self) -> bool:
+        """True if tenants do not share cached prompts: by default if several keys distinguish them."""
+        if self.config.prefix_cache_per_tenant is not None:
+            return self.config.prefix_cache_per_tenant
+        return self.api_keys.several and "cache_salt" not in self.limits.unsupported
 
     @property
     def model_id(self) -> str:

@@ -1,38 +1,30 @@
 """The client of a request, and the quality of service that its headers and its body ask for.
 
-    tenant      the API key, if several are configured; else x-llm-d-inference-fairness-id
-    priority    x-smg-priority
+    tenant      x-llm-d-inference-fairness-id of a trusted caller, else the tenant of the API key: see `keys`
+    priority    x-smg-priority, at most the key's
     deadlines   x-slo-ttft-ms: target for the first token; x-queue-timeout-ms: for leaving the queue;
                 x-request-timeout-ms, grpc-timeout: for the complete response
 
 The names are those of inference gateways (llm-d, the Gateway API's inference extension, SMG) and of gRPC, where they
 have one. `x-llm-d-slo-tpot-ms` is not read: the time per step is a setting of the server, not of a request.
-
-API keys are checked before the body is read, on every route but the health probes, unknown routes included. The exemption
-depends on the resolved route, never on the path as written: `//health`, `/v1/../health` and `/%68ealth` are exempt exactly
-where they resolve to a probe.
 """
 
 from __future__ import annotations
 
-import hmac
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Annotated, Any
 
-from aiohttp import hdrs, web
-from aiohttp.typedefs import Handler, Middleware
 from pydantic import Field
 
 from text_generation_router.api.http.bodies import Body, Name
+from text_generation_router.api.http.keys import ANYONE, DEFAULT_TENANT, KeyHolder
 from text_generation_router.config import RouterConfig
-from text_generation_router.errors import InvalidRequest, Unauthorized
+from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
+from text_generation_router.scheduling.queue import due_time
 
-X_API_KEY = "x-api-key"
-"""Header in which Anthropic's clients send the key."""
 TENANT = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 PRIORITY = "x-smg-priority"
 FIRST_TOKEN = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
@@ -42,14 +34,11 @@ GRPC_TIMEOUT = "grpc-timeout"
 HEADERS = (*TENANT, PRIORITY, *FIRST_TOKEN, QUEUE_TIMEOUT, REQUEST_TIMEOUT, GRPC_TIMEOUT)
 """Every header that `read_caller` reads."""
 
-DEFAULT_TENANT = TenantId("")
-"""Tenant of requests that name none."""
 LONGEST_TENANT = 128
 MAX_TIMEOUT_S = 1e7
 """Four months; a longer timeout is taken for a mistake."""
 MAX_SALT_LENGTH = 256
 
-_SCHEME = "bearer "
 _MILLISECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
 _GRPC = re.compile(r"([0-9]{1,8})([HMSmun])")
 """TimeoutValue and TimeoutUnit of gRPC over HTTP/2."""
@@ -59,75 +48,12 @@ _TIERS = {"priority": Priority.INTERACTIVE, "flex": Priority.BULK}
 """OpenAI's tiers other than the default. Every other word (`auto`, Anthropic's `standard_only`) means the default."""
 
 
-class ApiKeys:
-    """The accepted API keys; without any, every request is accepted. Only digests are kept."""
-
-    def __init__(self, keys: Collection[str] = ()) -> None:
-        """Raises ValueError for a key that no header can carry; the text does not contain the key."""
-        if not all(key.isascii() and key.isprintable() and key and " " not in key for key in keys):
-            raise ValueError("an API key must be made of visible ASCII characters")
-        self._digests = tuple(dict.fromkeys(_digest(key) for key in keys))
-        self._names = tuple(dict.fromkeys(_name(key) for key in keys))
-
-    def __bool__(self) -> bool:
-        """Return True if a key is required."""
-        return bool(self._digests)
-
-    @property
-    def several(self) -> bool:
-        """True if keys distinguish tenants."""
-        return len(self._digests) > 1
-
-    def admit(self, headers: Mapping[str, str]) -> bool:
-        """Return True if the headers carry a key: `Authorization: Bearer <key>` or `x-api-key: <key>`, exactly."""
-        return self.holder(headers) is not None
-
-    def holder(self, headers: Mapping[str, str]) -> str | None:
-        """Return the name of the key in the headers; None without a valid key.
-
-        The name is a digest that does not reveal the key, the same on every server and after every restart.
-        """
-        authorization = headers.get(hdrs.AUTHORIZATION, "")
-        holder = None
-        if authorization[: len(_SCHEME)].lower() == _SCHEME:
-            holder = self._holder(authorization[len(_SCHEME) :])
-        if holder is None and (key := headers.get(X_API_KEY)) is not None:
-            holder = self._holder(key)
-        return holder
-
-    def middleware(self, exempt: Collection[web.AbstractRoute]) -> Middleware:
-        """The middleware that raises Unauthorized without a valid key, except on the routes in `exempt`."""
-        exempt = frozenset(exempt)
-
-        @web.middleware
-        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if not self._digests or request.match_info.route in exempt or self.admit(request.headers):
-                return await handler(request)
-            raise Unauthorized
-
-        return check
-
-    def _holder(self, key: str) -> str | None:
-        # Constant time, and every key is compared, so that the time reveals nothing.
-        digest = _digest(key)
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return self._names[matches.index(True)] if True in matches else None
-
-
-def _name(key: str) -> str:
-    # Not derived from the digest that is compared: a name appears in logs and must not help to guess a key.
-    return sha256(b"tenant " + key.encode()).hexdigest()[:16]
-
-
-def _digest(key: str) -> bytes:
-    return sha256(key.encode(errors="surrogateescape")).digest()
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The client of a request. Deadlines are times of the monotonic clock, in seconds; None: no deadline."""
 
     arrived: float = 0.0
+    holder: KeyHolder = ANYONE
     tenant: TenantId = DEFAULT_TENANT
     priority: Priority | None = None
     first_token_by: float | None = None
@@ -135,11 +61,12 @@ class Caller:
     end_by: float | None = None
 
 
-def read_caller(headers: Mapping[str, str], arrived: float, keys: ApiKeys) -> Caller:
-    """Read the headers of a request that `keys` admitted. Raises InvalidRequest for the first invalid header."""
+def read_caller(headers: Mapping[str, str], arrived: float, holder: KeyHolder) -> Caller:
+    """Read the headers of a request of `holder`. Raises InvalidRequest for the first invalid header."""
     return Caller(
         arrived,
-        _tenant(headers, keys),
+        holder,
+        _tenant(headers, holder),
         _priority(headers),
         _deadline(arrived, _milliseconds(headers, FIRST_TOKEN)),
         _deadline(arrived, _milliseconds(headers, (QUEUE_TIMEOUT,))),
@@ -152,10 +79,9 @@ def in_range(seconds: float) -> bool:
     return 0 < seconds <= MAX_TIMEOUT_S
 
 
-def _tenant(headers: Mapping[str, str], keys: ApiKeys) -> TenantId:
-    if keys.several:
-        # The header is ignored: one tenant must not be able to pass for another.
-        return TenantId(keys.holder(headers) or DEFAULT_TENANT)
+def _tenant(headers: Mapping[str, str], holder: KeyHolder) -> TenantId:
+    if not holder.trusted:  # one tenant must not be able to pass for another
+        return holder.tenant
     for name in TENANT:
         given = headers.get(name)
         if given is None:
@@ -163,7 +89,7 @@ def _tenant(headers: Mapping[str, str], keys: ApiKeys) -> TenantId:
         if len(given) > LONGEST_TENANT or not (given.isascii() and given.isprintable()):
             raise InvalidRequest(f"header `{name}` must have at most {LONGEST_TENANT} characters, of printable ASCII")
         return TenantId(given)
-    return DEFAULT_TENANT
+    return holder.tenant
 
 
 def _priority(headers: Mapping[str, str]) -> Priority | None:
@@ -251,11 +177,14 @@ class TieredFields(QosFields):
         return _TIERS.get(self.service_tier or "") if asked is None else asked
 
 
-def quality_of_service(caller: Caller, config: RouterConfig, *parts: QosFields | None) -> QualityOfService:
+def quality_of_service(
+    caller: Caller, config: RouterConfig, *parts: QosFields | None, separate_tenants: bool = False
+) -> QualityOfService:
     """Return the quality of service of a request; `parts` of its body may ask for one.
 
     deadlines    the earliest one counts; the operator's are defaults and upper bounds
-    priority     the header's, then the body's, then the default
+    priority     the header's, then the body's, then the default; at most that of the caller's key. A target for the first
+                 token is worth no more than that priority
     salt         the body's, prefixed with the tenant's name where tenants must not share cached prompts
 
     The first part that sets a field wins. Raises InvalidRequest.
@@ -265,11 +194,15 @@ def quality_of_service(caller: Caller, config: RouterConfig, *parts: QosFields |
     salt = next((part.cache_salt for part in fields if part.cache_salt is not None), "")
     queue = (*_timeouts("queue_timeout", fields), config.queue_timeout)
     whole = (*_timeouts("timeout", fields), config.request_timeout)
+    most_urgent = caller.holder.max_priority
+    first_token_by = caller.first_token_by
+    if first_token_by is not None:
+        first_token_by = max(first_token_by, due_time(QualityOfService(priority=most_urgent), caller.arrived))
     return QualityOfService(
         tenant=caller.tenant,
-        priority=next(priority for priority in priorities if priority is not None),
-        salt=_tenant_salt(caller.tenant, salt) if config.prefix_cache_per_tenant else salt,
-        first_token_by=caller.first_token_by,
+        priority=max(most_urgent, next(priority for priority in priorities if priority is not None)),
+        salt=_tenant_salt(caller.tenant, salt) if separate_tenants else salt,
+        first_token_by=first_token_by,
         queue_by=_earliest(caller.queue_by, caller.arrived, queue),
         end_by=_earliest(caller.end_by, caller.arrived, whole),
     )

@@ -14,8 +14,9 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from text_generation_proto.panics import as_exception
-from text_generation_router.api.http.caller import HEADERS, X_API_KEY
+from text_generation_router.api.http.caller import HEADERS
 from text_generation_router.api.http.dialects import Dialect, dialect_of, error_response
+from text_generation_router.api.http.keys import X_API_KEY
 from text_generation_router.api.http.record import RECORD, Record, finish
 from text_generation_router.api.http.refusals import RefusalLimiter
 from text_generation_router.errors import (

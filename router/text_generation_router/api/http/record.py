@@ -117,6 +117,7 @@ def finish(record: Record, request: web.Request, status: int, metrics: Metrics, 
     # The error of one generation ends the others of its stream.
     first_error = next((generation.error for generation in record.generations if generation.error), None)
     for generation in record.generations:
+        generation.caller.holder.spend_tokens(sum(times.generated_tokens for times in generation.sequences))
         error = record.error or generation.error
         if error is None and generation.ending is not None:
             metrics.requests.succeeded(generation.spent(now), generation.ending.reason)

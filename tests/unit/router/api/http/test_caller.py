@@ -9,20 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from text_generation_router.api.http.caller import HEADERS, ApiKeys, Caller, read_caller
+from text_generation_router.api.http.caller import HEADERS, Caller, read_caller
+from text_generation_router.api.http.keys import ApiKeys, KeyHolder
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Priority
 
-ANYONE = ApiKeys()
+ANYONE = ApiKeys(trust_caller_headers=True)
 NOW = 1000.0
+TRUSTED = KeyHolder(max_priority=Priority.INTERACTIVE, trusted=True)
 
 
 def caller(keys: ApiKeys = ANYONE, /, **headers: str) -> Caller:
-    return read_caller(CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()}), NOW, keys)
+    given = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
+    holder = keys.holder(given)
+    assert holder is not None
+    return read_caller(given, NOW, holder)
 
 
 def test_without_headers_there_are_only_defaults() -> None:
-    assert caller() == Caller(NOW)
+    assert caller() == Caller(NOW, TRUSTED)
 
 
 @pytest.mark.parametrize("name", ["X-LLM-D-Inference-Fairness-Id", "x-gateway-inference-fairness-id"])
@@ -50,6 +55,10 @@ def test_with_several_keys_the_key_is_the_tenant_and_the_header_is_ignored() -> 
     assert first != second
     assert first == caller(keys, Authorization="Bearer first").tenant
     assert not {first, second} & {"", "first", "second", "somebody else"}
+
+
+def test_without_a_key_the_header_names_the_tenant_only_if_callers_are_trusted() -> None:
+    assert caller(ApiKeys(), x_llm_d_inference_fairness_id="a").tenant == ""
 
 
 def test_with_one_key_the_header_names_the_tenant() -> None:
@@ -108,7 +117,7 @@ def test_an_invalid_grpc_timeout_is_refused(value: str) -> None:
 
 
 def test_the_target_for_itl_is_not_read() -> None:
-    assert caller(x_llm_d_slo_tpot_ms="10") == Caller(NOW)
+    assert caller(x_llm_d_slo_tpot_ms="10") == Caller(NOW, TRUSTED)
 
 
 @given(
@@ -116,7 +125,7 @@ def test_the_target_for_itl_is_not_read() -> None:
 )
 def test_any_header_is_read_or_refused(headers: dict[str, str]) -> None:
     try:
-        read = read_caller(headers, NOW, ANYONE)
+        read = read_caller(headers, NOW, TRUSTED)
     except InvalidRequest:
         return
     assert len(read.tenant) <= 128

@@ -14,16 +14,18 @@ from text_generation_router.api.cloud.vertex import TextInstance, VertexBody
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.api.http.bodies import validate
 from text_generation_router.api.http.caller import Caller, QosFields, TieredFields, quality_of_service
+from text_generation_router.api.http.keys import KeyHolder
 from text_generation_router.api.openai.responses_schemas import ResponsesBody
 from text_generation_router.api.openai.schemas import ChatBody, CompletionBody
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody, GenerateParameters
 from text_generation_router.errors import InvalidBody, InvalidRequest
 from text_generation_router.request import Priority, QualityOfService, TenantId
+from text_generation_router.scheduling.queue import due_time
 
 LIMITS = Limits(1, 1, 1, 10, 20)
 CONFIG = api_settings(LIMITS).config
 NOW = 1000.0
-CALLER = Caller(NOW)
+CALLER = Caller(NOW, KeyHolder(max_priority=Priority.SYSTEM))
 
 
 def fields(**values: object) -> TieredFields:
@@ -53,7 +55,7 @@ def test_timeouts_count_from_the_arrival() -> None:
 
 
 def test_headers_are_passed_on() -> None:
-    caller = Caller(NOW, TenantId("a"), Priority.BULK, NOW + 1, NOW + 2, NOW + 3)
+    caller = Caller(NOW, CALLER.holder, TenantId("a"), Priority.BULK, NOW + 1, NOW + 2, NOW + 3)
     assert quality_of_service(caller, CONFIG) == QualityOfService(
         TenantId("a"), Priority.BULK, "", NOW + 1, NOW + 2, NOW + 3
     )
@@ -131,6 +133,30 @@ def test_the_header_wins_over_the_body_and_the_inner_body_over_the_outer() -> No
     assert quality_of_service(CALLER, CONFIG, fields(), outer).priority is Priority.INTERACTIVE
 
 
+@pytest.mark.parametrize("most", list(Priority))
+def test_a_caller_gets_at_most_the_priority_of_its_key(most: Priority) -> None:
+    holder = KeyHolder(max_priority=most)
+    for asked in Priority:
+        caller = Caller(NOW, holder, priority=asked, first_token_by=NOW + 0.1)
+        given = quality_of_service(caller, CONFIG)
+        assert given.priority is max(most, asked)
+        # A target for the first token is no way around it.
+        assert due_time(given, NOW) >= due_time(QualityOfService(priority=most), NOW)
+    assert quality_of_service(Caller(NOW, holder), CONFIG, fields(priority=-1)).priority is max(
+        most, Priority.INTERACTIVE
+    )
+
+
+def test_tenants_are_separated_by_default_with_several_keys() -> None:
+    def separated(limits: Limits = LIMITS, **values: object) -> bool:
+        return api_settings(limits, **values).separate_tenants
+
+    assert [separated(api_key=keys) for keys in ((), ("a",), ("a", "b"))] == [False, False, True]
+    assert separated(prefix_cache_per_tenant=True)
+    assert not separated(api_key=("a", "b"), prefix_cache_per_tenant=False)
+    assert not separated(replace(LIMITS, unsupported={"cache_salt": "no"}), api_key=("a", "b"))
+
+
 def test_the_salt_is_that_of_the_body() -> None:
     for tenant in ("a", "b"):
         caller = replace(CALLER, tenant=TenantId(tenant))
@@ -140,9 +166,10 @@ def test_the_salt_is_that_of_the_body() -> None:
 
 
 def test_separated_tenants_never_have_the_same_salt() -> None:
-    config = api_settings(LIMITS, prefix_cache_per_tenant=True).config
     salts = {
-        quality_of_service(replace(CALLER, tenant=TenantId(tenant)), config, fields(cache_salt=salt)).salt
+        quality_of_service(
+            replace(CALLER, tenant=TenantId(tenant)), CONFIG, fields(cache_salt=salt), separate_tenants=True
+        ).salt
         for tenant in ("", "a", "ab")
         for salt in (None, "b", "a\0", "\0a")
     }

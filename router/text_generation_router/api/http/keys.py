@@ -1,0 +1,271 @@
+"""API keys: who may call, as which tenant, how urgently, and how much.
+
+Keys come from `--api-key` and from `--api-keys-file`, a TOML file that is read again on SIGHUP:
+
+    [[keys]]
+    key = "sk-…"                    # or sha256 = "…", the hexadecimal digest of the key
+    tenant = "search"               # default: a digest of the key; required with sha256
+    max_priority = "system"         # default: --max-priority
+    trust_headers = true            # default: true for the only key, else false
+    requests_per_minute = 600       # default: no limit
+    tokens_per_minute = 100000      # prompt and new tokens; default: no limit
+
+Keys are checked before the body is read, on every route but the health probes, unknown routes included. The exemption
+depends on the resolved route, never on the path as written: `//health`, `/v1/../health` and `/%68ealth` are exempt exactly
+where they resolve to a probe.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from text_generation_router.config import RouterConfig
+from text_generation_router.errors import RateLimited, Unauthorized
+from text_generation_router.request import Priority, TenantId
+
+X_API_KEY = "x-api-key"
+"""Header in which Anthropic's clients send the key."""
+DEFAULT_TENANT = TenantId("")
+"""Tenant of requests that name none."""
+MAX_KEYS_FILE = 4 << 20
+"""Bytes of the file of keys."""
+
+_SCHEME = "bearer "
+
+
+class RateLimit:
+    """A token bucket: `per_minute` units a minute, at most that many at once."""
+
+    def __init__(self, per_minute: int, unit: str) -> None:
+        self.per_minute = per_minute
+        self._unit = unit
+        self._level = float(per_minute)
+        self._filled_at = 0.0
+
+    def check(self, now: float) -> None:
+        """Raise RateLimited if less than one unit is left."""
+        elapsed = max(0.0, now - self._filled_at)
+        self._level = min(float(self.per_minute), self._level + elapsed * self.per_minute / 60)
+        self._filled_at = now
+        if self._level < 1:
+            message = f"the API key's limit of {self.per_minute} {self._unit} a minute is reached"
+            raise RateLimited(message, (1 - self._level) * 60 / self.per_minute)
+
+    def spend(self, units: int) -> None:
+        """Take `units`. The level may fall below zero: the price of a request is known at its end."""
+        self._level -= units
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHolder:
+    """The rights of a caller."""
+
+    tenant: TenantId = DEFAULT_TENANT
+    max_priority: Priority = Priority.DEFAULT
+    """The most urgent priority that it may ask for."""
+    trusted: bool = False
+    """Its headers may name another tenant."""
+    requests: RateLimit | None = None
+    tokens: RateLimit | None = None
+
+    def start_request(self, now: float) -> None:
+        """Count one request. Raises RateLimited."""
+        for limit in (self.requests, self.tokens):
+            if limit is not None:
+                limit.check(now)
+        if self.requests is not None:
+            self.requests.spend(1)
+
+    def spend_tokens(self, tokens: int) -> None:
+        """Count prompt or new tokens."""
+        if self.tokens is not None:
+            self.tokens.spend(tokens)
+
+
+ANYONE = KeyHolder()
+"""The rights of a caller without a key."""
+
+PriorityName = Literal["system", "interactive", "default", "bulk"]
+
+
+class _KeyEntry(BaseModel):
+    """One entry of the file of keys."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    key: str | None = None
+    sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
+    tenant: Annotated[str, Field(min_length=1, max_length=128, pattern="^[ -~]*$")] | None = None
+    max_priority: PriorityName | None = None
+    trust_headers: bool | None = None
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one_secret(self) -> _KeyEntry:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError("either `key` or `sha256` must be given")
+        if self.key is None and self.tenant is None:
+            raise ValueError("`sha256` needs a `tenant`")
+        return self
+
+
+class ApiKeys:
+    """The accepted API keys; without any, every request is accepted. Only digests are kept."""
+
+    def __init__(
+        self,
+        keys: Collection[str] = (),
+        file: Path | None = None,
+        *,
+        max_priority: PriorityName = "interactive",
+        trust_caller_headers: bool = False,
+    ) -> None:
+        """`trust_caller_headers`: headers count without any key, too. Raises ValueError; its text contains no key."""
+        self._given = tuple(dict.fromkeys(keys))
+        self._file = file
+        self._max_priority = Priority[max_priority.upper()]
+        self._anonymous = KeyHolder(
+            max_priority=self._max_priority if trust_caller_headers else Priority.DEFAULT, trusted=trust_caller_headers
+        )
+        self._holders: dict[bytes, KeyHolder] = {}
+        self.reload()
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> ApiKeys:
+        """Return the keys of the settings. Raises ValueError; its text contains no key."""
+        return cls(
+            config.api_key,
+            Path(config.api_keys_file) if config.api_keys_file else None,
+            max_priority=config.max_priority,
+            trust_caller_headers=config.trust_caller_headers,
+        )
+
+    def __bool__(self) -> bool:
+        """Return True if a key is required."""
+        return bool(self._holders) or self._file is not None
+
+    @property
+    def several(self) -> bool:
+        """True if keys distinguish tenants."""
+        return len({holder.tenant for holder in self._holders.values()}) > 1
+
+    def reload(self) -> None:
+        """Read the file again. Rate limits that stay the same keep their level. Raises ValueError and changes nothing."""
+        entries = [_KeyEntry(key=key) for key in self._given] + ([] if self._file is None else _read_keys(self._file))
+        if any(entry.key is not None and not _fits_header(entry.key) for entry in entries):
+            raise ValueError("an API key must be made of visible ASCII characters")
+        digests = [
+            _digest(entry.key) if entry.key is not None else bytes.fromhex(entry.sha256 or "") for entry in entries
+        ]
+        holders: dict[bytes, KeyHolder] = {}
+        for digest, entry in zip(digests, entries, strict=True):
+            if digest in holders:
+                raise ValueError("an API key is given twice")
+            holders[digest] = self._holder_of(entry, digest, only=len(entries) == 1)
+        self._holders = holders
+
+    def _holder_of(self, entry: _KeyEntry, digest: bytes, *, only: bool) -> KeyHolder:
+        old = self._holders.get(digest, self._anonymous)
+        return KeyHolder(
+            tenant=TenantId(entry.tenant or ("" if only else _tenant_name(entry.key or ""))),
+            max_priority=Priority[entry.max_priority.upper()] if entry.max_priority else self._max_priority,
+            trusted=only if entry.trust_headers is None else entry.trust_headers,
+            requests=_kept(old.requests, entry.requests_per_minute, "requests"),
+            tokens=_kept(old.tokens, entry.tokens_per_minute, "tokens"),
+        )
+
+    def holder(self, headers: Mapping[str, str]) -> KeyHolder | None:
+        """Return the holder of the key in the headers; None without a valid key, the anonymous one if none is needed.
+
+        A key is sent as `Authorization: Bearer <key>` or `x-api-key: <key>`, exactly.
+        """
+        if not self:
+            return self._anonymous
+        authorization = headers.get(hdrs.AUTHORIZATION, "")
+        holder = None
+        if authorization[: len(_SCHEME)].lower() == _SCHEME:
+            holder = self._find(authorization[len(_SCHEME) :])
+        if holder is None and (key := headers.get(X_API_KEY)) is not None:
+            holder = self._find(key)
+        return holder
+
+    def _find(self, key: str) -> KeyHolder | None:
+        # Constant time, and every key is compared, so that the time reveals nothing.
+        digest = _digest(key)
+        matches = [holder for known, holder in self._holders.items() if hmac.compare_digest(digest, known)]
+        return matches[0] if matches else None
+
+    def middleware(self, exempt: Collection[web.AbstractRoute]) -> Middleware:
+        """The middleware that finds the holder of a request's key. Without a valid key it raises Unauthorized.
+
+        Routes in `exempt` need no key. POST requests count for the holder's rate limits: it raises RateLimited.
+        """
+        exempt = frozenset(exempt)
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            holder = self.holder(request.headers)
+            if holder is None:
+                if request.match_info.route not in exempt:
+                    raise Unauthorized
+                holder = ANYONE
+            request[HOLDER] = holder
+            if request.method == hdrs.METH_POST:
+                holder.start_request(time.monotonic())
+            return await handler(request)
+
+        return check
+
+
+HOLDER = web.RequestKey("holder", KeyHolder)
+
+
+def _kept(old: RateLimit | None, per_minute: int | None, unit: str) -> RateLimit | None:
+    if per_minute is None:
+        return None
+    return old if old is not None and old.per_minute == per_minute else RateLimit(per_minute, unit)
+
+
+def _read_keys(path: Path) -> list[_KeyEntry]:
+    """Return the entries of the file of keys. Raises ValueError for an unreadable or invalid file, or one without keys."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_KEYS_FILE + 1)
+        if len(content) > MAX_KEYS_FILE:
+            raise ValueError(f"it has more than {MAX_KEYS_FILE} bytes")
+        document = tomllib.loads(content.decode())
+        entries: Any = document.pop("keys", None)
+        if document or not isinstance(entries, list) or not entries:
+            raise ValueError("expected [[keys]] tables, at least one, and nothing else")
+        return [_KeyEntry.model_validate(entry) for entry in entries]
+    except ValidationError as error:
+        detail = error.errors()[0]
+        name = ".".join(map(str, detail["loc"]))
+        raise ValueError(f"file of API keys {path}: {name}: {detail['msg']}".replace(": : ", ": ")) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"file of API keys {path}: {error}") from None
+
+
+def _fits_header(key: str) -> bool:
+    return key.isascii() and key.isprintable() and bool(key) and " " not in key
+
+
+def _tenant_name(key: str) -> str:
+    # Not derived from the digest that is compared: a name appears in logs and must not help to guess a key.
+    return sha256(b"tenant " + key.encode()).hexdigest()[:16]
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode(errors="surrogateescape")).digest()

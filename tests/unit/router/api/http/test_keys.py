@@ -1,0 +1,145 @@
+"""API keys: the headers that carry one, the rights of their holders, the file of keys."""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from text_generation_router.api.http.keys import ApiKeys, KeyHolder, RateLimit
+from text_generation_router.errors import RateLimited
+from text_generation_router.request import Priority
+
+KEYS = ApiKeys(["sk-First", "second"])
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer sk-First"},
+        {"Authorization": "bearer second"},
+        {"x-api-key": "sk-First"},
+        {"x-api-key": "second", "Authorization": "Bearer other"},
+        {"x-api-key": "other", "Authorization": "Bearer second"},
+    ],
+)
+def test_a_valid_key_in_either_header_is_accepted(headers: dict[str, str]) -> None:
+    assert KEYS.holder(headers) is not None
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *({"Authorization": value} for value in (
+            "", "sk-First", "Bearer", "Bearer ", "Bearer sk-first", "Bearer sk-Firs", "Bearer sk-First2",
+            "Bearer  sk-First", "Bearer sk-First,second", "Basic sk-First", "Bearer \udcff",
+        )),
+        {}, {"x-api-key": "SECOND"}, {"x-api-key": "Bearer second"},
+    ],
+)  # fmt: skip
+def test_anything_else_is_rejected(headers: dict[str, str]) -> None:
+    assert KEYS.holder(headers) is None
+
+
+@pytest.mark.parametrize("key", ["", "two words", "naïve", "new\nline"])
+def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(key: str) -> None:
+    with pytest.raises(ValueError, match="visible ASCII") as refused:
+        ApiKeys(["good", key])
+    assert not key or key not in str(refused.value)
+
+
+def test_the_tenant_of_a_key_is_stable_and_does_not_reveal_it() -> None:
+    holder = KEYS.holder({"Authorization": "bearer sk-First"})
+    again = ApiKeys(["third", "sk-First"]).holder({"x-api-key": "sk-First"})
+    other = KEYS.holder({"x-api-key": "second"})
+    assert holder is not None
+    assert again is not None
+    assert other is not None
+    assert holder.tenant == again.tenant != other.tenant
+    assert len(holder.tenant) == 16
+    assert not any("sk-First" in str(value) for value in vars(KEYS)["_holders"].items())
+    # Nor is it the digest that keys are compared by.
+    assert not any(holder.tenant in digest.hex() for digest in vars(KEYS)["_holders"])
+
+
+@pytest.mark.parametrize(("keys", "several"), [([], False), (["a"], False), (["a", "a"], False), (["a", "b"], True)])
+def test_only_several_keys_distinguish_tenants(keys: list[str], several: bool) -> None:
+    assert ApiKeys(keys).several is several
+
+
+def holders(keys: ApiKeys, *names: str) -> list[KeyHolder]:
+    found = [keys.holder({"x-api-key": name}) for name in names]
+    return [holder for holder in found if holder is not None]
+
+
+def test_the_file_gives_each_key_its_rights_and_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    digest = sha256(b"sk-b").hexdigest()
+    file.write_text(
+        f"""
+[[keys]]
+key = "sk-a"
+tenant = "search"
+max_priority = "system"
+trust_headers = true
+[[keys]]
+sha256 = "{digest}"
+tenant = "chat"
+requests_per_minute = 2
+"""
+    )
+    keys = ApiKeys(["sk-flag"], file)
+    first, second, flag = holders(keys, "sk-a", "sk-b", "sk-flag")
+    assert (first.tenant, first.max_priority, first.trusted) == ("search", Priority.SYSTEM, True)
+    assert (second.tenant, second.max_priority, second.trusted) == ("chat", Priority.INTERACTIVE, False)
+    assert not flag.trusted
+    second.start_request(100.0)
+    second.start_request(100.0)
+    file.write_text(f'[[keys]]\nsha256 = "{digest}"\ntenant = "talk"\nrequests_per_minute = 2')
+    keys.reload()
+    [second] = holders(keys, "sk-a", "sk-b")
+    assert second.tenant == "talk"
+    with pytest.raises(RateLimited, match="2 requests a minute") as refused:
+        second.start_request(101.0)  # the limit did not change, and its level is kept
+    assert refused.value.retry_after == 29
+    second.start_request(130.0)
+    file.write_text("[[keys]]")
+    with pytest.raises(ValueError, match="either `key` or `sha256`"):
+        keys.reload()
+    assert holders(keys, "sk-b") == [second]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "at least one"),
+        ("keys = 1", "at least one"),
+        ("[[keys]]\nkey = 'sk-secret'\nweight = 2", "weight: Extra inputs"),
+        ("[[keys]]\nkey = 'sk-secret'\nmax_priority = 'root'", "max_priority: Input should be 'system'"),
+        ("[[keys]]\nkey = 'sk-secret'\nrequests_per_minute = 0", "requests_per_minute: Input should be greater"),
+        ("[[keys]]\nsha256 = 'sk-secret'", "sha256: String should match"),
+        ("[[keys]]\nkey = 'sk-secret'\n[[keys]]\nkey = 'sk-secret'", "given twice"),
+        ("[[keys]]\nkey = 'sk secret'", "visible ASCII"),
+        ("[[keys", "Expected"),
+    ],
+)
+def test_an_invalid_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(problem)) as refused:
+        ApiKeys((), file)
+    assert "secret" not in str(refused.value)
+    with pytest.raises(ValueError, match="No such file"):
+        ApiKeys((), tmp_path / "none")
+
+
+def test_tokens_are_paid_afterwards_and_bound_the_rate() -> None:
+    holder = KeyHolder(tokens=RateLimit(600, "tokens"))
+    holder.start_request(10.0)
+    holder.spend_tokens(1199)  # 599 below zero, at ten a second
+    with pytest.raises(RateLimited, match="600 tokens a minute") as refused:
+        holder.start_request(11.0)
+    assert refused.value.retry_after == 59
+    holder.start_request(70.0)
