@@ -15,53 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from enum import Enum, Flag, auto
 from typing import ClassVar
+
+from text_generation_router.error_attributes import Operation, Outcome, TgiBody
 
 MAX_RETRY_AFTER_S = 3600.0
 """Upper bound of Retry-After. Estimates further ahead are not reliable."""
-
-
-class Operation(Flag):
-    """The operations of a route. The OpenAPI document derives the errors of a route from them."""
-
-    NONE = 0
-    HEALTH = auto()
-    FIND = auto()
-    TOKENIZE = auto()
-    TEMPLATE = auto()
-    """Render a chat template."""
-    GENERATE = auto()
-    COMPLETE = auto()
-    """OpenAI's completions: several prompts in one request."""
-    PREDICT = auto()
-    """Vertex AI."""
-    INFER = auto()
-    """KServe."""
-    ANY = auto()
-    """Every route but probes and /metrics."""
-
-
-class Outcome(Enum):
-    """The end of a failed generation: the values of `reason` in `text_generation_requests_finished_total`."""
-
-    REFUSED = "refused"
-    """Rejected before it was queued."""
-    ERROR = "error"
-    """Queued, but not finished."""
-    EXPIRED = "expired"
-    """Ended by its deadline."""
-    CANCELLED = "cancelled"
-    """The client left before the response was complete."""
-
-
-class TgiBody(Enum):
-    """Form of an error on TGI's routes."""
-
-    JSON = "JSON"
-    TEXT = "plain text"
-    """The form of TGI's web framework, which answers before TGI's own code runs."""
-    EMPTY = "empty"
 
 
 class ServingError(Exception):

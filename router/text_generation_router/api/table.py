@@ -27,7 +27,7 @@ from text_generation_router.api.tgi.generate import GenerateRoutes
 from text_generation_router.api.tgi.replies import GenerateAnswer, StreamEvent
 from text_generation_router.api.tgi.schemas import CompatGenerateBody, GenerateBody
 from text_generation_router.api.tgi.service import ServiceRoutes
-from text_generation_router.errors import Operation
+from text_generation_router.error_attributes import Operation
 
 _CHAT = Operation.GENERATE | Operation.TEMPLATE
 

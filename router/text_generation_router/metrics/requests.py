@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from text_generation_proto.values import FinishReason
-from text_generation_router.errors import Outcome, ServingError, error_classes
+from text_generation_router.error_attributes import Outcome
+from text_generation_router.errors import ServingError, error_classes
 from text_generation_router.metrics.instruments import DURATION_BUCKETS, Counter, Histogram, Registry, token_buckets
 
 FIRST_TOKEN_BUCKETS = (

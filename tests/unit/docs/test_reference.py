@@ -8,7 +8,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from text_generation_router.errors import ServingError, TgiBody, error_classes
+from text_generation_router.error_attributes import TgiBody
+from text_generation_router.errors import ServingError, error_classes
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler

@@ -15,7 +15,8 @@ from text_generation_router.api.document.rules import document_rules
 from text_generation_router.api.http.bodies import JSON
 from text_generation_router.api.http.dialects import ERROR_ANSWERS, Dialect, error_answer
 from text_generation_router.api.http.routes import Route
-from text_generation_router.errors import MAX_RETRY_AFTER_S, Operation, ServingError, TgiBody, Unauthorized
+from text_generation_router.error_attributes import Operation, TgiBody
+from text_generation_router.errors import MAX_RETRY_AFTER_S, ServingError, Unauthorized
 
 Json = dict[str, Any]
 

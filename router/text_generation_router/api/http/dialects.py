@@ -17,7 +17,8 @@ import orjson
 from aiohttp import hdrs, web
 
 from text_generation_router.api.http.bodies import JSON, ResponseBody
-from text_generation_router.errors import ServingError, TgiBody
+from text_generation_router.error_attributes import TgiBody
+from text_generation_router.errors import ServingError
 
 DONE = b"data: [DONE]\n\n"
 """Last event of every stream in OpenAI's dialect."""

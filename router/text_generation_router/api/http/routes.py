@@ -10,7 +10,8 @@ from aiohttp import hdrs, web
 
 from text_generation_router.api.http.bodies import JSON, expect_continue
 from text_generation_router.api.http.dialects import ROUTE_DIALECTS, Dialect, dialect_of_path
-from text_generation_router.errors import BodyRejected, Operation, ServingError, error_classes
+from text_generation_router.error_attributes import Operation
+from text_generation_router.errors import BodyRejected, ServingError, error_classes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -12,7 +12,7 @@ from text_generation_router.api.http.bodies import Body
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route, add_routes
 from text_generation_router.api.tgi.schemas import GenerateBody
-from text_generation_router.errors import Operation
+from text_generation_router.error_attributes import Operation
 
 
 class Question(Body):
