@@ -26,6 +26,7 @@ TOPICS = {
     "tool_call_parser split_reasoning trust_remote_code",
     "Replicas and shards": "num_replicas num_shard sharded max_shard_restarts shard_uds_path shard_tcp_port "
     "shard_connect_timeout shutdown_timeout hang_timeout dispatch max_request_moves",
+    "Access to the shards": "shard_token shard_tls_cert shard_tls_key shard_tls_ca",
     "HTTP": "hostname port management_port api_key api_keys_file cors_allow_origin payload_limit max_connections "
     "max_unread_bytes keep_alive_timeout graceful_termination_timeout compute_type docker_label "
     "aip_predict_route aip_health_route",

@@ -73,7 +73,7 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: Grace
     if config.env:
         log.info("environment", **describe_environment(devices))
     engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
-    config = config.model_copy(update={"engine": engine})
+    config = config.model_copy(update={"engine": engine, "shard_token": config.shard_token or secrets.token_hex(32)})
     used = count_parts(config, devices)  # before a download that may take an hour
     check_ports(config, devices)
     check_engine(config, environ)

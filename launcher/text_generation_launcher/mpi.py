@@ -69,6 +69,9 @@ DEFAULTS = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
 
+SHARD_ONLY = ("SHARD_TOKEN",)
+"""Variables for the shard that the ranks do not get."""
+
 _STARTED_BY = {
     "SLURM_": None,
     "PMI_": None,
@@ -200,8 +203,9 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], lifeline_fd: int) -> 
         asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
     receiver = _EnvironmentReceiver()
     async with receiver.listen() as variables:
+        public = {name: value for name, value in os.environ.items() if name not in SHARD_ONLY}
         ranks = await asyncio.create_subprocess_exec(
-            *mpirun, env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL
+            *mpirun, env={**public, **variables}, stdin=asyncio.subprocess.DEVNULL
         )
         try:
             await _first(receiver.received.wait(), ranks.wait(), stopping.wait())
@@ -226,7 +230,7 @@ async def _run_shard(
     inherited = (lifeline_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
     process = await asyncio.create_subprocess_exec(
         *shard,
-        env=environ,
+        env={**environ, **{name: os.environ[name] for name in SHARD_ONLY if name in os.environ}},
         stdin=asyncio.subprocess.DEVNULL,
         pass_fds=tuple(fd for fd in inherited if fd >= 0),
     )

@@ -7,7 +7,7 @@ import ipaddress
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from pydantic_settings import CliApp
 from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig, child_settings
 from text_generation_launcher.devices import Devices, nth_visible
+from text_generation_proto.access import ShardAccess
 from text_generation_proto.settings import ProcessConfig
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig, shard_name
@@ -56,6 +57,8 @@ class ShardSpec(ChildSpec):
     address: str
     group_address: str = ""
     """Address at which the shards of the replica meet; "" for a single shard."""
+    access: ShardAccess = field(default_factory=ShardAccess.of)
+    """Token and certificates for calls to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +202,8 @@ def compute_type(parts: int, devices: Devices) -> str:
     return f"{parts}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
 
 
-SECRETS = frozenset({"api_key"})
-"""Settings that are passed only to the child that needs them, and in its environment: command lines are public."""
+SECRETS = frozenset({"api_key", "shard_token"})
+"""Settings that are passed only to the children that need them, and in their environment: command lines are public."""
 
 
 def child_argv(module: str, config: ProcessConfig) -> tuple[str, ...]:
@@ -233,10 +236,11 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: i
         "group_address": group_address,
         "max_batch_size": config.max_batch_size or 0,
         "lifeline_fd": context.lifeline_fd,
+        "shard_token": "",
     }
     if config.trace_steps and config.num_replicas > 1:
         settings["trace_steps"] = f"{config.trace_steps}-{replica}"
-    env = child_env(context.environ, ShardConfig)
+    env = child_env(context.environ, ShardConfig) | config.environ
     if config.engine == "tensorrt-llm":
         # It sees only its own devices, numbered from 0: a device number of ours would be wrong.
         settings |= {"tensor_parallel": count_shards(config, context.devices), "device": "auto"}
@@ -262,6 +266,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: i
         address=address,
         group_address=group_address,
         hang_timeout=config.hang_timeout,
+        access=ShardAccess.of(**child_settings(config, ShardAccess)),
     )
     by_mpirun = config.engine == "tensorrt-llm" and config.trtllm_launch == "mpirun"
     return _with_mpirun(config, context, spec) if by_mpirun else spec
@@ -324,9 +329,10 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         "compute_type": config.compute_type or compute_type(parts, context.devices),
         "lifeline_fd": context.lifeline_fd,
         "log_drops_fd": context.log_drops_fd,
-        **dict.fromkeys(SECRETS, ()),
+        "api_key": (),
+        "shard_token": "",
     }
-    env = child_env(context.environ, RouterConfig)
+    env = child_env(context.environ, RouterConfig) | config.environ
     if config.api_key:
         env["API_KEY"] = ",".join(config.api_key)
     return ChildSpec(

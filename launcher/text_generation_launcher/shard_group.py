@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ShardSpec
 from text_generation_launcher.shutdown import GracePeriod
-from text_generation_proto.channel import CLIENT_OPTIONS
+from text_generation_proto.channel import CLIENT_OPTIONS, open_channel
 from text_generation_proto.exit_codes import ExitCode
 
 FAREWELL = 1.5
@@ -36,9 +36,10 @@ _DISCONNECTED = frozenset(
         grpc.StatusCode.CANCELLED,
         grpc.StatusCode.INTERNAL,
         grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
-"""Statuses of a health watch whose server was killed or is stopping; which one depends on the moment."""
+"""Statuses of a health watch whose server was killed, is stopping or has too many calls; which one depends on the moment."""
 
 log = structlog.get_logger()
 
@@ -86,14 +87,15 @@ def root_cause(exits: Sequence[RankExit]) -> RankExit:
     return next((exit_ for exit_ in exits if exit_.code != ExitCode.BUG), exits[0])
 
 
-async def wait_until_serving(address: str) -> None:
-    """Return once the health service of the shard at this address reports SERVING."""
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+async def wait_until_serving(shard: ShardSpec) -> None:
+    """Return once the health service of the shard reports SERVING."""
+    async with open_channel(shard.address, shard.access, _OPTIONS) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
                 # Waits until the shard listens, then for changes of its health.
-                async for answer in health.Watch(health_pb2.HealthCheckRequest(service=""), wait_for_ready=True):
+                request = health_pb2.HealthCheckRequest(service="")
+                async for answer in health.Watch(request, wait_for_ready=True, metadata=shard.access.metadata):
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
             except grpc.aio.AioRpcError as error:

@@ -167,7 +167,7 @@ class ReplicaSupervisor:
     async def _watch_health(self, replica: _Replica) -> None:
         async with asyncio.TaskGroup() as tasks:
             for spec in replica.shards:
-                tasks.create_task(wait_until_serving(spec.address))
+                tasks.create_task(wait_until_serving(spec))
         replica.mark_serving()
         if replica.died_at is not None:
             seconds = round(replica.serving_since - replica.died_at, 2)

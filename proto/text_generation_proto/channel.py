@@ -6,6 +6,14 @@ on it fails. The server here allows a ping every 10 s and counts no strikes; the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from text_generation_proto.access import ShardAccess
+from text_generation_proto.sockets import socket_path
+
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Far above the largest message: prompt log-probabilities for a full batch of the longest prompts."""
 
@@ -36,3 +44,21 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Two servers on one port would each get half the calls.
     ("grpc.so_reuseport", 0),
 )
+
+
+def open_channel(
+    address: str, access: ShardAccess, options: Sequence[tuple[str, int]] = CLIENT_OPTIONS
+) -> grpc.aio.Channel:
+    """Return a channel to the shard at `address`. Raises OSError if a certificate cannot be read."""
+    if not access.shard_tls_cert or socket_path(address) is not None:
+        return grpc.aio.insecure_channel(address, options=options)
+    ca, key, cert = read_certificates(access)
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=options)
+
+
+def read_certificates(access: ShardAccess) -> tuple[bytes, bytes, bytes]:
+    """Return the contents of the CA, key and certificate files. Raises OSError."""
+    ca, key, cert = (
+        Path(name).read_bytes() for name in (access.shard_tls_ca, access.shard_tls_key, access.shard_tls_cert)
+    )
+    return ca, key, cert

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from text_generation_proto.channel import CLIENT_OPTIONS
+from text_generation_proto.access import ShardAccess
+from text_generation_proto.channel import open_channel
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 
@@ -48,39 +49,45 @@ class GeneratedToken:
 class ShardClient:
     """A client of one shard. Errors are grpc.aio.AioRpcError with the codes named in shard.proto."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._channel = channel
+    def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+        self._metadata = metadata
+        self._health: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(channel)
         self._stub: shard_pb2_grpc.ShardAsyncStub = shard_pb2_grpc.ShardStub(channel)
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, address: str) -> AsyncIterator[ShardClient]:
-        """Open a channel to `address` (unix:///path or host:port). Connects on first use."""
-        async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
-            yield cls(channel)
+    async def connect(cls, address: str, access: ShardAccess | None = None) -> AsyncIterator[ShardClient]:
+        """Open a channel to `address` (unix:///path or host:port). Connects on first use.
+
+        Token and certificates are those of `access`, else of the environment: SHARD_TOKEN, SHARD_TLS_CERT, ….
+        """
+        access = access or ShardAccess()
+        async with open_channel(address, access) as channel:
+            yield cls(channel, access.metadata)
 
     async def ready(self, timeout: float) -> None:
-        """Return once the shard's health is SERVING; TimeoutError after `timeout` seconds."""
-        health = health_pb2_grpc.HealthStub(self._channel)
+        """Return once the shard's health is SERVING; TimeoutError after `timeout` seconds. A wrong token is an error at once."""
+        request = health_pb2.HealthCheckRequest()
         async with asyncio.timeout(timeout):
             while True:
                 try:
-                    async for reply in health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+                    async for reply in self._health.Watch(request, wait_for_ready=True, metadata=self._metadata):
                         if reply.status == health_pb2.HealthCheckResponse.SERVING:
                             return
-                except grpc.aio.AioRpcError:
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                        raise
                     # The connection was lost; wait_for_ready waits for the next one.
                     await asyncio.sleep(0.1)
 
     async def is_serving(self) -> bool:
         """Return True if the shard's health is SERVING. Waits for the answer of a shard that hangs."""
-        health = health_pb2_grpc.HealthStub(self._channel)
-        reply = await health.Check(health_pb2.HealthCheckRequest())
+        reply = await self._health.Check(health_pb2.HealthCheckRequest(), metadata=self._metadata)
         return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def info(self, timeout: float = 10.0) -> pb.InfoResponse:
         """Return the description of the engine."""
-        return await self._stub.Info(pb.InfoRequest(), timeout=timeout)
+        return await self._stub.Info(pb.InfoRequest(), timeout=timeout, metadata=self._metadata)
 
     async def warm_up(
         self,
@@ -96,11 +103,11 @@ class ShardClient:
             max_batch_size=max_batch_size,
             max_batch_total_tokens=max_batch_total_tokens,
         )
-        return await self._stub.WarmUp(request, timeout=timeout)
+        return await self._stub.WarmUp(request, timeout=timeout, metadata=self._metadata)
 
     def run(self) -> RunCall:
         """Open the plain stream: write Orders, read StepReports. A shard serves one at a time."""
-        call: RunCall = self._stub.Run()
+        call: RunCall = self._stub.Run(metadata=self._metadata)
         return call
 
     @asynccontextmanager

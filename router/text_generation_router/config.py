@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, WrapValidator
 from pydantic_settings import NoDecode
 
+from text_generation_proto.access import ShardAccess
 from text_generation_proto.settings import ChildConfig, HangSettings
 
 
@@ -65,7 +66,7 @@ def listen_host(hostname: str) -> str:
         return "0.0.0.0"
 
 
-class RouterSettings(HangSettings):
+class RouterSettings(HangSettings, ShardAccess):
     """The settings of the router that a user may give to the launcher."""
 
     model_id: str = ""

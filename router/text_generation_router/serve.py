@@ -85,7 +85,7 @@ async def serve(config: RouterConfig) -> ExitCode:
                 )
             except ValueError as error:  # an AIP_* path that is invalid or taken
                 raise CannotServe(str(error)) from error
-            run_cluster = partial(cluster.run, config.shard_address, joined, _warm_up_limits(config))
+            run_cluster = partial(cluster.run, config.shard_address, joined, _warm_up_limits(config), config)
             return await _serve_http(config, app, cluster, metrics, run_cluster, signals)
     except (ChatTemplateError, SandboxError) as error:
         raise CannotServe(str(error)) from error
@@ -182,7 +182,7 @@ async def _first_joins(config: RouterConfig) -> list[ReplicaInfo | None]:
 
 async def _first_join(address: str, config: RouterConfig, failures: list[CannotJoin]) -> ReplicaInfo | None:
     try:
-        async with ShardClient.connect(address) as client:
+        async with ShardClient.connect(address, config) as client:
             return await join(client, _warm_up_limits(config), address, config.shard_connect_timeout)
     except CannotJoin as error:
         failures.append(error)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
+from text_generation_proto.access import ShardAccess
 from text_generation_proto.settings import ChildConfig, HangSettings
 from text_generation_proto.sockets import socket_path
 
@@ -15,7 +16,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 DType = Literal["float16", "bfloat16", "float32"]
 
 
-class ShardSettings(HangSettings):
+class ShardSettings(HangSettings, ShardAccess):
     """The settings of a shard that a user may give to the launcher."""
 
     model_id: str = ""

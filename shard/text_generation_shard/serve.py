@@ -15,13 +15,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 from grpc_reflection.v1alpha import reflection
 
-from text_generation_proto.channel import SERVER_OPTIONS
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.sockets import SocketInUse, claim_socket, remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.guard import create_server
 from text_generation_shard.progress import report_progress
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
@@ -39,10 +39,12 @@ async def serve(config: ShardConfig) -> ExitCode:
     owner = SessionOwner(thread)
     health = grpc_health.HealthServicer()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = create_server(config.shard_token)
     services = _add_services(server, config, owner, health)
     if config.reflection:
         reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server)
+    if socket_path(config.address) is None and not config.shard_token:
+        log.warning("every process that reaches this port may use the shard: set SHARD_TOKEN", address=config.address)
     with _listening(server, config.address):
         await server.start()
         log.info("loading", engine=config.engine, model=config.model_path)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import grpc
 
-from text_generation_proto.channel import SERVER_OPTIONS
 from text_generation_proto.client import ShardClient
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
 from text_generation_proto.gateway import trtllm_service_pb2_grpc
@@ -19,6 +18,7 @@ from text_generation_shard.engine import Engine, Failure, NewSequence, Orders
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 from text_generation_shard.gateway.servicer import GatewayServicer
+from text_generation_shard.guard import create_server
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
 
@@ -118,7 +118,7 @@ async def serve_gateway(
     owner = SessionOwner(thread)
     if engine is not None:
         owner.serve(engine)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = create_server()
     shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, rank=0, world_size=1), server)
     trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(
         GatewayServicer(owner, model, tensor_parallel=2, max_waiting=max_waiting), server

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from text_generation_proto.access import ShardAccess
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 
 
 @asynccontextmanager
-async def shard(address: str, *arguments: str) -> AsyncIterator[tuple[ShardClient, asyncio.subprocess.Process]]:
+async def shard(
+    address: str, *arguments: str, access: ShardAccess | None = None
+) -> AsyncIterator[tuple[ShardClient, asyncio.subprocess.Process]]:
     """An echo shard at `address`, ready; ended with the block."""
+    access = access or ShardAccess.of()
     process = await asyncio.create_subprocess_exec(
         Path(sys.executable).with_name("text-generation-shard"),
         "--engine=echo",
         f"--address={address}",
         *arguments,
+        env=os.environ | access.environ,
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with ShardClient.connect(address) as client:
+        async with ShardClient.connect(address, access) as client:
             await client.ready(30)
             yield client, process
     finally:

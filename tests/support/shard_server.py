@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from text_generation_proto.channel import SERVER_OPTIONS
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_router.shards.cluster import Cluster
 from text_generation_shard.engine import Engine
+from text_generation_shard.guard import create_server
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
 
@@ -35,7 +34,7 @@ async def serve_engine(engine: Engine, address: str) -> AsyncIterator[ServedShar
     thread = EngineThread()
     owner = SessionOwner(thread)
     owner.serve(engine)
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = create_server()
     shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, rank=0, world_size=1), server)
     health_servicer = health.aio.HealthServicer()
     await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)

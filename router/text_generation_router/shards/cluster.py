@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
+from text_generation_proto.access import ShardAccess
 from text_generation_proto.client import ShardClient
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
@@ -152,17 +153,26 @@ class Cluster:
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
-    async def run(self, addresses: Sequence[str], infos: Sequence[ReplicaInfo | None], limits: WarmUpLimits) -> None:
+    async def run(
+        self,
+        addresses: Sequence[str],
+        infos: Sequence[ReplicaInfo | None],
+        limits: WarmUpLimits,
+        access: ShardAccess | None = None,
+    ) -> None:
         """Serve until cancelled, then end all requests with an error.
 
-        addresses[i] is the shard of replica i; infos[i] its description if it has joined already.
+        addresses[i] is the shard of replica i; infos[i] its description if it has joined already. Without `access` the
+        token is that of the environment.
         """
         expected = merge_capabilities(infos)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._expire_requests())
                 for number, address in enumerate(addresses):
-                    tasks.create_task(self._keep(number, _ShardAddress(address, limits, expected), infos[number]))
+                    tasks.create_task(
+                        self._keep(number, _ShardAddress(address, limits, expected, access), infos[number])
+                    )
         finally:
             self._closed = True
             self._listeners.fail_all("the server was stopped")
@@ -173,7 +183,7 @@ class Cluster:
         while True:
             began = time.monotonic()
             try:
-                async with ShardClient.connect(shard.address) as client:
+                async with ShardClient.connect(shard.address, shard.access) as client:
                     if info is None:
                         info = await shard.rejoin(client)
                         log.info("shard joined again", replica=number)
@@ -227,6 +237,7 @@ class _ShardAddress:
     address: str
     limits: WarmUpLimits
     expected: ReplicaInfo
+    access: ShardAccess | None
 
     async def rejoin(self, client: ShardClient) -> ReplicaInfo:
         """Wait for a restarted shard. Raises CannotJoin, TimeoutError."""

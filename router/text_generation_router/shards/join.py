@@ -87,8 +87,8 @@ async def join(client: ShardClient, limits: WarmUpLimits, address: str, timeout:
 
     Raises CannotJoin, and TimeoutError after `timeout` seconds without an answer.
     """
-    await client.ready(timeout)
     try:
+        await client.ready(timeout)
         info = await client.info()
         pool = await client.warm_up(
             max_batch_prefill_tokens=limits.max_batch_prefill_tokens,

@@ -83,6 +83,13 @@ def test_api_key_is_passed_only_in_the_routers_environment() -> None:
     assert all("API_KEY" not in child.env for child in (made.router, *made.shards))
 
 
+def test_shard_token_is_passed_only_in_environments() -> None:
+    made = plan(shard_token="hush", num_replicas=2)
+    assert not any("hush" in word for child in (made.router, *made.shards) for word in child.argv)
+    assert [child.env["SHARD_TOKEN"] for child in (made.router, *made.shards)] == ["hush"] * 3
+    assert {shard.access.metadata for shard in made.shards} == {(("x-shard-token", "hush"),)}
+
+
 def test_stop_timeouts_exceed_those_of_the_children() -> None:
     made = plan(graceful_termination_timeout=30.0, shutdown_timeout=4.0)
     assert made.router.stop_timeout > 30.0

@@ -1,0 +1,48 @@
+"""Access to shards: a token on every call and, over TCP, optional mutual TLS.
+
+A client reads the certificates when it connects, a server at each new connection, so files that change take effect
+without a restart. Unix sockets carry no TLS: their mode is 0600.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from text_generation_proto.settings import ProcessConfig
+
+TOKEN_KEY = "x-shard-token"
+"""Metadata key of the token."""
+
+
+class ShardAccess(ProcessConfig):
+    """The settings for access to shards. `ShardAccess()` reads them from the environment."""
+
+    shard_token: Annotated[str, Field(pattern="^[!-~]*$", repr=False)] = ""
+    """Token that every gRPC call to a shard must carry. The launcher makes a random one by default. A shard started alone
+    without a token accepts every call. Use SHARD_TOKEN in the environment: command lines are visible to all users."""
+    shard_tls_cert: str = ""
+    """PEM file with the certificate chain of both sides of connections to shards over TCP (mutual TLS). It must name the
+    shards' host, with the launcher 127.0.0.1. Files that change are read again."""
+    shard_tls_key: str = ""
+    """PEM file with the private key of shard_tls_cert."""
+    shard_tls_ca: str = ""
+    """PEM file with the certificates that sign shard_tls_cert."""
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        files = (self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)
+        if any(files) and not all(files):
+            raise ValueError("--shard-tls-cert, --shard-tls-key and --shard-tls-ca belong together")
+        return self
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment variables with the token."""
+        return {"SHARD_TOKEN": self.shard_token} if self.shard_token else {}
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata of a call to a shard."""
+        return ((TOKEN_KEY, self.shard_token),) if self.shard_token else ()

@@ -1,0 +1,90 @@
+"""The gRPC server of a shard, and the checks that come before any service: token and limits of calls."""
+
+from __future__ import annotations
+
+import hmac
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from text_generation_proto.access import TOKEN_KEY
+from text_generation_proto.channel import SERVER_OPTIONS
+
+MAX_UNARY_BYTES = 4096
+"""Longest request of a call that has one request and one reply: WarmUp, Info, health checks. None carries a prompt."""
+MAX_UNARY_CALLS = 16
+"""Most concurrent calls of a method with one request and one reply."""
+WARM_UP = "/text_generation.v1.Shard/WarmUp"
+"""The method of which one call is served at a time."""
+MAX_CALLS = 8192
+"""Most concurrent calls of all methods; the gateway's waiting requests are calls."""
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
+
+def create_server(token: str = "") -> grpc.aio.Server:
+    """Return a server that serves only calls with this token; "": all calls."""
+    return grpc.aio.server(interceptors=(CallGuard(token),), options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+
+
+class CallGuard(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token, and unary calls that are too many or too long.
+
+    Its handlers are those of streaming calls, for which gRPC reads no message before the handler asks for one.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._calls = Counter[str]()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        """Return the handler of a call."""
+        if self._token and not self._is_known(handler_call_details):
+            return grpc.stream_stream_rpc_method_handler(_refuse)
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        return self._limited(handler_call_details.method, handler, handler.unary_unary)
+
+    def _is_known(self, call: grpc.HandlerCallDetails) -> bool:
+        values = [value for key, value in call.invocation_metadata if key == TOKEN_KEY]
+        given = values[0] if values else ""
+        return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._token)
+
+    def _limited(self, method: str, handler: Handler, behavior: Callable[[Any, Any], Any]) -> Handler:
+        deserialize = handler.request_deserializer or bytes
+        most = 1 if method == WARM_UP else MAX_UNARY_CALLS
+
+        async def serve(_requests: object, context: Context) -> None:
+            if self._calls[method] >= most:
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{most} calls of {method} are served at a time"
+                )
+            self._calls[method] += 1
+            try:
+                data = await context.read()
+                if len(data) > MAX_UNARY_BYTES:
+                    message = f"the request has {len(data)} bytes, at most {MAX_UNARY_BYTES} are allowed"
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+                try:
+                    request = deserialize(data)
+                except DecodeError:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
+                await context.write(await behavior(request, context))
+            finally:
+                self._calls[method] -= 1
+
+        return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
+
+
+async def _refuse(_requests: object, context: Context) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call carries no valid shard token")

@@ -1,0 +1,116 @@
+"""A shard serves only calls that carry its token, and takes no memory for others."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from shard_process import shard
+
+from text_generation_proto.access import ShardAccess
+from text_generation_proto.channel import CLIENT_OPTIONS
+from text_generation_proto.client import ShardClient
+from text_generation_proto.v1 import shard_pb2_grpc
+
+ACCESS = ShardAccess.of(shard_token="open-sesame")
+METHODS = (
+    *(f"/text_generation.v1.Shard/{name}" for name in ("Info", "WarmUp", "Run")),
+    *(f"/grpc.health.v1.Health/{name}" for name in ("Check", "Watch")),
+    *(f"/trtllm.TrtllmService/{name}" for name in ("Generate", "Abort", "HealthCheck")),
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    "/no.such/Method",
+)
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def code(channel: grpc.aio.Channel, method: str, request: bytes, token: str | None) -> grpc.StatusCode:
+    """Call a method with bytes as the request; return the status after the first reply."""
+    metadata = () if token is None else (("x-shard-token", token),)
+    call = channel.unary_stream(method)(request, metadata=metadata, timeout=20)
+    try:
+        if await call.read() is not grpc.aio.EOF:
+            call.cancel()
+            return grpc.StatusCode.OK
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return await call.code()
+
+
+@pytest.mark.parametrize("tcp", [True, False], ids=["tcp", "unix socket"])
+async def test_no_service_answers_without_the_token(tmp_path: Path, *, tcp: bool) -> None:
+    address = free_address() if tcp else f"unix://{tmp_path}/s"
+    arguments = ("--gateway", "--reflection", "--echo-self-scheduling")
+    async with shard(address, *arguments, access=ACCESS) as (client, _), grpc.aio.insecure_channel(address) as channel:
+        for token in (None, "", "open-sesam", "open-sesame!"):
+            got = {method: await code(channel, method, b"", token) for method in METHODS}
+            assert got == dict.fromkeys(METHODS, grpc.StatusCode.UNAUTHENTICATED)
+        await client.warm_up()
+        got = {method: await code(channel, method, b"", ACCESS.shard_token) for method in METHODS}
+        assert grpc.StatusCode.UNAUTHENTICATED not in got.values()
+    with pytest.raises(grpc.aio.AioRpcError, match="carries no valid shard token"):
+        async with shard(address, access=ACCESS), ShardClient.connect(address, ShardAccess.of()) as thief:
+            await thief.ready(30)
+
+
+async def test_calls_without_the_token_take_neither_memory_nor_the_session() -> None:
+    address = free_address()
+    large = bytes(201 << 20)
+
+    async def attack(channel: grpc.aio.Channel) -> None:
+        codes = [code(channel, "/text_generation.v1.Shard/WarmUp", large, None) for _ in range(6)]
+        for refused in asyncio.as_completed(codes):
+            assert await refused is grpc.StatusCode.UNAUTHENTICATED
+        run = shard_pb2_grpc.ShardStub(channel).Run
+        async with asyncio.timeout(30):
+            for _ in range(200):
+                calls = [run() for _ in range(50)]
+                await asyncio.sleep(0)
+                for call in calls:
+                    call.cancel()
+
+    async with shard(address, "--echo-step-ms=1", access=ACCESS) as (client, process):
+        pool = await client.warm_up()
+        async with client.session(pool) as session:
+            tokens = session.generate([1, 2], max_new_tokens=20_000)
+            await anext(tokens)
+            before = psutil.Process(process.pid).memory_info().rss
+            most = before
+
+            async def watch() -> None:
+                nonlocal most
+                while True:
+                    most = max(most, psutil.Process(process.pid).memory_info().rss)
+                    await anext(tokens)
+
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(watch())
+                async with grpc.aio.insecure_channel(address, CLIENT_OPTIONS) as channel:
+                    await attack(channel)
+                watching.cancel()
+    assert most - before < 32 << 20
+
+
+async def test_unary_calls_are_short_and_one_warm_up_runs_at_a_time() -> None:
+    address = free_address()
+    warm_up = "/text_generation.v1.Shard/WarmUp"
+    async with shard(address, access=ACCESS) as _, grpc.aio.insecure_channel(address) as channel:
+        metadata = ACCESS.metadata
+        for method in ("/text_generation.v1.Shard/Info", warm_up, "/grpc.health.v1.Health/Check"):
+            assert await code(channel, method, bytes(5000), ACCESS.shard_token) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await code(channel, method, b"\xff", ACCESS.shard_token) is grpc.StatusCode.INVALID_ARGUMENT
+        pending = channel.stream_stream(warm_up)(metadata=metadata)  # sends no message
+        await pending.wait_for_connection()
+        while await code(channel, warm_up, b"", ACCESS.shard_token) is grpc.StatusCode.OK:
+            pass
+        pending.cancel()
+        while await code(channel, warm_up, b"", ACCESS.shard_token) is not grpc.StatusCode.OK:
+            pass
