@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ipaddress
 import signal
 from collections.abc import Callable, Coroutine, Sequence
@@ -30,6 +29,7 @@ from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
+from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
 from text_generation_router.metrics import Metrics
 from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.scheduling.policy import Dispatch, Policy
@@ -47,6 +47,7 @@ QUEUED_KV_CACHES = 8
 
 async def serve(config: RouterConfig) -> ExitCode:
     """Serve until a stop signal. Raises CannotServe."""
+    configure_allocator()
     signals = StopSignals()
     try:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path), config.validation_workers)
@@ -286,12 +287,10 @@ async def _serve_http(
             return ExitCode.STOPPED
         try:
             await _listen(server, config)
-            # Objects that live as long as the process need no garbage collection.
-            gc.collect()
-            gc.freeze()
-            # Tokens are freed by reference counting; frequent searches for cycles would find none.
-            gc.set_threshold(50_000, 20, 50)
+            configure_collector()
+            collecting = tasks.create_task(collect_growth(lambda: not cluster.scheduler.requests))
             await signals.stop.wait()
+            collecting.cancel()
         finally:
             cluster.draining = True
         log.info("draining", requests=len(cluster.scheduler.requests))

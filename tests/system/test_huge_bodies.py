@@ -198,3 +198,28 @@ async def test_a_huge_body_harms_no_other_request(
             return
         harms.append(harm)
     raise AssertionError(harms)
+
+
+async def test_memory_comes_back_after_a_burst(demo_model: Path) -> None:
+    chat = BODIES["words of a chat"]
+    with running(demo_model) as stack:
+        [router] = [child for child in stack.children() if "text_generation_router" in child.cmdline()]
+
+        async def burst(count: int) -> None:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+                async def ask() -> None:
+                    body = io.BytesIO(chat)
+                    async with session.post(f"{stack.url}/v1/chat/completions", data=body, headers=JSON) as response:
+                        assert response.status in (422, 429, 503)
+
+                async with asyncio.TaskGroup() as tasks:
+                    for _ in range(count):
+                        tasks.create_task(ask())
+
+        await burst(2)
+        before = router.memory_info().rss
+        await burst(80)
+        async with asyncio.timeout(30):
+            while router.memory_info().rss > before + (50 << 20):  # noqa: ASYNC110 - memory has no event
+                await asyncio.sleep(0.1)
