@@ -50,6 +50,10 @@ def router_of(stack: Stack) -> psutil.Process:
 
 
 async def log_of(stack: Stack, event: str, process: str = "launcher") -> dict[str, Any]:
+    """Return the first record of an event. Router and launcher may find a hang in any order."""
+    for record in stack.records:
+        if (record["process"], record["event"]) == (process, event):
+            return record
     return await asyncio.to_thread(stack.wait_for, event, process)
 
 
