@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 
 import grpc
 import structlog
@@ -31,6 +32,8 @@ HANGS_AFTER_S = 5.0
 """A shard that has not answered for this long, or owes a report for this long and for HANGS_AFTER_STEPS of its longest recent
 steps, does not count as serving and gets no new requests until it answers."""
 HANGS_AFTER_STEPS = 20
+ASK_EVERY = 4
+"""Checks for silence to a health check while reports come: they prove that the process runs."""
 HOLD_SHARE = 0.5
 """Share of a step for which orders are held; the rest is for their way to the replica."""
 MIN_STEP_S = 0.004
@@ -78,6 +81,8 @@ class ReplicaSession:
         """Sequences on the shard."""
         self._reported = self._answered = True
         """A report, or an answer to a health check, came since the last check for silence."""
+        self._ask = asyncio.Event()
+        """Set to check the shard's health."""
         self._longest_step_s = 0.0
         """Slowly forgotten."""
         self._serving, self._hangs = True, False
@@ -137,12 +142,13 @@ class ReplicaSession:
     async def _watch_health(self, client: ShardClient) -> None:
         """Drain the replica while the shard answers that it does not serve: it stops, or a step does not end."""
         while True:
+            await self._ask.wait()
+            self._ask.clear()
             serving = True
             with suppress(grpc.aio.AioRpcError):  # a lost shard ends the session anyway; a health service is optional
                 serving = await client.is_serving()
             self._answered = True
             self._set_health(serving=serving)
-            await asyncio.sleep(CHECK_EVERY_S)
 
     async def _watch_silence(self) -> None:
         """Drain the replica while the shard is silent; raise ShardLost when it hangs.
@@ -151,11 +157,13 @@ class ReplicaSession:
         """
         timeout_s = self._context.hang_timeout_s
         silence, overdue = Silence(), Silence()
-        while True:
+        for check in count():
             await asyncio.sleep(CHECK_EVERY_S)
             owes = self._running > 0 or self._orders_applied < self._orders_sent
             silence.record(sign=self._reported or self._answered)
             overdue.record(sign=self._reported or not owes)
+            if not self._reported or check % ASK_EVERY == 0:
+                self._ask.set()
             self._reported = self._answered = False
             longest_s = max(HANGS_AFTER_S, HANGS_AFTER_STEPS * self._longest_step_s)
             self._set_health(hangs=silence.seconds >= HANGS_AFTER_S or overdue.seconds >= longest_s)
