@@ -1,4 +1,4 @@
-"""Generate docs/flags.md from the settings of launcher, router and shard.
+"""Generate docs/flags.md from the settings of launcher, router and shard, and docs/limits.md from limits.txt.
 
 Usage: python scripts/generate_docs.py
 """
@@ -6,6 +6,7 @@ Usage: python scripts/generate_docs.py
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import types
 import typing
@@ -19,7 +20,8 @@ from text_generation_proto.settings import ProcessConfig
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "flags.md"
+ROOT = Path(__file__).parents[1]
+LIMITS = ROOT / "scripts" / "limits.txt"
 
 TOPICS = {
     "Model": "model_id revision huggingface_hub_cache engine dtype load_format device tokenizer_config_path chat_template "
@@ -126,9 +128,65 @@ def _exit_code_texts() -> list[str]:
     return [" ".join(str(node.value).split()) for node in constants if isinstance(node, ast.Constant)]
 
 
+LIMITS_INTRODUCTION = """\
+# Limits
+
+Generated from `scripts/limits.txt` and the code by `make docs`; do not edit.
+
+Every limit on what a client, a process or a file may take, with the answer beyond it and the test that holds it. A limit with
+a flag is a setting; the others are constants.
+"""
+
+
+def limits_page() -> str:
+    """Return the text of docs/limits.md. Raises ValueError for a limit whose flag, constant or test does not exist."""
+    parts = [LIMITS_INTRODUCTION]
+    for line in LIMITS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            parts.append(f"\n{line}\n\n| limit | default | flag | answer beyond it | test |\n|---|---|---|---|---|\n")
+        elif line and not line.startswith("#"):
+            parts.append(_limit_row(*(cell.strip() for cell in line.split("|"))))
+    return "".join(parts)
+
+
+def _limit_row(limit: str, source: str, unit: str, answer: str, test: str) -> str:
+    flag = ""
+    if source.startswith("--"):
+        flag = f"`{source}`"
+        field = LauncherConfig.model_fields[source.removeprefix("--").replace("-", "_")]
+        value = _text(field.get_default(call_default_factory=True, validated_data={}))
+    else:
+        value = _text(_constant(source))
+    file, _, name = test.partition("::")
+    if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8"):
+        raise ValueError(f"no test {test}")
+    default = f"{value} {unit}".strip() if value else "–"
+    return f"| {limit} | {default} | {flag} | {answer} | `{test}` |\n"
+
+
+def _constant(source: str) -> object:
+    """Return the value of `module:NAME` or `module:Class.attribute`."""
+    module, _, path = source.partition(":")
+    if not module.startswith("text_generation_"):
+        module = f"text_generation_router.{module}"
+    value: object = importlib.import_module(module)
+    for name in path.split("."):
+        fields = getattr(value, "__dataclass_fields__", {})
+        value = fields[name].default if name in fields else getattr(value, name)
+    return value
+
+
+def _text(value: object) -> str:
+    """Return a number with its groups of digits; nothing for a limit that is off or derived from the model."""
+    if not value:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}" if isinstance(value, float) else str(value)
+
+
 def main() -> None:
-    """Write docs/flags.md."""
-    OUTPUT.write_text(flags_page(), encoding="utf-8")
+    """Write the pages."""
+    for name, page in (("flags.md", flags_page()), ("limits.md", limits_page())):
+        (ROOT / "docs" / name).write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

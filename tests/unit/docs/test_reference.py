@@ -6,6 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from text_generation_router.error_attributes import TgiBody
@@ -42,6 +43,13 @@ def test_every_metric_of_our_own_is_listed() -> None:
     assert dict(re.findall(r"^\| `(text_generation_\w+)` \| (.*) \|$", API, re.MULTILINE)) == families
 
 
-def test_the_page_of_flags_is_up_to_date() -> None:
-    page = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))["flags_page"]()
-    assert (ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == page, "run: make docs"
+@pytest.mark.parametrize("name", ["flags", "limits"])
+def test_a_generated_page_is_up_to_date(name: str) -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))[f"{name}_page"]()
+    assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == page, "run: make docs"
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    for document in (ROOT / "docs").glob("*.md"):
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text(encoding="utf-8")):
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{document.name}: {file}::{name}"

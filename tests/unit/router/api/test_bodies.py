@@ -97,6 +97,8 @@ def test_every_text_that_is_no_content_has_a_length(model: type[Body]) -> None:
         {"stop": "a" * 1025},
         {"stop": ["a" * 1025]},
         {"logit_bias": {"1" * 5000: 1.0}},
+        {"logit_bias": dict.fromkeys(map(str, range(1025)), 1.0)},
+        {"n": 129},
         {"chat_template_kwargs": {str(key): 0 for key in range(257)}},
         {"tools": [{"function": {"name": "f"}}] * 129},
         {"messages": [{"role": "a" * 257}]},
