@@ -131,6 +131,13 @@ soak-gpu: $(MADE) ## Run mixed traffic on a GPU for a while and check the answer
 simulate: $(STAMP) ## Simulate the scheduler on traces; tables and plots go to .cache/simulation (ARGS="--scenario chats")
 	$(PY) -m text_generation_bench.simulator --out .cache/simulation $(ARGS)
 
+.PHONY: sbom
+sbom: $(STAMP) ## List the installed packages in .cache/sbom.json, in the format of CycloneDX
+	@test -x .cache/cyclonedx/bin/cyclonedx-py || { $(PYTHON) -m venv .cache/cyclonedx \
+		&& .cache/cyclonedx/bin/python -m pip install --quiet --disable-pip-version-check cyclonedx-bom==7.5.0; }
+	.cache/cyclonedx/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o .cache/sbom.json $(PY)
+	@$(PY) -c "import json; print('sbom:', len(json.load(open('.cache/sbom.json'))['components']), 'components')"
+
 .PHONY: clean
 clean: ## Remove all generated files
 	rm -rf $(VENV) .cache dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
