@@ -26,6 +26,7 @@ from typing import Protocol, cast
 
 from aiohttp import web
 
+from text_generation_router.errors import BodyTimeout
 from text_generation_router.metrics.connections import CloseReason, ConnectionMetrics
 
 READ_RATE = 1000
@@ -207,6 +208,8 @@ class Connection(web.RequestHandler):
             self._stream = None
             self._answered += 1
             self._heard = False
+            if resp.status == BodyTimeout.status and not request.content.is_eof():
+                self.force_close()  # the rest of the body does not come: nothing to wait for
             if not self.busy and self._wire is not None:
                 self.since = self._loop.time()
                 self._connections.waiting(self)
