@@ -8,14 +8,15 @@ import json
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 from stack import Stack, running
+from streams import Streams
 
 pytestmark = pytest.mark.system
 
@@ -34,6 +35,11 @@ def many_descriptors() -> Iterator[None]:
 def router(stack: Stack) -> psutil.Process:
     (process,) = (child for child in stack.children() if "text_generation_router" in child.cmdline())
     return process
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def port_of(stack: Stack) -> int:
@@ -77,6 +83,12 @@ def left(connections: list[socket.socket]) -> int:
     return open_ones
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - processes have no event to wait for
+            await asyncio.sleep(0.1)
+
+
 class Probe:
     """A stream, and requests of /health and /metrics, beside an attack."""
 
@@ -115,6 +127,180 @@ async def probing(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Pro
     probe = Probe()
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(probe.stream(session, url)), tasks.create_task(probe.ask(url))]
+        await until(lambda: bool(probe.gaps))
         yield probe
         for task in running:
             task.cancel()
+
+
+# --------------------------------------------------------------------------------------------------------------- attacks
+
+
+@pytest.mark.usefixtures("many_descriptors")
+async def test_probes_and_streams_go_on_when_descriptors_run_out(
+    demo_model: Path, session: aiohttp.ClientSession
+) -> None:
+    with running(demo_model, "--echo-step-ms", "10") as stack:
+        process = router(stack)
+        most = process.num_fds() + 100
+        process.rlimit(psutil.RLIMIT_NOFILE, (most, most))
+        async with probing(session, stack.url) as probe:
+            with attackers(stack, HEADERS, 500):
+                await until(lambda: probe.asked > 30)
+                assert process.num_fds() < most
+        assert probe.failed == []
+        assert max(probe.gaps) < 1.0  # a busy machine
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("many_descriptors")
+async def test_unfinished_requests_idle_connections_and_slow_readers_are_gone_in_time(
+    demo_model: Path, session: aiohttp.ClientSession
+) -> None:
+    half_body = HEADERS + b'content-length: 2000000\r\n\r\n{"inputs": "' + b"x" * 100_000
+    with running(demo_model, "--echo-step-ms", "10", "--max-concurrent-requests", str(PERMITS + 1)) as stack:
+        process, loop = router(stack), asyncio.get_running_loop()
+        async with probing(session, stack.url) as probe, asyncio.timeout(90):
+            before = process.memory_info().rss
+            with (
+                attackers(stack, stream_request(1500), PERMITS, window=4096) as slow,
+                attackers(stack, HEADERS, 1000) as headers,
+                attackers(stack, half_body, 300) as bodies,
+                attackers(stack, b"", 1000) as silent,
+            ):
+                start = loop.time()
+                await until(lambda: not left(headers) + left(bodies) + left(silent))
+                assert loop.time() - start < 15
+                while True:  # the permits of the slow readers
+                    body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+                    async with session.post(f"{stack.url}/generate", json=body) as response:
+                        if response.status == 200:
+                            break
+                    for reader in slow:
+                        with suppress(BlockingIOError, ConnectionError):
+                            reader.recv(400)
+                    await asyncio.sleep(1)
+                assert loop.time() - start < 30
+            await until(lambda: process.memory_info().rss < before + 50_000_000)
+        assert probe.failed == []
+        assert max(probe.gaps) < 1.0  # a busy machine
+
+
+# -------------------------------------------------------------------------------------------------------------- draining
+
+
+async def test_a_draining_server_refuses_politely_and_closes_last(
+    demo_model: Path, session: aiohttp.ClientSession
+) -> None:
+    port = free_port()
+    with running(demo_model, "--echo-step-ms", "20", "--management-port", str(port)) as stack:
+        management = f"http://127.0.0.1:{port}"
+
+        async def status_of(url: str) -> int:
+            async with session.get(url) as response:
+                return response.status
+
+        assert [await status_of(management + path) for path in ("/health/ready", "/metrics", "/info")] == [
+            200,
+            200,
+            404,
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            streams = Streams(session, tasks)
+            await streams.open(stack.url, 4, max_new_tokens=150)
+            stack.launcher.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(stack.wait_for, "draining", "router")
+            live = [f"{base}{path}" for base in (stack.url, management) for path in ("/health/live", "/v2/health/live")]
+            ready = [f"{base}{path}" for base in (stack.url, management) for path in ("/health", "/v2/health/ready")]
+            assert [await status_of(url) for url in live + ready] == [200] * 4 + [503] * 4
+            for path in ("/generate", "/v1/chat/completions", "/tokenize"):
+                async with session.post(stack.url + path, json={"inputs": "a"}) as response:
+                    assert (response.status, response.headers["retry-after"]) == (503, "1")
+                    assert response.headers["connection"] == "close"
+            await streams.all_ended()
+        assert {(stream.end, stream.tokens) for stream in streams.streams} == {("finished", 150)}
+        assert await asyncio.to_thread(stack.wait) == 0
+
+
+class Proxy:
+    """A TCP proxy that takes its servers in turn, and another one only if a connection is refused."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self.ports = ports
+        self._turn = itertools.count()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in self.ports:
+            port = self.ports[next(self._turn) % len(self.ports)]
+            with suppress(ConnectionRefusedError):
+                upstream = await asyncio.open_connection("127.0.0.1", port)
+                break
+        else:
+            writer.close()
+            return
+
+        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):
+                while data := await source.read(1 << 16):
+                    target.write(data)
+                    await target.drain()
+            target.close()
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(copy(reader, upstream[1]))
+            tasks.create_task(copy(upstream[0], writer))
+
+
+@pytest.mark.parametrize(("requests", "restarts"), [(400, 1), pytest.param(10_000, 2, marks=pytest.mark.full)])
+async def test_no_request_is_lost_when_servers_restart_in_turn(demo_model: Path, requests: int, restarts: int) -> None:
+    """Clients ask again after a 503, as OpenAI's do, and after nothing else."""
+    body = {"inputs": "one two three", "parameters": {"max_new_tokens": 5}}
+    numbers = iter(range(requests))
+    done = refused = 0
+    lost: list[str] = []
+
+    async def client(url: str) -> None:
+        nonlocal done, refused
+        async with aiohttp.ClientSession() as session:
+            for _ in numbers:
+                for _ in range(10):
+                    try:
+                        async with session.post(f"{url}/generate", json=body) as response:
+                            await response.read()
+                            if response.status == 503:
+                                refused += 1
+                                await asyncio.sleep(float(response.headers["retry-after"]) / 10)
+                                continue
+                            if response.status != 200:
+                                lost.append(str(response.status))
+                    except aiohttp.ClientError as error:
+                        lost.append(repr(error))
+                    break
+                else:
+                    lost.append("refused ten times")
+                done += 1
+
+    with ExitStack() as stacks:
+        servers = [stacks.enter_context(running(demo_model, "--echo-step-ms", "5")) for _ in range(2)]
+        proxy = Proxy([port_of(server) for server in servers])
+        async with await asyncio.start_server(proxy.serve, "127.0.0.1") as listening, asyncio.TaskGroup() as tasks:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            for _ in range(PERMITS):
+                tasks.create_task(client(url))
+            for number in range(restarts):
+                began = done
+                await until(lambda began=began: done >= min(began + requests // 8, requests))
+                servers[number].launcher.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(servers[number].wait) == 0
+                if number + 1 < restarts:
+                    servers[number] = stacks.enter_context(closing(await asyncio.to_thread(started, demo_model)))
+                    proxy.ports[number] = port_of(servers[number])
+    assert (done, lost) == (requests, [])
+    assert refused
+
+
+def started(model: Path) -> Stack:
+    """Start a server and wait until it is ready."""
+    stack = Stack(model, "--echo-step-ms", "5")
+    stack.wait_for("ready")
+    return stack

@@ -41,7 +41,7 @@ REPLACEABLE_S = 1.0
 """Seconds without a request after which a connection may be closed to make room."""
 WATCH_INTERVAL_S = 0.5
 """Seconds between two checks of all deadlines."""
-CHECKED_AT_ONCE = 64
+CHECKED_AT_ONCE = 32
 """Connections checked before other work runs."""
 NO_REQUEST = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 """The answer to headers that do not end in time."""
@@ -253,8 +253,10 @@ class Connections:
         return Connection(self._server, self, probes_only=probes_only)
 
     def make_room(self) -> None:
-        """Close a connection that waits for a request, because no descriptor is free."""
-        self._replace(self._waiting)
+        """Close connections that wait for a request, because no descriptor is free."""
+        for _ in range(RESERVE // 2):
+            if not self._replace(self._reserved):
+                self._replace(self._waiting)
 
     async def watch(self) -> None:
         """Hang up on clients whose deadline has passed; never returns."""

@@ -21,12 +21,14 @@ from text_generation_router.metrics.connections import ConnectionMetrics
 
 BACKLOG = 1024
 """Connections that wait to be accepted."""
-ACCEPTED_AT_ONCE = 16
-"""Connections accepted before other work runs."""
-NO_DESCRIPTOR_PAUSE_S = 0.1
+ACCEPTED_AT_ONCE = 4
+"""Connections accepted before other work runs, and before those that make room for them are closed."""
+NO_DESCRIPTOR_PAUSE_S = 0.01
 """Seconds until connections are accepted again after no descriptor was free."""
 UNSENT_IN_KERNEL = 1 << 14
 """Bytes that the system holds unsent for a connection. It would hold megabytes, and hide for minutes that a client reads."""
+RECEIVED_AHEAD = 1 << 17
+"""Bytes of a connection that the system receives ahead. The event loop reads all of them before it serves another one."""
 LAST_REQUESTS_S = 1.0
 """Seconds for clients to send one more request, on connections that are open, before these are closed."""
 LAST_EVENTS_S = 0.3
@@ -43,6 +45,9 @@ class Listener:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._socket.settimeout(0)
+        # Accepted sockets inherit both.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_AHEAD)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_IN_KERNEL)
         self.port: int = self._socket.getsockname()[1]
         self.connections = connections
         self._loop = asyncio.get_running_loop()
@@ -96,8 +101,6 @@ class Listener:
 
     async def _connect(self, accepted: socket.socket, connection: Connection) -> None:
         accepted.settimeout(0)
-        with suppress(OSError):
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_IN_KERNEL)
         try:
             await self._loop.connect_accepted_socket(lambda: connection, accepted)
         except OSError:  # the client left
