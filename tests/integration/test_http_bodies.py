@@ -112,3 +112,19 @@ async def test_a_compressed_body_counts_uncompressed(stack: Stack) -> None:
 async def test_unknown_routes_and_wrong_methods_have_no_body(stack: Stack, method: str, path: str, status: int) -> None:
     async with stack.client.request(method, path) as response:
         assert (response.status, await response.read()) == (status, b"")
+
+
+@pytest.mark.parametrize(
+    "bytes_sent",
+    [
+        b"GET /\x1b[2Jpath HTTP/1.1\r\nhost: path\r\n\r\n",
+        b"path path path\r\n\r\n",
+        b"GET /path HTTP/1.1\r\npath : a\r\n\r\n",
+        b"POST /path HTTP/1.1\r\nhost: path\r\ncontent-length: -1\r\n\r\n",
+    ],
+)
+async def test_malformed_http_gets_a_400_without_its_bytes(stack: Stack, bytes_sent: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+    writer.write(bytes_sent)
+    assert await reader.read() == b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+    writer.close()

@@ -200,6 +200,25 @@ async def test_a_huge_body_harms_no_other_request(
     raise AssertionError(harms)
 
 
+async def test_a_body_of_chunks_of_one_byte_harms_no_other_request(server: tuple[str, list[psutil.Process]]) -> None:
+    url, processes = server
+    body = b'{"inputs":"' + b"a" * 400_000 + b'"}'
+    head = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    host, _, port = url.removeprefix("http://").partition(":")
+    harms = []
+    while len(harms) < TRIES:
+        async with beside(url, processes) as measured:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head + chunks)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 422 ")
+            writer.close()
+        if measured.harm is None:
+            return
+        harms.append(measured.harm)
+    raise AssertionError(harms)
+
+
 async def test_memory_comes_back_after_a_burst(demo_model: Path) -> None:
     chat = BODIES["words of a chat"]
     with running(demo_model) as stack:

@@ -22,6 +22,7 @@ import math
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Protocol, cast
 
 from aiohttp import web
@@ -43,8 +44,8 @@ WATCH_INTERVAL_S = 0.5
 """Seconds between two checks of all deadlines."""
 CHECKED_AT_ONCE = 32
 """Connections checked before other work runs."""
-NO_REQUEST = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-"""The answer to headers that do not end in time."""
+BARE_ANSWER = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+"""The answer to headers that do not end in time, or are no HTTP: neither their bytes nor the name of a library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Connection(web.RequestHandler):
         self._connections.count(reason)
         if reason is CloseReason.HEADERS and self._heard and self._wire is not None:
             self._headers_by = math.inf
-            self._wire.write(NO_REQUEST)
+            self._wire.write(_bare_answer(HTTPStatus.REQUEST_TIMEOUT))
             self.force_close()
         elif self._wire is not None:
             self._wire.abort()
@@ -197,6 +198,19 @@ class Connection(web.RequestHandler):
         self._credit_s = self._connections.limits.stall_s
         if self._stream is not None:
             self._stream.on_writable()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = HTTPStatus.INTERNAL_SERVER_ERROR,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer malformed HTTP and close the connection; called by aiohttp. Raises ConnectionAbortedError."""
+        if self._wire is not None and not self._wire.is_closing() and not request.writer.output_size:
+            self._wire.write(_bare_answer(HTTPStatus(status)))
+            self._wire.close()
+        raise ConnectionAbortedError("malformed HTTP")
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -310,6 +324,10 @@ class Connections:
         del waiting[oldest]
         oldest.hang_up(CloseReason.REPLACED)
         return True
+
+
+def _bare_answer(status: HTTPStatus) -> bytes:
+    return BARE_ANSWER % (status, status.phrase.encode())
 
 
 def connection_of(request: web.BaseRequest) -> Connection:
