@@ -7,6 +7,7 @@ imports nothing but Jinja: a worker must be small and start fast.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from datetime import datetime
@@ -23,15 +24,26 @@ TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of the final message in the rendered text. Its trailing space shows if the template trims."""
 
 
+LATE_IMPORTS = ("encodings.unicode_escape", "jinja2.constants", "jinja2.debug", "pprint", "textwrap", "urllib.parse")
+"""Modules that Jinja imports when it first needs them, which a confined worker cannot."""
+
+
 class RenderError(Exception):
     """The conversation could not be rendered."""
 
 
-def renderer(config: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """Return the job: a function from {template, variables, continue_final} as JSON to the text as UTF-8.
+def renderer(config: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]]:
+    """Return a function that compiles the templates and returns the job. It raises RenderError.
 
-    `config`: `sources`, template texts by name; `max_characters` of a text. Raises RenderError.
+    `config`: `sources`, template texts by name; `max_characters` of a text.
     """
+    for name in LATE_IMPORTS:
+        importlib.import_module(name)
+    return lambda: _renderer(config)
+
+
+def _renderer(config: dict[str, Any]) -> Callable[[bytes], bytes]:
+    """Return the job: a function from {template, variables, continue_final} as JSON to the text as UTF-8."""
     environment = template_environment()
     templates = {name: _compile(environment, name, text) for name, text in config["sources"].items()}
     max_characters: int = config["max_characters"]

@@ -61,8 +61,8 @@ _UNSUPPORTED = {
 """Error messages of llguidance (patterns) and the text for clients."""
 
 
-def compile_job(config: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """Return the job for one model; `config`: `tokenizer`, the path of its tokenizer.json.
+def compile_job(config: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]]:
+    """Return a function that returns the job for one model; `config`: `tokenizer`, the path of its tokenizer.json.
 
     Raises FileNotFoundError or ValueError.
     """
@@ -80,7 +80,7 @@ def compile_job(config: dict[str, Any]) -> Callable[[bytes], bytes]:
             return str(refusal).removeprefix(InvalidRequest.prefix).encode()
         return b""
 
-    return job
+    return lambda: job
 
 
 def prove(grammar: Grammar, tokenizer: LLTokenizer) -> None:

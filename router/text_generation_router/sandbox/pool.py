@@ -19,10 +19,15 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from typing import Any, Self
+
+import structlog
 
 from text_generation_router.errors import Overloaded
 from text_generation_router.sandbox.worker import HEADER, MAX_MESSAGE, FrameKind
+
+log = structlog.get_logger()
 
 START_TIMEOUT_S = 30.0
 """Time in which a worker must have created its job."""
@@ -70,7 +75,8 @@ class Sandbox:
         max_waiting: int,
         max_output: int,
     ) -> None:
-        """`factory` is "module:function"; called with `config` (JSON) it returns the job, a function bytes -> bytes.
+        """`factory` is "module:function"; called with `config` (JSON) it returns a function that makes the job, a function
+        bytes -> bytes. Only the factory may read files: then the worker is confined (confine.py).
 
         `timeout_s`: time of a job, from when a worker takes it. `memory_bytes`: heap of a worker, interpreter included
         (about 15 MB). `max_waiting`: calls that wait for a worker. `max_output`: bytes of a result.
@@ -181,8 +187,10 @@ class Sandbox:
             try:
                 async with _start_worker(self._factory) as worker:
                     worker.ask(self._settings, START_TIMEOUT_S)
-                    if isinstance(error := await worker.outcome(self._max_output), SandboxError):
-                        raise error
+                    if isinstance(refused := await worker.outcome(self._max_output), SandboxError):
+                        raise refused
+                    if refused:
+                        _warn(refused.decode(errors="replace"))
                     pause_s, self._broken = FIRST_PAUSE_S, None
                     self._ready.add(worker)
                     if len(self._ready) == self._size and not started.done():
@@ -211,6 +219,12 @@ class Sandbox:
                 del outcome  # not kept until the next job
         finally:
             self._ready.discard(worker)
+
+
+@cache
+def _warn(refused: str) -> None:
+    """Log once what the kernel refused."""
+    log.warning("workers are not fully confined", refused=refused)
 
 
 def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:

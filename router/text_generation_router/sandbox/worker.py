@@ -2,7 +2,9 @@
 
 Standard input and output are one socket to the router. The router sends frames, and the worker answers each with one
 frame: the length of the body (4 bytes, big-endian), the kind (1 byte), the body. The first body is the settings as JSON:
-FACTORY(settings["config"]) returns the job, a function from bytes to bytes. Each later body is an input of the job.
+FACTORY(settings["config"]) may read files and returns a function. That one is called when the process is confined
+(confine.py) and returns the job, a function from bytes to bytes. The first answer lists the measures of confinement that
+the kernel refused. Each later body is an input of the job.
 Only what the job needs is imported here: a worker must start fast and be small.
 """
 
@@ -18,6 +20,8 @@ import struct
 import sys
 from enum import IntEnum
 from typing import BinaryIO
+
+from text_generation_router.sandbox.confine import confine
 
 HEADER = struct.Struct(">IB")
 MAX_MESSAGE = 1000
@@ -47,10 +51,11 @@ def main(factory: str) -> None:
                 _limit(settings["memory_bytes"], settings["niceness"])
                 max_output = settings["max_output"]
                 module, _, name = factory.partition(":")
-                job = getattr(importlib.import_module(module), name)(settings["config"])
-            else:
-                body = job(payload)
-            if len(body) > max_output:
+                make = getattr(importlib.import_module(module), name)(settings["config"])
+                refused = confine()
+                job = make()
+                body = "; ".join(refused)[:MAX_MESSAGE].encode(errors="replace")
+            elif len(body := job(payload)) > max_output:
                 raise ValueError(f"the result is longer than {max_output} bytes")
         except MemoryError:
             kind, body = FrameKind.OUT_OF_MEMORY, b""

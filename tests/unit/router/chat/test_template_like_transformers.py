@@ -76,7 +76,7 @@ CONVERSATIONS: dict[str, list[Json]] = {
 
 def ours(templates: ChatTemplates, conversation: Conversation) -> str:
     request = template_input(conversation, templates)
-    job = renderer({"sources": dict(templates.sources), "max_characters": 100_000})
+    job = renderer({"sources": dict(templates.sources), "max_characters": 100_000})()
     return job(request.to_json()).decode()
 
 

@@ -262,7 +262,7 @@ def test_free_text_may_contain_calls(begin: str, end: str, tokenizer: LLTokenize
 
 
 def test_the_result_of_the_job_is_empty_or_tgis_text(demo_model: Path) -> None:
-    job = compile_job({"tokenizer": str(demo_model / "tokenizer.json")})
+    job = compile_job({"tokenizer": str(demo_model / "tokenizer.json")})()
     assert job(b'{"kind": "regex", "text": "a"}') == b""
     assert job(b'{"kind": "json_schema", "text": "{\\"type\\":5}"}').startswith(b"grammar is not valid: 5 is not")
 

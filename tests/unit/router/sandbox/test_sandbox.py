@@ -37,10 +37,11 @@ def a_sandbox(
     workers: int = 1,
     timeout_s: float = LONG_TIMEOUT_S,
     max_waiting: int = 8,
+    pipe: Path | None = None,
 ) -> Sandbox:
     return Sandbox(
         f"sandbox_jobs:{factory}",
-        config or {},
+        {"pipe": str(pipe)} if pipe else config or {},
         workers=workers,
         timeout_s=timeout_s,
         memory_bytes=128 << 20,
@@ -63,7 +64,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def until_it_runs(pipe: Path) -> None:
     """Return when the job `report` runs."""
-    assert await asyncio.to_thread(pipe.read_text) == "running"
+    with pipe.open("rb", buffering=0) as file:
+        assert await asyncio.to_thread(file.read, 100) == b"running"
+
+
+async def read(path: str) -> list[str]:
+    return (await asyncio.to_thread(Path(path).read_text)).splitlines()
 
 
 async def until_gone(pid: int) -> None:
@@ -132,16 +138,64 @@ async def test_a_worker_has_no_secrets_no_output_a_low_priority_and_ignores_sign
     async with a_sandbox() as sandbox:
         [pid] = sandbox.pids
         assert b"HF_TOKEN" not in await sandbox.call(b"environment")
-        assert int(await sandbox.call(b"niceness")) >= min(19, os.nice(0) + 5)
+        assert psutil.Process(pid).nice() >= min(19, os.nice(0) + 5)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
             assert int(await sandbox.call(b"print")) == pid
 
 
+@pytest.mark.parametrize(
+    ("attempt", "outcome"),
+    [
+        ("open('/etc/passwd')", "PermissionError"),
+        ("open('{file}', 'w')", "PermissionError"),
+        ("os.listdir('/')", "PermissionError"),
+        ("os.remove('{file}')", "PermissionError"),
+        ("os.mkdir('{file}2')", "PermissionError"),
+        ("os.memfd_create('a')", "PermissionError"),
+        ("os.pipe()", "PermissionError"),
+        ("os.dup(0)", "PermissionError"),
+        ("socket.socket(socket.AF_INET)", "PermissionError"),
+        ("socket.socket(socket.AF_UNIX)", "PermissionError"),
+        ("os.fork()", "PermissionError"),
+        ("os.execv('/bin/true', ['true'])", "PermissionError"),
+        ("os.kill({router}, 9)", "PermissionError"),
+        ("os.kill(-1, 9)", "PermissionError"),
+        ("os.setuid(0)", "PermissionError"),
+        ("result = libc.open(b'/etc/passwd', 0), ctypes.get_errno()", "(-1, 1)"),
+        ("result = libc.socket(2, 1, 0), ctypes.get_errno()", "(-1, 1)"),
+        ("result = libc.vfork(), ctypes.get_errno()", "(-1, 1)"),
+        ("result = libc.system(b'true')", "32512"),
+        ("result = libc.ptrace(16, {router}, 0, 0), ctypes.get_errno()", "(-1, 1)"),
+        ("result = libc.fcntl(0, 8, {router}), ctypes.get_errno()", "(-1, 1)"),  # F_SETOWN: signals of the descriptor
+    ],
+)
+async def test_a_job_can_open_nothing_start_nothing_and_reach_no_process(
+    tmp_path: Path, attempt: str, outcome: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch(mode=0o666)
+    async with a_sandbox() as sandbox:
+        code = attempt.format(file=file, router=os.getpid())
+        assert (await sandbox.call(f"execute {code}".encode())).decode() == outcome
+
+
+async def test_a_worker_has_no_privileges_and_lower_limits_than_its_router() -> None:
+    async with a_sandbox() as sandbox:
+        [pid] = sandbox.pids
+        status = dict(line.split(":\t", 1) for line in await read(f"/proc/{pid}/status"))
+        assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+        assert int(status["CapEff"], 16) == 0
+        assert 0 not in map(int, status["Uid"].split())
+        limits = {line[:26].strip(): line[26:].split()[:2] for line in await read(f"/proc/{pid}/limits")}
+        assert limits["Max file size"] == limits["Max processes"] == ["0", "0"]
+        assert int(limits["Max open files"][1]) < 10
+
+
 async def test_other_workers_go_on_while_a_job_does_not_end(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
-    async with a_sandbox(workers=2) as sandbox, asyncio.TaskGroup() as tasks:
-        endless = tasks.create_task(sandbox.call(f"report {pipe}".encode()))
+    async with a_sandbox(pipe=pipe, workers=2) as sandbox, asyncio.TaskGroup() as tasks:
+        endless = tasks.create_task(sandbox.call(b"report"))
         await until_it_runs(pipe)
         answers = {await sandbox.call(b"pid") for _ in range(5)}
         assert len(answers) == 1
@@ -151,9 +205,9 @@ async def test_other_workers_go_on_while_a_job_does_not_end(tmp_path: Path) -> N
 
 async def test_a_job_whose_worker_was_killed_is_done_by_another(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
-    async with a_sandbox() as sandbox, asyncio.TaskGroup() as tasks:
+    async with a_sandbox(pipe=pipe) as sandbox, asyncio.TaskGroup() as tasks:
         [before] = sandbox.pids
-        job = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+        job = tasks.create_task(sandbox.call(b"wait"))
         await until(lambda: psutil.Process(before).status() == psutil.STATUS_SLEEPING and not sandbox.waiting)
         os.kill(before, signal.SIGKILL)
         await until_gone(before)
@@ -163,8 +217,8 @@ async def test_a_job_whose_worker_was_killed_is_done_by_another(tmp_path: Path) 
 
 async def test_a_call_that_waits_too_long_for_a_worker_is_refused(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
-    async with a_sandbox() as sandbox, asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+    async with a_sandbox(pipe=pipe) as sandbox, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(sandbox.call(b"wait"))
         await asyncio.sleep(0)  # it takes the only worker
         with pytest.raises(Overloaded):
             await sandbox.call(b"pid")
@@ -189,22 +243,22 @@ async def test_waiting_calls_are_served_in_order_and_their_number_is_bounded(tmp
         await sandbox.call(payload)
         order.append(payload)
 
-    async with a_sandbox(max_waiting=2) as sandbox:
+    async with a_sandbox(pipe=pipe, max_waiting=2) as sandbox:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(ask(sandbox, f"wait {pipe}".encode()))
+            tasks.create_task(ask(sandbox, b"wait"))
             tasks.create_task(ask(sandbox, b"pid second"))
             tasks.create_task(ask(sandbox, b"pid third"))
             await until(lambda: sandbox.waiting == 2)
             with pytest.raises(Overloaded):
                 await sandbox.call(b"pid fourth")
             await asyncio.to_thread(pipe.write_text, "go on")
-        assert order == [f"wait {pipe}".encode(), b"pid second", b"pid third"]
+        assert order == [b"wait", b"pid second", b"pid third"]
 
 
 async def test_a_waiting_call_that_is_cancelled_is_dropped(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
-    async with a_sandbox(max_waiting=1) as sandbox, asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+    async with a_sandbox(pipe=pipe, max_waiting=1) as sandbox, asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(sandbox.call(b"wait"))
         cancelled = tasks.create_task(sandbox.call(b"fail of a cancelled call"))
         await until(lambda: sandbox.waiting == 1)
         cancelled.cancel()
@@ -219,8 +273,8 @@ async def test_a_waiting_call_that_is_cancelled_is_dropped(tmp_path: Path) -> No
 
 async def test_the_result_of_a_cancelled_call_reaches_no_other_caller(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
-    async with a_sandbox() as sandbox, asyncio.TaskGroup() as tasks:
-        cancelled = tasks.create_task(sandbox.call(f"wait {pipe}".encode()))
+    async with a_sandbox(pipe=pipe) as sandbox, asyncio.TaskGroup() as tasks:
+        cancelled = tasks.create_task(sandbox.call(b"wait"))
         writing = tasks.create_task(asyncio.to_thread(pipe.write_text, "for a cancelled call"))
         await asyncio.sleep(0)
         cancelled.cancel()
@@ -265,7 +319,7 @@ async def test_calls_fail_while_no_worker_can_start_and_succeed_once_one_can(tmp
 
 async def test_closing_ends_everything(tmp_path: Path) -> None:
     pipe = a_pipe(tmp_path)
-    sandbox = a_sandbox()
+    sandbox = a_sandbox(pipe=pipe)
     await sandbox.start()
     [pid] = sandbox.pids
 
@@ -275,7 +329,7 @@ async def test_closing_ends_everything(tmp_path: Path) -> None:
         return True
 
     async with asyncio.TaskGroup() as tasks:
-        running, waiting = tasks.create_task(refused(f"report {pipe}")), tasks.create_task(refused("pid"))
+        running, waiting = tasks.create_task(refused("report")), tasks.create_task(refused("pid"))
         await until_it_runs(pipe)
         await sandbox.close()
     assert running.result()
