@@ -108,6 +108,20 @@ async def test_echo_with_logprobs_scores_the_prompt(stack: Stack) -> None:
         assert [one for part in columns for one in part[name]] == column
 
 
+async def test_echo_is_limited_in_its_choices(stack: Stack) -> None:
+    for count, status in ((16, 200), (17, 422)):
+        body = {"prompt": "Hello", "max_tokens": 1, "echo": True, "n": count}
+        async with stack.client.post(COMPLETIONS, json=body) as response:
+            assert response.status == status
+
+
+async def test_a_long_reply_is_written_in_parts(stack: Stack) -> None:
+    body = {"prompt": "a b c d", "max_tokens": 1500, "ignore_eos": True, "n": 32, "logprobs": 1}
+    reply = await post(stack.client, COMPLETIONS, body)
+    assert [len(choice["logprobs"]["tokens"]) for choice in reply["choices"]] == [1500] * 32
+    assert reply["usage"]["completion_tokens"] == 48_000
+
+
 async def test_max_tokens_0_shows_no_new_token(stack: Stack) -> None:
     body = {"prompt": "Hello there", "max_tokens": 0, "echo": True, "logprobs": 1}
     reply = await post(stack.client, COMPLETIONS, body)

@@ -6,8 +6,9 @@ is refused in the words of TGI's web framework.
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -138,6 +139,8 @@ AnyMetadata = TypeAliasType("AnyMetadata", Annotated[dict[Name, Any], BeforeVali
 BodyT = TypeVar("BodyT", bound=Body)
 T = TypeVar("T")
 
+MAX_WRITTEN_AT_ONCE = 1 << 20
+"""Bytes of a response that is written at once."""
 MAX_INLINE = 1 << 16
 """Bytes of a body that is parsed and validated on the event loop: a millisecond."""
 LARGE_BODY = web.RequestKey("large_body", bool)
@@ -188,6 +191,23 @@ def validate(value: object, schema: type[BodyT]) -> BodyT:
 def json_response(value: object) -> web.Response:
     """A response with a JSON body."""
     return web.Response(body=orjson.dumps(value), content_type=JSON)
+
+
+async def json_parts_response(
+    request: web.Request, parts: Sequence[bytes], headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """Respond with JSON that is there in parts. A long response is written in parts: other requests run between them."""
+    length = sum(map(len, parts))
+    if length <= MAX_WRITTEN_AT_ONCE:
+        return web.Response(body=b"".join(parts), content_type=JSON, headers=headers)
+    response = web.StreamResponse(headers={**headers, hdrs.CONTENT_TYPE: JSON})
+    response.content_length = length
+    await response.prepare(request)
+    for part in parts:
+        await response.write(part)
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response
 
 
 async def expect_continue(request: web.Request) -> web.StreamResponse | None:

@@ -222,16 +222,18 @@ def alternative(logprob: LogprobJson) -> orjson.Fragment:
 
 async def whole_answer(
     named: Named, kind: str, choices: Iterable[ChatChoice | CompletionChoice], usage: Usage
-) -> bytes:
-    """A ChatAnswer or CompletionAnswer as JSON. Each choice is made and written in turn.
+) -> list[bytes]:
+    """A ChatAnswer or CompletionAnswer as JSON, in parts. Each choice is made and written in turn.
 
     Choices with log-probabilities are megabytes; other requests run between two of them.
     """
-    written = []
+    written = [named.head(kind)]
+    before = b',"choices":['
     for choice in choices:
-        written.append(orjson.dumps(choice))
+        written.append(before + orjson.dumps(choice))
+        before = b","
         await asyncio.sleep(0)
-    return b'%b,"choices":[%b],"usage":%b}' % (named.head(kind), b",".join(written), orjson.dumps(usage))
+    return [*written, b'],"usage":%b}' % orjson.dumps(usage)]
 
 
 def _token(token_id: TokenId, logprob: orjson.Fragment, tokenizer: Tokenizer) -> TokenLogprob:

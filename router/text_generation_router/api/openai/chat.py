@@ -11,7 +11,7 @@ from text_generation_router.api.core.chat import ChatPreparer, ChatRequest, Pars
 from text_generation_router.api.core.ids import named, new_call_id
 from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.core.tokens import answer_tokens
-from text_generation_router.api.http.bodies import beside, parse_body
+from text_generation_router.api.http.bodies import beside, json_parts_response, parse_body
 from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens, compute_time_header, timing_headers
@@ -55,7 +55,7 @@ class ChatRoutes:
                 self._serving.cost_headers(len(chat.prompt)) | timing_headers(records) | compute_time_header(records[0])
             )
             reply = await self._whole(body, chat, collectors, cached_tokens(records))
-            return web.Response(body=reply, content_type="application/json", headers=headers)
+        return await json_parts_response(request, reply, headers)
 
     async def text(self, request: web.Request, body: ChatBody, record: GenerationRecord, around: QosFields) -> str:
         """Return the text of one answer; `around` is the body of several chats that this is one of."""
@@ -92,7 +92,9 @@ class ChatRoutes:
         with serving.run(chat.requests, records, chunks.sinks()):
             return await stream.run()
 
-    async def _whole(self, body: ChatBody, chat: ChatRequest, collectors: Sequence[Collector], cached: int) -> bytes:
+    async def _whole(
+        self, body: ChatBody, chat: ChatRequest, collectors: Sequence[Collector], cached: int
+    ) -> list[bytes]:
         generated = sum(collector.ended.result().generated_tokens for collector in collectors)
         choices = (
             self._choice(index, body, chat.answer(collector.ended.result()), collector)

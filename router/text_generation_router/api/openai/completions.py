@@ -11,7 +11,7 @@ from aiohttp import web
 from text_generation_proto.values import FinishReason, LogprobOptions
 from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.serving import Collector, Serving
-from text_generation_router.api.http.bodies import parse_body
+from text_generation_router.api.http.bodies import json_parts_response, parse_body
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import cached_tokens, timing_headers
 from text_generation_router.api.openai.answers import CompletionChoice, CompletionLogprobs, usage, whole_answer
@@ -66,7 +66,8 @@ class CompletionRoutes:
             collectors = await self._serving.collect(requests, records)
             cached = sum(map(cached_tokens, by_prompt(records, len(prompts))))
             reply = await self._whole(body, admitted, collectors, cached)
-            return web.Response(body=reply, content_type="application/json", headers=headers | timing_headers(records))
+            headers |= timing_headers(records)
+        return await json_parts_response(request, reply, headers)
 
     @property
     def _limit(self) -> int:
@@ -98,7 +99,7 @@ class CompletionRoutes:
 
     async def _whole(
         self, body: CompletionBody, prompts: Sequence[Prompt], collectors: Sequence[Collector], cached: int
-    ) -> bytes:
+    ) -> list[bytes]:
         hidden = body.max_tokens == 0
         generated = 0 if hidden else sum(collector.ended.result().generated_tokens for collector in collectors)
         counts = usage(sum(len(prompt.requests[0].prompt) for prompt in prompts), generated, cached)
