@@ -30,7 +30,7 @@ from torch import Tensor
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.torch.build import build_torch_engine
+from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor, Launched
 from text_generation_shard.step.sequence import StepRows
@@ -146,7 +146,7 @@ def main() -> int:
     for part in ("prompts", "logits", "tops", "texts"):
         reference[part] = reference[part][:: options.every]
     config = ShardConfig(engine="torch", model_path=str(options.model), device=options.device, dtype=options.dtype)
-    engine = cast(TorchEngine, build_torch_engine(config))
+    engine = cast(TorchEngine, build_engine(config))
     print(
         f"{options.model.name}, {engine.info.dtype} on {engine.info.device}, {len(reference['prompts'])} prompts",
         flush=True,

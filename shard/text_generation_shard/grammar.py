@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, cast
 import structlog
 
 from text_generation_proto.grammar_options import JSON_OPTIONS, LIMITS, MAX_GRAMMAR_TEXT
-from text_generation_proto.panics import without_panics
+from text_generation_proto.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
+from text_generation_proto.panics import PanicError, without_panics
 from text_generation_proto.values import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -123,19 +124,21 @@ def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | 
 
     Takes a quarter of a second for 50 thousand tokens.
     """
-    path = Path(folder) / "tokenizer.json"
-    if not folder or not path.is_file() or find_spec("llguidance") is None:
+    name = "tokenizer.json"
+    if not folder or not Path(folder, name).is_file() or find_spec("llguidance") is None:
         return None
     from llguidance import LLParserLimits
 
     try:
-        tokenizer = _load_tokenizer(path.read_text(encoding="utf-8"), list(eos_token_ids))
-    except (OSError, ValueError) as error:
+        text = read_file(find_file(Path(folder), name), MAX_TOKENIZER_BYTES).decode()
+        tokenizer = _load_tokenizer(text, list(eos_token_ids))
+    except (OSError, ValueError, PanicError) as error:
         log.warning("no grammars: the tokenizer cannot be read", reason=_one_line(str(error)))
         return None
     return Grammars(tokenizer, LLParserLimits(**LIMITS))
 
 
+@without_panics
 def _load_tokenizer(text: str, eos_token_ids: list[int]) -> LLTokenizer:
     """Raises ValueError if llguidance cannot read `text` as a tokenizer.json."""
     from llguidance import LLTokenizer

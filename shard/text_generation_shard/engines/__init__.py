@@ -23,9 +23,15 @@ def build_engine(config: ShardConfig) -> Engine:
         return build(config)
     if find_spec("torch") is None:
         raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
+    if not config.model_path:
+        raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
+    from text_generation_shard.engines.torch.model_config import read_model_config
+
+    # Checked before PyTorch is imported, which takes seconds.
+    model_config = read_model_config(Path(config.model_path))
     from text_generation_shard.engines.torch.build import build_torch_engine
 
-    return build_torch_engine(config)
+    return build_torch_engine(config, model_config)
 
 
 def _has_gpu(config: ShardConfig) -> bool:

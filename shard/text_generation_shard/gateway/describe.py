@@ -17,6 +17,7 @@ from pathlib import Path
 
 from text_generation_proto.gateway import common_pb2
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
+from text_generation_proto.model_files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, find_file, read_file
 from text_generation_shard.engine import EngineInfo
 
 BACKEND = "tensorrt-llm"
@@ -89,10 +90,17 @@ def build_archive(folder: Path | None) -> bytes:
         for path in sorted(path for path in folder.iterdir() if path.name in _NAMES and path.is_file()):
             entry = zipfile.ZipInfo(path.name, _FILE_TIME)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, path.read_bytes())
+            archive.writestr(entry, _read(folder, path.name))
     if len(data := buffer.getvalue()) > MAX_BYTES:
         raise NoTokenizer(f"the tokenizer's files take {len(data)} bytes, more than a gateway accepts")
     return data
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return read_file(find_file(folder, name), MAX_TOKENIZER_BYTES)
+    except (OSError, ValueError) as error:
+        raise NoTokenizer(f"the tokenizer cannot be sent: {error}") from None
 
 
 def archive_chunks(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
@@ -115,8 +123,8 @@ def _decoder_config(folder: Path | None) -> Mapping[str, object]:
     if folder is None:
         return {}
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+        config = json.loads(read_file(find_file(folder, "config.json"), MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
         return {}
     # Compiled engines and multimodal models keep it one level down.
     for key in ("pretrained_config", "text_config"):

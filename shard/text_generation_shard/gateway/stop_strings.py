@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from text_generation_proto.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
 from text_generation_proto.panics import without_panics
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ class GatewayTokenizer:
         from tokenizers import Tokenizer
 
         try:
-            return cls(Tokenizer.from_file(str(folder / "tokenizer.json")))
+            data = read_file(find_file(folder, "tokenizer.json"), MAX_TOKENIZER_BYTES)
+            return cls(without_panics(Tokenizer.from_str)(data.decode()))
         except Exception as error:  # the library raises nothing more precise
             raise UnusableTokenizer(f"the model folder's tokenizer.json cannot be read: {error}") from error
 

@@ -8,15 +8,14 @@ the two, before anything is loaded.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any
 
+from text_generation_proto.model_files import ModelFileError, find_file
 from text_generation_shard.engine import EngineError
+from text_generation_shard.json_object import JsonObject
 
 DTYPES = ("float16", "bfloat16", "float32")
 """Values of pretrained_config.dtype that `parseJson` accepts."""
@@ -24,104 +23,7 @@ LAST_WITH_ENGINES = (1, 2)
 """Last release that runs compiled engines (docs/source/legacy/tensorrt-backend-removal.md of NVIDIA/TensorRT-LLM)."""
 REBUILD = "build the engines again with trtllm-build"
 
-_MAX_COUNT = 2**31 - 1
-"""Counts are 32-bit integers in the C++ runtime."""
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?!\d)[-+.!\w]{0,64}", re.ASCII)
-
-
-class JsonObject:
-    """A JSON object in a file. Getters check types and raise EngineError with file and key. Null counts as missing."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any], *, within: str = "", advice: str = "") -> None:
-        self.path = path
-        self._values = values
-        self._within = within
-        self._advice = advice
-
-    @classmethod
-    def read(cls, path: Path) -> JsonObject:
-        """Read the object in `path`. Raises EngineError, or FileNotFoundError or NotADirectoryError if there is no file."""
-        try:
-            data = path.read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            raise
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-        try:
-            values = json.loads(data.decode())
-        except (ValueError, RecursionError) as error:
-            problem = f"no JSON ({error})" if data.strip() else "empty"
-            raise EngineError(f"{path} is {problem}: copy or download the folder again") from None
-        if not isinstance(values, dict):
-            raise EngineError(f"{path} does not hold a JSON object: copy or download the folder again")
-        return cls(path, values)
-
-    def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
-
-    def error(self, problem: str) -> EngineError:
-        """Return an error with the path, the problem and the advice."""
-        return EngineError(f"{self.path}: {problem}{self._advice}")
-
-    def advising(self, advice: str) -> JsonObject:
-        """Return the same object, with `advice` appended to its errors."""
-        return JsonObject(self.path, self._values, within=self._within, advice=f"; {advice}")
-
-    def merged(self, values: Mapping[str, Any]) -> JsonObject:
-        """Return the same object, updated with `values`."""
-        return JsonObject(self.path, {**self._values, **values}, within=self._within, advice=self._advice)
-
-    def get(self, key: str) -> Any:  # noqa: ANN401 – JSON
-        """Return the value at `key`; None if it is missing or null."""
-        return self._values.get(key)
-
-    def inner(self, key: str) -> JsonObject:
-        """Return the object at `key`."""
-        value = self.get(key)
-        if not isinstance(value, dict):
-            raise self._type_error(key, "an object")
-        return JsonObject(self.path, value, within=f"{self._within}{key}.", advice=self._advice)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return the whole number at `key`, at least 1."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_COUNT:
-            raise self._type_error(key, f"a whole number from 1 to {_MAX_COUNT}")
-        return value
-
-    def flag(self, key: str, *, default: bool | None = None) -> bool:
-        """Return the boolean at `key`."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, bool):
-            raise self._type_error(key, "true or false")
-        return value
-
-    def text(self, key: str) -> str:
-        """Return the string at `key`, which must not be empty."""
-        value = self.get(key)
-        if not isinstance(value, str) or not value:
-            raise self._type_error(key, "a name")
-        return value
-
-    def optional_text(self, key: str) -> str | None:
-        """Return the string at `key`; None if it is missing."""
-        return self.text(key) if key in self else None
-
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """Return the token id or the list of token ids at `key`; empty if it is missing."""
-        value = self.get(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _MAX_COUNT for i in ids):
-            raise self._type_error(key, "a token id or a list of them")
-        return tuple(ids)
-
-    def _type_error(self, key: str, wanted: str) -> EngineError:
-        value, name = self.get(key), f"{self._within}{key}"
-        return self.error(f"{name} is missing" if value is None else f"{name} is {shortened(value)}, not {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +146,8 @@ def _kv_cache_type(build: JsonObject, plugins: JsonObject) -> str:
 
 
 def _eos_token_ids(folder: Path, pretrained: JsonObject) -> tuple[int, ...]:
-    path = folder / "generation_config.json"
     try:
-        token_ids = JsonObject.read(path).token_ids("eos_token_id")
+        token_ids = JsonObject.read(folder, "generation_config.json").token_ids("eos_token_id")
     except FileNotFoundError:
         token_ids = ()
     return token_ids or pretrained.token_ids("eos_token_id")
@@ -274,7 +175,10 @@ def _check_files(path: Path, world_size: int) -> None:
     for rank in range(world_size):
         name = f"rank{rank}.engine"
         try:
-            size = (path / name).stat().st_size if (path / name).is_file() else None
+            file = find_file(path, name)
+            size = file.stat().st_size if file.is_file() else None
+        except ModelFileError as error:
+            raise EngineError(str(error)) from None
         except OSError as error:
             raise EngineError(f"{path / name} cannot be read: {error.strerror or error}") from None
         if not size:

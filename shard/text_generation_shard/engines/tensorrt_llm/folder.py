@@ -9,18 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from reprlib import repr as shortened
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.engine_folder import (
     LAST_WITH_ENGINES,
     REBUILD,
     CompiledEngine,
-    JsonObject,
     check_engine,
     count_of_gpus,
     read_engine,
     release,
 )
+from text_generation_shard.json_object import MAX_COUNT, MAX_COUNTS, JsonObject
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "model_max_length")
 """Keys of config.json for the length of the longest sequence, in order of preference."""
@@ -116,9 +117,12 @@ def read_hugging_face_model(folder: Path) -> HuggingFaceModel:
     # Multimodal models keep the values of the language model apart.
     text = config if not isinstance(nested, dict) else config.merged(nested)
     try:
-        generation_eos = JsonObject.read(folder / "generation_config.json").get("eos_token_id")
+        generation_eos = JsonObject.read(folder, "generation_config.json").get("eos_token_id")
     except FileNotFoundError:
         generation_eos = None
+    for key, most in MAX_COUNTS.items():
+        if isinstance(value := text.get(key), int | float) and value > most:
+            raise config.error(f"{key} is {shortened(value)}, more than {most}")
     length = next((text.get(key) for key in LENGTH_KEYS if _is_count(text.get(key))), None)
     if length is None:
         raise EngineError(f"{config.path} does not say how long a sequence may be ({LENGTH_KEYS[0]})")
@@ -134,12 +138,12 @@ def read_hugging_face_model(folder: Path) -> HuggingFaceModel:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MAX_COUNT
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [value]
-    return tuple(i for i in values if isinstance(i, int) and not isinstance(i, bool) and i >= 0)
+    return tuple(i for i in values if isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MAX_COUNT)
 
 
 def _build_advice(path: Path, installed: str | None) -> str:
@@ -155,7 +159,7 @@ def _build_advice(path: Path, installed: str | None) -> str:
 
 def _read_config(path: Path) -> JsonObject:
     try:
-        return JsonObject.read(path / "config.json")
+        return JsonObject.read(path)
     except NotADirectoryError:
         raise EngineError(f"{path} is a file: name the folder of a model") from None
     except FileNotFoundError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from text_generation_shard.config import ShardConfig
@@ -11,9 +9,9 @@ from text_generation_shard.engine import Engine, EngineError, EngineInfo, Schedu
 from text_generation_shard.engines.torch.cpu_executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
-from text_generation_shard.engines.torch.memory import keep_freed_memory
+from text_generation_shard.engines.torch.memory import keep_freed_memory, total_memory
 from text_generation_shard.engines.torch.model import Decoder
-from text_generation_shard.engines.torch.model_config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.model_config import ModelConfig
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars, load_grammars
@@ -30,14 +28,13 @@ CUDA_CHUNK_PRODUCTS = 16e12
 Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
 
 
-def build_torch_engine(config: ShardConfig) -> Engine:
+def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
-    if not config.model_path:
-        raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = _device(config.device)
-    model_config = read_model_config(Path(config.model_path))
+    dtype = config.dtype or model_config.dtype
+    _check_memory(model_config, getattr(torch, dtype).itemsize, device, config.world_size)
     grammars = load_grammars(config.model_path, model_config.eos_token_ids) if config.rank == 0 else None
     info = engine_info(config, model_config, device, grammars)
     if device.type == "cuda" or config.world_size > 1:
@@ -69,6 +66,19 @@ def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.devic
     return model
 
 
+def _check_memory(config: ModelConfig, itemsize: int, device: torch.device, ranks: int) -> None:
+    """Raise EngineError if the weights cannot fit in the memory of the devices, before any is allocated."""
+    on_cuda = device.type == "cuda"
+    memory = ranks * torch.cuda.get_device_properties(device).total_memory if on_cuda else total_memory()
+    projection_itemsize = 1 if on_cuda and config.quantization is not None else itemsize
+    weights = config.projection_weights * projection_itemsize + config.embedding_weights * itemsize
+    if weights > memory:
+        raise EngineError(
+            f"config.json describes weights of {weights / 2**30:,.1f} GiB, and there are only {memory / 2**30:,.1f} GiB "
+            f"of memory on {f'{ranks} × {device}' if on_cuda else 'this machine'}"
+        )
+
+
 def engine_info(
     config: ShardConfig, model_config: ModelConfig, device: torch.device, grammars: Grammars | None
 ) -> EngineInfo:
@@ -94,10 +104,8 @@ def engine_info(
 def _suggested_prefill_tokens(config: ModelConfig, device: torch.device, ranks: int) -> int:
     if device.type == "cpu":
         return CPU_PREFILL_TOKENS
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    weights = config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
     least, most = CUDA_PREFILL_TOKENS
-    tokens = int(CUDA_CHUNK_PRODUCTS * ranks / weights)
+    tokens = int(CUDA_CHUNK_PRODUCTS * ranks / config.projection_weights)
     return min(max(1 << (tokens.bit_length() - 1), least), most)
 
 

@@ -6,15 +6,15 @@ Models that this engine would compute wrongly are refused by name here, so that 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from reprlib import repr as shortened
 
 import structlog
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.quantization import KV_KEYS, Fp8Scheme, UnsupportedSchemeError, read_scheme
+from text_generation_shard.json_object import MAX_COUNTS, JsonObject
 
 log = structlog.get_logger()
 
@@ -76,16 +76,27 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: Fp8Scheme | None = None
 
+    @property
+    def projection_weights(self) -> int:
+        """Number of weights in the projections of all layers: nearly all weights but the embeddings."""
+        attention = self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+
+    @property
+    def embedding_weights(self) -> int:
+        """Number of weights in the embeddings of tokens, and in the output layer unless it is the same."""
+        return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read the config of the model in `folder`. Raises EngineError with a one-line message if it is not supported."""
-    raw = _Json(folder / "config.json")
-    model_type = raw.text("model_type", "")
+    raw = _read(folder, "config.json")
+    model_type = raw.optional_text("model_type")
     if model_type not in ARCHITECTURES:
-        raise raw.error(f"model_type {model_type!r} is not supported, only {', '.join(ARCHITECTURES)}")
+        raise raw.error(f"model_type {shortened(model_type)} is not supported, only {', '.join(ARCHITECTURES)}")
     architectures = raw.get("architectures") or [ARCHITECTURES[model_type]]
-    if ARCHITECTURES[model_type] not in architectures:
-        raise raw.error(f"architecture {architectures!r} is not supported, only {ARCHITECTURES[model_type]}")
+    if not isinstance(architectures, list) or ARCHITECTURES[model_type] not in architectures:
+        raise raw.error(f"architecture {repr(architectures)[:200]} is not supported, only {ARCHITECTURES[model_type]}")
     hidden_size = raw.count("hidden_size")
     num_heads = raw.count("num_attention_heads")
     num_kv_heads = raw.count("num_key_value_heads", num_heads)
@@ -95,12 +106,12 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise raw.error(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
     if head_dim % 2:
         raise raw.error(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
-    activation = raw.text("hidden_act", "silu")
+    activation = raw.optional_text("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
-        raise raw.error(f"hidden_act {activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
+        raise raw.error(f"hidden_act {shortened(activation)} is not supported, only {', '.join(ACTIVATIONS)}")
     max_positions = raw.count("max_position_embeddings")
     rope = _rope(raw, max_positions)
-    all_biased = model_type in ("llama", "qwen3") and raw.flag("attention_bias")
+    all_biased = model_type in ("llama", "qwen3") and raw.flag("attention_bias", default=False)
     return ModelConfig(
         model_type=model_type,
         dtype=_dtype(raw),
@@ -114,11 +125,11 @@ def read_model_config(folder: Path) -> ModelConfig:
         activation=activation,
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_sequence_length=_max_sequence_length(rope, max_positions),
-        tie_word_embeddings=raw.flag("tie_word_embeddings"),
+        max_sequence_length=_max_sequence_length(raw, rope, max_positions),
+        tie_word_embeddings=raw.flag("tie_word_embeddings", default=False),
         qkv_bias=all_biased or model_type == "qwen2",
         output_bias=all_biased,
-        mlp_bias=model_type == "llama" and raw.flag("mlp_bias"),
+        mlp_bias=model_type == "llama" and raw.flag("mlp_bias", default=False),
         query_key_norm=model_type == "qwen3",
         windows=_windows(raw, model_type, num_layers),
         eos_token_ids=_eos_token_ids(folder, raw),
@@ -126,74 +137,18 @@ def read_model_config(folder: Path) -> ModelConfig:
     )
 
 
-class _Json:
-    """A JSON object read from a file; its getters check types and raise errors that name the file and the key."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise EngineError(f"{path} does not exist") from None
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{path} cannot be read: {error}") from None
-        if not isinstance(values, dict):
-            raise EngineError(f"{path} does not hold a JSON object")
-        self._values: dict[str, Any] = values
-
-    def error(self, problem: str) -> EngineError:
-        return EngineError(f"{self.path}: {problem}")
-
-    def get(self, key: str) -> Any:  # noqa: ANN401 – JSON
-        """Return the value at `key`; None if it is missing or null."""
-        return self._values.get(key)
-
-    def is_null(self, key: str) -> bool:
-        """Return True if the key is present and null."""
-        return key in self._values and self._values[key] is None
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return an integer of at least 1."""
-        value = self.get(key)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._ill_typed(key, "a positive whole number")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key)
-        return default if value is None else self.as_number(key, value)
-
-    def as_number(self, key: str, value: object) -> float:
-        """Return `value` as a positive number; raise an error that names `key` if it is not one."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self._ill_typed(key, "a positive number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        """Return a boolean; a missing key is False."""
-        value = self.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self._ill_typed(key, "true or false")
-        return bool(value)
-
-    def text(self, key: str, default: str) -> str:
-        value = self.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self._ill_typed(key, "a string")
-        return value or default
-
-    def _ill_typed(self, key: str, wanted: str) -> EngineError:
-        return self.error(f"{key} is missing" if self.get(key) is None else f"{key} must be {wanted}")
+def _read(folder: Path, name: str) -> JsonObject:
+    try:
+        return JsonObject.read(folder, name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise EngineError(f"{folder / name} does not exist") from None
 
 
-def _quantization(folder: Path, raw: _Json) -> Fp8Scheme | None:
+def _quantization(folder: Path, raw: JsonObject) -> Fp8Scheme | None:
     """Read the quantization of config.json, else of ModelOpt's hf_quant_config.json beside it."""
     source, given = raw, raw.get("quantization_config")
-    path = folder / "hf_quant_config.json"
-    if not given and path.exists():
-        source = _Json(path)
+    if not given and (folder / (name := "hf_quant_config.json")).exists():
+        source = _read(folder, name)
         given = source.get("quantization")
     if not given:
         return None
@@ -207,37 +162,35 @@ def _quantization(folder: Path, raw: _Json) -> Fp8Scheme | None:
     return scheme
 
 
-def _dtype(raw: _Json) -> str:
-    dtype = raw.text("dtype", "") or raw.text("torch_dtype", "float32")
+def _dtype(raw: JsonObject) -> str:
+    dtype = raw.optional_text("dtype") or raw.optional_text("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise raw.error(f"dtype {dtype!r} is not supported, only {', '.join(DTYPES)}")
+        raise raw.error(f"dtype {shortened(dtype)} is not supported, only {', '.join(DTYPES)}")
     return dtype
 
 
-def _rope(raw: _Json, max_positions: int) -> Rope:
+def _rope(raw: JsonObject, max_positions: int) -> Rope:
     """Port of transformers' `RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`, for one set of parameters."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise raw.error("rope_parameters must be an object")
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES or any(isinstance(value, dict) for value in given.values()):
-        raise raw.error(f"rope type {kind!r} is not supported, only {', '.join(ROPE_TYPES)}, one for all layers")
+        raise raw.error(
+            f"rope type {shortened(kind)} is not supported, only {', '.join(ROPE_TYPES)}, one for all layers"
+        )
     if (given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise raw.error("partial_rotary_factor is not supported")
-
-    def number(key: str, default: float | None = None) -> float:
-        value = given.get(key)
-        if value is None and default is None:
-            raise raw.error(f"{key} is missing, rope type {kind!r} needs it")
-        return raw.as_number(key, default if value is None else value)
-
-    theta = number("rope_theta", raw.number("rope_theta", 10_000.0))
+    inner = JsonObject(raw.path, given, advice=f"; rope type {kind!r} needs it")
+    number = inner.number
+    if (theta := number("rope_theta", raw.number("rope_theta", 10_000.0))) <= 1:
+        raise raw.error(f"rope_theta is {theta}, not above 1")
     if kind == "default":
         return Rope(kind, theta)
     if kind == "linear":
         return Rope(kind, theta, factor=number("factor"))
-    outer = raw.get("original_max_position_embeddings")
-    original = int(number("original_max_position_embeddings", max_positions) if outer is None else outer)
+    key = "original_max_position_embeddings"
+    original = raw.count(key) if key in raw else inner.count(key, max_positions)
     if kind == "llama3":
         return Rope(
             kind,
@@ -255,44 +208,46 @@ def _rope(raw: _Json, max_positions: int) -> Rope:
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
         attention_factor=None if given.get("attention_factor") is None else number("attention_factor"),
-        mscale=float(given.get("mscale") or 0.0),
-        mscale_all_dim=float(given.get("mscale_all_dim") or 0.0),
+        mscale=number("mscale") if given.get("mscale") else 0.0,
+        mscale_all_dim=number("mscale_all_dim") if given.get("mscale_all_dim") else 0.0,
         truncate=given.get("truncate") is not False,
     )
 
 
-def _max_sequence_length(rope: Rope, max_positions: int) -> int:
+def _max_sequence_length(raw: JsonObject, rope: Rope, max_positions: int) -> int:
     """Return max_position_embeddings, which includes the scaling factor, except in some YaRN checkpoints."""
-    return max(max_positions, int(rope.original_max_positions * rope.factor)) if rope.type == "yarn" else max_positions
+    if rope.type != "yarn":
+        return max_positions
+    length = max(max_positions, int(rope.original_max_positions * rope.factor))
+    if length > MAX_COUNTS["max_position_embeddings"]:
+        raise raw.error(f"YaRN extends the sequences to {length} positions, more than any model has")
+    return length
 
 
-def _windows(raw: _Json, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+def _windows(raw: JsonObject, model_type: str, num_layers: int) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, as MistralModel and Qwen2Config/Qwen3Config define it."""
     if model_type == "mistral":
         # MistralConfig has a default window; null disables it.
         window = None if raw.is_null("sliding_window") else raw.count("sliding_window", 4096)
         return (window,) * num_layers
-    if model_type == "llama" or not raw.flag("use_sliding_window"):
+    if model_type == "llama" or not raw.flag("use_sliding_window", default=False):
         return (None,) * num_layers
     window = raw.count("sliding_window", 4096)
     types = raw.get("layer_types")
     if types is None:
         first = raw.get("max_window_layers")
-        first = 28 if first is None else first
+        first = first if isinstance(first, int) else 28
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(types, list) or len(types) != num_layers:
         raise raw.error(f"layer_types must name {num_layers} layers")
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise raw.error(f"layer types {sorted(unknown)} are not supported")
+    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+        raise raw.error(f"layer types {shortened(unknown[:1])} are not supported")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _eos_token_ids(folder: Path, raw: _Json) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, raw: JsonObject) -> tuple[int, ...]:
     """Return the EOS ids of generation_config.json, else of config.json: an id, a list, or none."""
-    path = folder / "generation_config.json"
-    found = _Json(path).get("eos_token_id") if path.exists() else None
-    found = raw.get("eos_token_id") if found is None else found
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(isinstance(token, int) and token >= 0 for token in ids):
-        raise raw.error("eos_token_id must be a token id or a list of them")
-    return tuple(ids)
+    name, key = "generation_config.json", "eos_token_id"
+    if (folder / name).exists() and key in (generation := _read(folder, name)):
+        return generation.token_ids(key)
+    return raw.token_ids(key)

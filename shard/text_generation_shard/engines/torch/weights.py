@@ -18,12 +18,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from text_generation_proto.model_files import MAX_INDEX_BYTES, ModelFileError, find_file, read_file
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.transfer import Transfer, copy_all
 
 log = structlog.get_logger()
 
+INDEX = "model.safetensors.index.json"
 FP8 = torch.float8_e4m3fn
 DUMMY_STD = 0.02
 """Standard deviation of random weights: transformers' default initializer_range, small enough for finite logits at any depth."""
@@ -173,10 +175,12 @@ def _mapped(path: Path, names: list[str]) -> dict[str, Tensor]:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor, from the index if there is one, else from the headers of all *.safetensors."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return _indexed_files(index)
-    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists():
+        return _indexed_files(folder)
+    try:
+        paths = [find_file(folder, path.name) for path in sorted(folder.glob("*.safetensors"))]
+    except ModelFileError as error:
+        raise EngineError(str(error)) from None
     if not paths:
         pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
         hint = ", only pickled weights, which are never loaded: convert them first" if pickled else ""
@@ -191,13 +195,17 @@ def _files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def _indexed_files(index: Path) -> dict[str, Path]:
+def _indexed_files(folder: Path) -> dict[str, Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): index.parent / str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"{index} is not a safetensors index: {_one_line(error)}") from None
-    for path in sorted(set(files.values())):
+        index = find_file(folder, INDEX)
+        weight_map = json.loads(read_file(index, MAX_INDEX_BYTES))["weight_map"]
+        found = {str(file): find_file(folder, str(file)) for file in set(weight_map.values())}
+        files = {str(name): found[str(file)] for name, file in weight_map.items()}
+    except ModelFileError as error:
+        raise EngineError(str(error)) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise EngineError(f"{folder / INDEX} is not a safetensors index: {_one_line(error)}") from None
+    for path in sorted(found.values()):
         if not path.is_file():
             raise EngineError(f"{index} names {path.name}, which does not exist")
     return files

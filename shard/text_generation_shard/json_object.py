@@ -1,0 +1,141 @@
+"""A JSON object of a model folder, such as config.json: read within limits, its values checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any
+
+from text_generation_proto.model_files import MAX_CONFIG_BYTES, MAX_TOKEN_IDS, ModelFileError, find_file, read_file
+from text_generation_shard.engine import EngineError
+
+MAX_COUNT = 2**31 - 1
+"""Limit of a count without one of its own: counts are 32-bit integers in TensorRT-LLM's C++ runtime."""
+MAX_COUNTS: Mapping[str, int] = {
+    "vocab_size": MAX_TOKEN_IDS,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 12,
+    "max_position_embeddings": 1 << 24,
+}
+"""Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). Whether
+the weights of all sizes together fit in memory is checked apart."""
+MAX_NUMBER = 1e15
+"""Limit of a number that is no size, such as rope_theta."""
+MAX_END_TOKENS = 256
+"""Limit of the EOS tokens of a model: they are sent with every sequence."""
+
+
+class JsonObject:
+    """A JSON object in a file. Getters check types and raise EngineError with file and key. Null counts as missing."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], *, within: str = "", advice: str = "") -> None:
+        self.path = path
+        self._values = values
+        self._within = within
+        self._advice = advice
+
+    @classmethod
+    def read(cls, folder: Path, name: str = "config.json") -> JsonObject:
+        """Read the object in a file of a model folder.
+
+        Raises EngineError, or FileNotFoundError or NotADirectoryError if there is no file.
+        """
+        try:
+            path = find_file(folder, name)
+            data = read_file(path, MAX_CONFIG_BYTES)
+        except ModelFileError as error:
+            raise EngineError(str(error)) from None
+        try:
+            values = json.loads(data.decode())
+        except (ValueError, RecursionError) as error:
+            problem = f"no JSON ({error})" if data.strip() else "empty"
+            raise EngineError(f"{path} is {problem}: copy or download the folder again") from None
+        if not isinstance(values, dict):
+            raise EngineError(f"{path} does not hold a JSON object: copy or download the folder again")
+        return cls(path, values)
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def error(self, problem: str) -> EngineError:
+        """Return an error with the path, the problem and the advice."""
+        return EngineError(f"{self.path}: {problem}{self._advice}")
+
+    def advising(self, advice: str) -> JsonObject:
+        """Return the same object, with `advice` appended to its errors."""
+        return JsonObject(self.path, self._values, within=self._within, advice=f"; {advice}")
+
+    def merged(self, values: Mapping[str, Any]) -> JsonObject:
+        """Return the same object, updated with `values`."""
+        return JsonObject(self.path, {**self._values, **values}, within=self._within, advice=self._advice)
+
+    def get(self, key: str) -> Any:  # noqa: ANN401 – JSON
+        """Return the value at `key`; None if it is missing or null."""
+        return self._values.get(key)
+
+    def inner(self, key: str) -> JsonObject:
+        """Return the object at `key`."""
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise self._type_error(key, "an object")
+        return JsonObject(self.path, value, within=f"{self._within}{key}.", advice=self._advice)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return the whole number at `key`, from 1 to its limit."""
+        value = self.get(key)
+        value = default if value is None else value
+        most = MAX_COUNTS.get(key, MAX_COUNT)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self._type_error(key, f"a whole number from 1 to {most}", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return the number at `key`, above 0 and at most MAX_NUMBER."""
+        value = self.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise self._type_error(key, f"a number above 0, at most {MAX_NUMBER:.0e}", value)
+        return float(value)
+
+    def is_null(self, key: str) -> bool:
+        """Return True if the key is present and null."""
+        return key in self._values and self._values[key] is None
+
+    def flag(self, key: str, *, default: bool | None = None) -> bool:
+        """Return the boolean at `key`."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, bool):
+            raise self._type_error(key, "true or false")
+        return value
+
+    def text(self, key: str) -> str:
+        """Return the string at `key`, which must not be empty."""
+        value = self.get(key)
+        if not isinstance(value, str) or not value:
+            raise self._type_error(key, "a name")
+        return value
+
+    def optional_text(self, key: str) -> str | None:
+        """Return the string at `key`; None if it is missing."""
+        return self.text(key) if key in self else None
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Return the token id or the list of token ids at `key`; empty if it is missing."""
+        value = self.get(key)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        valid = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MAX_COUNT for i in ids)
+        if not valid or len(ids) > MAX_END_TOKENS:
+            raise self._type_error(key, f"a token id or a list of at most {MAX_END_TOKENS}")
+        return tuple(ids)
+
+    def _type_error(self, key: str, wanted: str, value: object = None) -> EngineError:
+        value, name = self.get(key) if value is None else value, f"{self._within}{key}"
+        return self.error(f"{name} is missing" if value is None else f"{name} is {shortened(value)}, not {wanted}")
