@@ -280,7 +280,7 @@ class ReplicaScheduler:
         return served
 
     def _prefilled(self, sequence: ScheduledSequence, chunk: int) -> int:
-        chunk = min(chunk, sequence.prefill_length - sequence.num_computed_tokens)
+        chunk = min(chunk, sequence.num_scheduled_tokens - sequence.num_computed_tokens)
         if sequence in self.prompts:
             self.work -= chunk
             self.prompts.computed(sequence, chunk)
@@ -351,6 +351,11 @@ class ReplicaScheduler:
     def placed(self) -> tuple[RequestId, ...]:
         """Requests with a slot that were not sent yet."""
         return tuple(self._placed)
+
+    @property
+    def unsent_slots(self) -> set[int]:
+        """Slots of sequences that were not sent yet: the replica knows nothing of them."""
+        return {sequence.slot for sequence in self._placed.values()}
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless slots, blocks, prompts and counters agree with the sequences."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import accumulate
 
 import numpy as np
@@ -73,19 +73,24 @@ class MalformedReport(Exception):
     """A report that breaks the contract; its shard is no longer trusted."""
 
 
-def check_report(report: pb.StepReport, num_slots: int, orders_sent: int) -> None:
-    """Raise MalformedReport for inconsistencies that would corrupt the scheduler's state."""
+def check_report(report: pb.StepReport, num_slots: int, orders_sent: int, unsent_slots: Set[int] = frozenset()) -> None:
+    """Raise MalformedReport for inconsistencies that would corrupt the scheduler's state.
+
+    `unsent_slots`: slots of sequences that the shard was not sent yet.
+    """
     tokens = sum(report.token_counts) if report.token_counts else len(report.slots)
     finished = {item.slot for item in report.finished}
     topped = {item.slot for item in report.top_tokens}
     others = {item.slot for item in report.failed} | {item.slot for item in report.prompt_logprobs}
     slots = set(report.slots)
+    named = slots.union(report.prefilled_slots, others)
     if (
         (report.token_counts and len(report.token_counts) != len(report.slots))
         or tokens != len(report.token_ids)
         or tokens != len(report.logprobs)
         or len(report.prefilled_slots) != len(report.prefilled_tokens)
-        or max(slots.union(report.prefilled_slots, others), default=0) >= num_slots
+        or max(named, default=0) >= num_slots
+        or not named.isdisjoint(unsent_slots)
         or any(finish.reason not in convert.FINISH_REASONS_FROM_PB for finish in report.finished)
         or not (finished <= slots and topped <= slots)
         or report.orders_applied > orders_sent

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -216,10 +216,14 @@ class ReplicaSession:
             if not isinstance(report, pb.StepReport):
                 raise ShardLost("the shard closed its stream")
             try:
-                check_report(report, self._slots, self._orders_sent)
+                check_report(report, self._slots, self._orders_sent, self._unsent_slots())
             except MalformedReport as error:
                 raise ShardLost(str(error)) from error
             self._handle(report)
+
+    def _unsent_slots(self) -> Set[int]:
+        scheduler = self._context.scheduler.replicas[self._number]
+        return frozenset() if scheduler is None else scheduler.unsent_slots
 
     def _handle(self, report: pb.StepReport) -> None:
         now = time.monotonic()
