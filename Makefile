@@ -67,6 +67,14 @@ test: check model node-packages ## Run the checks and the tests
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
 
+# Longer, or another sample: make chaos MINUTES=60 SEED=7. One case: make chaos ARGS="--only SIGKILL/shard/decode".
+MINUTES ?= 10
+SEED ?= 1
+
+.PHONY: chaos
+chaos: model ## Inject faults into a whole server, by a seeded sample of the matrix (MINUTES=10 SEED=1 ARGS=…)
+	PYTHONPATH=tests/system $(PY) tests/chaos --model $(MODEL) --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
 .PHONY: check
 check: $(STAMP) proto-check ## Check format, lint, types, import boundaries and the generated stubs
 	$(BIN)/ruff format --check .
