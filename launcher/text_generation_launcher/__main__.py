@@ -13,6 +13,7 @@ from text_generation_launcher.config import read_config
 from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.logs import configure_logging
+from text_generation_proto.secrets import erase, is_secret
 
 
 def main() -> None:
@@ -23,10 +24,12 @@ def main() -> None:
     config = read_config(sys.argv[1:], os.environ)
     configure_logging(config, "launcher")
     raise_descriptor_limit()
+    environ = dict(os.environ)
+    erase({name for name in environ if is_secret(name)})
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
     try:
-        code = asyncio.run(launch(config, os.environ))
+        code = asyncio.run(launch(config, environ))
     except Exception:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
         structlog.get_logger().exception("a bug ended the launcher")
         code = ExitCode.BUG

@@ -23,6 +23,7 @@ from text_generation_launcher.plan import LaunchContext, LaunchPlan, PlanError, 
 from text_generation_launcher.shard_restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
+from text_generation_proto.channel import read_certificates
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.lifeline import open_lifeline
 from text_generation_proto.logs import share_dropped_lines
@@ -77,6 +78,11 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: Grace
     used = count_parts(config, devices)  # before a download that may take an hour
     check_ports(config, devices)
     check_engine(config, environ)
+    if config.shard_tls_cert:
+        try:
+            read_certificates(config)
+        except OSError as error:
+            raise PlanError(f"the certificates for the shards cannot be read: {error}") from error
     if used < devices.count:
         log.warning("not all devices are used", devices=devices.count, used=used)
     if config.input_limit != config.max_input_tokens:

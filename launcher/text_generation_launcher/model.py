@@ -16,6 +16,8 @@ from text_generation_proto.settings import ChildConfig
 
 DOWNLOAD_STOP_TIMEOUT = 5.0
 
+HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
+
 log = structlog.get_logger()
 
 
@@ -53,6 +55,14 @@ def _local_folder(model_id: str) -> Path | None:
     return None
 
 
+def hub_tokens(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with tokens for the hub, which only the download needs."""
+    tokens = {name: environ[name] for name in HUB_TOKENS if name in environ}
+    if "HF_API_TOKEN" in tokens:  # TGI's deprecated name
+        tokens.setdefault("HF_TOKEN", tokens["HF_API_TOKEN"])
+    return tokens
+
+
 def _download(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: int, result_fd: int) -> ChildSpec:
     argv = (
         *child_argv(
@@ -66,4 +76,5 @@ def _download(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: i
         *((f"--revision={config.revision}",) if config.revision else ()),
         *((f"--cache-dir={config.huggingface_hub_cache}",) if config.huggingface_hub_cache else ()),
     )
-    return ChildSpec("download", argv, child_env(environ, ChildConfig), (lifeline_fd, result_fd), DOWNLOAD_STOP_TIMEOUT)
+    env = child_env(environ, ChildConfig) | hub_tokens(environ)
+    return ChildSpec("download", argv, env, (lifeline_fd, result_fd), DOWNLOAD_STOP_TIMEOUT)

@@ -40,6 +40,7 @@ from text_generation_proto import heartbeat
 from text_generation_proto.exit_codes import ExitCode, exit_fields
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
+from text_generation_proto.secrets import erase
 from text_generation_proto.settings import ChildConfig, parse_config
 
 SEPARATOR = "--"
@@ -203,9 +204,10 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], lifeline_fd: int) -> 
         asyncio.get_running_loop().add_signal_handler(sig, stopping.set)
     receiver = _EnvironmentReceiver()
     async with receiver.listen() as variables:
-        public = {name: value for name, value in os.environ.items() if name not in SHARD_ONLY}
+        secret = {name: os.environ[name] for name in SHARD_ONLY if name in os.environ}
+        erase(SHARD_ONLY)
         ranks = await asyncio.create_subprocess_exec(
-            *mpirun, env={**public, **variables}, stdin=asyncio.subprocess.DEVNULL
+            *mpirun, env={**os.environ, **variables}, stdin=asyncio.subprocess.DEVNULL
         )
         try:
             await _first(receiver.received.wait(), ranks.wait(), stopping.wait())
@@ -214,7 +216,7 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], lifeline_fd: int) -> 
             if receiver.environ is None:
                 log.error("mpirun ended before the ranks were there", **exit_fields(await ranks.wait()))
                 return ExitCode.FAILED
-            return await _run_shard(shard, receiver.environ, lifeline_fd, ranks, stopping)
+            return await _run_shard(shard, {**receiver.environ, **secret}, lifeline_fd, ranks, stopping)
         finally:
             receiver.close()
             await _end_ranks(ranks)
@@ -230,7 +232,7 @@ async def _run_shard(
     inherited = (lifeline_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
     process = await asyncio.create_subprocess_exec(
         *shard,
-        env={**environ, **{name: os.environ[name] for name in SHARD_ONLY if name in os.environ}},
+        env=environ,
         stdin=asyncio.subprocess.DEVNULL,
         pass_fds=tuple(fd for fd in inherited if fd >= 0),
     )

@@ -17,6 +17,7 @@ from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig, child_settings
 from text_generation_launcher.devices import Devices, nth_visible
 from text_generation_proto.access import ShardAccess
+from text_generation_proto.secrets import is_secret
 from text_generation_proto.settings import ProcessConfig
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_shard.config import ShardConfig, shard_name
@@ -212,15 +213,12 @@ def child_argv(module: str, config: ProcessConfig) -> tuple[str, ...]:
 
 
 def child_env(environ: Mapping[str, str], child: type[ProcessConfig]) -> dict[str, str]:
-    """Return the environment of a child: the launcher's, without the child's settings.
+    """Return the environment of a child: the launcher's, without secrets and without the child's settings.
 
-    These are passed on the command line, which omits defaults: the environment must not override them.
+    Settings are passed on the command line, which omits defaults: the environment must not override them.
     """
     settings = child.model_fields.keys() | SECRETS
-    env = {name: value for name, value in environ.items() if name.lower() not in settings}
-    if "HF_API_TOKEN" in env:  # TGI's deprecated name
-        env.setdefault("HF_TOKEN", env["HF_API_TOKEN"])
-    return env
+    return {name: value for name, value in environ.items() if name.lower() not in settings and not is_secret(name)}
 
 
 def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: int) -> ShardSpec:

@@ -28,6 +28,7 @@ FAREWELL = 1.5
 BROKEN_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for shards that have not noticed."""
 HEALTH_RETRY_INTERVAL = 0.05
+CERTIFICATE_RETRY_INTERVAL = 1.0
 
 _OPTIONS = tuple((dict(CLIENT_OPTIONS) | {"grpc.max_reconnect_backoff_ms": 100}).items())  # start-up waits for this
 _DISCONNECTED = frozenset(
@@ -89,16 +90,19 @@ def root_cause(exits: Sequence[RankExit]) -> RankExit:
 
 async def wait_until_serving(shard: ShardSpec) -> None:
     """Return once the health service of the shard reports SERVING."""
-    async with open_channel(shard.address, shard.access, _OPTIONS) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        while True:
-            try:
+    request = health_pb2.HealthCheckRequest(service="")
+    while True:
+        try:
+            async with open_channel(shard.address, shard.access, _OPTIONS) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
                 # Waits until the shard listens, then for changes of its health.
-                request = health_pb2.HealthCheckRequest(service="")
                 async for answer in health.Watch(request, wait_for_ready=True, metadata=shard.access.metadata):
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
                         return
-            except grpc.aio.AioRpcError as error:
-                if error.code() not in _DISCONNECTED:
-                    raise
-            await asyncio.sleep(HEALTH_RETRY_INTERVAL)
+        except OSError as error:
+            log.error("the certificates for the shards cannot be read", reason=str(error))
+            await asyncio.sleep(CERTIFICATE_RETRY_INTERVAL)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _DISCONNECTED:
+                raise
+        await asyncio.sleep(HEALTH_RETRY_INTERVAL)

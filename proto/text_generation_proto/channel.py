@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
+import structlog
 
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.sockets import socket_path
+
+log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Far above the largest message: prompt log-probabilities for a full batch of the longest prompts."""
@@ -54,6 +57,35 @@ def open_channel(
         return grpc.aio.insecure_channel(address, options=options)
     ca, key, cert = read_certificates(access)
     return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=options)
+
+
+def server_credentials(access: ShardAccess) -> grpc.ServerCredentials:
+    """Return credentials that demand a client certificate and follow changes of the files. Raises OSError."""
+    current = read_certificates(access)
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        ca, key, cert = current
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """Return the new certificates if the files changed. gRPC calls it at each new connection."""
+        nonlocal current
+        try:
+            files = read_certificates(access)
+        except OSError as error:
+            log.warning("certificates cannot be read: the former ones stay in use", reason=str(error))
+            return None
+        if files == current:
+            return None
+        current = files
+        log.info("certificates read again")
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        fetch,  # type: ignore[arg-type]  # the stubs do not know that None means no change
+        require_client_authentication=True,
+    )
 
 
 def read_certificates(access: ShardAccess) -> tuple[bytes, bytes, bytes]:

@@ -12,6 +12,7 @@ from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging
+from text_generation_proto.secrets import erase
 from text_generation_proto.settings import parse_config
 from text_generation_router.config import RouterConfig
 
@@ -21,6 +22,7 @@ log = structlog.get_logger()
 def main() -> None:
     """Run a router until a stop signal; exit with an ExitCode."""
     config = parse_config(RouterConfig)
+    erase({"API_KEY", "SHARD_TOKEN"})
     faulthandler.enable(2)  # sys.stderr may be None; the launcher ends a router that hangs with SIGABRT
     follow_parent(config.lifeline_fd)
     raise_descriptor_limit()

@@ -189,6 +189,8 @@ async def _first_join(address: str, config: RouterConfig, failures: list[CannotJ
         failures.append(error)
     except TimeoutError:
         log.error("no shard answers", address=address)
+    except OSError as error:
+        failures.append(CannotJoin(f"the certificates for {address} cannot be read: {error}"))
     return None
 
 

@@ -13,6 +13,7 @@ from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
 from text_generation_proto.logs import configure_logging, drain_logs
+from text_generation_proto.secrets import erase
 from text_generation_proto.settings import parse_config
 from text_generation_proto.sockets import remove_socket, socket_path
 from text_generation_shard.config import ShardConfig
@@ -29,6 +30,7 @@ that writes its reports."""
 def main() -> None:
     """Run a shard until a signal stops it."""
     config = parse_config(ShardConfig)
+    erase({"SHARD_TOKEN"})
     # Rank 0 also listens for its group while that connects.
     served = (config.address,) if config.rank else (config.group_address, config.address)
     paths = [path for path in map(socket_path, served) if path is not None]

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as grpc_health
 from grpc_reflection.v1alpha import reflection
 
+from text_generation_proto.channel import server_credentials
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.sockets import SocketInUse, claim_socket, remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
@@ -45,7 +46,7 @@ async def serve(config: ShardConfig) -> ExitCode:
         reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server)
     if socket_path(config.address) is None and not config.shard_token:
         log.warning("every process that reaches this port may use the shard: set SHARD_TOKEN", address=config.address)
-    with _listening(server, config.address):
+    with _listening(server, config):
         await server.start()
         log.info("loading", engine=config.engine, model=config.model_path)
         code = await _serve_engine(config, thread, owner, health, stopping)
@@ -129,8 +130,9 @@ async def _wait_for_either(first: Awaitable[object], second: Awaitable[object]) 
 
 
 @contextmanager
-def _listening(server: grpc.aio.Server, address: str) -> Iterator[None]:
-    """Bind `address`. A unix socket is accessible to its owner only, and removed at the end."""
+def _listening(server: grpc.aio.Server, config: ShardConfig) -> Iterator[None]:
+    """Bind the address. A unix socket is accessible to its owner only, and removed at the end."""
+    address = config.address
     path = socket_path(address)
     if path is not None:
         try:
@@ -140,8 +142,11 @@ def _listening(server: grpc.aio.Server, address: str) -> Iterator[None]:
     # A umask, not a later chmod: the socket must never exist with wider permissions.
     umask = os.umask(0o177)
     try:
-        server.add_insecure_port(address)
-    except RuntimeError as error:
+        if config.shard_tls_cert and path is None:
+            server.add_secure_port(address, server_credentials(config))
+        else:
+            server.add_insecure_port(address)
+    except (OSError, RuntimeError) as error:
         raise CannotServe(f"cannot listen on {address}: {error}") from error
     finally:
         os.umask(umask)

@@ -191,7 +191,7 @@ class Cluster:
                     await self._replicas[number].serve(client, info)
             except ShardLost as error:
                 log.error("shard lost", replica=number, reason=str(error))
-            except (CannotJoin, TimeoutError, grpc.aio.AioRpcError) as error:
+            except (CannotJoin, OSError, grpc.aio.AioRpcError) as error:
                 log.error("shard cannot join", replica=number, reason=str(error))
             else:
                 raise AssertionError("a session ends with its shard")

@@ -69,6 +69,7 @@ while left:
 """
 SCRIPT = """
 import os, signal, subprocess, sys
+assert "SHARD_TOKEN" not in os.environ
 rank, size = (int(os.environ["OMPI_COMM_WORLD_" + name]) for name in ("RANK", "SIZE"))
 folder = os.environ["RANKS"]
 with open(f"{folder}/pid-{rank}", "w") as file: file.write(str(os.getpid()))
@@ -126,6 +127,7 @@ class FakeMpi:
         """Return the process that runs mpirun and the shard."""
         environ = {
             **os.environ,
+            "SHARD_TOKEN": "hush",
             "PATH": f"{self._folder / 'bin'}:{os.environ['PATH']}",
             "RANKS": str(self._folder),
             "JOURNAL": str(self.journal.path),
@@ -187,6 +189,7 @@ async def test_shard_has_the_environment_of_rank_0_and_its_lifeline_and_stops_be
         environ = running.shard["environ"]
         assert (environ["TLLM_SPAWN_PROXY_PROCESS"], environ["tllm_mpi_size"]) == ("1", "2")
         assert environ["TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR"] == "tcp://here"
+        assert environ["SHARD_TOKEN"] == "hush"
         assert not [name for name in environ if name.startswith(("OMPI_", "PMIX_", "TEXT_GENERATION_HANDOVER"))]
         assert running.shard["words"] == ["a b", "*"], "unchanged by a shell"
         assert running.shard["has_lifeline"], "mpirun would have closed it"

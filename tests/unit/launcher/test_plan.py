@@ -6,9 +6,9 @@ import pytest
 from launch_plans import config, context, plan, router_of, shards_of
 
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.plan import PlanError, check_ports, child_env, compute_type, count_parts, count_shards
+from text_generation_launcher.model import hub_tokens
+from text_generation_launcher.plan import PlanError, check_ports, compute_type, count_parts, count_shards
 from text_generation_router.config import listen_host
-from text_generation_shard.config import ShardConfig
 
 # ------------------------------------------------------------------------------------------------------------ settings
 
@@ -71,8 +71,19 @@ def test_children_are_planned_without_reading_the_environment(monkeypatch: pytes
 
 
 def test_hf_api_token_is_passed_as_hf_token() -> None:
-    assert child_env({"HF_API_TOKEN": "a"}, ShardConfig)["HF_TOKEN"] == "a"
-    assert child_env({"HF_API_TOKEN": "a", "HF_TOKEN": "b"}, ShardConfig)["HF_TOKEN"] == "b"
+    assert hub_tokens({"HF_API_TOKEN": "a"})["HF_TOKEN"] == "a"
+    assert hub_tokens({"HF_API_TOKEN": "a", "HF_TOKEN": "b"})["HF_TOKEN"] == "b"
+
+
+def test_secrets_reach_no_child_and_settings_of_libraries_reach_all() -> None:
+    secret = ("HF_TOKEN", "HF_API_TOKEN", "AWS_ACCESS_KEY_ID", "AZURE_CLIENT_ID", "GOOGLE_APPLICATION_CREDENTIALS", "DB_PASSWORD",
+              "WANDB_API_KEY", "MY_SECRET_2", "client_secret", "TOKEN")  # fmt: skip
+    kept = ("PATH", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "TLLM_LICENSE_KEY", "OMPI_MCA_orte_precondition_transports_key",
+            "TOKENIZERS_PARALLELISM", "HF_HOME", "HF_HUB_OFFLINE", "MAX_TOKENS", "TORCH_KEY", "KEYBOARD")  # fmt: skip
+    made = plan(context(environ=dict.fromkeys((*secret, *kept), "x")))
+    for child in (made.router, *made.shards):
+        assert set(child.env) & set(secret) == set()
+        assert set(kept) <= set(child.env)
 
 
 def test_api_key_is_passed_only_in_the_routers_environment() -> None:
