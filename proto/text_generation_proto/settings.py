@@ -20,6 +20,7 @@ from pydantic_settings import (
 
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
+from text_generation_proto.secrets import is_secret
 
 
 class ProcessConfig(BaseSettings):
@@ -124,4 +125,5 @@ def _message(error: ErrorDetails) -> str:
     if not error["loc"]:
         return message
     name = str(error["loc"][0])
-    return f"--{name.replace('_', '-')} (or {name.upper()}): {message}, not {error['input']!r}"
+    given = "" if is_secret(name) else f", not {error['input']!r}"
+    return f"--{name.replace('_', '-')} (or {name.upper()}): {message}{given}"

@@ -105,6 +105,9 @@ def test_rejection_names_the_alternative(name: str, alternative: str, capsys: py
 def test_rejection_without_alternative_or_secret(capsys: pytest.CaptureFixture[str]) -> None:
     assert usage_error(capsys, *MODEL, "--rope-scaling", "linear").endswith("does not have\n")
     assert "hush" not in usage_error(capsys, *MODEL, environ={"NGROK_AUTHTOKEN": "hush"})
+    message = usage_error(capsys, *MODEL, "--shard-token", "hüsh")
+    assert "--shard-token (or SHARD_TOKEN)" in message
+    assert "hüsh" not in message
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,7 @@ def test_rejection_without_alternative_or_secret(capsys: pytest.CaptureFixture[s
         ("--max-shard-restarts -1", "--max-shard-restarts (or MAX_SHARD_RESTARTS)"),
         ("--port 0", "--port (or PORT)"),
         ("--port x", "--port (or PORT)"),
+        ("--shard-tls-cert a", "--shard-tls-cert, --shard-tls-key and --shard-tls-ca belong together"),
         ("--validation-workers 0", "--validation-workers (or VALIDATION_WORKERS)"),
         ("--max-batch-size 0", "--max-batch-size (or MAX_BATCH_SIZE)"),
         ("--engine vllm", "--engine (or ENGINE)"),

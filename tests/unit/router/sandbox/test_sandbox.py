@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import uvloop
+from structlog.testing import capture_logs
 
 from text_generation_router.errors import Overloaded
 from text_generation_router.sandbox.pool import Sandbox, SandboxError, SandboxOutOfMemory, SandboxTimeout
@@ -190,6 +191,14 @@ async def test_a_worker_has_no_privileges_and_lower_limits_than_its_router() -> 
         limits = {line[:26].strip(): line[26:].split()[:2] for line in await read(f"/proc/{pid}/limits")}
         assert limits["Max file size"] == limits["Max processes"] == ["0", "0"]
         assert int(limits["Max open files"][1]) < 10
+
+
+async def test_a_measure_that_is_refused_is_logged_once_and_the_others_hold() -> None:
+    with capture_logs() as logs:
+        async with a_sandbox("without_filter", workers=2) as sandbox:
+            for attempt in ("open('/etc/passwd')", "os.fork()"):
+                assert (await sandbox.call(f"execute {attempt}".encode())).endswith(b"Error")
+    assert [record["refused"] for record in logs] == ["filter calls: [Errno 38] no filter for unknown"]
 
 
 async def test_other_workers_go_on_while_a_job_does_not_end(tmp_path: Path) -> None:
