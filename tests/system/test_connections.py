@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import aiohttp
@@ -51,11 +51,12 @@ def stream_request(tokens: int) -> bytes:
     return HEADERS + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-@contextmanager
-def attackers(stack: Stack, sent: bytes, count: int, window: int = 0) -> Iterator[list[socket.socket]]:
+@asynccontextmanager
+async def attackers(stack: Stack, sent: bytes, count: int, window: int = 0) -> AsyncIterator[list[socket.socket]]:
     """Open connections that send this and nothing more; `window`: bytes that their system takes ahead of them."""
-    opened = []
-    try:
+    opened: list[socket.socket] = []
+
+    def attack() -> None:  # on a thread: the event loop measures
         for _ in range(count):
             opened.append(connection := socket.socket())
             if window:
@@ -63,6 +64,9 @@ def attackers(stack: Stack, sent: bytes, count: int, window: int = 0) -> Iterato
             connection.connect(("127.0.0.1", port_of(stack)))
             connection.sendall(sent)
             connection.setblocking(False)
+
+    try:
+        await asyncio.to_thread(attack)
         yield opened
     finally:
         for connection in opened:
@@ -144,10 +148,9 @@ async def test_probes_and_streams_go_on_when_descriptors_run_out(
         process = router(stack)
         most = process.num_fds() + 100
         process.rlimit(psutil.RLIMIT_NOFILE, (most, most))
-        async with probing(session, stack.url) as probe:
-            with attackers(stack, HEADERS, 500):
-                await until(lambda: probe.asked > 30)
-                assert process.num_fds() < most
+        async with probing(session, stack.url) as probe, attackers(stack, HEADERS, 500):
+            await until(lambda: probe.asked > 30)
+            assert process.num_fds() < most
         assert probe.failed == []
         assert max(probe.gaps) < 1.0  # a busy machine
 
@@ -162,7 +165,7 @@ async def test_unfinished_requests_idle_connections_and_slow_readers_are_gone_in
         process, loop = router(stack), asyncio.get_running_loop()
         async with probing(session, stack.url) as probe, asyncio.timeout(90):
             before = process.memory_info().rss
-            with (
+            async with (
                 attackers(stack, stream_request(1500), PERMITS, window=4096) as slow,
                 attackers(stack, HEADERS, 1000) as headers,
                 attackers(stack, half_body, 300) as bodies,
@@ -181,7 +184,7 @@ async def test_unfinished_requests_idle_connections_and_slow_readers_are_gone_in
                             reader.recv(400)
                     await asyncio.sleep(1)
                 assert loop.time() - start < 30
-            await until(lambda: process.memory_info().rss < before + 50_000_000)
+        await until(lambda: process.memory_info().rss < before + 50_000_000)
         assert probe.failed == []
         assert max(probe.gaps) < 1.0  # a busy machine
 

@@ -63,6 +63,11 @@ class Listener:
                 pass
             self._socket.close()
 
+    async def connected(self) -> None:
+        """Wait until every accepted connection can be read."""
+        if self._connecting:
+            await asyncio.wait(self._connecting)
+
     def close(self) -> None:
         """Stop listening, and watching the connections."""
         self.stop_listening()
@@ -146,6 +151,7 @@ class HttpServer:
         connections = listener.connections
         await _until(lambda: not len(connections), LAST_REQUESTS_S)
         listener.stop_listening()
+        await listener.connected()
         await _until(lambda: not any(each.busy or each.fresh for each in connections), LAST_REQUESTS_S)
 
     async def close(self) -> None:
