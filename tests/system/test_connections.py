@@ -233,8 +233,8 @@ class Proxy:
         self._turn = itertools.count()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in self.ports:
-            port = self.ports[next(self._turn) % len(self.ports)]
+        first = next(self._turn) % len(self.ports)
+        for port in (*self.ports[first:], *self.ports[:first]):
             with suppress(ConnectionRefusedError):
                 upstream = await asyncio.open_connection("127.0.0.1", port)
                 break

@@ -85,6 +85,7 @@ class Connection(web.RequestHandler):
         "_credit_s",
         "_headers_by",
         "_heard",
+        "_kept",
         "_stream",
         "_unsent",
         "_wire",
@@ -108,6 +109,7 @@ class Connection(web.RequestHandler):
         self.since = loop.time()
         """Time since when it waits for a request."""
         self._headers_by = self.since + connections.limits.headers_s
+        self._kept = False
         self._heard = False
         """True once a byte of the next request has arrived."""
         self._answered = 0
@@ -124,9 +126,9 @@ class Connection(web.RequestHandler):
         return self._request_count > self._answered and self._wire is not None
 
     @property
-    def fresh(self) -> bool:
-        """True until its first request has a response."""
-        return not self._answered
+    def idle(self) -> bool:
+        """True if it may be closed: it is kept for another request after at least one response."""
+        return self._kept and not self.busy
 
     @property
     def management(self) -> bool:
@@ -222,6 +224,7 @@ class Connection(web.RequestHandler):
             self._stream = None
             self._answered += 1
             self._heard = False
+            self._kept = bool(resp.keep_alive)
             if resp.status == BodyTimeout.status and not request.content.is_eof():
                 self.force_close()  # the rest of the body does not come: nothing to wait for
             if not self.busy and self._wire is not None:

@@ -152,7 +152,7 @@ class HttpServer:
         await _until(lambda: not len(connections), LAST_REQUESTS_S)
         listener.stop_listening()
         await listener.connected()
-        await _until(lambda: not any(each.busy or each.fresh for each in connections), LAST_REQUESTS_S)
+        await _until(lambda: all(each.idle for each in connections), LAST_REQUESTS_S)
 
     async def close(self) -> None:
         """Close the listeners and all connections."""
