@@ -139,6 +139,13 @@ soak-gpu: $(MADE) ## Run mixed traffic on a GPU for a while and check the answer
 simulate: $(STAMP) ## Simulate the scheduler on traces; tables and plots go to .cache/simulation (ARGS="--scenario chats")
 	$(PY) -m text_generation_bench.simulator --out .cache/simulation $(ARGS)
 
+MINUTES ?= 10
+.PHONY: fuzz
+fuzz: model ## Send random requests, bytes and messages for MINUTES=10 (SEED=…)
+	@test -x .cache/schemathesis/bin/schemathesis || { $(PYTHON) -m venv .cache/schemathesis \
+		&& .cache/schemathesis/bin/python -m pip install --quiet --disable-pip-version-check schemathesis==4.32.5; }
+	$(PY) scripts/fuzz.py $(MODEL) $(MINUTES) .cache/schemathesis/bin/schemathesis $(SEED)
+
 .PHONY: sbom
 sbom: $(STAMP) ## List the installed packages in .cache/sbom.json, in the format of CycloneDX
 	@test -x .cache/cyclonedx/bin/cyclonedx-py || { $(PYTHON) -m venv .cache/cyclonedx \

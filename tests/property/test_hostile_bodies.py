@@ -6,21 +6,16 @@ HOSTILE_BODIES sets the number of bodies (default 300, `make test-all` 10,000).
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import os
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 import pytest
-from http_stack import Stack, serve
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from threaded_server import Server, serve_in_thread
 
 BODIES = int(os.environ.get("HOSTILE_BODIES", "300"))
 PATIENCE_S = 0.1
@@ -31,56 +26,10 @@ DOCUMENTED = {400, 413, 415, 422}
 GOOD = orjson.dumps({"inputs": "Hello there", "parameters": {"max_new_tokens": 2}})
 
 
-@dataclass
-class Server:
-    """A server in its own thread and one client connection to it."""
-
-    stack: Stack
-    loop: asyncio.AbstractEventLoop
-    connection: http.client.HTTPConnection
-
-    def post(self, route: str, body: bytes, content_type: str = "application/json") -> tuple[int, str, bytes, float]:
-        """Status, content type, body, and seconds without the time spent waiting for a core."""
-        started, waited = time.perf_counter(), waited_for_a_core()
-        self.connection.request("POST", route, body, {"content-type": content_type})
-        response = self.connection.getresponse()
-        reply = response.read()
-        took = time.perf_counter() - started - (waited_for_a_core() - waited)
-        return response.status, response.headers.get("content-type", ""), reply, took
-
-
-def waited_for_a_core() -> float:
-    """Seconds that runnable threads of this process waited for a core (Linux; elsewhere 0)."""
-    delays = (path.read_text().split()[1] for path in Path("/proc/self/task").glob("*/schedstat"))
-    return sum(map(int, delays)) / 1e9
-
-
 @pytest.fixture(scope="module")
 def server(demo_model: Path) -> Iterator[Server]:
-    ready: Future[tuple[Stack, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def until_stopped() -> None:
-        async with serve(demo_model) as stack:
-            stop = asyncio.Event()
-            ready.set_result((stack, asyncio.get_running_loop(), stop))
-            await stop.wait()
-
-    def run() -> None:
-        try:
-            asyncio.run(until_stopped())
-        except Exception as error:  # noqa: BLE001 - the fixture raises it
-            ready.set_exception(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    stack, loop, stop = ready.result(timeout=30)
-    connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=30)
-    try:
-        yield Server(stack, loop, connection)
-    finally:
-        connection.close()
-        loop.call_soon_threadsafe(stop.set)
-        thread.join()
+    with serve_in_thread(demo_model) as server:
+        yield server
 
 
 def refused(server: Server, route: str, body: bytes, content_type: str = "application/json") -> None:
