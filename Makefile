@@ -25,7 +25,7 @@ PYTEST_ARGS ?=
 
 .PHONY: help
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 .PHONY: install
 install: $(STAMP) ## Create .venv with everything installed, in the versions of constraints.txt

@@ -33,7 +33,10 @@ def fuzz_http(model: str, seconds: float, schemathesis: str, seed: int) -> bool:
     launcher = Path(sys.executable).with_name("text-generation-launcher")
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(
-            [launcher, "--model-id", model, "--engine", "echo", "--hostname", "127.0.0.1", "--port", str(port)],
+            [
+                *(launcher, "--model-id", model, "--engine", "echo", "--hostname", "127.0.0.1", "--port", str(port)),
+                *("--echo-step-ms", "1", "--max-input-tokens", "512", "--max-total-tokens", "1024"),
+            ],
             stderr=log,
         )
         try:

@@ -87,7 +87,7 @@ class LauncherConfig(
     prometheus_port: NonNegativeInt = 9000
     """Accepted for compatibility with TGI: the router serves metrics at /metrics."""
     disable_custom_kernels: bool = False
-    """Accepted for compatibility with TGI: there are none."""
+    """Accepted for compatibility with TGI; no effect."""
     env: bool = False
     """Log versions, devices and platform at start. A flag only."""
 

@@ -73,7 +73,7 @@ async def serve(config: RouterConfig) -> ExitCode:
             templates,
             model.grammar_kinds,
             cluster,
-            Permits(config.max_concurrent_requests, cluster.estimated_wait),
+            Permits(config.max_concurrent_requests, cluster.estimated_permit_wait),
             metrics,
             settings,
         ) as (serving, chats):

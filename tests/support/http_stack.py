@@ -129,7 +129,7 @@ async def serve(
                 scheduler=scheduler,
             )
             cluster = Cluster(scheduler, metrics.steps)
-            permits = Permits(max_concurrent_requests, cluster.estimated_wait)
+            permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
             config = {
                 "model_id": "echo",
                 "model_path": str(model),

@@ -1,4 +1,4 @@
-"""The forms in which clients send a grammar, as a `Grammar` that `GrammarCompiler.prove` has yet to accept.
+"""The forms in which clients send a grammar, as a `Grammar` that `GrammarCompiler.prove` must still accept.
 
     TGI       parameters.grammar, response_format    {"type": "json" | "json_object" | "regex" | "json_schema", "value": …}
     OpenAI    response_format                        {"type": "text" | "json_object" | "json_schema", "json_schema": {…}}

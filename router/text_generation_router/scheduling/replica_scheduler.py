@@ -7,7 +7,7 @@
 One set of orders is under way at a time. Meanwhile the replica makes steps on its own, and each sequence stops at the end
 of its blocks, so this code need not keep up with the steps.
 
-KV blocks: see `kv_cache`. Growth rides on other orders as long as it is not urgent, so that a step boundary stays free
+KV blocks: see `kv_cache`. Blocks for growth are sent with other orders as long as they are not urgent, so that a step boundary stays free
 for the prefill of new sequences. When no block is left for a sequence without room, one is preempted: released, and
 requeued with its generated tokens as part of its prompt.
 

@@ -320,19 +320,19 @@ class Scheduler:
         cached = self._dispatcher.cached_tokens(sequence)
         return max(1, sequence.expected_length - cached)
 
-    def estimated_wait(self, tenant: TenantId) -> float | None:
+    def estimated_wait(self, tenant: TenantId, *, for_permit: bool = False) -> float | None:
         """Return the seconds that a new request of `tenant` would wait (`Retry-After`); None if unknown.
 
         The work before it over the measured throughput: the work of the whole queue, or of its tenant over that tenant's
-        share, whichever is less.
+        share, whichever is less. `for_permit`: a sequence must end first, even if a replica has room.
         """
         serving = self.serving
         rates = [self._throughputs[replica.replica].rate() for replica in serving]
         if work := self.queue.work:
             return estimate_wait(min(work, self.queue.tenants.work(tenant) / self.queue.tenants.share(tenant)), rates)
-        if self._dispatcher.has_room(1):
+        if not for_permit and self._dispatcher.has_room(1):
             return 0.0
-        # The queue is empty and no replica has room: the wait for one sequence to end.
+        # The queue is empty: the wait for one sequence to end.
         running = sum(replica.occupied_slots for replica in serving)
         return estimate_wait(sum(max(0, replica.work) for replica in serving) / max(1, running), rates)
 

@@ -93,6 +93,10 @@ class Cluster:
         """Return the seconds that a new request of `tenant` would wait; None if unknown."""
         return self.scheduler.estimated_wait(tenant)
 
+    def estimated_permit_wait(self, tenant: TenantId) -> float | None:
+        """Return the seconds until a request of `tenant` may get a permit, while all are held; None if unknown."""
+        return self.scheduler.estimated_wait(tenant, for_permit=True)
+
     def dispatch(self) -> None:
         """End expired requests, and place queued ones on replicas with room."""
         now = time.monotonic()

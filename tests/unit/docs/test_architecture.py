@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from text_generation_proto.values import LOGPROB_PARAMETERS, SAMPLING_PARAMETERS, STOPPING_PARAMETERS
+
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGES = {
@@ -68,3 +70,14 @@ def test_an_example_touches_the_files_of_its_row(kind: str, example: str, files:
         listed += named_in(first[2])
     assert product_files_with(example) == set(listed)
     assert len(listed) <= MAX_FILES[kind]
+
+
+@pytest.mark.parametrize("parts", [("engines/torch", "step", "grammar.py"), ("engines/tensorrt_llm",)], ids="-".join)
+def test_an_engine_implements_each_parameter_or_names_it_as_unsupported(parts: tuple[str, ...]) -> None:
+    shard = ROOT / "shard" / "text_generation_shard"
+    files = [
+        file for part in parts for file in ((shard / part).rglob("*.py") if (shard / part).is_dir() else [shard / part])
+    ]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    names = {one.field for one in (*SAMPLING_PARAMETERS, *STOPPING_PARAMETERS, *LOGPROB_PARAMETERS)}
+    assert {name for name in names if not re.search(rf"\b{name}\b", source)} == set()

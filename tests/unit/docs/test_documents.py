@@ -21,6 +21,16 @@ def test_relative_links_lead_to_files(document: Path) -> None:
     assert [target for target in local if not (document.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_headings_lead_to_headings(document: Path) -> None:
+    for file, anchor in re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", document.read_text(encoding="utf-8")):
+        headings = re.findall(
+            r"^#+ (.*)$", ((document.parent / file) if file else document).read_text("utf-8"), re.MULTILINE
+        )
+        slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in slugs, f"{file}#{anchor}"
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
 

@@ -214,6 +214,17 @@ def test_a_tenant_below_its_share_is_not_refused_for_others_work() -> None:
     assert rig.scheduler.stats().queued_tokens <= 1000
 
 
+def test_the_wait_for_a_permit_is_that_for_the_end_of_a_running_sequence() -> None:
+    rig = Rig(a_policy(max_batch_size=4))
+    for _ in range(2):
+        rig.submit(20, new=200)
+    rig.turns(20)
+    assert rig.scheduler.estimated_wait(TenantId("")) == 0.0, "there is room"
+    estimated = rig.scheduler.estimated_wait(TenantId(""), for_permit=True)
+    assert estimated is not None
+    assert 0.1 < estimated < 1.0, "of each, 80 tokens are still expected"
+
+
 def test_the_estimated_wait_is_queued_work_over_throughput() -> None:
     rig = Rig(a_policy(max_batch_size=4))
     assert rig.scheduler.estimated_wait(TenantId("")) == 0.0, "there is room"

@@ -24,7 +24,7 @@ from text_generation_shard.engines.torch.memory import peak_memory, reset_peak
 
 INDEX = "model.safetensors.index.json"
 MOST_SECONDS = 1.0
-"""Of CPU time: the machine may be busy."""
+"""Seconds of processor time: the machine may be busy."""
 MOST_BYTES = 160 << 20
 LARGE = {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1 << 10, "vocab_size": 1 << 22}
 """Sizes within the limits, for 400 TiB of weights."""
