@@ -122,7 +122,7 @@ class RouterSettings(HangSettings, ShardAccess):
     max_client_batch_size: PositiveInt = 4
     """Most prompts in one OpenAI completion request."""
     validation_workers: PositiveInt = 2
-    """Tokenizer threads."""
+    """Threads that tokenize, and processes for long texts; at least two of each."""
     payload_limit: PositiveInt = 2_000_000
     """Largest request body, in bytes."""
     max_connections: PositiveInt = 4096

@@ -7,7 +7,7 @@ follow from the class attributes. Texts and types are TGI's, because its clients
     ├── ClientError                      the client must change the request
     │   ├── BodyRejected …               while its body is read
     │   └── InvalidRequest …             a validation rule is broken
-    ├── Overloaded, Draining, Unhealthy  refused now; a retry may succeed
+    ├── Overloaded, Draining, CannotKeepUp, Unhealthy   refused now; a retry may succeed
     └── DeadlineExceeded, GenerationFailed, IncompleteGeneration, ClientLeft
 """
 
@@ -61,8 +61,11 @@ class ServingError(Exception):
         if hasattr(cls, "error_type") and not hasattr(cls, "openai_code"):
             cls.openai_code = cls.error_type.replace(" ", "_")
 
-    def __init__(self, message: str | None = None) -> None:
+    def __init__(self, message: str | None = None, retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: estimated wait of a request that arrives now; None: that of the class."""
         super().__init__(self.prefix + (self.message if message is None else message))
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
     @property
     def retry_after(self) -> int | None:
@@ -274,12 +277,6 @@ class Overloaded(ServingError):
     operations = Operation.GENERATE | Operation.TOKENIZE
     retry_after_s = 1.0  # permits become free all the time
 
-    def __init__(self, message: str | None = None, retry_after_s: float | None = None) -> None:
-        """`retry_after_s`: estimated wait of a request that arrives now; None if unknown."""
-        super().__init__(message)
-        if retry_after_s is not None:
-            self.retry_after_s = retry_after_s
-
 
 class RateLimited(Overloaded):
     """The API key's limit of requests or tokens a minute is reached."""
@@ -305,6 +302,18 @@ class TooManyConnections(Draining):
     """All connections of the server are in use."""
 
     message = "Too many connections"
+
+
+class CannotKeepUp(ServingError):
+    """The server is too slow for the work it accepted. The fault is not the client's."""
+
+    status = 503
+    error_type = "overloaded"
+    message = "The server cannot keep up"
+    anthropic_type = "overloaded_error"
+    metric_label = "overloaded"
+    operations = Operation.GENERATE | Operation.TOKENIZE
+    retry_after_s = 1.0
 
 
 class Unhealthy(ServingError):

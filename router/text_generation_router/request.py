@@ -12,6 +12,8 @@ from text_generation_router.errors import ServingError
 
 RequestId = NewType("RequestId", int)
 TenantId = NewType("TenantId", str)
+DEFAULT_TENANT = TenantId("")
+"""Tenant of requests that name none."""
 """The owner of a request: the digest of an API key, or the value of a header. "" without either."""
 TokenId = int
 
@@ -35,7 +37,7 @@ class Priority(IntEnum):
 class QualityOfService:
     """Tenant, priority and deadlines of a request. Times are seconds of the monotonic clock."""
 
-    tenant: TenantId = TenantId("")
+    tenant: TenantId = DEFAULT_TENANT
     priority: Priority = Priority.DEFAULT
     salt: str = ""
     """Prompts share their KV blocks only with prompts of the same salt."""

@@ -50,7 +50,7 @@ async def serve(config: RouterConfig) -> ExitCode:
     configure_allocator()
     signals = StopSignals()
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path), config.validation_workers)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
         templates = _load_templates(config)
     except (TokenizerError, ChatTemplateError) as error:
         raise CannotServe(str(error)) from error
@@ -90,8 +90,6 @@ async def serve(config: RouterConfig) -> ExitCode:
             return await _serve_http(config, app, cluster, metrics, run_cluster, signals)
     except (ChatTemplateError, SandboxError) as error:
         raise CannotServe(str(error)) from error
-    finally:
-        tokenizer.close()
 
 
 def _settings(config: RouterConfig, limits: Limits) -> Settings:

@@ -50,7 +50,7 @@ CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 
 async def asking(stack: Stack, says: str, **fields: object) -> Json:
     """Return a body that the model answers with exactly `says`."""
-    tokens = len(await stack.tokenizer.encode_ids(says, add_special_tokens=False))
+    tokens = len(stack.tokenizer.encode_ids(says, add_special_tokens=False))
     return {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "temperature": 0, **fields}
 
 

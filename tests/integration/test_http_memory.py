@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from http_stack import Stack, serve, until
 
+from text_generation_router import preparation
 from text_generation_router.api.http.bodies import Body
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import ServingError
@@ -117,9 +118,10 @@ async def test_nothing_is_left_when_clients_leave_or_there_are_too_many(stack: S
         await until(lambda: not [each for each in held() if isinstance(each, ServingError)])
 
 
-async def test_nothing_is_left_of_a_chat_that_found_no_worker(stack: Stack) -> None:
+async def test_nothing_is_left_of_a_chat_that_found_no_worker(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "MAX_WAIT_S", 0.1)
     async with nothing_left(), running(stack, 2, "/v1/chat/completions", SPIN):
-        assert await post(stack, "/v1/chat/completions", CHAT) == 429
+        assert await post(stack, "/v1/chat/completions", CHAT) == 503
 
 
 async def test_nothing_is_left_of_a_request_while_the_server_drains(stack: Stack) -> None:

@@ -55,7 +55,7 @@ Both = tuple[Stack, AsyncAnthropic]
 
 
 async def count(stack: Stack, text: str) -> int:
-    return len((await stack.tokenizer.encode(text, add_special_tokens=False)).ids)
+    return len(stack.tokenizer.encode_ids(text, add_special_tokens=False))
 
 
 async def test_a_stream_equals_a_whole_reply(stack_and_client: Both) -> None:

@@ -177,7 +177,7 @@ async def test_counts_agree_for_every_kind_of_end(demo_model: Path, best_of: int
 
 async def test_the_choices_of_a_stream_fail_together_and_each_counts(demo_model: Path) -> None:
     async with serve(demo_model) as stack:
-        [failing] = await stack.tokenizer.encode_ids(" fail", add_special_tokens=False)
+        [failing] = stack.tokenizer.encode_ids(" fail", add_special_tokens=False)
     async with serve(demo_model, echo_fail_token=failing, echo_step_ms=2) as stack:
         body = {"prompt": ["go on and on", "go on fail"], "max_tokens": 500, "stream": True}
         async with stack.client.post("/v1/completions", json=body) as response:

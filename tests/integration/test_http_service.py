@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from http_stack import Stack, load_tokenizer, serve
+from http_stack import Stack, serve
 
 TEXT = "Grüße, 世界! <|im_end|>\n"
 
@@ -48,25 +48,10 @@ async def test_chat_tokenize_returns_the_tokens_of_the_rendered_text(stack: Stac
     async with stack.client.post("/chat_tokenize", json=body) as response:
         assert (response.status, response.content_type) == (200, "application/json")
         # A long list is streamed, so that its length is not known in advance.
-        assert (response.headers.get("transfer-encoding") == "chunked") == (words > 4096)
+        assert (response.headers.get("transfer-encoding") == "chunked") == (words > 512)
         reply = await response.json()
     assert list(reply) == ["tokenize_response", "templated_text"]
     assert reply["tokenize_response"] == (await post(stack, "/tokenize", {"inputs": reply["templated_text"]}))[1]
-
-
-async def test_an_error_of_the_tokenizer_is_returned(demo_model: Path) -> None:
-    load_tokenizer.cache_clear()
-    async with serve(demo_model) as stack:
-        load_tokenizer.cache_clear()
-        stack.tokenizer.close()
-        text = "a" * 10_000
-        for path, body in (
-            ("/tokenize", {"inputs": text}),
-            ("/chat_tokenize", {"messages": [{"role": "user", "content": text}]}),
-        ):
-            status, reply = await post(stack, path, body)
-            assert (status, reply["error_type"]) == (422, "validation")
-            assert reply["error"].startswith("Input validation error: tokenizer error ")
 
 
 async def test_detokenize_takes_any_number_of_known_ids(stack: Stack) -> None:

@@ -83,7 +83,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @cache
 def load_tokenizer(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder, workers=2)
+    return Tokenizer.load(folder)
 
 
 @asynccontextmanager

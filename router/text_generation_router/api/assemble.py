@@ -16,8 +16,10 @@ from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.metrics import Metrics
+from text_generation_router.preparation import Preparation
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 
 @asynccontextmanager
@@ -36,13 +38,16 @@ async def assemble(
     """
     config = settings.config
     async with AsyncExitStack() as running:
+        stage = Preparation()
         grammars = None
         if grammar_kinds and not config.disable_grammar_support:
-            sandbox = grammar_sandbox(Path(config.model_path) / "tokenizer.json")
+            sandbox = grammar_sandbox(Path(config.model_path) / "tokenizer.json", stage=stage)
             grammars = GrammarCompiler(await running.enter_async_context(sandbox))
-        renderer = await running.enter_async_context(TemplateRenderer(templates))
-        preparer = RequestPreparer(tokenizer, settings.limits, metrics, grammars, grammar_kinds)
-        serving = Serving(cluster, tokenizer, preparer, permits, metrics, settings)
+        renderer = await running.enter_async_context(TemplateRenderer(templates, stage=stage))
+        pool = TokenizerPool(tokenizer, Path(config.model_path), config.validation_workers, stage)
+        await running.enter_async_context(pool)
+        preparer = RequestPreparer(pool, settings.limits, metrics, grammars, grammar_kinds)
+        serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings)
         call_format: str = config.tool_call_parser
         if call_format == "auto":
             call_format = detect_format(

@@ -12,7 +12,7 @@ from text_generation_router.api.cloud.kserve import InferAnswer, InferBody, KSer
 from text_generation_router.api.cloud.sagemaker import InvocationBody, SageMakerRoutes
 from text_generation_router.api.cloud.vertex import VertexAnswer, VertexBody, VertexRoutes
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.api.core.tokens import ChatTokenizeAnswer, SimpleToken
+from text_generation_router.api.core.tokens import ChatTokenizeAnswer, SimpleToken, TokenIdsAnswer
 from text_generation_router.api.http.dialects import Dialect
 from text_generation_router.api.http.routes import Route
 from text_generation_router.api.openai import answers as openai
@@ -92,7 +92,7 @@ def tgi_routes(generate: GenerateRoutes, chat: ChatRoutes, service: ServiceRoute
             service.tokenize,
             "TGI",
             body=about.TokenizeBody,
-            answer=list[SimpleToken] | about.TokenIdsAnswer,
+            answer=list[SimpleToken] | TokenIdsAnswer,
             operations=Operation.TOKENIZE,
         ),
         Route(

@@ -17,6 +17,8 @@ from text_generation_router.aside import aside
 from text_generation_router.chat.conversation import Conversation, Json, Tool
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
 from text_generation_router.errors import InvalidRequest, TemplateError, Unhealthy
+from text_generation_router.preparation import Preparation
+from text_generation_router.request import DEFAULT_TENANT, TenantId
 from text_generation_router.sandbox.pool import (
     Sandbox,
     SandboxBroken,
@@ -56,8 +58,8 @@ class TemplateRenderer:
         *,
         workers: int = 2,
         timeout_s: float = 2.0,
-        max_waiting: int = 128,
         max_characters: int = MAX_CHARACTERS,
+        stage: Preparation | None = None,
     ) -> None:
         """With two workers, a conversation that takes all of its time does not delay the others."""
         self._templates = templates
@@ -68,8 +70,8 @@ class TemplateRenderer:
             workers=workers,
             timeout_s=timeout_s,
             memory_bytes=MEMORY_BYTES,
-            max_waiting=max_waiting,
             max_output=MAX_BYTES_PER_CHARACTER * max_characters,
+            stage=stage,
         )
         self._without_templates = not sources
 
@@ -93,13 +95,13 @@ class TemplateRenderer:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def render(self, conversation: Conversation) -> str:
-        """Return the prompt. Raises TemplateError, Overloaded, Unhealthy; InvalidRequest as `template_input` does."""
+    async def render(self, conversation: Conversation, tenant: TenantId = DEFAULT_TENANT) -> str:
+        """Return the prompt. Raises TemplateError, Overloaded, CannotKeepUp, Unhealthy; as `template_input` does."""
         request, payload = await aside(
             lambda: self._input(conversation), large=len(conversation.messages) > MAX_INLINE_MESSAGES
         )
         try:
-            text = (await self._sandbox.call(payload)).decode()
+            text = (await self._sandbox.call(payload, tenant)).decode()
         except SandboxTimeout as error:
             raise TemplateError("the template took too long") from error
         except SandboxOutOfMemory as error:

@@ -15,6 +15,8 @@ import structlog
 from text_generation_proto.values import Grammar
 from text_generation_router.errors import InvalidRequest, Unhealthy
 from text_generation_router.grammar.schema import not_compilable
+from text_generation_router.preparation import Preparation
+from text_generation_router.request import DEFAULT_TENANT, TenantId
 from text_generation_router.sandbox.pool import (
     Sandbox,
     SandboxBroken,
@@ -26,14 +28,13 @@ from text_generation_router.sandbox.pool import (
 log = structlog.get_logger()
 
 TIMEOUT_S = 1.5
-"""Time of one compile; a refusal must come within three seconds."""
+"""CPU time of one compile; a refusal must come within three seconds."""
 MEMORY_BYTES = 768 * 1024 * 1024
 """Memory of one worker, most of it for the tokenizer."""
-MAX_WAITING = 64
 MAX_CACHED = 1024
 """Verdicts in the cache, about a hundred bytes each."""
 TIMEOUT_CACHED_S = 30.0
-"""Life of the verdict of a compile that was too slow: the machine may have been busy."""
+"""Life of the verdict of a compile that was too slow or too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,9 @@ class _Verdict:
     """Time on the event loop's clock."""
 
 
-def grammar_sandbox(tokenizer: Path, *, workers: int = 2, timeout_s: float = TIMEOUT_S) -> Sandbox:
+def grammar_sandbox(
+    tokenizer: Path, *, workers: int = 2, timeout_s: float = TIMEOUT_S, stage: Preparation | None = None
+) -> Sandbox:
     """Return the sandbox of `GrammarCompiler`, which the caller starts and closes; `tokenizer` is a tokenizer.json."""
     return Sandbox(
         "text_generation_router.grammar.proof:compile_job",
@@ -52,8 +55,8 @@ def grammar_sandbox(tokenizer: Path, *, workers: int = 2, timeout_s: float = TIM
         workers=workers,
         timeout_s=timeout_s,
         memory_bytes=MEMORY_BYTES,
-        max_waiting=MAX_WAITING,
         max_output=4096,
+        stage=stage,
     )
 
 
@@ -63,28 +66,29 @@ class GrammarCompiler:
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
-        self._running: dict[bytes, asyncio.Event] = {}
+        self._running: dict[tuple[TenantId, bytes], asyncio.Event] = {}
+        """By tenant: the turn of one must not wait in the line of another."""
 
-    async def prove(self, grammar: Grammar) -> None:
-        """Return if the engine can follow this grammar. Raises InvalidRequest; Overloaded; Unhealthy."""
+    async def prove(self, grammar: Grammar, tenant: TenantId = DEFAULT_TENANT) -> None:
+        """Return if the engine can follow this grammar. Raises InvalidRequest; Overloaded, CannotKeepUp, Unhealthy."""
         key = hashlib.sha256(f"{grammar.kind.value}\0{grammar.text}".encode()).digest()
         while (verdict := self._cached(key)) is None:
-            if (other := self._running.get(key)) is not None:
+            if (other := self._running.get((tenant, key))) is not None:
                 await other.wait()  # then look again: that request may have been cancelled
                 continue
-            done = self._running[key] = asyncio.Event()
+            done = self._running[tenant, key] = asyncio.Event()
             try:
-                self._cache(key, await self._ask(grammar))
+                self._cache(key, await self._ask(grammar, tenant))
             finally:
-                del self._running[key]
+                del self._running[tenant, key]
                 done.set()
         if verdict.error is not None:
             raise InvalidRequest(verdict.error)
 
-    async def _ask(self, grammar: Grammar) -> _Verdict:
+    async def _ask(self, grammar: Grammar, tenant: TenantId) -> _Verdict:
         payload = json.dumps({"kind": grammar.kind.value, "text": grammar.text}).encode()
         try:
-            answer = await self._sandbox.call(payload)
+            answer = await self._sandbox.call(payload, tenant)
         except SandboxTimeout:
             return self._refuse_for_now("it takes too long")
         except SandboxOutOfMemory:

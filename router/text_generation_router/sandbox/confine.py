@@ -29,15 +29,41 @@ ALLOW, REFUSE, KILL_PROCESS = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 
 COMPUTING = {
     "x86_64": (
-        *(0, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 19, 20, 23, 24, 25, 28, 35, 39, 60, 96, 97, 98, 100, 102),
+        *(0, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15, 19, 20, 23, 24, 25, 28, 35, 38, 39, 60, 96, 97, 98, 100, 102),
         *(104, 107, 108, 128, 131, 186, 201, 202, 204, 218, 228, 229, 230, 231, 270, 271, 273, 318, 334),
     ),
     "aarch64": (
-        *(57, 62, 63, 64, 65, 66, 72, 73, 80, 93, 94, 96, 98, 99, 101, 113, 114, 115, 123, 124, 132, 134, 135, 137),
+        *(
+            57,
+            62,
+            63,
+            64,
+            65,
+            66,
+            72,
+            73,
+            80,
+            93,
+            94,
+            96,
+            98,
+            99,
+            101,
+            103,
+            113,
+            114,
+            115,
+            123,
+            124,
+            132,
+            134,
+            135,
+            137,
+        ),
         *(139, 153, 163, 165, 169, 172, 174, 175, 176, 177, 178, 214, 215, 216, 222, 226, 233, 278, 293),
     ),
 }
-"""Numbers of the allowed system calls: read, write, close, fstat, poll, lseek, memory, signal handlers, clocks, sleeping,
+"""Numbers of the allowed system calls: read, write, close, fstat, poll, lseek, memory, signal handlers, clocks, timers, sleeping,
 futexes, own ids and resource use, random numbers, exit."""
 NUMBERS: dict[str, dict[str, int]] = {
     "x86_64": {"audit": 0xC000003E, "seccomp": 317, "kill": 62, "tgkill": 234},

@@ -2,7 +2,8 @@
 
 A chat template and a grammar are foreign programs. In the router's process they could hold the event loop, or the GIL,
 for any time, and a thread cannot be killed. So each kind of job has a sandbox: a few small processes with limited
-memory, time and output and a low priority (nice). A worker that is too slow or dies is replaced while the others go on.
+memory, CPU time and output and a low priority (nice). A worker that is too slow or dies is replaced while the others go
+on. A job is judged by its CPU time, because on a busy machine every job takes long.
 
 The pool is our own because pebble's (5.2.3 was tried) gives its children the whole environment, keys included, unpickles
 what they send, lets one that ignores SIGTERM run three seconds past its limit, and does not bound its queue.
@@ -17,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
@@ -24,7 +26,9 @@ from typing import Any, Self
 
 import structlog
 
-from text_generation_router.errors import Overloaded
+from text_generation_router.errors import CannotKeepUp
+from text_generation_router.preparation import Preparation, Turn, WorkerQueue
+from text_generation_router.request import DEFAULT_TENANT, TenantId
 from text_generation_router.sandbox.worker import HEADER, MAX_MESSAGE, FrameKind
 
 log = structlog.get_logger()
@@ -33,8 +37,10 @@ START_TIMEOUT_S = 30.0
 """Time in which a worker must have created its job."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Pause before a worker that could not start is started again; doubled each time."""
-MAX_WAIT_S = 1.0
-"""Time that a call waits for a worker before it is refused with Overloaded."""
+WALL_TIMES, MIN_WALL_S = 5, 30.0
+"""Limit of a job's wall-clock time: a multiple of its CPU time, at least so many seconds."""
+EXIT_S = 1.0
+"""Time in which a worker that closed its socket must have ended."""
 NICENESS = 5
 CLOSED = "the sandbox is closed"
 ENV_NAMES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "TZDIR", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME")  # fmt: skip
@@ -46,7 +52,11 @@ class SandboxError(Exception):
 
 
 class SandboxTimeout(SandboxError):
-    """The job took too long; its worker was killed."""
+    """The job used up its CPU time; its worker was killed."""
+
+
+class _Stalled(SandboxError):
+    """The job got too little CPU time to end: the machine is busy. Its worker was killed."""
 
 
 class SandboxOutOfMemory(SandboxError):
@@ -72,21 +82,31 @@ class Sandbox:
         workers: int,
         timeout_s: float,
         memory_bytes: int,
-        max_waiting: int,
         max_output: int,
+        stage: Preparation | None = None,
     ) -> None:
         """`factory` is "module:function"; called with `config` (JSON) it returns a function that makes the job, a function
         bytes -> bytes. Only the factory may read files: then the worker is confined (confine.py).
 
-        `timeout_s`: time of a job, from when a worker takes it. `memory_bytes`: heap of a worker, interpreter included
-        (about 15 MB). `max_waiting`: calls that wait for a worker. `max_output`: bytes of a result.
+        `timeout_s`: CPU time of a job. `memory_bytes`: heap of a worker, interpreter included (about 15 MB).
+        `max_output`: bytes of a result. `stage`: the bound of the calls that wait.
         """
-        settings = {"config": config, "niceness": NICENESS, "memory_bytes": memory_bytes, "max_output": max_output}
+        settings = {
+            "config": config,
+            "niceness": NICENESS,
+            "memory_bytes": memory_bytes,
+            "cpu_s": timeout_s,
+            "max_output": max_output,
+        }
         self._settings = json.dumps(settings).encode()
         self._factory, self._size, self._timeout_s = factory, workers, timeout_s
-        self._max_waiting, self._max_output = max_waiting, max_output
+        self._max_output = max_output
+        self._turns = WorkerQueue(stage or Preparation(), workers)
+        self._over: deque[Turn] = deque()
+        """The turns of calls that ended. Each is given back when a worker can do the next job."""
         self._waiting: dict[asyncio.Future[bytes], bytes] = {}
-        """The payloads of calls that wait for a worker, in order, by the future of the result."""
+        """The payloads of calls that have their turn and wait for a worker that died to be replaced."""
+        self._wanted = asyncio.Event()
         self._idle: list[_Worker] = []
         self._ready: set[_Worker] = set()
         """The workers that have created their job: idle or busy."""
@@ -94,9 +114,17 @@ class Sandbox:
         """The reason that no worker can do a job; None if one can."""
         self._stack = AsyncExitStack()
 
-    async def start(self) -> None:
-        """Start all workers and wait until they are ready. Raises SandboxError with the error of the factory."""
+    async def start(self, *, lazily: bool = False) -> None:
+        """Start all workers and wait until they are ready, or start them `lazily`, with the first call, which waits.
+
+        Raises SandboxError with the error of the factory.
+        """
         started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if lazily:
+            self._broken = None
+            started.set_result(None)
+        else:
+            self._wanted.set()
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         for _ in range(self._size):
             self._stack.callback(tasks.create_task(self._keep_worker(started)).cancel)
@@ -126,62 +154,72 @@ class Sandbox:
     @property
     def waiting(self) -> int:
         """The number of calls that wait for a worker."""
-        return len(self._waiting)
+        return self._turns.waiting + len(self._waiting)
 
-    async def call(self, payload: bytes) -> bytes:
-        """Do one job. Raises SandboxError; Overloaded if too many calls wait, or this one too long.
+    async def call(self, payload: bytes, tenant: TenantId = DEFAULT_TENANT) -> bytes:
+        """Do one job when it is this tenant's turn. Raises SandboxError; Overloaded, CannotKeepUp.
 
         A caller that is cancelled leaves the queue; a job that already runs goes on, and its result is dropped.
         """
-        try:
-            return await self._call(payload)
-        except _Crashed:
-            # The worker may have been killed for another reason. If the job did it, it will do it again.
-            return await self._call(payload, is_repeated=True)
-
-    async def _call(self, payload: bytes, *, is_repeated: bool = False) -> bytes:
         if self._broken is not None:
             raise SandboxBroken(self._broken)
-        if not self._idle and len(self._waiting) >= self._max_waiting and not is_repeated:
-            raise Overloaded
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bytes] = loop.create_future()
+        self._wanted.set()
+        turn = await self._turns.take(tenant, len(payload))
+        try:
+            try:
+                return await self._call(payload)
+            except _Crashed:
+                # The worker may have been killed for another reason. If the job did it, it will do it again.
+                return await self._call(payload)
+        except _Stalled:
+            raise CannotKeepUp from None
+        finally:
+            self._over.append(turn)
+            self._give_back_turns()
+
+    async def _call(self, payload: bytes) -> bytes:
+        if self._broken is not None:
+            raise SandboxBroken(self._broken)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[answer] = payload
         self._dispatch()
-        timer = None
-        if answer in self._waiting and not is_repeated:
-            timer = loop.call_later(MAX_WAIT_S, self._refuse, answer)
         try:
             return await answer
         finally:
             self._waiting.pop(answer, None)
-            if timer is not None:
-                timer.cancel()
             # An error refers to this frame: it must not refer to the error, or both stay, and the payload with them.
-            del answer, timer
+            del answer
 
-    def _refuse(self, answer: asyncio.Future[bytes]) -> None:
-        if answer in self._waiting:
-            _settle(answer, Overloaded())
+    def _give_back_turns(self) -> None:
+        """Give back turns that are over, except one for each worker that is restarted or busy for a caller that left.
+
+        So a tenant whose job killed a worker waits for the new one itself.
+        """
+        able = sum(worker.answer is None or not worker.answer.done() for worker in self._ready)
+        while self._over and (len(self._over) > self._size - able or self._broken is not None):
+            self._turns.give_back(self._over.popleft())
 
     def _break(self, reason: str) -> None:
         """Refuse all calls, also those that wait or run."""
         self._broken = reason
+        self._give_back_turns()
         for answer in (*self._waiting, *(worker.answer for worker in self._ready)):
             if answer is not None:
                 _settle(answer, SandboxBroken(reason))
 
     def _dispatch(self) -> None:
+        self._give_back_turns()
         while self._idle and self._waiting:
             answer = next(iter(self._waiting))
             payload = self._waiting.pop(answer)
             if not answer.done():
                 worker = self._idle.pop()
                 worker.answer = answer
-                worker.ask(payload, self._timeout_s)
+                worker.ask(payload, max(WALL_TIMES * self._timeout_s, MIN_WALL_S))
 
     async def _keep_worker(self, started: asyncio.Future[None]) -> None:
         """Run a worker; when it ends, run the next one."""
+        await self._wanted.wait()
         pause_s = FIRST_PAUSE_S
         while True:
             try:
@@ -267,9 +305,12 @@ class _Worker:
             body = await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, ConnectionError):
             self.ended = True
-            if self._timer is not None and self._timer.when() <= asyncio.get_running_loop().time():
-                return SandboxTimeout(f"took longer than {self._timeout_s:g} s")
-            code = self.process.poll() or 0
+            late = self._timer is not None and self._timer.when() <= asyncio.get_running_loop().time()
+            code = await self._exit_code()
+            if code == -signal.SIGPROF:
+                return SandboxTimeout("took too much CPU time")
+            if late:
+                return _Stalled(f"did not end within {self._timeout_s:g} s")
             return _Crashed(f"the worker died of {signal.Signals(-code).name}" if code < 0 else "the worker ended")
         finally:
             if self._timer is not None:
@@ -278,6 +319,12 @@ class _Worker:
             self.ended = True
             return SandboxOutOfMemory("needs more memory than it may have")
         return body if kind == FrameKind.RESULT else SandboxError(body.decode(errors="replace"))
+
+    async def _exit_code(self) -> int:
+        try:
+            return await asyncio.to_thread(self.process.wait, EXIT_S)
+        except subprocess.TimeoutExpired:  # it closed its socket and goes on
+            return 0
 
 
 @asynccontextmanager

@@ -41,7 +41,7 @@ def main(factory: str) -> None:
     """Create the job, then answer until the router closes the socket."""
     _ignore_signals_and_die_with_parent()
     reader, writer = _take_channel()
-    job, max_output = None, 0
+    job, max_output, cpu_s = None, 0, 0.0
     while header := reader.read(HEADER.size):
         payload = reader.read(HEADER.unpack(header)[0])
         kind, body = FrameKind.RESULT, b""
@@ -49,18 +49,22 @@ def main(factory: str) -> None:
             if job is None:
                 settings = json.loads(payload)
                 _limit(settings["memory_bytes"], settings["niceness"])
-                max_output = settings["max_output"]
+                max_output, cpu_s = settings["max_output"], settings["cpu_s"]
                 module, _, name = factory.partition(":")
                 make = getattr(importlib.import_module(module), name)(settings["config"])
                 refused = confine()
                 job = make()
                 body = "; ".join(refused)[:MAX_MESSAGE].encode(errors="replace")
-            elif len(body := job(payload)) > max_output:
+            else:
+                signal.setitimer(signal.ITIMER_PROF, cpu_s)  # at its end the kernel kills this process
+                body = job(payload)
+            if len(body) > max_output:
                 raise ValueError(f"the result is longer than {max_output} bytes")
         except MemoryError:
             kind, body = FrameKind.OUT_OF_MEMORY, b""
         except BaseException as error:  # noqa: BLE001 - also a Rust panic; the router names the error to the client
             kind, body = FrameKind.FAILED, _one_line(error).encode(errors="replace")
+        signal.setitimer(signal.ITIMER_PROF, 0)
         writer.write(HEADER.pack(len(body), kind) + body)
         writer.flush()
         if job is None or kind is FrameKind.OUT_OF_MEMORY:

@@ -1,8 +1,5 @@
 """The model's tokenizer: encodes texts, decodes token ids, and detokenizes new tokens one at a time.
 
-Long texts are encoded on threads, so that they do not block the event loop. The library's `encode_batch` releases the
-GIL, its `encode` does not.
-
 A detokenizer returns no incomplete characters, and its pieces join to the text decoded whole. Byte-level vocabularies
 (GPT-2's alphabet: Llama 3, Qwen, SmolLM, …) are decoded here: a token is bytes, and an incremental UTF-8 decoder holds
 back incomplete characters, in constant time per token. All other vocabularies use `tokenizers.DecodeStream`, primed with
@@ -11,45 +8,29 @@ the end of the prompt, because the leading space of a SentencePiece token depend
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import json
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import tokenizers
 from tokenizers.decoders import ByteLevel, DecodeStream
 
 from text_generation_proto.panics import as_exception, without_panics
-from text_generation_router.errors import InvalidRequest, Overloaded, ServingError
+from text_generation_router.errors import InvalidRequest, ServingError
 from text_generation_router.request import TokenId
+from text_generation_router.text.tokenizer_job import configured
 
-INLINE_CHARACTERS = 1024
-"""Texts up to this length are encoded on the event loop, in less than half a millisecond, unless `may_backtrack`."""
-SLOW_INLINE_S = 0.02
-"""CPU time of a text on the event loop after which no other is encoded there."""
-INLINE_TOKENS = 512
-"""Up to so many tokens are decoded on the event loop."""
-CHARACTERS_PER_TOKEN = 4
-"""Length of text that one token counts as, to estimate the time of a decode."""
-LONG_CHARACTERS = 1 << 17
-"""Longer texts, tenths of a second of work each, run one at a time on a thread of their own."""
-MAX_LONG = 16
-"""Limit of long texts that run or wait; the next one is refused."""
 CONTEXT_TOKENS = 5
 """Prompt tokens before the first new token that a SentencePiece decoder reads; TGI's number."""
 
 _CHARACTER_SET = re.compile(r"\[(?:\\.|[^\]\\])+\]")
 _REPEATED_GROUP = re.compile(r"\)[*+{]|\\[1-9k]")
 _UTF8 = codecs.getincrementaldecoder("utf-8")
-
-T = TypeVar("T")
 
 
 class TokenizerError(Exception):
@@ -71,9 +52,11 @@ def tokenizer_errors() -> Iterator[None]:
 class Encoding:
     """A text as tokens."""
 
-    ids: list[TokenId]
-    offsets: list[tuple[int, int]]
-    """Half-open character intervals of the text; (0, 0) for tokens the tokenizer adds."""
+    ids: Sequence[TokenId]
+    starts: Sequence[int]
+    """The first character of each token; 0 for tokens the tokenizer adds."""
+    stops: Sequence[int]
+    """The character after each token; 0 for tokens the tokenizer adds."""
 
 
 class Detokenizer(Protocol):
@@ -91,16 +74,10 @@ class Detokenizer(Protocol):
 class Tokenizer:
     """Encodes and decodes, and creates detokenizers. Safe to share: the library's tokenizer is immutable once loaded."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, workers: int) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        # Special tokens in a text are recognised, as in TGI: chat templates write them into prompts.
-        tokenizer.encode_special_tokens = False
-        self._tokenizer = tokenizer
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
-        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-long")
-        self._num_long = 0
-        self._inline_characters = 0 if may_backtrack(tokenizer) else INLINE_CHARACTERS
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = configured(tokenizer)
+        self.may_backtrack = may_backtrack(tokenizer)
+        """True if a short text may take long."""
         self._bytes = byte_level_vocabulary(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None
         """Bytes of each token; None if the vocabulary is not byte-level."""
         self.special_texts: dict[TokenId, str] = {
@@ -110,42 +87,28 @@ class Tokenizer:
         self._token_texts: dict[TokenId, str] = {}
 
     @classmethod
-    def load(cls, folder: Path, workers: int) -> Tokenizer:
+    def load(cls, folder: Path) -> Tokenizer:
         """Read `tokenizer.json` from `folder`. Raises TokenizerError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
         try:
-            return cls(without_panics(tokenizers.Tokenizer.from_file)(str(path)), workers)
+            return cls(without_panics(tokenizers.Tokenizer.from_file)(str(path)))
         except Exception as error:
             raise TokenizerError(f"{path} cannot be read: {error}") from error
 
-    async def encode_ids(self, text: str, *, add_special_tokens: bool) -> list[TokenId]:
-        """Return the token ids of `text`. Raises Overloaded."""
+    @without_panics
+    def encode_ids(self, text: str, *, add_special_tokens: bool) -> list[TokenId]:
+        """Return the token ids of `text`."""
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
-        @without_panics
-        def encode() -> list[TokenId]:
-            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return encoding.ids
-
-        if len(text) <= self._inline_characters:
-            started = time.thread_time()
-            try:
-                return encode()
-            finally:
-                if time.thread_time() - started > SLOW_INLINE_S:
-                    self._inline_characters = 0
-        return await self._on_thread(len(text), encode)
-
-    async def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        """Return the token ids of `text` and the characters of each. Raises Overloaded."""
-
-        @without_panics
-        def encode() -> Encoding:
-            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-            return Encoding(encoding.ids, encoding.offsets)
-
-        return await self._on_thread(len(text), encode)
+    @without_panics
+    def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """Return the token ids of `text` and the characters of each."""
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        offsets = encoding.offsets
+        return Encoding(encoding.ids, [start for start, _ in offsets], [stop for _, stop in offsets])
 
     @without_panics
     def detokenizer(self, prompt: Sequence[TokenId]) -> Detokenizer:
@@ -174,35 +137,11 @@ class Tokenizer:
             return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
-    async def decode(self, ids: Sequence[TokenId]) -> str:
-        """Return the text of `ids`, special tokens included. Raises Overloaded."""
-
-        @without_panics
-        def decode() -> str:
-            [text] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
-            return text
-
-        if len(ids) <= INLINE_TOKENS:
-            return decode()
-        return await self._on_thread(len(ids) * CHARACTERS_PER_TOKEN, decode)
-
-    def close(self) -> None:
-        """Stop the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._long_pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _on_thread(self, characters: int, work: Callable[[], T]) -> T:
-        """Run `work` on a thread; long texts have their own, so that short ones do not wait for them."""
-        loop = asyncio.get_running_loop()
-        if characters <= LONG_CHARACTERS:
-            return await loop.run_in_executor(self._pool, work)
-        if self._num_long >= MAX_LONG:
-            raise Overloaded
-        self._num_long += 1
-        try:
-            return await loop.run_in_executor(self._long_pool, work)
-        finally:
-            self._num_long -= 1
+    @without_panics
+    def decode(self, ids: Sequence[TokenId]) -> str:
+        """Return the text of `ids`, special tokens included."""
+        [text] = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
+        return text
 
 
 class ByteLevelDetokenizer:

@@ -14,8 +14,8 @@ from text_generation_router.api.core.one_answer import answer
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import beside, json_response, parse_body
+from text_generation_router.api.http.caller import tenant_of
 from text_generation_router.chat.conversation import Conversation
-from text_generation_router.text.tokenizer import tokenizer_errors
 
 
 class MessagesRoutes:
@@ -40,9 +40,9 @@ class MessagesRoutes:
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages/count_tokens: count the prompt tokens of a conversation."""
+        tenant = tenant_of(request)
         body = await parse_body(request, CountTokensBody)
-        prompt = await self._chats.prompt(await beside(request, lambda: to_conversation(body)))
-        with tokenizer_errors():
-            ids = await self._serving.tokenizer.encode_ids(prompt, add_special_tokens=False)
+        prompt = await self._chats.prompt(await beside(request, lambda: to_conversation(body)), tenant)
+        ids = await self._serving.tokenizer_pool.encode_ids(prompt, add_special_tokens=False, tenant=tenant)
         count: TokenCount = {"input_tokens": len(ids)}
         return json_response(count)

@@ -23,7 +23,7 @@ from text_generation_router.grammar.compiler import GrammarCompiler
 from text_generation_router.grammar.forms import tgi_grammar
 from text_generation_router.metrics import Metrics
 from text_generation_router.request import QualityOfService, Request, RequestId, TenantId, TokenId
-from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
+from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 COUNTED_EXACTLY = 1 << 16
 """Texts of up to so many characters are tokenized whole before they are refused for their length."""
@@ -85,7 +85,7 @@ class RequestPreparer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TokenizerPool,
         limits: Limits,
         metrics: Metrics,
         grammars: GrammarCompiler | None = None,
@@ -114,14 +114,14 @@ class RequestPreparer:
         """Return `count` equal requests, each with its own id and seed. `inputs` may be token ids.
 
         The seeds follow from the first one, so that a client that sets it gets the same answers again.
-        Raises InvalidRequest, Overloaded.
+        Raises InvalidRequest, Overloaded, CannotKeepUp, Unhealthy.
         """
         check_options(inputs, options, self._limits)
-        prompt = await self._prompt(inputs, options)
+        prompt = await self._prompt(inputs, options, qos.tenant)
         max_new_tokens = new_tokens(len(prompt), options, self._limits)
         for _ in range(count):
             self._metrics.requests.input_length.observe(len(prompt))
-        grammar = await self._grammar(options)
+        grammar = await self._grammar(options, qos.tenant)
         sampling = self._with_seed(options)
         request = Request(
             id=self._next_id(),
@@ -155,7 +155,7 @@ class RequestPreparer:
     def _next_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
-    async def _grammar(self, options: GenerationOptions) -> Grammar | None:
+    async def _grammar(self, options: GenerationOptions, tenant: TenantId) -> Grammar | None:
         """Check rules 17 to 19 and return the grammar. Raises InvalidRequest."""
         if options.grammar is None:
             return None
@@ -164,14 +164,16 @@ class RequestPreparer:
         grammar = options.grammar if isinstance(options.grammar, Grammar) else tgi_grammar(options.grammar)
         if not self.serves_grammar(grammar.kind):
             raise InvalidRequest(f"grammar is not supported: this engine follows none of kind `{grammar.kind.value}`")
-        await self._grammars.prove(grammar)
+        await self._grammars.prove(grammar, tenant)
         return grammar
 
-    async def _prompt(self, inputs: str | Sequence[TokenId], options: GenerationOptions) -> Sequence[TokenId]:
+    async def _prompt(
+        self, inputs: str | Sequence[TokenId], options: GenerationOptions, tenant: TenantId
+    ) -> Sequence[TokenId]:
         if isinstance(inputs, str):
             if options.truncate is None:
-                await self._refuse_far_too_long(inputs, options)
-            ids: Sequence[TokenId] = await self._encode(inputs, options)
+                await self._refuse_far_too_long(inputs, options, tenant)
+            ids: Sequence[TokenId] = await self._encode(inputs, options, tenant)
         else:
             check_token_ids("prompt", inputs, self._limits)
             ids = inputs
@@ -181,7 +183,7 @@ class RequestPreparer:
             raise InvalidRequest("`inputs` cannot be empty")
         return ids
 
-    async def _refuse_far_too_long(self, inputs: str, options: GenerationOptions) -> None:
+    async def _refuse_far_too_long(self, inputs: str, options: GenerationOptions, tenant: TenantId) -> None:
         """Check rule 15 on a prefix of the text where that suffices. Raises InvalidRequest.
 
         Two megabytes take seconds to tokenize, and nearly all such texts are far past the limit: a prefix proves it
@@ -190,10 +192,9 @@ class RequestPreparer:
         """
         size = PROBE_CHARACTERS_PER_TOKEN * self._limits.max_total_tokens
         while COUNTED_EXACTLY < len(inputs) > size:
-            at_least = max(len(await self._encode(inputs[:size], options)) - BOUNDARY_TOKENS, 0)
+            at_least = max(len(await self._encode(inputs[:size], options, tenant)) - BOUNDARY_TOKENS, 0)
             check_total(at_least, options, self._limits, given=f"at least {at_least}")
             size *= 2
 
-    async def _encode(self, text: str, options: GenerationOptions) -> list[TokenId]:
-        with tokenizer_errors():
-            return await self._tokenizer.encode_ids(text, add_special_tokens=options.add_special_tokens)
+    async def _encode(self, text: str, options: GenerationOptions, tenant: TenantId) -> Sequence[TokenId]:
+        return await self._tokenizer.encode_ids(text, add_special_tokens=options.add_special_tokens, tenant=tenant)

@@ -33,7 +33,7 @@ from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import InvalidRequest, ServingError, ToolError
 from text_generation_router.generation import GenerationResult, TokenOutput
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
-from text_generation_router.request import LogprobJson, QualityOfService, Request, TokenId, TopToken
+from text_generation_router.request import LogprobJson, QualityOfService, Request, TenantId, TokenId, TopToken
 
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
@@ -207,10 +207,10 @@ class ChatPreparer:
         """The format of unconstrained tool calls of this model."""
         self._reasoning = reasoning
 
-    async def prompt(self, conversation: Conversation) -> str:
-        """Return the prompt text. Raises TemplateError, ToolError, Overloaded."""
+    async def prompt(self, conversation: Conversation, tenant: TenantId) -> str:
+        """Return the prompt text. Raises TemplateError, ToolError, Overloaded, CannotKeepUp."""
         tools = _usable_tools(conversation)
-        return await self._renderer.render(replace(conversation, tools=tools))
+        return await self._renderer.render(replace(conversation, tools=tools), tenant)
 
     async def prepare(
         self,
@@ -221,7 +221,7 @@ class ChatPreparer:
     ) -> ChatRequest:
         """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
-        prompt = await self._renderer.render(replace(conversation, tools=tools))
+        prompt = await self._renderer.render(replace(conversation, tools=tools), qos.tenant)
         choice = conversation.tool_choice
         grammar: Grammar | None = conversation.grammar
         calls = self._call_format if tools else None

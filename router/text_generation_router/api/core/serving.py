@@ -22,6 +22,7 @@ from text_generation_router.metrics import Metrics
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 
 class Collector:
@@ -63,6 +64,7 @@ class Serving:
 
     cluster: Cluster
     tokenizer: Tokenizer
+    tokenizer_pool: TokenizerPool
     preparer: RequestPreparer
     permits: Permits
     metrics: Metrics

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import orjson
 from aiohttp import hdrs, web
 
 from text_generation_router.api.http.bodies import JSON, ResponseBody
+from text_generation_router.request import TokenId
 from text_generation_router.text.tokenizer import Encoding
 
-CHUNK_TOKENS = 4096
-"""Tokens written at a time: a few milliseconds."""
+CHUNK_TOKENS = 512
+"""Tokens written at a time: half a millisecond."""
+CHUNK_IDS = 16_384
+"""Token ids written at a time."""
 
 
 class SimpleToken(ResponseBody):
@@ -31,25 +36,67 @@ class ChatTokenizeAnswer(ResponseBody):
     templated_text: str
 
 
-async def answer_tokens(
-    request: web.Request, text: str, encoding: Encoding, *, before: bytes = b"", after: bytes = b""
-) -> web.StreamResponse:
-    """Answer with the list of the tokens of `text`; `before` and `after` are the JSON around the list.
+class TokenIdsAnswer(ResponseBody):
+    """Tokens of a `prompt`, in vLLM's form."""
 
-    Half a million tokens are tens of megabytes: they are never held at once, and other requests run between chunks.
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+async def answer_tokens(
+    request: web.Request,
+    text: str,
+    encoding: Encoding,
+    slices: asyncio.Lock,
+    *,
+    before: bytes = b"",
+    after: bytes = b"",
+) -> web.StreamResponse:
+    """Answer with the list of the tokens of `text`; `before` and `after` are the JSON around the list."""
+    chunks = chain([before], tokens_json(text, encoding), [after])
+    return await _answer(request, chunks, slices, large=len(encoding.ids) > CHUNK_TOKENS)
+
+
+async def answer_ids(
+    request: web.Request, ids: Sequence[TokenId], max_model_len: int, slices: asyncio.Lock
+) -> web.StreamResponse:
+    """Answer with a TokenIdsAnswer."""
+    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(ids), max_model_len)
+    chunks = chain([head], _ids_json(ids), [b"]}"])
+    return await _answer(request, chunks, slices, large=len(ids) > CHUNK_IDS)
+
+
+async def _answer(
+    request: web.Request, chunks: Iterator[bytes], slices: asyncio.Lock, *, large: bool
+) -> web.StreamResponse:
+    """Answer with JSON in chunks.
+
+    Half a million tokens are tens of megabytes: they are never held at once. The lock and the pauses leave half of the
+    event loop's time to others, however many large answers are written.
     """
-    chunks = tokens_json(text, encoding)
-    if len(encoding.ids) <= CHUNK_TOKENS:
-        return web.Response(body=before + b"".join(chunks) + after, content_type=JSON)
+    if not large:
+        return web.Response(body=b"".join(chunks), content_type=JSON)
     response = web.StreamResponse(headers={hdrs.CONTENT_TYPE: JSON})
     await response.prepare(request)
-    if before:
-        await response.write(before)
-    for chunk in chunks:
-        await response.write(chunk)
-        await asyncio.sleep(0)
-    await response.write_eof(after)
+    while True:
+        async with slices:
+            started = time.perf_counter()
+            chunk = next(chunks, None)
+            await asyncio.sleep(time.perf_counter() - started)
+        if chunk is None:
+            break
+        if chunk:
+            await response.write(chunk)
+    await response.write_eof()
     return response
+
+
+def _ids_json(ids: Sequence[TokenId]) -> Iterator[bytes]:
+    before = b""
+    for first in range(0, len(ids), CHUNK_IDS):
+        yield before + orjson.dumps(list(ids[first : first + CHUNK_IDS]))[1:-1]
+        before = b","
 
 
 def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
@@ -62,7 +109,8 @@ def tokens_json(text: str, encoding: Encoding) -> Iterator[bytes]:
     for first in range(0, len(encoding.ids), CHUNK_TOKENS):
         tokens: list[SimpleToken] = []
         chunk = slice(first, first + CHUNK_TOKENS)
-        for token_id, (start, stop) in zip(encoding.ids[chunk], encoding.offsets[chunk], strict=True):
+        columns = (encoding.ids[chunk], encoding.starts[chunk], encoding.stops[chunk])
+        for token_id, start, stop in zip(*columns, strict=True):
             if start == stop:  # added by the tokenizer
                 tokens.append({"id": token_id, "text": "", "start": 0, "stop": 0})
                 continue

@@ -16,13 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from aiohttp import web
 from pydantic import Field
 
 from text_generation_router.api.http.bodies import Body, Name
-from text_generation_router.api.http.keys import ANYONE, DEFAULT_TENANT, KeyHolder
+from text_generation_router.api.http.keys import ANYONE, HOLDER, KeyHolder
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest
-from text_generation_router.request import Priority, QualityOfService, TenantId
+from text_generation_router.request import DEFAULT_TENANT, Priority, QualityOfService, TenantId
 from text_generation_router.scheduling.queue import due_time
 
 TENANT = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
@@ -72,6 +73,11 @@ def read_caller(headers: Mapping[str, str], arrived: float, holder: KeyHolder) -
         _deadline(arrived, _milliseconds(headers, (QUEUE_TIMEOUT,))),
         _deadline(arrived, [*_milliseconds(headers, (REQUEST_TIMEOUT,)), *_grpc_timeout(headers)]),
     )
+
+
+def tenant_of(request: web.Request) -> TenantId:
+    """Return the tenant of a request that does not generate. Raises InvalidRequest for an invalid header."""
+    return _tenant(request.headers, request[HOLDER])
 
 
 def in_range(seconds: float) -> bool:

@@ -32,12 +32,10 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import RateLimited, Unauthorized
-from text_generation_router.request import Priority, TenantId
+from text_generation_router.request import DEFAULT_TENANT, Priority, TenantId
 
 X_API_KEY = "x-api-key"
 """Header in which Anthropic's clients send the key."""
-DEFAULT_TENANT = TenantId("")
-"""Tenant of requests that name none."""
 MAX_KEYS_FILE = 4 << 20
 """Bytes of the file of keys."""
 

@@ -12,7 +12,7 @@ from text_generation_router.api.core.ids import named, new_call_id
 from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.bodies import beside, json_parts_response, parse_body
-from text_generation_router.api.http.caller import QosFields
+from text_generation_router.api.http.caller import QosFields, tenant_of
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens, compute_time_header, timing_headers
 from text_generation_router.api.openai.answers import (
@@ -28,7 +28,6 @@ from text_generation_router.api.openai.chat_messages import to_conversation
 from text_generation_router.api.openai.parameters import asked_grammar, chat_options
 from text_generation_router.api.openai.schemas import ChatBody, ChatTokenizeBody, StreamOptions
 from text_generation_router.request import QualityOfService
-from text_generation_router.text.tokenizer import tokenizer_errors
 
 
 class ChatRoutes:
@@ -65,12 +64,13 @@ class ChatRoutes:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /chat_tokenize: return the prompt text of a conversation and its tokens."""
+        tenant = tenant_of(request)
         body = await parse_body(request, ChatTokenizeBody)
-        text = await self._chats.prompt(await beside(request, lambda: to_conversation(body, None)))
-        with tokenizer_errors():
-            encoding = await self._serving.tokenizer.encode(text, add_special_tokens=False)
+        text = await self._chats.prompt(await beside(request, lambda: to_conversation(body, None)), tenant)
+        pool = self._serving.tokenizer_pool
+        encoding = await pool.encode(text, add_special_tokens=False, tenant=tenant)
         after = b',"templated_text":%b}' % orjson.dumps(text)
-        return await answer_tokens(request, text, encoding, before=b'{"tokenize_response":', after=after)
+        return await answer_tokens(request, text, encoding, pool.slices, before=b'{"tokenize_response":', after=after)
 
     async def _prepare(self, request: web.Request, body: ChatBody, qos: QualityOfService, count: int) -> ChatRequest:
         conversation = await beside(request, lambda: to_conversation(body, asked_grammar(body)))

@@ -90,7 +90,7 @@ class CompletionRoutes:
     async def _admit(self, body: CompletionBody, prompt: str | list[TokenId], qos: QualityOfService) -> Prompt:
         serving = self._serving
         requests = await serving.preparer.prepare(prompt, completion_options(body), qos, body.n or 1)
-        text = prompt if isinstance(prompt, str) else await serving.tokenizer.decode(prompt)
+        text = prompt if isinstance(prompt, str) else await serving.tokenizer_pool.decode(prompt, qos.tenant)
         if not body.stream:
             requests[1:] = [
                 replace(request, logprobs=LogprobOptions(request.logprobs.top_n)) for request in requests[1:]

@@ -12,20 +12,22 @@ from pydantic import AliasChoices, FailFast, Field
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.parameters import check_token_ids
 from text_generation_router.api.core.settings import MODEL_ALIAS, Settings
-from text_generation_router.api.core.tokens import answer_tokens
+from text_generation_router.api.core.tokens import answer_ids, answer_tokens
 from text_generation_router.api.http.bodies import (
     Body,
     ResponseBody,
     UInt32,
+    beside,
     json_response,
     parse_body,
     parse_json,
     validate,
 )
+from text_generation_router.api.http.caller import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import NotFound, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
-from text_generation_router.text.tokenizer import Tokenizer, tokenizer_errors
+from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 # ----------------------------------------------------------------------------------------------------------------- bodies
 
@@ -63,14 +65,6 @@ class DetokenizeBody(Body):
 
 
 # ---------------------------------------------------------------------------------------------------------------- answers
-
-
-class TokenIdsAnswer(ResponseBody):
-    """Tokens of a `prompt`, in vLLM's form."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
 
 
 class DetokenizeAnswer(ResponseBody):
@@ -168,7 +162,7 @@ class ServiceRoutes:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TokenizerPool,
         permits: Permits,
         metrics: Metrics,
         healthy: Callable[[], bool],
@@ -238,20 +232,21 @@ class ServiceRoutes:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /tokenize: the tokens of a text, with the bytes that each stands for."""
+        tenant = tenant_of(request)
         body = await parse_json(request, tokenize_body)
-        if isinstance(body, PromptBody):
-            return await self._token_ids(body)
-        text = body.inputs
-        with tokenizer_errors():
-            encoding = await self._tokenizer.encode(text, add_special_tokens=True)
-        return await answer_tokens(request, text, encoding)
+        if isinstance(body, InputsBody):
+            encoding = await self._tokenizer.encode(body.inputs, add_special_tokens=True, tenant=tenant)
+            return await answer_tokens(request, body.inputs, encoding, self._tokenizer.slices)
+        special = body.add_special_tokens
+        ids = await self._tokenizer.encode_ids(body.prompt, add_special_tokens=special, tenant=tenant)
+        return await answer_ids(request, ids, self._limits.max_total_tokens, self._tokenizer.slices)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /detokenize: the text of tokens, special ones included."""
+        tenant = tenant_of(request)
         ids = (await parse_body(request, DetokenizeBody)).ids
-        check_token_ids("ids", ids, self._limits)
-        with tokenizer_errors():
-            text = await self._tokenizer.decode(ids)
+        await beside(request, lambda: check_token_ids("ids", ids, self._limits))
+        text = await self._tokenizer.decode(ids, tenant)
         answer: DetokenizeAnswer = {"text": text, "prompt": text}
         return json_response(answer)
 
@@ -282,12 +277,6 @@ class ServiceRoutes:
     def _listed(self) -> ModelAnswer:
         model_id = self._settings.model_id
         return {"id": model_id, "object": "model", "created": 0, "owned_by": model_id}
-
-    async def _token_ids(self, body: PromptBody) -> web.Response:
-        with tokenizer_errors():
-            ids = await self._tokenizer.encode_ids(body.prompt, add_special_tokens=body.add_special_tokens)
-        answer: TokenIdsAnswer = {"count": len(ids), "max_model_len": self._limits.max_total_tokens, "tokens": ids}
-        return json_response(answer)
 
 
 def tokenize_body(value: object) -> TokenizeBody:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from itertools import count
@@ -12,19 +13,19 @@ from pathlib import Path
 import pytest
 
 from text_generation_proto.values import Grammar, GrammarKind
-from text_generation_router.errors import InvalidRequest, Overloaded, Unhealthy
+from text_generation_router.errors import CannotKeepUp, InvalidRequest, Unhealthy
 from text_generation_router.grammar import compiler as compiler_module
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
 from text_generation_router.grammar.forms import regex_grammar, schema_grammar
 from text_generation_router.grammar.schema import read_schema
+from text_generation_router.sandbox import pool
 from text_generation_router.sandbox.pool import Sandbox
 
 GOOD = regex_grammar("[a-z]+")
 UNREAD = Grammar(GrammarKind.JSON_SCHEMA, "{")
 """A text that no form produces: the job raises an error."""
-REFUSED_WITHIN_S = 3.0
-PROMPT_S = 0.8
-"""Enough for an ordinary compile on a busy machine, too short for a slow one."""
+PROMPT_S = 0.3
+"""CPU time: enough for an ordinary compile, too short for a slow one."""
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ async def test_verdicts_are_cached_and_a_closed_sandbox_gives_none(sandbox: Sand
 async def test_equal_grammars_are_compiled_once(sandbox: Sandbox) -> None:
     compiler = GrammarCompiler(sandbox)
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(500):  # more than may wait
+        for _ in range(500):
             tasks.create_task(compiler.prove(GOOD))
         await asyncio.sleep(0)
         assert sandbox.waiting == 0
@@ -103,36 +104,23 @@ async def test_a_compile_that_takes_too_long_is_killed_and_the_next_one_goes_on(
     )
     async with grammar_sandbox(demo_model / "tokenizer.json", workers=1, timeout_s=PROMPT_S) as sandbox:
         compiler = GrammarCompiler(sandbox)
-        start = time.perf_counter()
         with pytest.raises(InvalidRequest) as refusal:
             await compiler.prove(slow)
-        assert time.perf_counter() - start < REFUSED_WITHIN_S
         assert str(refusal.value) == "Input validation error: cannot compile regex from schema: it takes too long"
         async with asyncio.timeout(60):
             for number in count():  # until the new worker is ready
-                with suppress(Overloaded, InvalidRequest):
+                with suppress(InvalidRequest):
                     await compiler.prove(regex_grammar(f"{number}"))
                     break
 
 
-async def test_too_many_different_grammars_at_once_are_refused(demo_model: Path) -> None:
-    job, config = "text_generation_router.grammar.proof:compile_job", {"tokenizer": str(demo_model / "tokenizer.json")}
-    async with Sandbox(
-        job, config, workers=1, timeout_s=5, memory_bytes=1 << 30, max_waiting=1, max_output=4096
-    ) as sandbox:
+async def test_a_worker_without_cpu_time_is_no_verdict(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with grammar_sandbox(demo_model / "tokenizer.json", workers=1, timeout_s=0.1) as sandbox:
         compiler = GrammarCompiler(sandbox)
-        asked = await _all(compiler, [regex_grammar(f"{number}") for number in range(5)])
-        assert [type(error) for error in asked] == [type(None)] * 2 + [Overloaded] * 3
-
-
-async def _all(compiler: GrammarCompiler, grammars: list[Grammar]) -> list[Exception | None]:
-    async def error_of(grammar: Grammar) -> Exception | None:
-        try:
-            await compiler.prove(grammar)
-        except Overloaded as error:
-            return error
-        return None
-
-    async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(error_of(grammar)) for grammar in grammars]
-    return [task.result() for task in asked]
+        [pid] = sandbox.pids
+        os.kill(pid, signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "MIN_WALL_S", 0.5)
+            with pytest.raises(CannotKeepUp):
+                await compiler.prove(GOOD)
+        await compiler.prove(GOOD)

@@ -37,7 +37,7 @@ def metaspace() -> Tokenizer:
 
 @cache
 def wrapped(tokenizer: Tokenizer) -> router_text.Tokenizer:
-    return router_text.Tokenizer(tokenizer, workers=1)
+    return router_text.Tokenizer(tokenizer)
 
 
 def pieces(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:

@@ -1,67 +1,64 @@
-"""The tokenizer: texts of any length, errors, and the limit of long texts."""
+"""The tokenizer: texts of any length, errors, and turns between tenants."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from text_generation_router.errors import InvalidRequest, Overloaded
-from text_generation_router.text.tokenizer import LONG_CHARACTERS, MAX_LONG, Tokenizer, TokenizerError, tokenizer_errors
+from text_generation_router.preparation import Preparation
+from text_generation_router.request import TenantId
+from text_generation_router.text.tokenizer import Tokenizer, TokenizerError, tokenizer_errors
+from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 
 @pytest.fixture
-def tokenizer(demo_model: Path) -> Iterator[Tokenizer]:
-    loaded = Tokenizer.load(demo_model, workers=1)
-    yield loaded
-    loaded.close()
+async def pool(demo_model: Path) -> AsyncIterator[TokenizerPool]:
+    async with TokenizerPool(Tokenizer.load(demo_model), demo_model, 1, Preparation()) as started:
+        yield started
 
 
-@pytest.mark.parametrize("repeats", [1, 300, 30_000])
-async def test_texts_of_any_length_are_encoded_and_decoded(tokenizer: Tokenizer, repeats: int) -> None:
-    text = "Grüße " * repeats
-    ids = await tokenizer.encode_ids(text, add_special_tokens=False)
-    encoding = await tokenizer.encode(text, add_special_tokens=False)
-    assert encoding.ids == ids
-    assert [text[a:b] for a, b in encoding.offsets[:2]] == [tokenizer.token_text(token_id) for token_id in ids[:2]]
-    assert await tokenizer.decode(ids) == text
+@pytest.mark.parametrize("repeats", [1, 300, 30_000], ids=["inline", "thread", "process"])
+async def test_texts_of_any_length_are_encoded_and_decoded(pool: TokenizerPool, demo_model: Path, repeats: int) -> None:
+    text = "Grüße <|im_end|>" * repeats
+    expected = tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json")).encode(text)
+    ids = await pool.encode_ids(text, add_special_tokens=False)
+    encoding = await pool.encode(text, add_special_tokens=False)
+    assert list(ids) == list(encoding.ids) == expected.ids
+    assert list(zip(encoding.starts, encoding.stops, strict=True)) == expected.offsets
+    assert await pool.decode(ids) == text
 
 
-async def test_special_tokens_in_a_text_are_recognised(tokenizer: Tokenizer) -> None:
-    [token_id] = await tokenizer.encode_ids("<|im_end|>", add_special_tokens=False)
+def test_special_tokens_in_a_text_are_recognised(demo_model: Path) -> None:
+    tokenizer = Tokenizer.load(demo_model)
+    [token_id] = tokenizer.encode_ids("<|im_end|>", add_special_tokens=False)
     assert tokenizer.special_texts[token_id] == tokenizer.token_text(token_id) == "<|im_end|>"
     assert tokenizer.token_bytes(token_id) == b"<|im_end|>"
 
 
-async def test_too_many_long_texts_are_refused_and_short_ones_are_not(tokenizer: Tokenizer) -> None:
-    text = "x " * (LONG_CHARACTERS // 2 + 1)
-    refused = 0
-
-    async def encode() -> None:
-        nonlocal refused
-        try:
-            await tokenizer.encode_ids(text, add_special_tokens=False)
-        except Overloaded:
-            refused += 1
-
+async def test_long_texts_of_one_tenant_delay_no_other(pool: TokenizerPool) -> None:
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(MAX_LONG + 2):
-            tasks.create_task(encode())
-        await asyncio.sleep(0)
-        assert len(await tokenizer.encode_ids("x " * 1000, add_special_tokens=False)) > 1000
-    assert refused == 2
-    await encode()
-    assert refused == 2
+        noisy = [
+            tasks.create_task(pool.encode_ids("x " * 200_000, add_special_tokens=False, tenant=TenantId("noisy")))
+            for _ in range(8)
+        ]
+        for text in ("x " * 1000, "x " * 20_000):
+            assert len(await pool.encode_ids(text, add_special_tokens=False, tenant=TenantId("quiet"))) >= 1000
+        assert sum(task.done() for task in noisy) <= 4
+        for task in noisy:
+            task.cancel()
 
 
 def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json"):
-        Tokenizer.load(tmp_path, workers=1)
+        Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
-        Tokenizer.load(tmp_path, workers=1)
+        Tokenizer.load(tmp_path)
 
 
 def test_errors_of_the_library_are_errors_of_the_request() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,61 +15,69 @@ from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.settings import Limits
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.metrics import Metrics
+from text_generation_router.preparation import Preparation
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.text.tokenizer import Tokenizer
+from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 LIMITS = Limits(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5, max_input_tokens=100, max_total_tokens=200)
 
 OPTIONS = GenerationOptions(Api.TGI)
 
 
-def a_preparer(demo_model: Path, limits: Limits = LIMITS) -> RequestPreparer:
+@pytest.fixture
+async def pool(demo_model: Path) -> AsyncIterator[TokenizerPool]:
+    async with TokenizerPool(Tokenizer.load(demo_model), demo_model, 1, Preparation()) as started:
+        yield started
+
+
+def a_preparer(pool: TokenizerPool, limits: Limits = LIMITS) -> RequestPreparer:
     scheduler = Scheduler(Policy(1, 1))
     metrics = Metrics(max_input_tokens=100, max_total_tokens=200, scheduler=scheduler)
-    return RequestPreparer(Tokenizer.load(demo_model, workers=1), limits, metrics)
+    return RequestPreparer(pool, limits, metrics)
 
 
-async def test_truncate_keeps_the_last_tokens(demo_model: Path) -> None:
-    preparer = a_preparer(demo_model)
+async def test_truncate_keeps_the_last_tokens(pool: TokenizerPool) -> None:
+    preparer = a_preparer(pool)
     [whole] = await preparer.prepare("one two three four", OPTIONS)
     [cut] = await preparer.prepare("one two three four", replace(OPTIONS, truncate=2))
     assert cut.prompt == whole.prompt[-2:]
     assert cut.max_new_tokens == 198
 
 
-async def test_each_request_has_its_own_id_and_seed(demo_model: Path) -> None:
-    preparer = a_preparer(demo_model)
+async def test_each_request_has_its_own_id_and_seed(pool: TokenizerPool) -> None:
+    preparer = a_preparer(pool)
     first, second = await preparer.prepare("Hello", OPTIONS, count=2)
     assert first.id != second.id
     assert first.sampling.seed != second.sampling.seed
     assert first.prompt == second.prompt
 
 
-async def test_the_tokens_of_an_ordinary_text_are_counted_exactly(demo_model: Path) -> None:
+async def test_the_tokens_of_an_ordinary_text_are_counted_exactly(pool: TokenizerPool) -> None:
     with pytest.raises(InvalidRequest, match=r"Given: 201 `inputs` tokens and 0 `max_new_tokens`"):
-        await a_preparer(demo_model).prepare(" the" * 201, OPTIONS)
+        await a_preparer(pool).prepare(" the" * 201, OPTIONS)
 
 
-async def test_a_huge_text_is_refused_after_a_prefix(demo_model: Path) -> None:
+async def test_a_huge_text_is_refused_after_a_prefix(pool: TokenizerPool) -> None:
     with pytest.raises(InvalidRequest, match=r"Given: at least \d+ `inputs` tokens and 7 `max_new_tokens`"):
-        await a_preparer(demo_model).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, max_new_tokens=7))
+        await a_preparer(pool).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, max_new_tokens=7))
 
 
-async def test_a_huge_text_is_accepted_with_truncate(demo_model: Path) -> None:
-    [request] = await a_preparer(demo_model).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, truncate=3))
+async def test_a_huge_text_is_accepted_with_truncate(pool: TokenizerPool) -> None:
+    [request] = await a_preparer(pool).prepare(" the" * COUNTED_EXACTLY, replace(OPTIONS, truncate=3))
     assert len(request.prompt) == 3
 
 
-async def test_the_seeds_of_several_answers_follow_from_the_first(demo_model: Path) -> None:
+async def test_the_seeds_of_several_answers_follow_from_the_first(pool: TokenizerPool) -> None:
     options = replace(OPTIONS, sampling=Sampling(greedy=False, seed=2**64 - 1))
-    requests = await a_preparer(demo_model).prepare("Hello", options, count=3)
+    requests = await a_preparer(pool).prepare("Hello", options, count=3)
     assert [request.sampling.seed for request in requests] == [2**64 - 1, 0, 1]
 
 
-async def test_no_seed_is_drawn_if_the_engine_takes_none(demo_model: Path) -> None:
+async def test_no_seed_is_drawn_if_the_engine_takes_none(pool: TokenizerPool) -> None:
     limits = replace(LIMITS, unsupported={"seed": "no"})
-    [request] = await a_preparer(demo_model, limits).prepare("Hello", OPTIONS)
+    [request] = await a_preparer(pool, limits).prepare("Hello", OPTIONS)
     assert request.sampling.seed is None
     with pytest.raises(InvalidRequest, match="`seed` is not supported by this engine: no"):
-        await a_preparer(demo_model, limits).prepare("Hello", replace(OPTIONS, sampling=Sampling(greedy=False, seed=0)))
+        await a_preparer(pool, limits).prepare("Hello", replace(OPTIONS, sampling=Sampling(greedy=False, seed=0)))
