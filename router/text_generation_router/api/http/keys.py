@@ -73,7 +73,7 @@ class KeyHolder:
     max_priority: Priority = Priority.DEFAULT
     """The most urgent priority that it may ask for."""
     trusted: bool = False
-    """Its headers may name another tenant."""
+    """True if its headers may name another tenant."""
     requests: RateLimit | None = None
     tokens: RateLimit | None = None
 
