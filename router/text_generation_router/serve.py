@@ -66,7 +66,9 @@ async def serve(config: RouterConfig) -> ExitCode:
     if config.api_keys_file:
         signals.on_hangup(partial(_reload_keys, settings.api_keys))
     if not settings.api_keys and not ipaddress.ip_address(listen_host(config.hostname)).is_loopback:
-        log.warning("no API key on a public address: everyone who reaches it may use the model", hostname=config.hostname)
+        log.warning(
+            "no API key on a public address: everyone who reaches it may use the model", hostname=config.hostname
+        )
     try:
         async with assemble(
             tokenizer,
