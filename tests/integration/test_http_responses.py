@@ -91,7 +91,7 @@ async def test_items_become_messages(demo_model: Path) -> None:
         "[assistant]S(c3 weather Z)[tool]fog(c3 weather)"
     )
     async with connected(demo_model, chat_template=DETAILED) as (stack, client):
-        length = len((await stack.tokenizer.encode(expected, add_special_tokens=False)).ids)
+        length = len(stack.tokenizer.encode(expected, add_special_tokens=False).ids)
         response = await client.responses.create(
             model="m", input=items, tools=[WEATHER], tool_choice="none", max_output_tokens=length, temperature=0
         )

@@ -31,7 +31,7 @@ async def events(stack: Stack, inputs: str, parameters: dict[str, Any]) -> list[
 @pytest.mark.parametrize("script", CORPUS)
 async def test_streamed_whole_and_decoded_text_agree(stack: Stack, script: str) -> None:
     text = CORPUS[script]
-    ids = (await stack.tokenizer.encode(text, add_special_tokens=True)).ids
+    ids = stack.tokenizer.encode(text, add_special_tokens=True).ids
     echoed = text * 3
     stops = [[], [text[-2:] + text[:2]], [text[len(text) // 2 :] + text], ["never seen"], [text[1], text[:3]]]
     for stop in stops:
