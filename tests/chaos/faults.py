@@ -21,6 +21,8 @@ PHASES = ("load", "prefill", "decode", "drain", "idle")
 HANG_TIMEOUT_S = 15.0
 """--hang-timeout of the server: its default."""
 SERVER_ROLES = ("launcher", "router", "shard", "worker")
+LIMITED_ROLES = ("launcher", "router", "shard")
+"""A worker has limits of its own, below those of the server, and may run as another user."""
 HANGING_PROMPT = "six seven eight nine ten"
 """The shard's engine hangs at its fourth token."""
 
@@ -170,8 +172,8 @@ FAULTS = (
     *(Fault(f"SIGSTOP {s} s", send(signal.SIGSTOP), resume, s, stops=True) for s in (3, 20, 120)),
     Fault("engine hang", hang_engine, seconds=20, stops=True, roles=("shard",), phases=("decode",)),
     Fault("slow x 10", slow_down, seconds=SLOW_S + 0.1),
-    Fault("descriptors", limit(resource.RLIMIT_NOFILE, descriptors), lift, 5, Harm.SHORTAGE, SERVER_ROLES),
-    Fault("memory", limit(resource.RLIMIT_DATA, data), lift, 5, Harm.SHORTAGE, SERVER_ROLES),
+    Fault("descriptors", limit(resource.RLIMIT_NOFILE, descriptors), lift, 5, Harm.SHORTAGE, LIMITED_ROLES),
+    Fault("memory", limit(resource.RLIMIT_DATA, data), lift, 5, Harm.SHORTAGE, LIMITED_ROLES),
     Fault("log full", fill_log, lift, 5, roles=("launcher",), log_to_file=True),
     Fault("log stalled", stall_log, release_log, 5, roles=("launcher",)),
     Fault("socket removed", remove_socket, seconds=1, roles=("shard",), phases=PHASES[1:], spoils=True),
