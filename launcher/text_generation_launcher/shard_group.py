@@ -22,6 +22,8 @@ from text_generation_launcher.plan import ShardSpec
 from text_generation_launcher.shutdown import GracePeriod
 from text_generation_proto.channel import CLIENT_OPTIONS, open_channel
 from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_proto.v1 import shard_pb2_grpc
 
 FAREWELL = 1.5
 """Seconds in which the other shards should notice that the group is broken. They then log the reason and exit."""
@@ -88,8 +90,8 @@ def root_cause(exits: Sequence[RankExit]) -> RankExit:
     return next((exit_ for exit_ in exits if exit_.code != ExitCode.BUG), exits[0])
 
 
-async def wait_until_serving(shard: ShardSpec) -> None:
-    """Return once the health service of the shard reports SERVING."""
+async def wait_until_serving(shard: ShardSpec) -> pb.InfoResponse:
+    """Return the shard's description of itself once its health service reports SERVING."""
     request = health_pb2.HealthCheckRequest(service="")
     while True:
         try:
@@ -98,7 +100,8 @@ async def wait_until_serving(shard: ShardSpec) -> None:
                 # Waits until the shard listens, then for changes of its health.
                 async for answer in health.Watch(request, wait_for_ready=True, metadata=shard.access.metadata):
                     if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
+                        stub: shard_pb2_grpc.ShardAsyncStub = shard_pb2_grpc.ShardStub(channel)
+                        return await stub.Info(pb.InfoRequest(), metadata=shard.access.metadata)
         except OSError as error:
             log.error("the certificates for the shards cannot be read", reason=str(error))
             await asyncio.sleep(CERTIFICATE_RETRY_INTERVAL)

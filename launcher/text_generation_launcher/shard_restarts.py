@@ -15,6 +15,9 @@ The first restart comes almost at once, because most deaths are accidents. Furth
 cannot live does not keep the machine busy. After `max_restarts` restarts in a row another one is unlikely to help. It is
 still tried, at the longest delay, while another replica serves.
 
+A restarted shard that serves something else than before, because files of its model are gone or were replaced, cannot run
+the requests of the others. It is stopped, and counts as one that died before it served.
+
 The router is not notified: its stream breaks, and it connects to the same address again.
 """
 
@@ -31,8 +34,10 @@ from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeles
 from text_generation_launcher.plan import ShardSpec
 from text_generation_launcher.shard_group import RankExit, run_group, wait_until_serving
 from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.description import difference
 from text_generation_proto.exit_codes import ExitCode, exit_fields
 from text_generation_proto.sockets import remove_socket, socket_path
+from text_generation_proto.v1 import shard_pb2 as pb
 
 DELAYS = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds from the first, second, … death in a row to the restart; the last value is used for all further ones."""
@@ -90,6 +95,8 @@ class _Replica:
         self.died_at: float | None = None
         self.serving = asyncio.Event()
         self.serving_since = 0.0
+        self.description: pb.InfoResponse | None = None
+        """That of rank 0 when it served first."""
 
     def mark_serving(self) -> None:
         self.serving.set()
@@ -157,21 +164,34 @@ class ReplicaSupervisor:
         """Run the shards of a replica once; return the exit that ended them and the seconds they served."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._watch_health(replica))
-                cause = await run_group(replica.shards, self._stop.grace_period, json_output=self._json_output)
+                watch = tasks.create_task(self._watch_start(replica))
+                group = tasks.create_task(
+                    run_group(replica.shards, self._stop.grace_period, json_output=self._json_output)
+                )
+                await asyncio.wait((watch, group), return_when=asyncio.FIRST_COMPLETED)
+                if not group.done() and not watch.result():
+                    group.cancel()
+                await asyncio.wait((group,))
                 watch.cancel()
         finally:
             served = replica.mark_dead()
-        return cause, served
+        return RankExit(0, ExitCode.FAILED) if group.cancelled() else group.result(), served
 
-    async def _watch_health(self, replica: _Replica) -> None:
+    async def _watch_start(self, replica: _Replica) -> bool:
+        """Wait until all shards of the replica serve; return False if they serve something else than before."""
         async with asyncio.TaskGroup() as tasks:
-            for spec in replica.shards:
-                tasks.create_task(wait_until_serving(spec))
+            starts = [tasks.create_task(wait_until_serving(spec)) for spec in replica.shards]
+        description = starts[0].result()
+        if replica.description is None:
+            replica.description = description
+        elif different := difference(description, replica.description):
+            log.error("shard serves something else than before its restart", replica=replica.number, reason=different)
+            return False
         replica.mark_serving()
         if replica.died_at is not None:
             seconds = round(replica.serving_since - replica.died_at, 2)
             log.info("shard serves again", replica=replica.number, seconds=seconds)
+        return True
 
     def _all_hopeless(self) -> bool:
         """Return True if no replica serves and none has a restart left. A loading one counts as not serving."""

@@ -125,7 +125,10 @@ def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | 
     Takes a quarter of a second for 50 thousand tokens.
     """
     name = "tokenizer.json"
-    if not folder or not Path(folder, name).is_file() or find_spec("llguidance") is None:
+    if not folder or find_spec("llguidance") is None:
+        return None
+    if not Path(folder, name).is_file():
+        log.warning("no grammars: the model folder has no tokenizer", folder=folder)
         return None
     from llguidance import LLParserLimits
 

@@ -30,11 +30,16 @@ if os.path.exists(FAULT) and open(FAULT).read() != "hangs":
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio
+from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
+class Shard(shard_pb2_grpc.ShardServicer):
+    async def Info(self, request, context):
+        return shard_pb2.InfoResponse(vocab_size=7)
 async def main():
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     server, health = grpc.aio.server(), aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    shard_pb2_grpc.add_ShardServicer_to_server(Shard(), server)
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     server.add_insecure_port(ADDRESS)
     await server.start()
@@ -50,7 +55,7 @@ async def serve(health, stop):
         say(f"{NAME} serves {os.getpid()}")
     await stop.wait()
 """
-"""A shard with a health service only. If the file FAULT exists, it exits with the code in it, or hangs."""
+"""A shard with health and description only. If the file FAULT exists, it exits with the code in it, or hangs."""
 
 ROUTER = """
 import http.server, signal, sys, threading

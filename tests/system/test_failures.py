@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from pathlib import Path
 
@@ -82,3 +83,36 @@ def test_hopeless_shards_have_their_own_exit_code(demo_model: Path) -> None:
         assert stack.wait() == ExitCode.HOPELESS
         assert stack.records[-1]["exit_code"] == 76
         assert stack.left_behind() == []
+
+
+async def test_a_shard_that_comes_back_without_its_model_does_not_count_as_serving(
+    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """The model folder is removed while serving, and comes back; when it is gone for good the launcher gives up."""
+    model, away = tmp_path / "model", tmp_path / "away"
+    shutil.copytree(demo_model, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    with running(model, "--num-replicas", "2", "--echo-step-ms", "10", "--max-shard-restarts", "3") as stack:
+        async with asyncio.TaskGroup() as tasks:
+            streams = Streams(session, tasks)
+            await streams.open(stack.url, 8, max_new_tokens=300)
+            model.rename(away)
+            stack.kill("shard", 0)
+            different = await asyncio.to_thread(stack.wait_for, "shard serves something else than before its restart")
+            assert different["replica"] == 0
+            assert different["reason"].startswith("its grammar_kinds is [], not [")
+            died = await asyncio.to_thread(stack.wait_for, "shard died")
+            assert (died["replica"], died["exit_code"], died["restart_in_s"]) == (0, ExitCode.FAILED, 0.5)
+            async with session.get(f"{stack.url}/metrics") as response:
+                assert "text_generation_replicas_serving 1" in await response.text()
+            assert "shard serves again" not in stack.events("launcher")
+            away.rename(model)
+            await asyncio.to_thread(stack.wait_for, *JOINED)
+            await streams.all_ended()
+        assert {stream.end for stream in streams.streams} == {"finished"}
+        assert await generate(session, stack.url) == "one two three"
+        model.rename(away)
+        for shard in [stack.shard(0), stack.shard(1)]:
+            shard.kill()
+        assert await asyncio.to_thread(stack.wait) == ExitCode.HOPELESS
+        assert stack.left_behind() == []
+        assert stack.events("launcher").count("shard serves again") == 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from text_generation_proto.client import ShardClient
+from text_generation_proto.description import difference
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import GrammarKind, WarmUpLimits
 from text_generation_router.scheduling.messages import ReplicaSpec
@@ -48,24 +49,7 @@ class ReplicaInfo:
 
     def differs_from(self, other: ReplicaInfo) -> str | None:
         """Return why requests prepared for `other` cannot run here; None if they can."""
-        for name in (
-            "engine",
-            "model_type",
-            "vocab_size",
-            "max_sequence_length",
-            "block_size",
-            "eos_token_ids",
-            "scheduling",
-            "max_top_n_tokens",
-            "grammar_kinds",
-        ):
-            mine, others = getattr(self.info, name), getattr(other.info, name)
-            if mine != others:
-                return f"its {name} is {mine!r}, the other replicas' is {others!r}"
-        for name, reason in self.unsupported.items():
-            if name not in other.unsupported:
-                return f"it does not support {name}, which the other replicas do: {reason}"
-        return None
+        return difference(self.info, other.info)
 
 
 def merge_capabilities(replicas: Iterable[ReplicaInfo | None]) -> ReplicaInfo:

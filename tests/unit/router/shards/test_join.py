@@ -32,8 +32,8 @@ def test_a_shard_with_no_fewer_capabilities_may_replace_another() -> None:
 
 def test_a_shard_with_fewer_capabilities_or_another_engine_may_not() -> None:
     why = a_shard(seed="the sampler has none").differs_from(a_shard(min_p="old"))
-    assert why == "it does not support seed, which the other replicas do: the sampler has none"
-    assert a_shard("echo").differs_from(a_shard()) == "its engine is 'echo', the other replicas' is 'tensorrt-llm'"
+    assert why == "it does not support seed, which requests may use: the sampler has none"
+    assert a_shard("echo").differs_from(a_shard()) == "its engine is 'echo', not 'tensorrt-llm'"
 
 
 def test_unknown_grammar_kinds_are_ignored() -> None:
