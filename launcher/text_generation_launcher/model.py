@@ -47,11 +47,14 @@ async def resolve_model(
 
 
 def _local_folder(model_id: str) -> Path | None:
-    folder = Path(model_id).expanduser()
-    if folder.is_dir():
-        return folder.absolute()
-    if model_id.startswith(("/", "./", "../", "~")) or folder.exists():
-        raise ModelError(f"{model_id} is not a folder")
+    try:
+        folder = Path(model_id).expanduser()
+        if folder.is_dir():
+            return folder.absolute()
+        if model_id.startswith(("/", "./", "../", "~")) or folder.exists():
+            raise ModelError(f"{model_id} is not a folder")
+    except (OSError, RuntimeError) as error:  # no permission, too long a name; no such user after ~
+        raise ModelError(f"the model folder cannot be found: {getattr(error, 'strerror', None) or error}") from error
     return None
 
 

@@ -23,13 +23,18 @@ import jinja2
 import orjson
 from jinja2.nodes import Name
 
+from text_generation_proto.model_files import ModelFileError, find_file, read_file
 from text_generation_router.chat.template_job import template_environment
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Variables of a template that hold the text of a token."""
 MAX_FILE_BYTES = 16 << 20
-"""A larger file is not read."""
+"""A larger file is not read. tokenizer_config.json may list all added tokens."""
+MAX_TEMPLATE = 128 << 10
+"""Limit of the characters of one template, which takes half a second to parse; those of known models have up to 30,000."""
+MAX_SPECIAL_TOKEN = 1024
+"""Limit of the characters of a special token's text, which every conversation may contain."""
 
 
 class ChatTemplateError(Exception):
@@ -50,13 +55,16 @@ class ChatTemplates:
     @classmethod
     def load(cls, folder: Path, *, tokenizer_config: Path | None = None, override: str | None = None) -> ChatTemplates:
         """Find the templates of the model in `folder`. Raises ChatTemplateError for files that cannot be read or parsed."""
-        sources = _find(folder, tokenizer_config, override)
-        configs = [folder / "special_tokens_map.json", folder / "tokenizer_config.json"]
-        if tokenizer_config is not None:
-            configs.append(tokenizer_config)
         special_tokens: dict[str, str] = {}
-        for path in configs:
-            special_tokens |= _special_tokens(_read_object(path))
+        try:
+            sources = _find(folder, tokenizer_config, override)
+            configs = [find_file(folder, name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
+            if tokenizer_config is not None:
+                configs.append(tokenizer_config)
+            for path in configs:
+                special_tokens |= _special_tokens(path)
+        except ModelFileError as error:
+            raise ChatTemplateError(str(error)) from error
         usable = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
         using_tools = frozenset(name for name, text in usable.items() if _reads_tools(name, text))
         return cls(sources, special_tokens, using_tools)
@@ -80,12 +88,13 @@ def _find(folder: Path, tokenizer_config: Path | None, override: str | None) -> 
             raise ChatTemplateError(f"there is no file {tokenizer_config}")
         if found := _from_json(tokenizer_config):
             return found
-    files = {DEFAULT: folder / "chat_template.jinja"}
-    files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    files = {DEFAULT: find_file(folder, "chat_template.jinja")}
+    more = "additional_chat_templates"
+    files |= {path.stem: find_file(folder, f"{more}/{path.name}") for path in sorted((folder / more).glob("*.jinja"))}
     if found := {name: _read_text(path) for name, path in files.items() if path.is_file()}:
         return found
     for name in ("chat_template.json", "tokenizer_config.json", "processor_config.json"):
-        if found := _from_json(folder / name):
+        if found := _from_json(find_file(folder, name)):
             return found
     return {}
 
@@ -117,13 +126,15 @@ def _from_json(path: Path) -> dict[str, str]:
     raise ChatTemplateError(f"{path}: chat_template must be a text or a list of objects with name and template")
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of special tokens, each given as a text or an object with `content`."""
-    found = {}
+def _special_tokens(path: Path) -> dict[str, str]:
+    """Return the texts of special tokens in a JSON file, each given as a text or an object with `content`."""
+    config, found = _read_object(path), {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
+            if len(text) > MAX_SPECIAL_TOKEN:
+                raise ChatTemplateError(f"{path}: {name} has more than {MAX_SPECIAL_TOKEN} characters")
             found[name] = text
     return found
 
@@ -143,9 +154,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ChatTemplateError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        return read_file(path, MAX_FILE_BYTES).decode()
     except OSError as error:
         raise ChatTemplateError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -153,6 +162,8 @@ def _read_text(path: Path) -> str:
 
 
 def _reads_tools(name: str, text: str) -> bool:
+    if len(text) > MAX_TEMPLATE:
+        raise ChatTemplateError(f"chat template {name!r} has more than {MAX_TEMPLATE} characters")
     try:
         tree = template_environment().parse(text)
         return any(node.name == "tools" and node.ctx == "load" for node in tree.find_all(Name))

@@ -20,6 +20,13 @@ from typing import Protocol
 import tokenizers
 from tokenizers.decoders import ByteLevel, DecodeStream
 
+from text_generation_proto.model_files import (
+    MAX_TOKEN_IDS,
+    MAX_TOKENIZER_BYTES,
+    ModelFileError,
+    find_file,
+    read_file,
+)
 from text_generation_proto.panics import as_exception, without_panics
 from text_generation_router.errors import InvalidRequest, ServingError
 from text_generation_router.request import TokenId
@@ -90,10 +97,13 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Read `tokenizer.json` from `folder`. Raises TokenizerError."""
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed")
         try:
-            return cls(without_panics(tokenizers.Tokenizer.from_file)(str(path)))
+            data = read_file(find_file(folder, path.name), MAX_TOKENIZER_BYTES)
+            return cls(without_panics(tokenizers.Tokenizer.from_buffer)(data))
+        except (FileNotFoundError, NotADirectoryError):
+            raise TokenizerError(f"{folder} has no tokenizer.json; a fast tokenizer is needed") from None
+        except ModelFileError as error:
+            raise TokenizerError(str(error)) from error
         except Exception as error:
             raise TokenizerError(f"{path} cannot be read: {error}") from error
 
@@ -231,10 +241,13 @@ def byte_level_vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
     """Return the bytes of every token id, as the ByteLevel decoder maps them.
 
     A token in the byte alphabet stands for those bytes; any other (an added token with a space in it) for its UTF-8.
+    Raises TokenizerError if there are too many.
     """
     alphabet = byte_alphabet()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    if (size := max(vocabulary.values(), default=-1) + 1) > MAX_TOKEN_IDS:
+        raise TokenizerError(f"it has the token id {size - 1}, above {MAX_TOKEN_IDS - 1}")
+    table = [b""] * size
     for token, token_id in vocabulary.items():
         try:
             table[token_id] = bytes([alphabet[character] for character in token])

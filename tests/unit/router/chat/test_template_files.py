@@ -167,8 +167,21 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ChatTemplates.load(tmp_path)
     with (tmp_path / "chat_template.jinja").open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja is larger than 16777216 bytes"):
+    with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja is larger than 16 MiB"):
         ChatTemplates.load(tmp_path)
+    model, template = tmp_path / "model", tmp_path / "model" / "chat_template.jinja"
+    model.mkdir()
+    template.symlink_to("/etc/passwd")
+    with pytest.raises(ChatTemplateError, match=r"'chat_template\.jinja' leads out of the model folder"):
+        ChatTemplates.load(model)
+    template.unlink()
+    template.write_text("{{x}}" * 30_000)
+    with pytest.raises(ChatTemplateError, match="chat template 'default' has more than 131072 characters"):
+        ChatTemplates.load(model)
+    template.write_text("")
+    (model / "tokenizer_config.json").write_text(json.dumps({"bos_token": "x" * 2000}))
+    with pytest.raises(ChatTemplateError, match=r"tokenizer_config\.json: bos_token has more than 1024 characters"):
+        ChatTemplates.load(model)
 
 
 def test_settings_without_a_template(tmp_path: Path) -> None:

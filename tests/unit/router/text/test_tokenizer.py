@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from text_generation_router.errors import InvalidRequest, Overloaded
 from text_generation_router.preparation import Preparation
@@ -58,6 +60,23 @@ def test_a_folder_without_a_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_hostile_tokenizer_is_refused_without_memory(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    huge_id = tokenizers.Tokenizer(BPE(vocab={"a": 4_000_000_000}, merges=[]))
+    huge_id.decoder = ByteLevel()
+    path.write_text(huge_id.to_str())
+    with pytest.raises(TokenizerError, match="it has the token id 4000000000, above 4194303"):
+        Tokenizer.load(tmp_path)
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is larger than 128 MiB"):
+        Tokenizer.load(tmp_path)
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    with pytest.raises(TokenizerError, match=r"'tokenizer\.json' leads out of the model folder, to /etc/passwd"):
         Tokenizer.load(tmp_path)
 
 
