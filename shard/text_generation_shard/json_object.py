@@ -23,8 +23,8 @@ MAX_COUNTS: Mapping[str, int] = {
     "head_dim": 1 << 12,
     "max_position_embeddings": 1 << 24,
 }
-"""Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). Whether
-the weights of all sizes together fit in memory is checked apart."""
+"""Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). A separate
+check compares the weights that all sizes describe with the memory."""
 MAX_NUMBER = 1e15
 """Limit of a number that is no size, such as rope_theta."""
 MAX_END_TOKENS = 256
