@@ -49,7 +49,7 @@ async def nothing_left() -> AsyncIterator[None]:
         before = {id(each) for each in held()}
         yield
         with suppress(TimeoutError):
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(15):
                 await until(lambda: {id(each) for each in held()} <= before)
         assert [each for each in held() if id(each) not in before] == []
     finally:
