@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import structlog
 
@@ -55,26 +55,27 @@ async def run_to_end(
     its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).
     """
     mark = orphans.new_mark()
-    read_fd, write_fd = os.pipe()
-    reader = asyncio.StreamReader()
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
-    )
-    heartbeat_fd, beat_fd = hangs.heartbeat_pipe()
-    try:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *spec.argv,
-                env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=write_fd,
-                stderr=write_fd,
-                pass_fds=(*spec.inherited_fds, beat_fd),
-                process_group=0,
-            )
-        finally:
-            os.close(write_fd)
-            os.close(beat_fd)
+    with ExitStack() as ours, ExitStack() as ends_of_child:
+        heartbeat_fd, beat_fd = hangs.heartbeat_pipe()
+        ours.callback(os.close, heartbeat_fd)
+        ends_of_child.callback(os.close, beat_fd)
+        read_fd, write_fd = os.pipe()
+        ends_of_child.callback(os.close, write_fd)
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
+        )
+        ours.callback(transport.close)
+        process = await asyncio.create_subprocess_exec(
+            *spec.argv,
+            env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=write_fd,
+            stderr=write_fd,
+            pass_fds=(*spec.inherited_fds, beat_fd),
+            process_group=0,
+        )
+        ends_of_child.close()
         async with asyncio.TaskGroup() as tasks:
             forwarding = tasks.create_task(forward_output(reader, spec.name, json_output=json_output))
             watching = tasks.create_task(hangs.abort_if_hung(spec, process.pid, heartbeat_fd, hung or asyncio.Event()))
@@ -90,9 +91,6 @@ async def run_to_end(
                 await asyncio.wait([forwarding], timeout=OUTPUT_TIMEOUT)
                 await orphans.reap(mark)
                 forwarding.cancel()
-    finally:
-        transport.close()
-        os.close(heartbeat_fd)
 
 
 async def _stop(process: asyncio.subprocess.Process, spec: ChildSpec, grace_period: GracePeriod) -> None:

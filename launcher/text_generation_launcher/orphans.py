@@ -56,11 +56,15 @@ def kill(mark: str) -> list[int]:
 
 async def reap(mark: str) -> None:
     """Kill the processes with this mark until none is left, for at most KILL_TIMEOUT seconds."""
-    first = left = await asyncio.to_thread(kill, mark)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(KILL_TIMEOUT):
-            while left:
-                await asyncio.sleep(POLL_INTERVAL)
-                left = await asyncio.to_thread(kill, mark)
+    try:
+        first = left = await asyncio.to_thread(kill, mark)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(KILL_TIMEOUT):
+                while left:
+                    await asyncio.sleep(POLL_INTERVAL)
+                    left = await asyncio.to_thread(kill, mark)
+    except OSError as error:  # no descriptor to read /proc with
+        log.error("processes that a child left behind cannot be found", reason=str(error))
+        return
     if first:
         log.warning("killed processes that a child left behind", pids=first, still_there=left)

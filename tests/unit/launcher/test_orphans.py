@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -81,3 +83,39 @@ sys.exit(3)
     assert await run_to_end(spec, GracefulShutdown().grace_period, json_output=False) == 3
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@contextmanager
+def no_descriptors_left() -> Iterator[list[int]]:
+    """Take all descriptors that this process may have."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, limits[1]))
+    taken = take_descriptors()
+    try:
+        yield taken
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def take_descriptors() -> list[int]:
+    taken = []
+    with pytest.raises(OSError, match="Too many"):
+        while True:
+            taken.append(os.dup(1))
+    return taken
+
+
+async def test_without_descriptors_a_search_is_given_up_and_a_failed_start_keeps_none() -> None:
+    spec = ChildSpec("shard-0", (sys.executable, "-c", ""), dict(os.environ), (), stop_timeout=60.0)
+    with no_descriptors_left() as taken:
+        await orphans.reap(orphans.new_mark())
+        for free in range(4):  # the child needs two pipes, and subprocess one more
+            with pytest.raises(OSError, match="Too many"):
+                await run_to_end(spec, GracefulShutdown().grace_period, json_output=False)
+            await asyncio.sleep(0)  # a transport closes its pipe in the loop's next round
+            taken += (again := take_descriptors())
+            assert len(again) == free
+            for _ in range(free + 1):
+                os.close(taken.pop())
