@@ -37,7 +37,7 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 
 def held() -> list[object]:
     """The bodies, conversations and errors in memory, also those that only the garbage collector would find."""
-    return [each for each in gc.get_objects() if isinstance(each, Body | Conversation | ServingError)]
+    return [each for each in gc.get_objects() if issubclass(type(each), Body | Conversation | ServingError)]
 
 
 @asynccontextmanager
