@@ -5,6 +5,7 @@ The five names that begin with `trtllm_` are those that gateways of the Kubernet
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from text_generation_router.metrics.instruments import reading_lines
@@ -44,6 +45,16 @@ _GAUGES: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
         "text_generation_queued_tokens",
         "Estimated tokens of queued work",
         lambda stats: stats.queued_tokens,
+    ),
+    (
+        "text_generation_queue_seconds",
+        "Queued tokens over the measured throughput of all replicas, in seconds",
+        lambda stats: stats.queue_seconds,
+    ),
+    (
+        "text_generation_busy_ratio",
+        "Step time over time, 0 to 1, mean over serving replicas; a step with spare room counts as its share of a full one",
+        lambda stats: stats.busy_ratio,
     ),
     ("text_generation_replicas", "Configured replicas", lambda stats: stats.num_replicas),
     (
@@ -93,7 +104,7 @@ class SchedulerMetrics:
         self._scheduler = scheduler
 
     def lines(self) -> list[str]:
-        stats = self._scheduler.stats()
+        stats = self._scheduler.stats(time.monotonic())
         return [
             line
             for kind, rows in (("gauge", _GAUGES), ("counter", _COUNTERS))

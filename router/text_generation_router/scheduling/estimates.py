@@ -1,4 +1,4 @@
-"""Estimates from measurements: new tokens of a request, tokens per second of a replica, and the wait for Retry-After."""
+"""Estimates from measurements: new tokens of a request, speed and load of a replica, the wait of the queue."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _LARGEST_GAP_S = 0.1
 """Longest pause between two steps that counts as work (decisions, messages, a busy event loop). A longer one is idle."""
 _MIN_WEIGHT_S = 1.0
 """Old measurements weigh at least as much as this many seconds of new steps."""
+BUSY_MEMORY_S = 60.0
+"""Time constant of the busy ratio."""
 
 
 class OutputLengths:
@@ -53,11 +55,14 @@ class OutputLengths:
 
 
 class Throughput:
-    """Tokens per second of one replica while it had work.
+    """Tokens per second of one replica while it had work, and the share of time that it worked.
 
     A ratio of sums, tokens over wall-clock seconds, not a mean of the rates of steps: a queue passes through short and
     long steps, and its wait is the sum of their seconds. Steps made while requests were queued are kept apart: a replica
     with spare room shows the demand, not its capacity.
+
+    A step takes hardly less time for one sequence than for many, so a step made with spare room counts as busy only for
+    the seconds that its tokens take at the throughput measured while requests were queued.
     """
 
     def __init__(self) -> None:
@@ -66,6 +71,8 @@ class Throughput:
         """Time between the last reports that no step accounts for."""
         self._full = self._spare = (0.0, 0.0, 0.0)
         """(tokens, seconds, time of the last step)."""
+        self._busy = 0.0
+        """The busy ratio at the end of the last step."""
 
     def record(self, now: float, tokens: int, busy_s: float, *, queued: bool = True) -> None:
         """Record a step that ended at `now`, took `busy_s` seconds and computed `tokens` prompt and new tokens.
@@ -83,6 +90,10 @@ class Throughput:
             # Between consecutive steps the wall clock counts, including gaps.
             seconds = elapsed if elapsed - busy_s <= _LARGEST_GAP_S else busy_s
             self._unexplained_s = elapsed - seconds
+        worked_s = min(seconds, busy_s)
+        if not queued and self._full[0]:
+            worked_s = min(worked_s, tokens / self._full[0] * self._full[1])
+        self._busy = self.busy_ratio(now) - math.expm1(-worked_s / BUSY_MEMORY_S)
         self._last = max(now, self._last)
         if queued:
             self._full = _decayed_sum(self._full, self._last, tokens, seconds)
@@ -92,6 +103,10 @@ class Throughput:
     def rate(self) -> float:
         """Return tokens per second over the last seconds of work; 0 if unknown. Idle time changes nothing."""
         return next((tokens / seconds for tokens, seconds, _ in (self._full, self._spare) if tokens and seconds), 0.0)
+
+    def busy_ratio(self, now: float) -> float:
+        """Return the share of time that was spent in steps, 0 to 1: a mean that the last minutes dominate."""
+        return min(self._busy * math.exp(min(self._last - now, 0.0) / BUSY_MEMORY_S), 1.0)
 
 
 def _decayed_sum(

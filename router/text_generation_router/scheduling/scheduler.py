@@ -32,12 +32,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, TenantId
 from text_generation_router.scheduling.dispatch import Dispatcher, Reason, still_holds
 from text_generation_router.scheduling.estimates import OutputLengths, Throughput, estimate_wait
-from text_generation_router.scheduling.lazy_heap import Key, LazyHeap
+from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.messages import (
     Deliveries,
     Failed,
@@ -62,12 +63,13 @@ class SchedulerStats:
 
     waiting: int
     queued_tokens: int
+    queue_seconds: float
+    busy_ratio: float
     running: int
     promised_tokens: int
     used_blocks: int
     used_tokens: int
     cached_blocks: int
-    """KV blocks in prefix trees, in use or not."""
     num_blocks: int
     block_size: int
     """0 before the first replica joined."""
@@ -75,17 +77,10 @@ class SchedulerStats:
     serving_replicas: int
     preemptions: int
     cancellations: int
-    """By clients that left, and by stop strings."""
     expirations: int
     moves: int
     prompt_tokens: int
-    """Prompt tokens of requests that left the queue for the first time."""
     hit_tokens: int
-    """Part of `prompt_tokens` that was found in a prefix cache."""
-
-
-def _deadline(sequence: ScheduledSequence) -> Key:
-    return sequence.deadline
 
 
 class Scheduler:
@@ -102,7 +97,7 @@ class Scheduler:
         self._dispatcher = Dispatcher(policy, self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
         self._skipped: dict[Reason, list[ScheduledSequence]] = {}
-        self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(_deadline)
+        self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("deadline"))
         self._lengths = OutputLengths()
         self._throughputs = [Throughput() for _ in range(replicas)]
         self._arrivals = 0
@@ -326,8 +321,7 @@ class Scheduler:
         The work before it over the measured throughput: the work of the whole queue, or of its tenant over that tenant's
         share, whichever is less. `for_permit`: a sequence must end first, even if a replica has room.
         """
-        serving = self.serving
-        rates = [self._throughputs[replica.replica].rate() for replica in serving]
+        serving, rates = self.serving, self._rates(self.serving)
         if work := self.queue.work:
             return estimate_wait(min(work, self.queue.tenants.work(tenant) / self.queue.tenants.share(tenant)), rates)
         if not for_permit and self._dispatcher.has_room(1):
@@ -335,6 +329,9 @@ class Scheduler:
         # The queue is empty: the wait for one sequence to end.
         running = sum(replica.occupied_slots for replica in serving)
         return estimate_wait(sum(max(0, replica.work) for replica in serving) / max(1, running), rates)
+
+    def _rates(self, replicas: Sequence[ReplicaScheduler]) -> list[float]:
+        return [self._throughputs[replica.replica].rate() for replica in replicas]
 
     def exceeds_queue_limit(self, request: Request) -> bool:
         """Return True if more than `max_queued_tokens` tokens of work would wait."""
@@ -362,12 +359,17 @@ class Scheduler:
         """The replicas that get new sequences."""
         return [replica for replica in self.serving if replica.replica not in self.draining]
 
-    def stats(self) -> SchedulerStats:
-        """Return gauges and counters, in time proportional to the number of replicas."""
-        serving = self.serving
+    def stats(self, now: float = math.inf) -> SchedulerStats:
+        """Return gauges and counters, in time proportional to the number of replicas. At infinity no replica is busy."""
+        serving, available = self.serving, self.available
+        # Without a replica: the wait until one of those that were lost is back and has served the queue.
+        rates = self._rates(available) or [max(each.rate() for each in self._throughputs)]
+        busy = sum(self._throughputs[replica.replica].busy_ratio(now) for replica in available)
         return SchedulerStats(
             waiting=len(self.queue),
             queued_tokens=self.queue.work,
+            queue_seconds=estimate_wait(self.queue.work, rates) or 0.0,
+            busy_ratio=busy / max(1, len(available)),
             running=sum(replica.occupied_slots for replica in serving),
             promised_tokens=sum(replica.promised_tokens for replica in serving),
             used_blocks=sum(replica.cache.used for replica in serving),
@@ -376,7 +378,7 @@ class Scheduler:
             num_blocks=sum(replica.spec.num_blocks for replica in serving),
             block_size=next((spec.block_size for spec in self._specs if spec is not None), 0),
             num_replicas=len(self.replicas),
-            serving_replicas=len(self.available),
+            serving_replicas=len(available),
             preemptions=self._lost_preemptions + sum(replica.preemptions for replica in serving),
             cancellations=self._cancellations,
             expirations=self._expirations,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from metric_samples import samples
 
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.estimates import BUSY_MEMORY_S
 from text_generation_router.scheduling.messages import JoinReason, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -60,12 +63,34 @@ def test_values_are_those_of_the_scheduler() -> None:
         "text_generation_prefix_cache_hits_tokens_total": 0,
         "text_generation_prefix_cache_blocks": 0,
         "text_generation_queued_tokens": 4 + 5,
+        "text_generation_queue_seconds": 0,  # no throughput was measured yet
+        "text_generation_busy_ratio": 0,
         "text_generation_requests_expired_total": 0,
         "text_generation_replicas": 2,
         "text_generation_replicas_serving": 1,
         "text_generation_request_moves_total": 0,
         "text_generation_sequences_cancelled_total": 0,
     }
+
+
+def test_signals_for_autoscaling() -> None:
+    """Queued work over throughput, also while every replica is lost; time in steps, less once replicas are idle."""
+    scheduler = a_scheduler(batch=2)
+    submit(scheduler, 1, 2, 3)
+    orders = decided(scheduler)
+    scheduler.update(0, StepOutput(orders.number, [0, 1], [], [7, 7], step_s=30.0), now=30.0)
+    stats = scheduler.stats(now=30.0)
+    assert stats.queue_seconds == pytest.approx(stats.queued_tokens / (2 / 30.0))
+    assert stats.busy_ratio == pytest.approx(1 - math.exp(-30.0 / BUSY_MEMORY_S))
+    assert scheduler.stats(now=90.0).busy_ratio == pytest.approx(stats.busy_ratio * math.exp(-60.0 / BUSY_MEMORY_S))
+    scheduler.open(1, ReplicaSpec(num_slots=8, num_blocks=100, block_size=16))
+    both = scheduler.stats(now=30.0)
+    assert both.busy_ratio == pytest.approx(stats.busy_ratio / 2)
+    assert both.queue_seconds == pytest.approx(stats.queue_seconds / 2)
+    scheduler.lose(0)
+    scheduler.lose(1)
+    alone = scheduler.stats(now=30.0)
+    assert (alone.queue_seconds, alone.busy_ratio) == (pytest.approx(alone.queued_tokens / (2 / 30.0)), 0.0)
 
 
 @pytest.mark.parametrize(
