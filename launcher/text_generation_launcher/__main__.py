@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ def main() -> None:
             signal.signal(sig, lambda _signal, _frame: sys.exit(ExitCode.STOPPED))  # until the event loop takes over
     config = read_config(sys.argv[1:], os.environ)
     configure_logging(config, "launcher")
+    faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
     raise_descriptor_limit()
     environ = dict(os.environ)
     erase({name for name in environ if is_secret(name)})

@@ -25,8 +25,10 @@ from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
 from text_generation_proto.channel import read_certificates
 from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.lifeline import open_lifeline
 from text_generation_proto.logs import share_dropped_lines
+from text_generation_proto.notify import Notifier
 from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket, socket_path
 from text_generation_router.config import listen_host
 from text_generation_shard.config import choose_engine
@@ -43,13 +45,24 @@ class PortInUse(Exception):
 
 async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode:
     """Serve until a signal arrives or serving fails; return the exit code."""
+    notifier = Notifier(environ)
+    notifier.show(lambda: f"starting {config.model_id}")
+    async with asyncio.TaskGroup() as tasks:
+        beating = tasks.create_task(send_heartbeats(notifier))
+        code = await _serve_until_signal(config, environ, notifier)
+        beating.cancel()
+    return code
+
+
+async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str], notifier: Notifier) -> ExitCode:
     stop = GracefulShutdown(reloads=bool(config.api_keys_file))
     stop.listen()
     code = ExitCode.STOPPED
     try:
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(_serve(config, environ, stop))
+            work = tasks.create_task(_serve(config, environ, stop, notifier))
             await stop.requested.wait()
+            notifier.stopping()
             work.cancel()
     except* PlanError as errors:
         log.error("settings refused", reason=_first_message(errors))
@@ -69,7 +82,9 @@ async def launch(config: LauncherConfig, environ: Mapping[str, str]) -> ExitCode
     return code
 
 
-async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown) -> None:
+async def _serve(
+    config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, notifier: Notifier
+) -> None:
     devices = await find_devices(environ)
     if config.env:
         log.info("environment", **describe_environment(devices))
@@ -106,7 +121,7 @@ async def _serve(config: LauncherConfig, environ: Mapping[str, str], stop: Grace
             plan = make_plan(config, context)
             _claim_addresses(plan, folder)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
-            await Supervisor(plan, stop, restarts, json_output=config.json_output).run()
+            await Supervisor(plan, stop, restarts, notifier, json_output=config.json_output).run()
 
 
 def _cpus() -> int:

@@ -16,6 +16,7 @@ from pydantic_settings import CliApp
 from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig, child_settings
 from text_generation_launcher.devices import Devices, nth_visible
+from text_generation_proto import notify
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.secrets import is_secret
 from text_generation_proto.settings import ProcessConfig
@@ -213,12 +214,16 @@ def child_argv(module: str, config: ProcessConfig) -> tuple[str, ...]:
 
 
 def child_env(environ: Mapping[str, str], child: type[ProcessConfig]) -> dict[str, str]:
-    """Return the environment of a child: the launcher's, without secrets and without the child's settings.
+    """Return the environment of a child: the launcher's, without secrets, the child's settings and the service manager's.
 
     Settings are passed on the command line, which omits defaults: the environment must not override them.
     """
     settings = child.model_fields.keys() | SECRETS
-    return {name: value for name, value in environ.items() if name.lower() not in settings and not is_secret(name)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.lower() not in settings and name not in notify.VARIABLES and not is_secret(name)
+    }
 
 
 def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: int) -> ShardSpec:

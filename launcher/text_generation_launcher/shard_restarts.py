@@ -138,6 +138,11 @@ class ReplicaSupervisor:
         for replica in self._replicas:
             tasks.create_task(self._keep_running(replica))
 
+    @property
+    def serving(self) -> int:
+        """The number of replicas that serve."""
+        return sum(replica.serving.is_set() for replica in self._replicas)
+
     async def wait_until_serving(self) -> None:
         """Return once each replica has started to serve."""
         for replica in self._replicas:

@@ -25,6 +25,7 @@ from text_generation_launcher.plan import LaunchPlan
 from text_generation_launcher.shard_restarts import ReplicaSupervisor, RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.exit_codes import exit_fields
+from text_generation_proto.notify import Notifier
 
 HEALTH_INTERVAL = 0.05
 """Seconds between two requests to the router's health route. There is no event for "the port is open now"."""
@@ -35,8 +36,17 @@ log = structlog.get_logger()
 class Supervisor:
     """Runs a plan until cancelled, until its router ends, or until its shards are hopeless."""
 
-    def __init__(self, plan: LaunchPlan, stop: GracefulShutdown, restarts: RestartPolicy, *, json_output: bool) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        stop: GracefulShutdown,
+        restarts: RestartPolicy,
+        notifier: Notifier,
+        *,
+        json_output: bool,
+    ) -> None:
         self._plan = plan
+        self._notifier = notifier
         self._stop = stop
         self._json_output = json_output
         self.ready = asyncio.Event()
@@ -45,6 +55,7 @@ class Supervisor:
     async def run(self) -> None:
         """Run the plan. Raises ChildFailed, ChildLost or ShardsHopeless in an exception group; never returns."""
         begin = time.monotonic()
+        self._notifier.show(self._status)
         async with asyncio.TaskGroup() as shard_tasks:
             self._replicas.start(shard_tasks)
             await self._replicas.wait_until_serving()
@@ -54,6 +65,7 @@ class Supervisor:
                 router_tasks.create_task(self._run_router())
                 await wait_until_healthy(self._plan.url)
                 self.ready.set()
+                self._notifier.ready()
                 now = time.monotonic()
                 log.info(
                     "ready",
@@ -62,6 +74,13 @@ class Supervisor:
                     shards_seconds=round(loaded - begin, 2),
                     router_seconds=round(now - loaded, 2),
                 )
+
+    def _status(self) -> str:
+        """Return the status for the service manager."""
+        if self._stop.requested.is_set():
+            return "draining"
+        replicas = f"{self._replicas.serving} of {len(self._plan.groups)} replicas"
+        return f"serving with {replicas}" if self.ready.is_set() else f"loading: {replicas} serve"
 
     async def _run_router(self) -> None:
         code = await run_to_end(

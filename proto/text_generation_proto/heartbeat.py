@@ -2,6 +2,7 @@
 
     shard, router ──one byte every half second──► launcher    over a pipe that the child inherits
     shard ◄──a health check every half second──── router      over gRPC
+    launcher, or shard or router alone ──► service manager    its watchdog (notify.py)
 
 An observer counts its own checks in a row without a sign of life. It does not compare clocks, so time in which it did not run
 does not count: after a stop, or on a busy machine, it has made no checks either. The event loop of the sender writes the
@@ -14,6 +15,8 @@ import asyncio
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+
+from text_generation_proto.notify import Notifier
 
 HANG_TIMEOUT_S = 15.0
 """Default of --hang-timeout."""
@@ -52,9 +55,10 @@ class Silence:
 
 
 class HeartbeatSender:
-    """The sending end of the pipe to the launcher. Without a launcher it sends nothing."""
+    """The sending end of the pipe to the launcher. A process without a launcher tells the service manager, if it has one."""
 
-    def __init__(self) -> None:
+    def __init__(self, notifier: Notifier) -> None:
+        self._notifier = notifier
         self._fd = int(os.environ.pop(VARIABLE, -1))
         if self._fd >= 0:
             os.set_blocking(self._fd, False)
@@ -64,11 +68,13 @@ class HeartbeatSender:
         if self._fd >= 0:
             with suppress(OSError):
                 os.write(self._fd, beat)
+        if beat == ALIVE:
+            self._notifier.beat()
 
 
-async def send_heartbeats() -> None:
+async def send_heartbeats(notifier: Notifier) -> None:
     """Send heartbeats until cancelled."""
-    sender = HeartbeatSender()
+    sender = HeartbeatSender(notifier)
     while True:
         sender.send(ALIVE)
         await asyncio.sleep(CHECK_EVERY_S)

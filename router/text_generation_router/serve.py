@@ -17,6 +17,7 @@ from aiohttp import web
 from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.heartbeat import send_heartbeats
+from text_generation_proto.notify import Notifier
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
@@ -282,13 +283,16 @@ async def _serve_http(
     server = HttpServer(app, limits, metrics.connections)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run_cluster())
-        beating = tasks.create_task(send_heartbeats())
+        notifier = Notifier()
+        notifier.show(partial(_status, cluster))
+        beating = tasks.create_task(send_heartbeats(notifier))
         if not await _opened(cluster, signals):
             beating.cancel()
             running.cancel()
             return ExitCode.STOPPED
         try:
             await _listen(server, config)
+            notifier.ready()
             configure_collector()
             collecting = tasks.create_task(collect_growth(lambda: not cluster.scheduler.requests))
             await signals.stop.wait()
@@ -296,11 +300,19 @@ async def _serve_http(
         finally:
             cluster.draining = True
         log.info("draining", requests=len(cluster.scheduler.requests))
+        notifier.stopping()
         await _drain(server, cluster, signals, config.graceful_termination_timeout)
         beating.cancel()
         running.cancel()
     log.info("stopped")
     return ExitCode.STOPPED
+
+
+def _status(cluster: Cluster) -> str:
+    """Return the status for the service manager."""
+    if cluster.draining:
+        return f"draining {len(cluster.scheduler.requests)} requests"
+    return f"serving with {len(cluster.scheduler.serving)} of {len(cluster.scheduler.replicas)} replicas"
 
 
 async def _listen(server: HttpServer, config: RouterConfig) -> None:

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as grpc_health
 
 from text_generation_proto.heartbeat import ALIVE, CHECK_EVERY_S, STUCK, HeartbeatSender, Silence
+from text_generation_proto.notify import Notifier
 from text_generation_shard.engine import Engine
 
 PREFILL_S = 600.0
@@ -67,10 +68,10 @@ class StepMonitor:
 
 
 async def report_progress(
-    monitor: StepMonitor, engine: Engine, health: grpc_health.HealthServicer, hang_timeout_s: float
+    monitor: StepMonitor, engine: Engine, health: grpc_health.HealthServicer, hang_timeout_s: float, notifier: Notifier
 ) -> None:
     """Send heartbeats, and report NOT_SERVING while a step is overdue. Runs until cancelled."""
-    heartbeat = HeartbeatSender()
+    heartbeat = HeartbeatSender(notifier)
     was_stuck = False
     while True:
         stuck = monitor.check(engine, hang_timeout_s)

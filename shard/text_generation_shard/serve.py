@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from text_generation_proto.channel import server_credentials
 from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.notify import Notifier
 from text_generation_proto.sockets import SocketInUse, claim_socket, remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
@@ -49,7 +50,9 @@ async def serve(config: ShardConfig) -> ExitCode:
     with _listening(server, config):
         await server.start()
         log.info("loading", engine=config.engine, model=config.model_path)
-        code = await _serve_engine(config, thread, owner, health, stopping)
+        notifier = Notifier()
+        notifier.show(lambda: f"loading {config.model_path}")
+        code = await _serve_engine(config, thread, owner, health, notifier, stopping)
         await health.enter_graceful_shutdown()
         owner.stop()
         await server.stop(grace=1.0)
@@ -84,6 +87,7 @@ async def _serve_engine(
     thread: EngineThread,
     owner: SessionOwner,
     health: grpc_health.HealthServicer,
+    notifier: Notifier,
     stopping: asyncio.Event,
 ) -> ExitCode:
     loading = thread.submit(build_engine, config)
@@ -98,8 +102,10 @@ async def _serve_engine(
     owner.serve(engine)
     await health.set("", health_pb2.HealthCheckResponse.SERVING)
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
+    notifier.show(lambda: f"serving {info.model_id} at {config.address}")
+    notifier.ready()
     async with asyncio.TaskGroup() as tasks:
-        reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout))
+        reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, notifier))
         await _wait_for_either(stopping.wait(), owner.crashed.wait())
         reporting.cancel()
     await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -107,6 +113,7 @@ async def _serve_engine(
     if owner.crashed.is_set() and not stopping.is_set():
         return ExitCode.BUG
     log.info("stopping")
+    notifier.stopping()
     owner.stop()
     closing = thread.submit(engine.close)
     try:

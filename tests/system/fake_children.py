@@ -22,6 +22,7 @@ from text_generation_launcher.plan import ChildSpec, LaunchPlan, ShardSpec
 from text_generation_launcher.shard_restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
+from text_generation_proto.notify import Notifier
 
 SHARD = """
 import asyncio, os, signal, sys
@@ -191,7 +192,7 @@ class FakeServer:
         """Return a supervisor of these shards and a router."""
         router = child("router", self.journal, f"PORT = {self._port}\n{ROUTER}\n{self.router_change}\nmain()")
         plan = LaunchPlan(shards, router, "127.0.0.1", self._port)
-        return Supervisor(plan, GracefulShutdown(), policy, json_output=False)
+        return Supervisor(plan, GracefulShutdown(), policy, Notifier({}), json_output=False)
 
     @asynccontextmanager
     async def running(self, policy: RestartPolicy, *shards: ShardSpec) -> AsyncIterator[asyncio.Task[type | None]]:
