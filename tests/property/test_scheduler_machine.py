@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_world import SchedulerWorld
-from world_traffic import ACTIONS, act, draw_blocks, draw_request, draw_request_id, draw_world, play
+from world_traffic import ACTIONS, MAX_REPLICAS, act, draw_blocks, draw_request, draw_request_id, draw_world, pick, play
 
 RANDOMS = st.randoms(use_true_random=False)
 REPLICAS = st.integers(0, 2)
@@ -43,19 +43,29 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(replica=REPLICAS)
     def lose(self, replica: int) -> None:
-        self.world.lose(replica % len(self.world.replicas))
+        self.world.lose(pick(self.world, replica))
 
     @rule(replica=REPLICAS)
     def open_again(self, replica: int) -> None:
-        self.world.open(replica % len(self.world.replicas))
+        self.world.open(pick(self.world, replica))
 
     @rule(replica=REPLICAS, draw=RANDOMS)
     def open_with_another_pool(self, replica: int, draw: Random) -> None:
-        self.world.open(replica % len(self.world.replicas), draw_blocks(draw))
+        self.world.open(pick(self.world, replica), draw_blocks(draw))
 
     @rule(replica=REPLICAS, draining=st.booleans())
     def drain(self, replica: int, draining: bool) -> None:
-        self.world.drain(replica % len(self.world.replicas), draining)
+        self.world.drain(pick(self.world, replica), draining)
+
+    @precondition(lambda self: len(self.world.replicas) < MAX_REPLICAS)
+    @rule(replica=REPLICAS, count=st.sampled_from([1, 1, 8]))
+    def add(self, replica: int, count: int) -> None:
+        for _ in range(count):
+            self.world.add(pick(self.world, replica))
+
+    @rule(replica=REPLICAS)
+    def remove(self, replica: int) -> None:
+        self.world.remove(pick(self.world, replica))
 
     @rule(script=st.lists(st.tuples(st.sampled_from(ACTIONS), REPLICAS), min_size=5, max_size=60))
     def race(self, script: list[tuple[str, int]]) -> None:
@@ -87,7 +97,9 @@ def test_random_events_break_no_rule() -> None:
     for seed in range(settings().max_examples // 3):
         counts += play(seed, 1000).counts
     # The worlds were busy.
-    assert all(counts[event] > 5 for event in ("preemptions", "moves", "expired", "hit tokens", "refusals")), counts
+    assert all(
+        counts[event] > 5 for event in ("preemptions", "moves", "expired", "hit tokens", "refusals", "joins", "leaves")
+    ), counts
 
 
 def test_the_same_calls_give_the_same_results() -> None:

@@ -12,6 +12,6 @@ def assert_idle(scheduler: Scheduler) -> None:
     assert (stats.waiting, stats.queued_tokens, stats.running, stats.promised_tokens, stats.used_blocks) == (0,) * 5
     assert scheduler.requests == ()
     assert scheduler.next_expiry is None
-    for replica in scheduler.replicas:
+    for replica in scheduler.replicas.values():
         if replica is not None:
             assert (replica.work, replica.prompts.unscheduled, replica.prompts.uncomputed) == (0, 0, 0)

@@ -71,14 +71,14 @@ class SchedulerWorld:
         self.policy = policy
         self.now = 1.0
         self.scheduler = Scheduler(policy, len(replicas))
-        self._setups = replicas
-        self.replicas: list[ReplicaWorld | None] = [None] * len(replicas)
+        self._setups = dict(enumerate(replicas))
+        self.replicas: dict[int, ReplicaWorld | None] = dict.fromkeys(self._setups)
         self.views: dict[RequestId, ClientView] = {}
         self.live: dict[RequestId, ClientView] = {}
         self.counts: Counter[str] = Counter()
         self.history: list[Deliveries | SchedulerOutput | list[int] | float | None] = []
         """All answers of the scheduler."""
-        for replica in range(len(replicas)):
+        for replica in self.replicas:
             self.open(replica)
 
     # ------------------------------------------------------------------------------------------------------- replicas
@@ -90,12 +90,31 @@ class SchedulerWorld:
         if blocks is not None:
             self._setups[replica] = replace(self._setups[replica], blocks=blocks)
         world = self.replicas[replica] = ReplicaWorld(self._setups[replica])
-        deliveries = self.scheduler.open(replica, world.spec)
+        self._unfit(self.scheduler.open(replica, world.spec))
+
+    def _unfit(self, deliveries: Deliveries) -> None:
         self.history.append(deliveries)
         for failed in deliveries.failed:
             request = self.views[failed.request_id].request
             assert not self.scheduler.fits(len(request.prompt), request.max_new_tokens)
             self._failed(failed, FailureCode.LOST)
+
+    def add(self, like: int) -> None:
+        """Let a replica with the setup of another one join."""
+        replica = self.scheduler.add()
+        assert replica not in self._setups, "a number is used once"
+        self._setups[replica], self.replicas[replica] = self._setups[like], None
+        self.counts["joins"] += 1
+        self.open(replica)
+
+    def remove(self, replica: int) -> None:
+        """Let a replica leave, running requests or not. One stays: it may not serve."""
+        if len(self.replicas) > 1:
+            self.lose(replica)
+            del self.replicas[replica]
+            self.counts["leaves"] += 1
+            self._unfit(self.scheduler.remove(replica))
+            assert self.scheduler.stats().num_replicas == len(self.replicas)
 
     def lose(self, replica: int) -> None:
         """Break the stream of `replica`: messages under way are gone."""
@@ -290,7 +309,7 @@ class SchedulerWorld:
     # --------------------------------------------------------------------------------------------------------- checks
 
     def _placed_by_replica(self) -> dict[int, set[RequestId]]:
-        replicas = (replica for replica in self.scheduler.replicas if replica is not None)
+        replicas = (replica for replica in self.scheduler.replicas.values() if replica is not None)
         return {replica.replica: set(replica.placed) for replica in replicas}
 
     @property
@@ -304,22 +323,24 @@ class SchedulerWorld:
         known, running = self.scheduler.requests, self.scheduler.stats().running
         assert self.live.keys() <= set(known), "a request was forgotten"
         assert len(known) <= len(self.live) + running
-        assert running <= sum(world.setup.slots for world in self.replicas if world is not None)
+        assert running <= sum(world.setup.slots for world in self.replicas.values() if world is not None)
 
     def finish(self) -> None:
         """Submit nothing more. Check that all requests end within a bound and leave nothing behind."""
         # First those that fit on a serving replica: they do not wait for the others.
         self._run_until_empty(self._servable)
-        for replica in range(len(self.replicas)):
+        for replica in self.replicas:
             self.drain(replica, False)
             self.open(replica)
         self._run_until_empty(
-            lambda: self.scheduler.requests or [world for world in self.replicas if world and not world.is_quiet]
+            lambda: (
+                self.scheduler.requests or [world for world in self.replicas.values() if world and not world.is_quiet]
+            )
         )
         self.check()
         assert_idle(self.scheduler)
         assert not self.live
-        assert not any(world.engine.running for world in self.replicas if world is not None)
+        assert not any(world.engine.running for world in self.replicas.values() if world is not None)
         stats = self.scheduler.stats()
         self.counts["preemptions"], self.counts["moves"] = stats.preemptions, stats.moves
 
@@ -327,7 +348,7 @@ class SchedulerWorld:
         """Return the live requests that a serving replica could hold."""
         sizes = [
             world.spec.num_blocks * world.spec.block_size
-            for replica, world in enumerate(self.replicas)
+            for replica, world in self.replicas.items()
             if world is not None and replica not in self.scheduler.draining
         ]
         most = max(sizes, default=0)
@@ -342,7 +363,7 @@ class SchedulerWorld:
             rounds += 1
             assert rounds <= 200 + 20 * work, "a request starves"
             self.dispatch()
-            for replica in range(len(self.replicas)):
+            for replica in self.replicas:
                 self.schedule(replica)
                 self.orders_arrive(replica)
                 self.step(replica)

@@ -81,12 +81,14 @@ def draw_request(draw: Random) -> RequestSpec:
     )
 
 
+MAX_REPLICAS = 12
+"""More than a small fleet."""
 ACTIONS = ("dispatch", "schedule", "arrive", "step", "step", "report", "round", "round", "round")
 
 
 def act(world: SchedulerWorld, action: str, replica: int) -> None:
     """Do one action of the router, the network or a shard; a round is one of each, without delays."""
-    replica %= len(world.replicas)
+    replica = pick(world, replica)
     match action:
         case "dispatch":
             world.dispatch()
@@ -100,7 +102,12 @@ def act(world: SchedulerWorld, action: str, replica: int) -> None:
             world.reports_arrive(replica)
         case "round":
             for each in ("dispatch", "schedule", "arrive", "step", "report"):
-                act(world, each, replica)
+                act(world, each, list(world.replicas).index(replica))
+
+
+def pick(world: SchedulerWorld, number: int) -> int:
+    """Return the number of a replica."""
+    return list(world.replicas)[number % len(world.replicas)]
 
 
 def draw_request_id(world: SchedulerWorld, draw: Random) -> RequestId:
@@ -131,14 +138,20 @@ def random_event(world: SchedulerWorld, draw: Random, max_live: int = 30) -> Non
 
 
 def _disturb(world: SchedulerWorld, draw: Random) -> None:
-    replica = draw.randrange(len(world.replicas))
-    event = draw.choice(["lose", "lose", "open", "open", "open", "open smaller", "drain", "undrain", "undrain"])
+    replica = pick(world, draw.randrange(len(world.replicas)))
+    choices = ["lose", "lose", "open", "open", "open", "open smaller", "drain", "undrain", "undrain", "add", "remove"]
+    event = draw.choice(choices)
     if event == "lose":
         world.lose(replica)
     elif event == "open":
         world.open(replica)
     elif event == "open smaller":
         world.open(replica, draw_blocks(draw))
+    elif event == "add":
+        if len(world.replicas) < MAX_REPLICAS:
+            world.add(replica)
+    elif event == "remove":
+        world.remove(replica)
     else:
         world.drain(replica, event == "drain")
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 from text_generation_router.metrics.instruments import reading_lines
-from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.scheduling.stats import SchedulerStats
 
 
 def _kv_usage(stats: SchedulerStats) -> float:

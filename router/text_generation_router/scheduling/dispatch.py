@@ -12,7 +12,7 @@ compute (the score counts that work already), or if another sequence is computin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.fleet import SMALL_FLEET, PrefixHints, least_loaded, pseudo_random
@@ -36,21 +36,43 @@ def still_holds(reason: Reason) -> bool:
 
 
 class Dispatcher:
-    """Ranks the replicas that have room. `replicas` (None for one that does not serve) and `draining` are the scheduler's."""
+    """Ranks the replicas that have room. `replicas` (by number, None for one that does not serve) and `draining` are the
+    scheduler's."""
 
-    def __init__(self, policy: Policy, replicas: Sequence[ReplicaScheduler | None], draining: Set[int]) -> None:
+    def __init__(self, policy: Policy, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]) -> None:
         self._policy = policy
         self._replicas = replicas
+        self._numbers: list[int] = []
+        """Those of all replicas: a sample of many takes any of them."""
         self._draining = draining
-        self._changed: set[int] = set(range(len(replicas)))
+        self._changed: set[int] = set()
         self._roomy: dict[int, ReplicaScheduler] = {}
         """Replicas that may get a sequence."""
         self._crowded: dict[int, ReplicaScheduler] = {}
         """Replicas that may not, but only because of prompts they have yet to compute."""
-        large = policy.dispatch is Dispatch.PREFIX and len(replicas) > SMALL_FLEET
-        self._hints = PrefixHints() if large else None
-        self._chosen_at = [0] * len(replicas)
+        self._hints: PrefixHints | None = None
+        """None in a small fleet."""
+        self._chosen_at: dict[int, int] = {}
         self._choices = 0
+
+    def added(self, replica: int) -> None:
+        """Use a new replica."""
+        self._numbers.append(replica)
+        self._chosen_at[replica] = 0
+        self._resize()
+
+    def removed(self, replica: int) -> None:
+        """Forget a replica that does not serve."""
+        self._numbers.remove(replica)
+        del self._chosen_at[replica]
+        self._changed.discard(replica)
+        self._roomy.pop(replica, None)
+        self._crowded.pop(replica, None)
+        self._resize()
+
+    def _resize(self) -> None:
+        large = self._policy.dispatch is Dispatch.PREFIX and len(self._numbers) > SMALL_FLEET
+        self._hints = (self._hints or PrefixHints()) if large else None
 
     def changed(self, replica: int) -> None:
         """Look again whether `replica` has room."""
@@ -59,7 +81,7 @@ class Dispatcher:
     def has_room(self, waiting: int) -> bool:
         """Return True if a replica may get one of `waiting` sequences, if it has the blocks."""
         # Under a waiting-served ratio the answer also depends on the length of the queue.
-        for number in range(len(self._replicas)) if self._policy.waiting_served_ratio else self._changed:
+        for number in self._numbers if self._policy.waiting_served_ratio else self._changed:
             self._roomy.pop(number, None)
             self._crowded.pop(number, None)
             replica = self._replicas[number]
@@ -72,7 +94,7 @@ class Dispatcher:
         """Return True if a replica that serves and does not drain could run `sequence` if it had room."""
         return any(
             replica is not None and number not in self._draining and replica.can_hold(sequence)
-            for number, replica in enumerate(self._replicas)
+            for number, replica in self._replicas.items()
         )
 
     def rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], Reason | None]:
@@ -114,8 +136,8 @@ class Dispatcher:
 
     def cached_tokens(self, sequence: ScheduledSequence) -> int:
         """Return the longest cached prefix of `sequence` on a replica; of many, only the likeliest one is asked."""
-        numbers = range(len(self._replicas)) if self._hints is None else self._hints.replicas(sequence)[:1]
-        replicas = (self._replicas[number] for number in numbers)
+        numbers = self._numbers if self._hints is None else self._hints.replicas(sequence)[:1]
+        replicas = (self._replicas.get(number) for number in numbers)
         return max((replica.cache.cached_tokens(sequence) for replica in replicas if replica is not None), default=0)
 
     def _rank_by_prefix(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
@@ -125,7 +147,7 @@ class Dispatcher:
             hinted = self._hints.replicas(sequence)
             crowded = {number: crowded[number] for number in hinted if number in crowded}
             near = {number: roomy[number] for number in hinted if number in roomy}
-            near.update((each.replica, each) for each in least_loaded(sequence, roomy, len(self._replicas), self._load))
+            near.update((each.replica, each) for each in least_loaded(sequence, roomy, self._numbers, self._load))
             roomy = near
         scores = {number: _score(sequence, replica) for number, replica in roomy.items()}
         ranked = sorted(

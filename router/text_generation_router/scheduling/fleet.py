@@ -59,15 +59,16 @@ class PrefixHints:
 def least_loaded(
     sequence: ScheduledSequence,
     replicas: Mapping[int, ReplicaScheduler],
-    num_replicas: int,
+    fleet: Sequence[int],
     load: Callable[[ReplicaScheduler], tuple[int, ...]],
 ) -> list[ReplicaScheduler]:
     """Return the two of a sample of `replicas` with the smallest `load` that have the blocks for `sequence`.
 
-    `num_replicas` counts those without room, too. Each sequence has another sample.
+    `fleet` has the numbers of all replicas, those without room, too. Each sequence has another sample.
     """
-    start, stride = pseudo_random(sequence.arrival, num_replicas), max(1, num_replicas // SAMPLE_SIZE)
-    numbers = ((start + stride * step) % num_replicas for step in range(SAMPLE_SIZE))
+    size = len(fleet)
+    start, stride = pseudo_random(sequence.arrival, size), max(1, size // SAMPLE_SIZE)
+    numbers = (fleet[(start + stride * step) % size] for step in range(SAMPLE_SIZE))
     sample = [replicas[number] for number in numbers if number in replicas] or list(replicas.values())
     # The sequence holds up those behind it: if the sample is full, look for room everywhere.
     roomy = [replica for replica in sample if replica.has_blocks(sequence)]

@@ -32,6 +32,11 @@ class ReplicaSpec:
     reserves_max_length: bool = False
     """The engine starts a sequence only if the KV blocks for prompt + max_new_tokens are free."""
 
+    @property
+    def num_tokens(self) -> int:
+        """The size of the KV cache, in tokens."""
+        return self.num_blocks * self.block_size
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -40,6 +40,8 @@ class Policy:
     """Shares of tenants, if not 1.0."""
     max_queued_tokens: int | None = None
     """Tokens of work that may wait; None: no limit."""
+    max_queued_caches: int | None = None
+    """The same, in sizes of the KV caches of all replicas, and in place of it; None: no such limit."""
     max_request_moves: int = 3
     """Consecutive replica losses without a new token in between that a request survives."""
     growth_tokens: int = 40

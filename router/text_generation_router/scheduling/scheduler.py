@@ -22,7 +22,7 @@ Each replica runs this loop; clients submit and cancel beside it:
 
 A sequence leaves the queue only when a replica has room for it now, so order, priorities and fairness hold until the last
 moment. See `queue` for that order, `dispatch` for the choice of a replica, `replica_scheduler` for steps, `preemption`
-for victims, and `open`, `lose` and `drain` for replicas that join, fail and pause.
+for victims, and `add`, `open`, `lose`, `drain` and `remove` for replicas that come, join, fail, pause and go.
 
 Pure: no clock, no socket, no log, no task, no randomness. The same calls give the same results.
 """
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import count
 from operator import attrgetter
 
 from text_generation_proto.values import FailureCode
@@ -39,48 +39,17 @@ from text_generation_router.request import Request, RequestId, TenantId
 from text_generation_router.scheduling.dispatch import Dispatcher, Reason, still_holds
 from text_generation_router.scheduling.estimates import OutputLengths, Throughput, estimate_wait
 from text_generation_router.scheduling.lazy_heap import LazyHeap
-from text_generation_router.scheduling.messages import (
-    Deliveries,
-    Failed,
-    ReplicaSpec,
-    SchedulerOutput,
-    StepOutput,
-)
+from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
+from text_generation_router.scheduling.stats import SchedulerStats
 
 MAX_SKIPPED = 16
 """Sequences that one `dispatch` skips: it has to take microseconds."""
 MAX_MOVES = 100
 """Replicas that a request may lose in all."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
-
-    waiting: int
-    queued_tokens: int
-    queue_seconds: float
-    busy_ratio: float
-    running: int
-    promised_tokens: int
-    used_blocks: int
-    used_tokens: int
-    cached_blocks: int
-    num_blocks: int
-    block_size: int
-    """0 before the first replica joined."""
-    num_replicas: int
-    serving_replicas: int
-    preemptions: int
-    cancellations: int
-    expirations: int
-    moves: int
-    prompt_tokens: int
-    hit_tokens: int
 
 
 class Scheduler:
@@ -89,29 +58,34 @@ class Scheduler:
     def __init__(self, policy: Policy, replicas: int = 1) -> None:
         self.policy = policy
         self.queue = FairQueue(policy.tenant_weights)
-        self.replicas: list[ReplicaScheduler | None] = [None] * replicas
+        self.replicas: dict[int, ReplicaScheduler | None] = {}
         """By number; None if it does not serve."""
-        self._specs: list[ReplicaSpec | None] = [None] * replicas
-        """The last spec of each replica, lost ones included."""
+        self._specs: dict[int, ReplicaSpec] = {}
+        """The last spec of each replica, lost ones included; of removed ones only the last, until another one joins."""
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
         self._skipped: dict[Reason, list[ScheduledSequence]] = {}
         self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("deadline"))
         self._lengths = OutputLengths()
-        self._throughputs = [Throughput() for _ in range(replicas)]
+        self._throughputs: dict[int, Throughput] = {}
+        self._numbers = count()
         self._arrivals = 0
         self._lost_preemptions = 0
         """Preemptions of replicas that were lost since."""
         self._cancellations = self._expirations = self._moves = 0
         self._prompt_tokens = self._hit_tokens = 0
+        for _ in range(replicas):
+            self.add()
 
     # --------------------------------------------------------------------------------------------------------- requests
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Return True if such a request could run alone on a replica, serving or lost."""
+        """Return True if such a request could run alone on a replica, serving or lost. Between the last replica that was
+        removed and the next one that joins, the last one counts.
+        """
         longest = prompt_tokens + max_new_tokens - 1
-        return any(spec is not None and longest <= spec.num_blocks * spec.block_size for spec in self._specs)
+        return any(longest <= spec.num_tokens for spec in self._specs.values())
 
     def submit(self, request: Request, now: float) -> None:
         """Queue `request`, which must fit."""
@@ -257,12 +231,34 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------- replicas
 
+    def add(self) -> int:
+        """Return the number of a new replica, which does not serve yet. No number is used twice."""
+        number = next(self._numbers)
+        self.replicas[number] = None
+        self._throughputs[number] = Throughput()
+        self._dispatcher.added(number)
+        return number
+
+    def remove(self, replica: int) -> Deliveries:
+        """Forget a replica that was lost or never served. Queued requests that no other replica can hold fail."""
+        assert self.replicas[replica] is None, "a replica is lost before it is removed"
+        del self.replicas[replica], self._throughputs[replica]
+        self.draining.discard(replica)
+        self._dispatcher.removed(replica)
+        if len(self._specs) > 1:
+            self._specs.pop(replica, None)
+        return self._fail_unfit()
+
     def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
-        """Add an empty replica. Queued requests that no replica can hold any more fail."""
+        """Let an empty replica serve. Queued requests that no replica can hold any more fail."""
         assert self.replicas[replica] is None, "a replica joins once"
         self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy)
+        self._specs = {number: known for number, known in self._specs.items() if number in self.replicas}
         self._specs[replica] = spec
         self.drain(replica, draining=False)
+        return self._fail_unfit()
+
+    def _fail_unfit(self) -> Deliveries:
         deliveries = Deliveries()
         for sequence in list(self.queue):
             if not self.fits(sequence.length, sequence.request.max_new_tokens - len(sequence.generated)):
@@ -272,7 +268,7 @@ class Scheduler:
         return deliveries
 
     def lose(self, replica: int) -> Deliveries:
-        """Remove a replica. Its sequences are requeued; those that cannot continue or lost too many replicas fail."""
+        """Stop using a replica. Its sequences are requeued; those that cannot continue or lost too many replicas fail."""
         deliveries = Deliveries()
         if (lost := self.replicas[replica]) is None:
             return deliveries
@@ -334,8 +330,10 @@ class Scheduler:
         return [self._throughputs[replica.replica].rate() for replica in replicas]
 
     def exceeds_queue_limit(self, request: Request) -> bool:
-        """Return True if more than `max_queued_tokens` tokens of work would wait."""
+        """Return True if more tokens of work would wait than the policy allows."""
         limit = self.policy.max_queued_tokens
+        if self.policy.max_queued_caches is not None:
+            limit = self.policy.max_queued_caches * sum(spec.num_tokens for spec in self._specs.values())
         work = len(request.prompt) + self._lengths.expected(request.max_new_tokens)
         return limit is not None and self.queue.exceeds(limit, work, request.qos.tenant)
 
@@ -352,7 +350,7 @@ class Scheduler:
     @property
     def serving(self) -> Sequence[ReplicaScheduler]:
         """The replicas that serve, draining ones included."""
-        return [replica for replica in self.replicas if replica is not None]
+        return [replica for replica in self.replicas.values() if replica is not None]
 
     @property
     def available(self) -> Sequence[ReplicaScheduler]:
@@ -363,7 +361,7 @@ class Scheduler:
         """Return gauges and counters, in time proportional to the number of replicas. At infinity no replica is busy."""
         serving, available = self.serving, self.available
         # Without a replica: the wait until one of those that were lost is back and has served the queue.
-        rates = self._rates(available) or [max(each.rate() for each in self._throughputs)]
+        rates = self._rates(available) or [max((each.rate() for each in self._throughputs.values()), default=0.0)]
         busy = sum(self._throughputs[replica.replica].busy_ratio(now) for replica in available)
         return SchedulerStats(
             waiting=len(self.queue),
@@ -376,7 +374,7 @@ class Scheduler:
             used_tokens=sum(replica.cache.used * replica.spec.block_size for replica in serving),
             cached_blocks=sum(replica.cache.tree.cached_blocks for replica in serving),
             num_blocks=sum(replica.spec.num_blocks for replica in serving),
-            block_size=next((spec.block_size for spec in self._specs if spec is not None), 0),
+            block_size=next((spec.block_size for spec in self._specs.values()), 0),
             num_replicas=len(self.replicas),
             serving_replicas=len(available),
             preemptions=self._lost_preemptions + sum(replica.preemptions for replica in serving),

@@ -30,7 +30,7 @@ def test_a_constrained_request_without_tokens_moves() -> None:
     rig = Rig(a_policy(), replicas=2, self_scheduling=True)
     sent = rig.submit(new=40, grammar=GRAMMAR)
     rig.scheduler.dispatch()
-    replica = next(each.replica for each in rig.scheduler.replicas if each is not None and each.occupied_slots)
+    replica = next(each.replica for each in rig.scheduler.replicas.values() if each is not None and each.occupied_slots)
     assert rig.scheduler.schedule(replica) is not None
     rig.lose(replica)
     rig.until_idle()
