@@ -29,7 +29,7 @@ TOPICS = {
     "Replicas and shards": "num_replicas num_shard sharded max_shard_restarts shard_uds_path shard_tcp_port "
     "shard_connect_timeout shutdown_timeout hang_timeout dispatch max_request_moves",
     "Access to the shards": "shard_token shard_tls_cert shard_tls_key shard_tls_ca",
-    "HTTP": "hostname port management_port api_key api_keys_file cors_allow_origin payload_limit max_connections "
+    "HTTP": "hostname port management_port api_key api_keys_file open_metrics cors_allow_origin payload_limit max_connections "
     "max_unread_bytes keep_alive_timeout graceful_termination_timeout compute_type docker_label "
     "aip_predict_route aip_health_route",
     "Limits of a request": "max_input_tokens max_input_length max_total_tokens max_best_of max_stop_sequences "

@@ -140,6 +140,8 @@ class RouterSettings(HangSettings, ShardAccess):
     environment: command lines are visible to all users of the machine."""
     api_keys_file: str = ""
     """TOML file of further API keys with their tenants, priorities and rate limits, read again on SIGHUP."""
+    open_metrics: bool = False
+    """Serve /metrics without a key, as TGI does and gateways of the Kubernetes inference extension need."""
     max_priority: Literal["system", "interactive", "default", "bulk"] = "interactive"
     """Most urgent priority that callers may ask for; a key of api_keys_file may have its own."""
     trust_caller_headers: bool = False

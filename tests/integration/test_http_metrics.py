@@ -46,6 +46,43 @@ def body_of(tokens: int, **parameters: object) -> dict[str, Any]:
     return {"inputs": "one two three four", "parameters": {"max_new_tokens": tokens, **parameters}}
 
 
+GAUGES = (
+    *("trtllm_num_requests_waiting", "trtllm_num_requests_running", "trtllm_kv_cache_utilization"),
+    *("trtllm_kv_cache_tokens_per_block", "trtllm_kv_cache_max_blocks"),
+)
+"""The gauges that the endpoint picker of llm-d reads from a pod of the type `trtllm-serve` (factories.go of its extractor)."""
+
+
+async def test_an_endpoint_picker_reads_its_gauges_without_a_key(demo_model: Path) -> None:
+    """It sends no key, takes a family by its name, and needs a gauge without labels."""
+
+    async def gauges(stack: Stack) -> dict[str, float]:
+        async with stack.client.get("/metrics") as response:
+            assert response.status == 200
+            families = {each.name: each for each in text_string_to_metric_families(await response.text())}
+        read = {name: families[name] for name in GAUGES}
+        assert [(each.type, len(each.samples), each.samples[0].labels) for each in read.values()] == [
+            ("gauge", 1, {})
+        ] * len(GAUGES)
+        return {name: each.samples[0].value for name, each in read.items()}
+
+    settings = {"api_key": ["sk-1"], "open_metrics": True}
+    async with serve(demo_model, settings=settings, max_batch_size=2, pool_tokens=1600, echo_step_ms=2) as stack:
+        stack.client.headers["authorization"] = "Bearer sk-wrong"
+        assert list((await gauges(stack)).values()) == [0, 0, 0, 16, 100]
+        async with stack.client.get("/info") as response:
+            assert response.status == 401
+        stack.client.headers["authorization"] = "Bearer sk-1"
+        async with asyncio.TaskGroup() as clients:
+            running = [clients.create_task(stack.generate("one", max_new_tokens=200)) for _ in range(3)]
+            await until(lambda: (stack.scheduler.stats().waiting, stack.scheduler.stats().running) == (1, 2))
+            waiting, now, used, block_size, blocks = (await gauges(stack)).values()
+            assert (waiting, now, block_size, blocks) == (1, 2, 16, 100)
+            assert 0 < used < 1
+            for client in running:
+                client.cancel()
+
+
 @pytest.fixture
 async def loaded(demo_model: Path) -> Samples:
     """The metrics of a server after some load."""

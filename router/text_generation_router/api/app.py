@@ -35,7 +35,7 @@ def create_app(
     completions = CompletionRoutes(serving)
     service = ServiceRoutes(serving.tokenizer_pool, serving.permits, metrics, healthy, settings, info)
     table = [
-        *service_routes(service),
+        *service_routes(service, settings),
         *tgi_routes(generate, chat, service),
         *openai_routes(chat, completions, ResponsesRoutes(serving, chats), service),
         *anthropic_routes(MessagesRoutes(serving, chats)),

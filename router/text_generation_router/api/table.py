@@ -32,7 +32,7 @@ from text_generation_router.error_attributes import Operation
 _CHAT = Operation.GENERATE | Operation.TEMPLATE
 
 
-def service_routes(service: ServiceRoutes) -> list[Route]:
+def service_routes(service: ServiceRoutes, settings: Settings) -> list[Route]:
     """Routes about the service."""
     return [
         Route("GET", "/", service.health, "Service", operations=Operation.HEALTH, probe=True),
@@ -41,7 +41,16 @@ def service_routes(service: ServiceRoutes) -> list[Route]:
         Route("GET", "/health/ready", service.ready, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/ping", service.health, "Service", operations=Operation.HEALTH, probe=True),
         Route("GET", "/info", service.info, "Service", answer=about.InfoAnswer),
-        Route("GET", "/metrics", service.metrics, "Service", answer=str, content_type="text/plain", always=True),
+        Route(
+            "GET",
+            "/metrics",
+            service.metrics,
+            "Service",
+            answer=str,
+            content_type="text/plain",
+            probe=settings.config.open_metrics,
+            always=True,
+        ),
         Route("GET", "/tokenizer_info", service.tokenizer_info, "Service", answer=about.TokenizerInfo),
         Route(
             "POST",

@@ -2,15 +2,15 @@
 
 Every series exists from the first scrape, with a zero, so that `rate` sees the first event. Label values are fixed when an
 instrument is created: none comes from a client, and their number never grows. prometheus_client is not used because TGI's
-counters have no `_total`, and because a scrape blocks the event loop: the two thousand lines of TGI's buckets take the
-library more than 10 ms, and this module less than one.
+counters have no `_total`, and because a scrape blocks the event loop, and a gateway scrapes every 50 ms: the two thousand
+lines of TGI's buckets take the library more than 10 ms, and this module a tenth of one. Their names are joined ahead: the
+buckets between two observations have the same count.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Protocol, TypeVar
 
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
@@ -25,8 +25,8 @@ def token_buckets(largest: int) -> tuple[float, ...]:
 class Instrument(Protocol):
     """A metric."""
 
-    def lines(self) -> list[str]:
-        """The metric in Prometheus' text format, HELP and TYPE first."""
+    def text(self) -> str:
+        """The metric in Prometheus' text format: lines, HELP and TYPE first."""
         ...
 
 
@@ -46,7 +46,7 @@ class Registry:
 
     def exposition(self) -> bytes:
         """All instruments in Prometheus' text format."""
-        return "".join(f"{line}\n" for instrument in self._instruments for line in instrument.lines()).encode()
+        return "".join([instrument.text() for instrument in self._instruments]).encode()
 
 
 class Counter:
@@ -61,8 +61,8 @@ class Counter:
         """Count events under a label value. Raises KeyError for an undeclared value."""
         self.counts[value] += count
 
-    def lines(self) -> list[str]:
-        return [*self._head, *(prefix + repr(self.counts[value]) for value, prefix in self._prefixes.items())]
+    def text(self) -> str:
+        return self._head + "".join(f"{prefix}{self.counts[value]}\n" for value, prefix in self._prefixes.items())
 
 
 class Histogram:
@@ -82,8 +82,8 @@ class Histogram:
         """Add `count` observations of the same value to a histogram without a label."""
         self._series[""].observe(value, count)
 
-    def lines(self) -> list[str]:
-        return [*self._head, *(line for series in self._series.values() for line in series.lines())]
+    def text(self) -> str:
+        return self._head + "".join([series.text() for series in self._series.values()])
 
 
 class Buckets:
@@ -105,11 +105,15 @@ class Buckets:
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
-    def lines(self) -> list[str]:
-        totals = list(accumulate(self._counts))
-        written = [f"{prefix}{total}.0" for prefix, total in zip(self._prefixes, totals, strict=True)]
-        written += (f"{self._count_prefix}{totals[-1]}.0", f"{self._sum_prefix}{self._sum!r}")
-        return written
+    def text(self) -> str:
+        written: list[str] = []
+        total = first = 0
+        for end, count in enumerate(self._counts):
+            if count:  # the buckets before it have the total so far
+                written.append(f"{total}.0\n".join((*self._prefixes[first:end], "")))
+                first, total = end, total + count
+        written.append(f"{total}.0\n".join((*self._prefixes[first:], self._count_prefix, self._sum_prefix)))
+        return f"{''.join(written)}{self._sum!r}\n"
 
 
 class Reading:
@@ -118,17 +122,17 @@ class Reading:
     def __init__(self, name: str, documentation: str, read: Callable[[], float]) -> None:
         self._name, self._documentation, self._read = name, documentation, read
 
-    def lines(self) -> list[str]:
-        return reading_lines(self._name, self._documentation, "gauge", self._read())
+    def text(self) -> str:
+        return reading_text(self._name, self._documentation, "gauge", self._read())
 
 
-def reading_lines(name: str, documentation: str, kind: str, value: float) -> list[str]:
+def reading_text(name: str, documentation: str, kind: str, value: float) -> str:
     """The lines of a gauge or a counter without a label."""
-    return [*_head(name, documentation, kind), f"{name} {float(value)!r}"]
+    return f"{_head(name, documentation, kind)}{name} {float(value)!r}\n"
 
 
-def _head(name: str, documentation: str, kind: str) -> tuple[str, str]:
-    return f"# HELP {name} {documentation}", f"# TYPE {name} {kind}"
+def _head(name: str, documentation: str, kind: str) -> str:
+    return f"# HELP {name} {documentation}\n# TYPE {name} {kind}\n"
 
 
 def _braces(label: str, value: str) -> str:

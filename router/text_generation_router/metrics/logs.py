@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 
 from text_generation_proto.logs import dropped_lines
-from text_generation_router.metrics.instruments import reading_lines
+from text_generation_router.metrics.instruments import reading_text
 
 
 class DroppedLogLines:
@@ -18,11 +18,11 @@ class DroppedLogLines:
         self._launcher_fd = launcher_fd
         self._by_launcher = 0
 
-    def lines(self) -> list[str]:
+    def text(self) -> str:
         if sys.platform == "linux" and self._launcher_fd >= 0:
             with suppress(BlockingIOError):  # 0 since the last scrape
                 self._by_launcher += os.eventfd_read(self._launcher_fd)
-        return reading_lines(
+        return reading_text(
             "text_generation_log_lines_dropped_total",
             "Log lines that router or launcher dropped because the log was full, closed or too slow",
             "counter",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from text_generation_router.metrics.instruments import reading_lines
+from text_generation_router.metrics.instruments import reading_text
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.scheduling.stats import SchedulerStats
 
@@ -104,11 +104,10 @@ class SchedulerMetrics:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def lines(self) -> list[str]:
+    def text(self) -> str:
         stats = self._scheduler.stats(time.monotonic())
-        return [
-            line
+        return "".join(
+            reading_text(name, documentation, kind, read(stats))
             for kind, rows in (("gauge", _GAUGES), ("counter", _COUNTERS))
             for name, documentation, read in rows
-            for line in reading_lines(name, documentation, kind, read(stats))
-        ]
+        )

@@ -21,7 +21,7 @@ def histogram() -> Histogram:
 
 
 def count_and_sum(histogram: Histogram) -> tuple[float, float]:
-    count, total = (float(line.rsplit(" ", 1)[1]) for line in histogram.lines()[-2:])
+    count, total = (float(line.rsplit(" ", 1)[1]) for line in histogram.text().splitlines()[-2:])
     return count, total
 
 

@@ -12,7 +12,7 @@ def test_a_histogram_is_cumulative_and_its_bounds_inclusive() -> None:
     histogram = Histogram("h", "Help", [1, 2, 3])
     for value in (1, 1.5, 2, 9):
         histogram.observe(value)
-    assert histogram.lines() == [
+    assert histogram.text().splitlines() == [
         "# HELP h Help",
         "# TYPE h histogram",
         'h_bucket{le="1"} 1.0',
@@ -27,7 +27,7 @@ def test_a_histogram_is_cumulative_and_its_bounds_inclusive() -> None:
 def test_a_counter_has_every_label_value_before_it_counts() -> None:
     counter = Counter("c", "Help", "err", ["one", "two"])
     counter.add("two", 5)
-    assert counter.lines() == ["# HELP c Help", "# TYPE c counter", 'c{err="one"} 0', 'c{err="two"} 5']
+    assert counter.text().splitlines() == ["# HELP c Help", "# TYPE c counter", 'c{err="one"} 0', 'c{err="two"} 5']
 
 
 def test_a_label_value_that_was_not_agreed_on_is_refused() -> None:
@@ -40,13 +40,13 @@ def test_a_label_value_that_was_not_agreed_on_is_refused() -> None:
 def test_a_reading_is_read_when_it_is_written() -> None:
     values = iter((3, 0.25))
     reading = Reading("g", "", lambda: next(values))
-    assert [reading.lines()[-1], reading.lines()[-1]] == ["g 3.0", "g 0.25"]
+    assert [reading.text().splitlines()[-1], reading.text().splitlines()[-1]] == ["g 3.0", "g 0.25"]
 
 
 def test_prometheus_parser_reads_the_same_numbers() -> None:
     histogram = Histogram("h", "Help; with words", [0.00015, 2.5], "method", ["prefill", "decode"])
     histogram.of("prefill").observe(0.001, 2)
-    [family] = text_string_to_metric_families("\n".join([*histogram.lines(), ""]))
+    [family] = text_string_to_metric_families(histogram.text())
     assert (family.name, family.type, family.documentation) == ("h", "histogram", "Help; with words")
     read = {(sample.name, *sorted(sample.labels.items())): sample.value for sample in family.samples}
     assert read["h_bucket", ("le", "2.5"), ("method", "prefill")] == 2
