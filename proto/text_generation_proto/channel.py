@@ -1,7 +1,8 @@
 """gRPC channel settings of both sides, which have to match.
 
 A server closes the connection (GOAWAY, `too_many_pings`) of a client that pings more often than the server allows, and every call
-on it fails. The server here allows a ping every 10 s and counts no strikes; the client pings every 30 s.
+on it fails. The server here allows a ping every 10 s and counts no strikes; the client pings every 30 s. The server pings too: a
+client whose host vanished, or that is stopped, loses its session within SERVER_PING_S + SERVER_PING_TIMEOUT_S.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ log = structlog.get_logger()
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """Far above the largest message: prompt log-probabilities for a full batch of the longest prompts."""
+
+SERVER_PING_S = 4
+"""Seconds without a byte from a client after which the server pings it."""
+SERVER_PING_TIMEOUT_S = 4
+"""Seconds for its answer, and for the acknowledgement of what the server sent; then the connection is closed."""
 
 _LENGTHS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -43,6 +49,9 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", SERVER_PING_S * 1000),
+    ("grpc.keepalive_timeout_ms", SERVER_PING_TIMEOUT_S * 1000),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     # Two servers on one port would each get half the calls.
     ("grpc.so_reuseport", 0),
