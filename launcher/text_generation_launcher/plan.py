@@ -185,14 +185,19 @@ def count_processes(config: LauncherConfig, devices: Devices) -> int:
 
 
 def check_ports(config: LauncherConfig, devices: Devices) -> None:
-    """Check that each shard has a free port if --shard-tcp-port is set. Raises PlanError."""
-    first, shards = config.shard_tcp_port, config.num_replicas * count_processes(config, devices)
-    last = first + shards - 1
-    if first and last > LAST_PORT:
-        raise PlanError(f"`shard_tcp_port`({first}) for {shards} shards: there is no port {last}")
-    for port in (config.port, config.management_port):
-        if first and first <= port <= last:
-            raise PlanError(f"`shard_tcp_port`({first}) for {shards} shards: {port} is the router's")
+    """Check that each shard has ports of its own if --shard-tcp-port or --health-port is set. Raises PlanError."""
+    shards = config.num_replicas * count_processes(config, devices)
+    taken = dict.fromkeys((config.port, config.management_port), "is the router's")
+    for name in ("shard_tcp_port", "health_port"):
+        if not (first := getattr(config, name)):
+            continue
+        last = first + shards - 1
+        if last > LAST_PORT:
+            raise PlanError(f"`{name}`({first}) for {shards} shards: there is no port {last}")
+        for port in range(first, last + 1):
+            if port in taken:
+                raise PlanError(f"`{name}`({first}) for {shards} shards: {port} {taken[port]}")
+            taken[port] = f"is of `{name}`"
     if config.management_port == config.port:
         raise PlanError(f"`management_port` and `port` are both {config.port}")
 
@@ -238,6 +243,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: i
         "world_size": size,
         "group_address": group_address,
         "max_batch_size": config.max_batch_size or 0,
+        "health_port": config.health_port and config.health_port + replica * size + rank,
         "lifeline_fd": context.lifeline_fd,
         "shard_token": "",
     }
@@ -263,7 +269,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: i
         argv=child_argv("text_generation_shard", ShardConfig.of(**settings)),
         env=env,
         inherited_fds=(context.lifeline_fd,),
-        stop_timeout=config.shutdown_timeout + STOP_MARGIN,
+        stop_timeout=config.drain_timeout + config.shutdown_timeout + STOP_MARGIN,
         replica=replica,
         rank=rank,
         address=address,
@@ -343,6 +349,6 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         argv=child_argv("text_generation_router", RouterConfig.of(**settings)),
         env=env,
         inherited_fds=tuple(fd for fd in (context.lifeline_fd, context.log_drops_fd) if fd >= 0),
-        stop_timeout=config.graceful_termination_timeout + STOP_MARGIN,
+        stop_timeout=config.shutdown_delay + config.graceful_termination_timeout + STOP_MARGIN,
         hang_timeout=config.hang_timeout,
     )

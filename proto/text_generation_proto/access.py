@@ -23,12 +23,14 @@ class ShardAccess(ProcessConfig):
     """Token that every gRPC call to a shard must carry. The launcher makes a random one by default. A shard started alone
     without a token accepts every call. Use SHARD_TOKEN in the environment: command lines are visible to all users."""
     shard_tls_cert: str = ""
-    """PEM file with the certificate chain of both sides of connections to shards over TCP (mutual TLS). It must name the
-    shards' host, with the launcher 127.0.0.1. Files that change are read again."""
+    """PEM file with the certificate chain of both sides of connections to shards over TCP (mutual TLS). Files that change
+    are read again."""
     shard_tls_key: str = ""
     """PEM file with the private key of shard_tls_cert."""
     shard_tls_ca: str = ""
     """PEM file with the certificates that sign shard_tls_cert."""
+    shard_tls_name: str = "shards.text-generation"
+    """Name that the certificate of a shard must have, whatever the shard's address is. Empty: its host."""
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

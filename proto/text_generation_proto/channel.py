@@ -65,7 +65,8 @@ def open_channel(
     if not access.shard_tls_cert or socket_path(address) is not None:
         return grpc.aio.insecure_channel(address, options=options)
     ca, key, cert = read_certificates(access)
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=options)
+    name = (("grpc.ssl_target_name_override", access.shard_tls_name),) if access.shard_tls_name else ()
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=(*options, *name))
 
 
 def server_credentials(access: ShardAccess) -> grpc.ServerCredentials:

@@ -1,4 +1,4 @@
-"""Unix sockets of servers: claimed before listening, removed after stopping.
+"""Addresses of shards; their unix sockets: claimed before listening, removed after stopping.
 
 The launcher puts its shards' sockets in a private folder that it only names. `claim_socket` creates the folder and
 `remove_socket` removes it when it is empty. It thus exists only while a process lives that will remove it, and nothing
@@ -7,6 +7,7 @@ stays in the file system even if the launcher is killed.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from pathlib import Path
@@ -22,6 +23,20 @@ class SocketInUse(Exception):
 def socket_path(address: str) -> Path | None:
     """Return the path of a unix:///path address; None for host:port."""
     return Path(address.removeprefix("unix://")) if address.startswith("unix://") else None
+
+
+def host_of(address: str) -> str:
+    """Return the host of an address; 127.0.0.1 for a unix socket."""
+    return "127.0.0.1" if socket_path(address) is not None else address.rpartition(":")[0].strip("[]")
+
+
+def is_local(address: str) -> bool:
+    """Return True if only this machine reaches the address: a unix socket, or a port on the loopback interface."""
+    host = host_of(address)
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def claim_socket(path: Path) -> None:

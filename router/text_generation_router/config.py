@@ -166,6 +166,8 @@ class RouterSettings(HangSettings, ShardAccess):
     """Origins allowed by CORS; default: any."""
     compute_type: str = "gpu+optimized"
     """Value of the x-compute-type header."""
+    shutdown_delay: NonNegativeFloat = 0.0
+    """Seconds after SIGTERM in which the router is not ready but still accepts requests, until load balancers have noticed."""
     graceful_termination_timeout: NonNegativeFloat = 90.0
     """Seconds that a stopping router gives running requests to finish."""
     shard_connect_timeout: Annotated[float, Field(gt=0)] = 600.0

@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import signal
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
@@ -84,7 +85,7 @@ async def serve(config: RouterConfig) -> ExitCode:
                 app = create_app(
                     serving,
                     chats,
-                    healthy=lambda: cluster.ready and not cluster.draining,
+                    healthy=lambda: cluster.ready and not cluster.leaving,
                     info=_model_info(model, templates),
                 )
             except ValueError as error:  # an AIP_* path that is invalid or taken
@@ -298,7 +299,13 @@ async def _serve_http(
             await signals.stop.wait()
             collecting.cancel()
         finally:
-            cluster.draining = True
+            cluster.leaving = True
+        if config.shutdown_delay:
+            log.info("not ready, still accepting", seconds=config.shutdown_delay)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(config.shutdown_delay):
+                    await signals.hurry.wait()
+        cluster.draining = True
         log.info("draining", requests=len(cluster.scheduler.requests))
         notifier.stopping()
         await _drain(server, cluster, signals, config.graceful_termination_timeout)

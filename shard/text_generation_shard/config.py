@@ -5,14 +5,15 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.settings import ChildConfig, HangSettings
-from text_generation_proto.sockets import socket_path
+from text_generation_proto.sockets import is_local, socket_path
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+NEEDS_TLS = "other machines reach {}: give --shard-tls-cert, --shard-tls-key and --shard-tls-ca, or --insecure"
 DType = Literal["float16", "bfloat16", "float32"]
 
 
@@ -44,6 +45,13 @@ class ShardSettings(HangSettings, ShardAccess):
     """Also serve the protocol of TensorRT-LLM's own gRPC server, for self-scheduling engines."""
     reflection: bool = False
     """Serve gRPC reflection (for grpcurl)."""
+    insecure: bool = False
+    """Allow shards to listen without TLS (shard_tls_cert) on addresses that other machines reach."""
+    health_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port for health checks alone, without TLS and token, on the host of the shard's address: probes of Kubernetes have
+    neither. The launcher gives it and the following ones to its shards. 0: none."""
+    drain_timeout: NonNegativeFloat = 0.0
+    """Seconds that a stopping shard goes on with its sequences; those that are left move to other replicas."""
     shutdown_timeout: Annotated[float, Field(gt=0)] = 10.0
     """Seconds that a stopping shard waits for the step in progress."""
     echo_step_ms: Annotated[float, Field(ge=0)] = 0.0
@@ -95,6 +103,12 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
             raise ValueError(f"`rank`({self.rank}) must be < `world_size`({self.world_size})")
         if self.world_size > 1 and socket_path(self.group_address) is None:
             raise ValueError(f"`world_size` is {self.world_size}: `group_address` must be unix:///path")
+        return self
+
+    @model_validator(mode="after")
+    def _check_address(self) -> Self:
+        if not is_local(self.address) and not self.shard_tls_cert and not self.insecure:
+            raise ValueError(NEEDS_TLS.format(self.address))
         return self
 
     @property

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 
-def create_server(token: str = "") -> grpc.aio.Server:
+def create_server(token: str = "", max_calls: int = MAX_CALLS) -> grpc.aio.Server:
     """Return a server that serves only calls with this token; "": all calls."""
-    return grpc.aio.server(interceptors=(CallGuard(token),), options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    return grpc.aio.server(interceptors=(CallGuard(token),), options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
 
 
 class CallGuard(grpc.aio.ServerInterceptor):

@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 
 import structlog
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health import aio as grpc_health
 
 from text_generation_proto.heartbeat import ALIVE, CHECK_EVERY_S, STUCK, HeartbeatSender, Silence
 from text_generation_proto.notify import Notifier
 from text_generation_shard.engine import Engine
+from text_generation_shard.health import ShardHealth
 
 PREFILL_S = 600.0
 """Seconds that a step with prompt tokens may take beyond --hang-timeout."""
@@ -68,7 +67,7 @@ class StepMonitor:
 
 
 async def report_progress(
-    monitor: StepMonitor, engine: Engine, health: grpc_health.HealthServicer, hang_timeout_s: float, notifier: Notifier
+    monitor: StepMonitor, engine: Engine, health: ShardHealth, hang_timeout_s: float, notifier: Notifier
 ) -> None:
     """Send heartbeats, and report NOT_SERVING while a step is overdue. Runs until cancelled."""
     heartbeat = HeartbeatSender(notifier)
@@ -79,9 +78,8 @@ async def report_progress(
             was_stuck = stuck
             if stuck:
                 log.error("the step in progress does not end")
-                await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
             else:
                 log.warning("the step in progress has ended")
-                await health.set("", health_pb2.HealthCheckResponse.SERVING)
+            await health.set_serving(serving=not stuck)
         heartbeat.send(STUCK if stuck else ALIVE)
         await asyncio.sleep(CHECK_EVERY_S)

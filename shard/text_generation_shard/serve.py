@@ -6,41 +6,61 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as grpc_health
 from grpc_reflection.v1alpha import reflection
 
 from text_generation_proto.channel import server_credentials
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.notify import Notifier
-from text_generation_proto.sockets import SocketInUse, claim_socket, remove_socket, socket_path
+from text_generation_proto.sockets import SocketInUse, claim_socket, host_of, remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import EngineError
+from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.guard import create_server
+from text_generation_shard.health import ShardHealth, probe_server
 from text_generation_shard.progress import report_progress
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
 
+DRAIN_POLL_S = 0.05
+"""Seconds between two looks at a session that drains."""
+IDLE_S = 1.0
+"""Seconds without a sequence after which a draining session is ended for a client that does not end it."""
+
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _StopSignals:
+    """Events set by SIGTERM, SIGINT or SIGHUP: `stop` by the first signal, `hurry` by the second."""
+
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def listen(self) -> None:
+        """Install the signal handlers."""
+        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(sig, self._received)
+
+    def _received(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
 
 
 async def serve(config: ShardConfig) -> ExitCode:
     """Serve until a signal arrives or the engine fails. Raises CannotServe."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(sig, stopping.set)
+    signals = _StopSignals()
+    signals.listen()
     thread = EngineThread()
     owner = SessionOwner(thread)
-    health = grpc_health.HealthServicer()
-    await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    health = ShardHealth()
+    await health.set_serving(serving=False)
     server = create_server(config.shard_token)
     services = _add_services(server, config, owner, health)
     if config.reflection:
@@ -48,24 +68,25 @@ async def serve(config: ShardConfig) -> ExitCode:
     if socket_path(config.address) is None and not config.shard_token:
         log.warning("every process that reaches this port may use the shard: set SHARD_TOKEN", address=config.address)
     with _listening(server, config):
-        await server.start()
+        probes = _listen_for_probes(config, health)
+        for each in (server, *probes):
+            await each.start()
         log.info("loading", engine=config.engine, model=config.model_path)
         notifier = Notifier()
         notifier.show(lambda: f"loading {config.model_path}")
-        code = await _serve_engine(config, thread, owner, health, notifier, stopping)
-        await health.enter_graceful_shutdown()
+        code = await _serve_engine(config, thread, owner, health, notifier, signals)
+        await health.leave()
         owner.stop()
-        await server.stop(grace=1.0)
+        for each in (server, *probes):
+            await each.stop(grace=1.0 if each is server else None)
         thread.close()
         return code
 
 
-def _add_services(
-    server: grpc.aio.Server, config: ShardConfig, owner: SessionOwner, health: grpc_health.HealthServicer
-) -> list[str]:
+def _add_services(server: grpc.aio.Server, config: ShardConfig, owner: SessionOwner, health: ShardHealth) -> list[str]:
     """Register the services; return their names."""
-    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, config.rank, config.world_size), server)
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, health, config.rank, config.world_size), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     names = [
         shard_pb2.DESCRIPTOR.services_by_name["Shard"].full_name,
         health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
@@ -86,13 +107,13 @@ async def _serve_engine(
     config: ShardConfig,
     thread: EngineThread,
     owner: SessionOwner,
-    health: grpc_health.HealthServicer,
+    health: ShardHealth,
     notifier: Notifier,
-    stopping: asyncio.Event,
+    signals: _StopSignals,
 ) -> ExitCode:
     loading = thread.submit(build_engine, config)
-    await _wait_for_either(stopping.wait(), asyncio.wait((loading,)))
-    if stopping.is_set():
+    await _wait_for_either(signals.stop.wait(), asyncio.wait((loading,)))
+    if signals.stop.is_set():
         return ExitCode.STOPPED
     try:
         engine = await loading
@@ -100,20 +121,22 @@ async def _serve_engine(
         raise CannotServe(str(error)) from error
     info = engine.info
     owner.serve(engine)
-    await health.set("", health_pb2.HealthCheckResponse.SERVING)
+    await health.set_serving(serving=True)
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
     notifier.show(lambda: f"serving {info.model_id} at {config.address}")
     notifier.ready()
     async with asyncio.TaskGroup() as tasks:
         reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, notifier))
-        await _wait_for_either(stopping.wait(), owner.crashed.wait())
+        await _wait_for_either(signals.stop.wait(), owner.crashed.wait())
+        await health.leave()
+        if signals.stop.is_set():
+            notifier.stopping()
+            await _drain(config, owner, engine, signals.hurry)
         reporting.cancel()
-    await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     # While a group stops, a rank may see another rank leave first. That is no crash.
-    if owner.crashed.is_set() and not stopping.is_set():
+    if owner.crashed.is_set() and not signals.stop.is_set():
         return ExitCode.BUG
-    log.info("stopping")
-    notifier.stopping()
+    log.info("stopping", sequences=engine.running)
     owner.stop()
     closing = thread.submit(engine.close)
     try:
@@ -121,6 +144,24 @@ async def _serve_engine(
     except TimeoutError:
         log.warning("the step in progress did not end in time", seconds=config.shutdown_timeout)
     return ExitCode.STOPPED
+
+
+async def _drain(config: ShardConfig, owner: SessionOwner, engine: Engine, hurry: asyncio.Event) -> None:
+    """Let the sequences end, for at most --drain-timeout or until a second signal."""
+    if config.drain_timeout:
+        log.info("draining", sequences=engine.running)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(config.drain_timeout):
+                await _wait_for_either(_drained(owner, engine, config.rank), hurry.wait())
+
+
+async def _drained(owner: SessionOwner, engine: Engine, rank: int) -> None:
+    """Wait until the session has ended: its router ends it when it has no sequences left. A follower waits for rank 0."""
+    owner.drain()
+    idle_s = 0.0
+    while not owner.crashed.is_set() and (rank or not await owner.wait_until_free()) and idle_s < IDLE_S:
+        await asyncio.sleep(DRAIN_POLL_S)
+        idle_s = 0.0 if rank or engine.running else idle_s + DRAIN_POLL_S
 
 
 async def _wait_for_either(first: Awaitable[object], second: Awaitable[object]) -> None:
@@ -162,3 +203,15 @@ def _listening(server: grpc.aio.Server, config: ShardConfig) -> Iterator[None]:
     finally:
         if path is not None:
             remove_socket(path)
+
+
+def _listen_for_probes(config: ShardConfig, health: ShardHealth) -> list[grpc.aio.Server]:
+    """Bind --health-port. Raises CannotServe."""
+    if not config.health_port:
+        return []
+    host = host_of(config.address)
+    address = f"[{host}]:{config.health_port}" if ":" in host else f"{host}:{config.health_port}"
+    try:
+        return [probe_server(health, address)]
+    except RuntimeError as error:
+        raise CannotServe(f"cannot listen on {address}: {error}") from error

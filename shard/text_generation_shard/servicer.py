@@ -13,6 +13,7 @@ from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, report_to_pb
 from text_generation_shard.engine import EngineError, InsufficientMemory, StepResult
+from text_generation_shard.health import ShardHealth
 from text_generation_shard.session import EngineSession, SessionOwner
 
 log = structlog.get_logger()
@@ -23,8 +24,9 @@ RunContext = grpc.aio.ServicerContext[pb.Orders, pb.StepReport]
 class ShardServicer(shard_pb2_grpc.ShardServicer):
     """Serves the engine of `owner` to one router. Info and WarmUp are UNAVAILABLE while the model loads."""
 
-    def __init__(self, owner: SessionOwner, rank: int, world_size: int) -> None:
+    def __init__(self, owner: SessionOwner, health: ShardHealth, rank: int = 0, world_size: int = 1) -> None:
         self._owner = owner
+        self._health = health
         self._rank = rank
         self._world_size = world_size
 
@@ -80,16 +82,20 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         reports: asyncio.Queue[StepResult | None] = asyncio.Queue()
         session = owner.open_session(owner.engine, reports.put_nowait)
         try:
+            await self._health.add_driver()
             await context.send_initial_metadata(())  # tells the client that the session is open
             async with asyncio.TaskGroup() as tasks:
                 reader = tasks.create_task(_read_orders(session, context))
                 while (report := await reports.get()) is not None:
-                    await context.write(report_to_pb(report))
+                    message = report_to_pb(report)
+                    message.draining = owner.draining
+                    await context.write(message)
                 reader.cancel()
         except* InvalidOrders as group:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(group.exceptions[0]))
         finally:
             session.end()
+            await self._health.remove_driver()
         if owner.crashed.is_set():
             await context.abort(grpc.StatusCode.INTERNAL, "the engine failed")
 

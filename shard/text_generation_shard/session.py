@@ -87,6 +87,10 @@ class EngineSession:
         self.ending = True
         self._put(None)
 
+    def report(self) -> None:
+        """Send a report at the next boundary, also if there is nothing new."""
+        self._put(None)
+
     def _put(self, orders: Orders | None) -> None:
         self._inbox.put(orders)
         self.engine.wake()
@@ -147,6 +151,8 @@ class SessionOwner:
         """Size of the KV pool; 0 until the engine is warmed up."""
         self.session: EngineSession | None = None
         """The open session. One that is ending stays here until its last step is done."""
+        self.draining = False
+        """True after `drain`: reports say so, and the client should end its session when it has no sequences left."""
         self.stopping = False
         self.monitor = StepMonitor()
         self.crashed = asyncio.Event()
@@ -233,6 +239,12 @@ class SessionOwner:
         """End the open session at its next step boundary; no-op if none is open."""
         if self.session is not None:
             self.session.end()
+
+    def drain(self) -> None:
+        """Take no new sessions. The open one goes on with its sequences."""
+        self.draining = True
+        if self.session is not None:
+            self.session.report()
 
     def stop(self) -> None:
         """End the open session: the shard is stopping."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from text_generation_proto.access import ShardAccess
 
 
-def write_certificates(folder: Path, token: str = "") -> ShardAccess:
-    """Write a new CA, and a key and certificate for 127.0.0.1 that it signs; return the settings that name them."""
+def write_certificates(folder: Path, token: str = "", name: str = "shards.text-generation") -> ShardAccess:
+    """Write a new CA, and a key and certificate of a shard that it signs; return the settings that name them."""
     folder.mkdir(exist_ok=True)
     new = (
         "openssl",
@@ -25,7 +25,7 @@ def write_certificates(folder: Path, token: str = "") -> ShardAccess:
     )
     ca = (*new, "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.pem")
     leaf = (*new, "-subj", "/CN=shard", "-keyout", "key.pem", "-out", "cert.pem", "-CA", "ca.pem", "-CAkey", "ca.key",
-            "-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=critical,CA:FALSE")  # fmt: skip
+            "-addext", f"subjectAltName=DNS:{name}", "-addext", "basicConstraints=critical,CA:FALSE")  # fmt: skip
     for command in (ca, leaf):
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return ShardAccess.of(

@@ -19,6 +19,7 @@ from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 from text_generation_shard.gateway.servicer import GatewayServicer
 from text_generation_shard.guard import create_server
+from text_generation_shard.health import ShardHealth
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
 
@@ -119,7 +120,7 @@ async def serve_gateway(
     if engine is not None:
         owner.serve(engine)
     server = create_server()
-    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, rank=0, world_size=1), server)
+    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, ShardHealth()), server)
     trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(
         GatewayServicer(owner, model, tensor_parallel=2, max_waiting=max_waiting), server
     )

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_router.shards.cluster import Cluster
 from text_generation_shard.engine import Engine
 from text_generation_shard.guard import create_server
+from text_generation_shard.health import ShardHealth
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
 
@@ -25,6 +26,8 @@ class ServedShard:
     client: ShardClient
     end_session: Callable[[], None]
     """Ends the open session, as a crash would."""
+    drain: Callable[[], Coroutine[None, None, None]]
+    """Asks the router to leave, as a shard that stops does."""
     health: health.aio.HealthServicer
 
 
@@ -35,15 +38,20 @@ async def serve_engine(engine: Engine, address: str) -> AsyncIterator[ServedShar
     owner = SessionOwner(thread)
     owner.serve(engine)
     server = create_server()
-    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, rank=0, world_size=1), server)
-    health_servicer = health.aio.HealthServicer()
-    await health_servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    shard_health = ShardHealth()
+    await shard_health.set_serving(serving=True)
+    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, shard_health), server)
+    health_pb2_grpc.add_HealthServicer_to_server(shard_health.servicer, server)
+
+    async def drain() -> None:
+        await shard_health.leave()
+        owner.drain()
+
     server.add_insecure_port(address)
     await server.start()
     try:
         async with ShardClient.connect(address) as client:
-            yield ServedShard(client, owner.end_session, health_servicer)
+            yield ServedShard(client, owner.end_session, drain, shard_health.servicer)
     finally:
         owner.end_session()
         await server.stop(grace=1)

@@ -225,6 +225,29 @@ async def test_a_draining_server_refuses_politely_and_closes_last(
         assert await asyncio.to_thread(stack.wait) == 0
 
 
+async def test_a_server_that_leaves_is_unready_and_serves_until_load_balancers_have_noticed(
+    demo_model: Path, session: aiohttp.ClientSession
+) -> None:
+    body = {"inputs": "a b", "parameters": {"max_new_tokens": 3}}
+    flags = ("--echo-step-ms", "5", "--shutdown-delay", "2", "--drain-timeout", "1", "-g", "1")
+    with running(demo_model, *flags) as stack:
+        loop = asyncio.get_running_loop()
+        stack.launcher.send_signal(signal.SIGTERM)
+        left = loop.time()
+        await asyncio.to_thread(stack.wait_for, "not ready, still accepting", "router")
+        answers = []
+        while not answers or answers[-1][1] == 200:
+            async with session.get(f"{stack.url}/health/ready") as ready:
+                pass
+            async with session.post(f"{stack.url}/generate", json=body) as response:
+                answers.append((ready.status, response.status, response.headers["connection"]))
+        assert loop.time() - left > 2
+        assert len(answers) > 10
+        assert set(answers[:-1]) == {(503, 200, "close")}
+        assert answers[-1] == (503, 503, "close")
+        assert await asyncio.to_thread(stack.wait) == 0
+
+
 class Proxy:
     """A TCP proxy that takes its servers in turn, and another one only if a connection is refused."""
 

@@ -604,6 +604,7 @@ class StepReport(google.protobuf.message.Message):
     RUNNING_FIELD_NUMBER: builtins.int
     USED_BLOCKS_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges orders"""
     orders_applied: builtins.int
@@ -618,6 +619,8 @@ class StepReport(google.protobuf.message.Message):
     """KV blocks that those sequences hold; a shared block counts once"""
     queued: builtins.int
     """Sequences among `running` that wait in the engine's own queue; 0 if it has none."""
+    draining: builtins.bool
+    """The shard stops: send it nothing new, and end the session when none of its sequences is left."""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -668,8 +671,9 @@ class StepReport(google.protobuf.message.Message):
         running: builtins.int = ...,
         used_blocks: builtins.int = ...,
         queued: builtins.int = ...,
+        draining: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "orders_applied", b"orders_applied", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "orders_applied", b"orders_applied", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

@@ -55,9 +55,7 @@ def create_app(
     app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s)
     rows = add_routes(app, table)
     probes = [added for added, route in rows.items() if route.probe]
-    gate = Gate(
-        [added for added, route in rows.items() if route.probe or route.always], lambda: serving.cluster.draining
-    )
+    gate = Gate([added for added, route in rows.items() if route.probe or route.always], serving.cluster)
     cors = Cors(settings.config.cors_allow_origin)
     app.middlewares.extend(
         [answering(metrics), gate.middleware(), cors.middleware(), settings.api_keys.middleware(probes)]

@@ -85,7 +85,7 @@ class ReplicaSession:
         """Set to check the shard's health."""
         self._longest_step_s = 0.0
         """Slowly forgotten."""
-        self._serving, self._hangs = True, False
+        self._serving, self._hangs, self._leaves = True, False, False
         self._eos_token_ids: tuple[int, ...] = ()
         self._own_cache = False
         """The engine has its own prefix cache."""
@@ -101,7 +101,7 @@ class ReplicaSession:
         self._steps = self._running = self._orders_sent = self._orders_applied = 0
         self._longest_step_s = 0.0
         self._reported = self._answered = True
-        self._serving, self._hangs = True, False
+        self._serving, self._hangs, self._leaves = True, False, False
         self._slots = info.spec.num_slots
         self._eos_token_ids = tuple(info.info.eos_token_ids)
         self._own_cache = info.spec.self_scheduling
@@ -172,17 +172,19 @@ class ReplicaSession:
             if overdue.exceeds(timeout_s) and not self._serving:
                 raise ShardLost(f"it hangs: no report for {overdue.seconds} s")
 
-    def _set_health(self, *, serving: bool | None = None, hangs: bool | None = None) -> None:
-        before = self._serving and not self._hangs
+    def _set_health(self, *, serving: bool | None = None, hangs: bool | None = None, leaves: bool = False) -> None:
+        before = self._serving and not self._hangs and not self._leaves
         self._serving = self._serving if serving is None else serving
         self._hangs = self._hangs if hangs is None else hangs
-        good = self._serving and not self._hangs
+        self._leaves = self._leaves or leaves
+        good = self._serving and not self._hangs and not self._leaves
         if good != before:
             log.warning(
                 "shard gets requests again" if good else "shard gets nothing new",
                 replica=self._number,
                 serving=self._serving,
                 hangs=self._hangs,
+                leaves=self._leaves,
             )
             self._context.scheduler.drain(self._number, draining=not good)
             self._context.dispatch()
@@ -249,6 +251,10 @@ class ReplicaSession:
         )
         context.dispatch()
         self._boundary.set()
+        if report.draining:
+            self._set_health(leaves=True)
+            if (left := scheduler.replicas[self._number]) is not None and not left.occupied_slots:
+                raise ShardLost("it stops, and has no sequences left")
         if scheduler.may_have_orders(self._number):
             self._changed.set()
 

@@ -177,7 +177,7 @@ class CallRegistry:
     def problem(self) -> CallFailed | None:
         """The reason why nothing can be generated now; None if there is none."""
         owner = self._owner
-        if owner.stopping:
+        if owner.stopping or owner.draining:
             return CallFailed(grpc.StatusCode.UNAVAILABLE, "the shard is stopping")
         if owner.crashed.is_set():
             return CallFailed(grpc.StatusCode.INTERNAL, "the engine failed")

@@ -102,9 +102,9 @@ def test_shard_token_is_passed_only_in_environments() -> None:
 
 
 def test_stop_timeouts_exceed_those_of_the_children() -> None:
-    made = plan(graceful_termination_timeout=30.0, shutdown_timeout=4.0)
-    assert made.router.stop_timeout > 30.0
-    assert made.shards[0].stop_timeout > 4.0
+    made = plan(shutdown_delay=5.0, graceful_termination_timeout=30.0, drain_timeout=20.0, shutdown_timeout=4.0)
+    assert made.router.stop_timeout > 35.0
+    assert made.shards[0].stop_timeout > 24.0
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,8 @@ def test_addresses_of_shards() -> None:
     made = plan(8, **groups, shard_tcp_port=5000)
     assert [shard.address for shard in made.shards] == [f"127.0.0.1:{port}" for port in (5000, 5001, 5002, 5003)]
     assert router_of(made).shard_address == ("127.0.0.1:5000", "127.0.0.1:5002")
+    probed = [shard.health_port for shard in shards_of(plan(8, **groups, health_port=6000))]
+    assert probed == [6000, 6001, 6002, 6003]
 
 
 @pytest.mark.parametrize(
@@ -292,13 +294,20 @@ def test_available_ports_are_accepted(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"shard_tcp_port": 65533, "num_shard": 4}, "(65533) for 4 shards: there is no port 65536"),
-        ({"shard_tcp_port": 65535, "num_replicas": 2}, "(65535) for 2 shards: there is no port 65536"),
-        ({"shard_tcp_port": 2997, "num_replicas": 2, "num_shard": 2}, "(2997) for 4 shards: 3000 is the router's"),
-        ({"shard_tcp_port": 2999, "num_replicas": 2}, "(2999) for 2 shards: 3000 is the router's"),
+        ({"shard_tcp_port": 65533, "num_shard": 4}, "`shard_tcp_port`(65533) for 4 shards: there is no port 65536"),
+        ({"health_port": 65535, "num_replicas": 2}, "`health_port`(65535) for 2 shards: there is no port 65536"),
+        (
+            {"shard_tcp_port": 2997, "num_replicas": 2, "num_shard": 2},
+            "`shard_tcp_port`(2997) for 4 shards: 3000 is the router's",
+        ),
+        ({"health_port": 2999, "num_replicas": 2}, "`health_port`(2999) for 2 shards: 3000 is the router's"),
+        (
+            {"shard_tcp_port": 5000, "health_port": 5001, "num_shard": 2},
+            "`health_port`(5001) for 2 shards: 5001 is of `shard_tcp_port`",
+        ),
     ],
 )
 def test_unavailable_ports_are_rejected(settings: dict[str, object], text: str) -> None:
     with pytest.raises(PlanError) as error:
         check_ports(config(**settings), Devices(8, None))
-    assert str(error.value) == f"`shard_tcp_port`{text}"
+    assert str(error.value) == text

@@ -17,12 +17,23 @@ MEETING = "unix:///tmp/group"
         ({"world_size": 2, "group_address": "127.0.0.1:5"}, "`group_address` must be unix:///path"),
         ({"rank": 1}, "`rank`(1) must be < `world_size`(1)"),
         ({"rank": 2, "world_size": 2, "group_address": MEETING}, "`rank`(2) must be < `world_size`(2)"),
+        *(
+            ({"address": address}, f"other machines reach {address}: give --shard-tls-cert")
+            for address in ("0.0.0.0:50051", "[::]:50051", "10.1.2.3:50051", "shard.example:50051")
+        ),
     ],
 )
-def test_an_invalid_rank_is_rejected(settings: dict[str, object], problem: str) -> None:
+def test_contradictions_are_refused(settings: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError) as error:
         ShardConfig.of(**settings)
     assert problem in str(error.value)
+
+
+def test_other_machines_reach_a_shard_with_tls_or_on_request() -> None:
+    for address in ("127.0.0.1:50051", "[::1]:50051", "localhost:50051", "unix:///tmp/s"):
+        ShardConfig.of(address=address)
+    ShardConfig.of(address="0.0.0.0:50051", insecure=True)
+    ShardConfig.of(address="0.0.0.0:50051", shard_tls_cert="c", shard_tls_key="k", shard_tls_ca="a")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ Probes and /metrics always are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from typing import Protocol
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
@@ -14,13 +15,20 @@ from text_generation_router.api.http.connections import connection_of
 from text_generation_router.errors import Draining, TooManyConnections, UnknownRoute
 
 
+class Shutdown(Protocol):
+    """The state of a server that stops: it leaves, then it drains."""
+
+    leaving: bool
+    draining: bool
+
+
 class Gate:
     """Refuses requests by the state of the server and of their connection."""
 
-    def __init__(self, always: Collection[web.AbstractRoute], draining: Callable[[], bool]) -> None:
+    def __init__(self, always: Collection[web.AbstractRoute], shutdown: Shutdown) -> None:
         """`always`: the routes that are answered in every state."""
         self._always = frozenset(always)
-        self._draining = draining
+        self._shutdown = shutdown
 
     def middleware(self) -> Middleware:
         """The middleware that refuses. It comes before the check of keys."""
@@ -33,14 +41,14 @@ class Gate:
                     raise UnknownRoute
                 if connection.probes_only:
                     raise TooManyConnections
-                if self._draining():
+                if self._shutdown.draining:
                     raise Draining
             return await handler(request)
 
         return check
 
     async def close_connection(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Signal handler for `on_response_prepare`: while draining, and beyond the limit, a response is the last one."""
-        if self._draining() or connection_of(request).probes_only:
+        """Signal handler for `on_response_prepare`: while leaving, and beyond the limit, a response is the last one."""
+        if self._shutdown.leaving or connection_of(request).probes_only:
             response.headers[hdrs.CONNECTION] = "close"
             response.force_close()

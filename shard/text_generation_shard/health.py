@@ -1,0 +1,61 @@
+"""The health of a shard: its gRPC health service, and the plain port on which probes reach that.
+
+""       SERVING: the engine is loaded and makes progress; the shard is not stopping
+driven   SERVING: besides, a router drives the shard, with a Run session: what readiness of its pod means
+"""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as grpc_health
+
+from text_generation_shard.guard import create_server
+
+DRIVEN = "driven"
+"""The name of the second service."""
+MAX_PROBES = 64
+"""Most concurrent calls on the plain port: anyone may call there."""
+
+
+class ShardHealth:
+    """The state of both services. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self.servicer = grpc_health.HealthServicer()
+        """The service, for both ports."""
+        self._serving = False
+        self._drivers = 0
+        """Open Run streams: two for a moment, when one follows another."""
+
+    async def set_serving(self, *, serving: bool) -> None:
+        """Set the health of the shard, at the start and at changes."""
+        self._serving = serving
+        await self._publish()
+
+    async def leave(self) -> None:
+        """Serve no more, whatever is set from now on."""
+        await self.servicer.enter_graceful_shutdown()
+
+    async def add_driver(self) -> None:
+        """Record that a router opened a session."""
+        self._drivers += 1
+        await self._publish()
+
+    async def remove_driver(self) -> None:
+        """Record that a session of a router is over."""
+        self._drivers -= 1
+        await self._publish()
+
+    async def _publish(self) -> None:
+        for name, good in (("", self._serving), (DRIVEN, self._serving and self._drivers > 0)):
+            status = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
+            await self.servicer.set(name, status)
+
+
+def probe_server(health: ShardHealth, address: str) -> grpc.aio.Server:
+    """Return a server of health checks alone, without TLS and token. Raises RuntimeError if it cannot listen there."""
+    server = create_server(max_calls=MAX_PROBES)
+    health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+    server.add_insecure_port(address)
+    return server
