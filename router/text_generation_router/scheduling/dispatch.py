@@ -43,7 +43,7 @@ class Dispatcher:
         self._policy = policy
         self._replicas = replicas
         self._numbers: list[int] = []
-        """Those of all replicas: a sample of many takes any of them."""
+        """The numbers of all replicas: a sample takes any of them."""
         self._draining = draining
         self._changed: set[int] = set()
         self._roomy: dict[int, ReplicaScheduler] = {}

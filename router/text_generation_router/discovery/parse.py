@@ -1,0 +1,37 @@
+"""The source that a setting names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from text_generation_router.discovery.dns import DnsSource
+from text_generation_router.discovery.file import FileSource
+from text_generation_router.discovery.kubernetes import KubernetesApi, KubernetesSource
+from text_generation_router.discovery.source import Source, check_address
+from text_generation_router.discovery.static import StaticSource
+
+_SERVICE = re.compile(r"([a-z0-9][a-z0-9-]*)/([a-z0-9][a-z0-9-]*):([a-z0-9][a-z0-9-]*)")
+
+
+def parse_source(text: str) -> Source:
+    """Return the source that `text` names: addresses with commas between, dns://, file:// or kubernetes://.
+
+    Raises ValueError.
+    """
+    kind, _, rest = text.partition("://")
+    match kind:
+        case "dns":
+            name, _, port = check_address(rest).rpartition(":")
+            return DnsSource(name.strip("[]"), int(port))
+        case "file":
+            if not rest.startswith("/"):
+                raise ValueError(f"{text!r}: expected file:///path")
+            return FileSource(Path(rest))
+        case "kubernetes":
+            match = _SERVICE.fullmatch(rest)
+            if match is None:
+                raise ValueError(f"{text!r}: expected kubernetes://namespace/service:port")
+            return KubernetesSource(match[1], match[2], match[3], KubernetesApi.in_cluster())
+        case _:
+            return StaticSource(check_address(part.strip()) for part in text.split(",") if part.strip())

@@ -1,0 +1,69 @@
+"""The protocol of a source of members, and the addresses it gives."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import AsyncIterator, Iterable
+from typing import Protocol
+
+import structlog
+
+from text_generation_proto.sockets import socket_path
+
+Address = str
+"""unix:///path or host:port; an IPv6 address in brackets."""
+_HOST_PORT = re.compile(
+    r"(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_.])?):([0-9]{1,5})", re.ASCII
+)
+
+log = structlog.get_logger()
+
+
+class Source(Protocol):
+    """Says which members exist."""
+
+    def members(self) -> AsyncIterator[frozenset[Address]]:
+        """Yield the whole set at first and at each change, at times unchanged. Fails never: it tries again."""
+        ...
+
+
+def check_address(text: str) -> Address:
+    """Return the address that `text` is. Raises ValueError."""
+    if socket_path(text) is not None:
+        return text
+    match = _HOST_PORT.fullmatch(text)
+    if match is None or not 0 < int(match[1]) < 1 << 16:
+        raise ValueError(f"{text!r} is no address: expected host:port or unix:///path")
+    return text
+
+
+def join_host_port(host: str, port: int) -> Address:
+    """Return the address of `port` at `host`, a name or an IP address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def of_one_family(hosts: Iterable[str]) -> list[str]:
+    """Return the IPv4 addresses of `hosts`, else the IPv6 ones: a host with both is one member."""
+    every = [ipaddress.ip_address(host) for host in hosts]
+    return [str(host) for host in every if host.version == 4] or [str(host) for host in every]
+
+
+class Trouble:
+    """Logs the first of several failures of a source in a row, and its recovery."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._reason: str | None = None
+
+    def failed(self, reason: str) -> None:
+        """Record a failure: the last members stay."""
+        if reason != self._reason:
+            log.warning("members not known: the last ones stay", source=self._source, reason=reason)
+        self._reason = reason
+
+    def answered(self) -> None:
+        """Record an answer."""
+        if self._reason is not None:
+            log.info("members known again", source=self._source)
+        self._reason = None
