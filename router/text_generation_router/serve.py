@@ -343,16 +343,20 @@ async def _opened(cluster: Cluster, signals: StopSignals) -> bool:
 
 
 async def _drain(server: HttpServer, cluster: Cluster, signals: StopSignals, timeout_s: float) -> None:
-    """Let requests finish, for `timeout_s` or until a second signal; then fail the rest. New ones are refused meanwhile."""
+    """Let requests finish, for `timeout_s`, until a second signal or until no shard is left; then fail the rest.
+
+    New ones are refused meanwhile.
+    """
     async with asyncio.TaskGroup() as tasks:
         hurry = tasks.create_task(signals.hurry.wait())
         answered = tasks.create_task(server.answered())
-        await asyncio.wait((answered, hurry), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        abandoned = tasks.create_task(cluster.abandoned())
+        await asyncio.wait((answered, hurry, abandoned), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not answered.done():
             cluster.give_up("the server was stopped")
             await asyncio.wait([answered], timeout=LAST_EVENTS_S)
         leaving = tasks.create_task(server.leave())
         await asyncio.wait((leaving, hurry), return_when=asyncio.FIRST_COMPLETED)
-        for task in (hurry, answered, leaving):
+        for task in (hurry, answered, abandoned, leaving):
             task.cancel()
     await server.close()

@@ -33,6 +33,8 @@ ACCEPT_WITHOUT_REPLICA_S = 60.0
 """Seconds after the loss of the last replica for which new requests are still queued."""
 KEEP_WITHOUT_REPLICA_S = 600.0
 """Seconds after the loss of the last replica for which queued requests are kept. A large model loads for minutes."""
+ABANDONED_AFTER_S = 1.0
+"""Seconds without a shard, all having been told to stop, after which a router that stops gives its requests up."""
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 2.0
 """Wait between two attempts to join a lost shard; it doubles each time."""
 LASTING_SESSION_S = 2.0
@@ -121,6 +123,14 @@ class Cluster:
     async def opened(self) -> None:
         """Wait for the first session."""
         await self._opened.wait()
+
+    async def abandoned(self) -> None:
+        """Wait until all shards have been told to stop and none has come back for ABANDONED_AFTER_S."""
+        since = time.monotonic()
+        while time.monotonic() - since < ABANDONED_AFTER_S:
+            await asyncio.sleep(ABANDONED_AFTER_S / 10)
+            if not all(replica.stopped for replica in self._replicas):
+                since = time.monotonic()
 
     def give_up(self, reason: str) -> None:
         """End all requests with an error, and accept no new ones."""

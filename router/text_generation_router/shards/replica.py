@@ -65,6 +65,8 @@ class ReplicaSession:
     """One replica, through all its sessions."""
 
     def __init__(self, number: int, context: ClusterContext) -> None:
+        self.stopped = False
+        """Its shard ended the last session in order, as far as known: it was told to stop, and is not being restarted."""
         self._number = number
         self._context = context
         self._changed = asyncio.Event()
@@ -97,6 +99,7 @@ class ReplicaSession:
     async def serve(self, client: ShardClient, info: ReplicaInfo) -> None:
         """Run one session until cancelled. Raises ShardLost."""
         context = self._context
+        self.stopped = False
         self._timing = OrderTiming()
         self._steps = self._running = self._orders_sent = self._orders_applied = 0
         self._longest_step_s = 0.0
@@ -207,7 +210,8 @@ class ReplicaSession:
                     context.listeners.scheduled(placement)
                 try:
                     await call.write(orders_to_pb(orders, self._eos_token_ids, own_cache=self._own_cache))
-                except asyncio.InvalidStateError as error:  # gRPC: the stream has ended
+                except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:  # gRPC does not say how it ended
+                    self.stopped = True
                     raise ShardLost("the shard's stream ended") from error
                 # Placed prompts were scheduled: there may be room for more.
                 context.dispatch()
@@ -216,6 +220,7 @@ class ReplicaSession:
         while True:
             report = await call.read()
             if not isinstance(report, pb.StepReport):
+                self.stopped = True
                 raise ShardLost("the shard closed its stream")
             try:
                 check_report(report, self._slots, self._orders_sent, self._unsent_slots())
@@ -254,6 +259,7 @@ class ReplicaSession:
         if report.draining:
             self._set_health(leaves=True)
             if (left := scheduler.replicas[self._number]) is not None and not left.occupied_slots:
+                self.stopped = True
                 raise ShardLost("it stops, and has no sequences left")
         if scheduler.may_have_orders(self._number):
             self._changed.set()
