@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,18 +100,23 @@ class Split:
     router: Process
     url: str
     stack: AsyncExitStack
+    environ: Mapping[str, str] | None
 
     async def restart(self, number: int) -> float:
         """Send SIGTERM to a shard, start it again when it has ended, and wait for the router; return the seconds."""
         began = time.monotonic()
         self.shards[number].signal(signal.SIGTERM)
         assert await self.shards[number].ended() == 0
-        self.shards[number] = await self.stack.enter_async_context(shard(self.addresses[number], self.shard_flags))
+        self.shards[number] = await self.stack.enter_async_context(
+            shard(self.addresses[number], self.shard_flags, self.environ)
+        )
         await self.router.event("shard joined again")
         return time.monotonic() - began
 
 
-def shard(address: str, flags: tuple[str, ...] = (), environ: Mapping[str, str] | None = None) -> Any:
+def shard(
+    address: str, flags: tuple[str, ...] = (), environ: Mapping[str, str] | None = None
+) -> AbstractAsyncContextManager[Process]:
     """Start a shard with the echo engine."""
     return started("text_generation_shard", "--engine=echo", f"--address={address}", *flags, environ=environ)
 
@@ -140,7 +145,7 @@ async def split(
             )
         )
         url = (await router.event("ready"))["url"]
-        yield Split(folder, addresses, shard_flags, running, router, url, stack)
+        yield Split(folder, addresses, shard_flags, running, router, url, stack, environ)
 
 
 @dataclass
@@ -151,6 +156,7 @@ class Answer:
     status: int = 0
     text: str | None = None
     error: str = ""
+    tokens: int = 0
     gaps: list[float] = field(default_factory=list)
     """Seconds between two tokens."""
 
@@ -175,6 +181,7 @@ async def stream(session: aiohttp.ClientSession, url: str, prompt: str, new_toke
                     answer.error = event["error"]
                     break
                 now = time.monotonic()
+                answer.tokens += 1
                 if last:
                     answer.gaps.append(now - last)
                 last = now
