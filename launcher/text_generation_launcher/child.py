@@ -16,7 +16,9 @@ from text_generation_launcher import hangs, orphans
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracePeriod
 from text_generation_proto import heartbeat
+from text_generation_proto.descriptors import DescriptorReserve
 from text_generation_proto.logs import escape
+from text_generation_proto.v1 import shard_pb2 as pb
 
 OUTPUT_TIMEOUT = 2.0
 """Seconds to wait for the end of a dead child's output, which a process that it started may keep open."""
@@ -44,41 +46,47 @@ async def run_to_end(
     *,
     json_output: bool,
     hung: asyncio.Event | None = None,
+    described: asyncio.Future[pb.InfoResponse] | None = None,
+    reserve: DescriptorReserve | None = None,
     beside: Callable[[asyncio.subprocess.Process], Coroutine[None, None, None]] | None = None,
 ) -> int:
     """Run a child until it ends by itself and return its exit code. When cancelled, stop it first.
 
-    A child that hangs is aborted. Children with the same `hung`, an event, are aborted together. `beside` runs as long
-    as the child.
+    A child that hangs is aborted. Children with the same `hung`, an event, are aborted together. `described` gets the
+    description of a shard that serves. `reserve` has descriptors for its start and end. `beside` runs as long as the child.
 
     The child leads its own process group: a terminal sends Ctrl-C to the whole foreground group, but the launcher stops
     its children in order. When the child has ended, its group is killed, then processes that left the group (orphans.py).
     """
     mark = orphans.new_mark()
-    with ExitStack() as ours, ExitStack() as ends_of_child:
-        heartbeat_fd, beat_fd = hangs.heartbeat_pipe()
-        ours.callback(os.close, heartbeat_fd)
-        ends_of_child.callback(os.close, beat_fd)
-        read_fd, write_fd = os.pipe()
-        ends_of_child.callback(os.close, write_fd)
-        reader = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
-        )
-        ours.callback(transport.close)
-        process = await asyncio.create_subprocess_exec(
-            *spec.argv,
-            env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=write_fd,
-            stderr=write_fd,
-            pass_fds=(*spec.inherited_fds, beat_fd),
-            process_group=0,
-        )
-        ends_of_child.close()
+    reserve = reserve or DescriptorReserve(0)
+    with ExitStack() as ours:
+        async with reserve.released():
+            with ExitStack() as ends_of_child:
+                heartbeat_fd, beat_fd = hangs.heartbeat_pipe()
+                ours.callback(os.close, heartbeat_fd)
+                ends_of_child.callback(os.close, beat_fd)
+                read_fd, write_fd = os.pipe()
+                ends_of_child.callback(os.close, write_fd)
+                reader = asyncio.StreamReader()
+                transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                    lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
+                )
+                ours.callback(transport.close)
+                process = await asyncio.create_subprocess_exec(
+                    *spec.argv,
+                    env={**spec.env, orphans.VARIABLE: mark, heartbeat.VARIABLE: str(beat_fd)},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=write_fd,
+                    stderr=write_fd,
+                    pass_fds=(*spec.inherited_fds, beat_fd),
+                    process_group=0,
+                )
         async with asyncio.TaskGroup() as tasks:
             forwarding = tasks.create_task(forward_output(reader, spec.name, json_output=json_output))
-            watching = tasks.create_task(hangs.abort_if_hung(spec, process.pid, heartbeat_fd, hung or asyncio.Event()))
+            watching = tasks.create_task(
+                hangs.abort_if_hung(spec, process.pid, heartbeat_fd, hung or asyncio.Event(), described)
+            )
             companion = None if beside is None else tasks.create_task(beside(process))
             try:
                 log.debug("child started", child=spec.name, pid=process.pid)
@@ -89,7 +97,7 @@ async def run_to_end(
                     companion.cancel()
                 await _stop(process, spec, grace_period)
                 await asyncio.wait([forwarding], timeout=OUTPUT_TIMEOUT)
-                await orphans.reap(mark)
+                await orphans.reap(mark, reserve)
                 forwarding.cancel()
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import structlog
 
+from text_generation_proto.descriptors import DescriptorReserve
+
 VARIABLE = "TEXT_GENERATION_CHILD"
 """Environment variable with the mark of the child that a process belongs to."""
 
@@ -54,15 +56,17 @@ def kill(mark: str) -> list[int]:
     return found
 
 
-async def reap(mark: str) -> None:
+async def reap(mark: str, reserve: DescriptorReserve) -> None:
     """Kill the processes with this mark until none is left, for at most KILL_TIMEOUT seconds."""
     try:
-        first = left = await asyncio.to_thread(kill, mark)
+        async with reserve.released():
+            first = left = await asyncio.to_thread(kill, mark)
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT):
                 while left:
                     await asyncio.sleep(POLL_INTERVAL)
-                    left = await asyncio.to_thread(kill, mark)
+                    async with reserve.released():
+                        left = await asyncio.to_thread(kill, mark)
     except OSError as error:  # no descriptor to read /proc with
         log.error("processes that a child left behind cannot be found", reason=str(error))
         return

@@ -32,9 +32,10 @@ import structlog
 
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless
 from text_generation_launcher.plan import ShardSpec
-from text_generation_launcher.shard_group import RankExit, run_group, wait_until_serving
+from text_generation_launcher.shard_group import RankExit, run_group
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.description import difference
+from text_generation_proto.descriptors import DescriptorReserve
 from text_generation_proto.exit_codes import ExitCode, exit_fields
 from text_generation_proto.sockets import remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -123,6 +124,7 @@ class ReplicaSupervisor:
         stop: GracefulShutdown,
         policy: RestartPolicy,
         ready: asyncio.Event,
+        reserve: DescriptorReserve,
         *,
         json_output: bool,
     ) -> None:
@@ -131,6 +133,7 @@ class ReplicaSupervisor:
         self._stop = stop
         self._policy = policy
         self._ready = ready
+        self._reserve = reserve
         self._json_output = json_output
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -167,11 +170,20 @@ class ReplicaSupervisor:
 
     async def _run(self, replica: _Replica) -> tuple[RankExit, float]:
         """Run the shards of a replica once; return the exit that ended them and the seconds they served."""
+        described: list[asyncio.Future[pb.InfoResponse]] = [
+            asyncio.get_running_loop().create_future() for _ in replica.shards
+        ]
         try:
             async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._watch_start(replica))
+                watch = tasks.create_task(self._watch_start(replica, described))
                 group = tasks.create_task(
-                    run_group(replica.shards, self._stop.grace_period, json_output=self._json_output)
+                    run_group(
+                        replica.shards,
+                        self._stop.grace_period,
+                        described,
+                        self._reserve,
+                        json_output=self._json_output,
+                    )
                 )
                 await asyncio.wait((watch, group), return_when=asyncio.FIRST_COMPLETED)
                 if not group.done() and not watch.result():
@@ -182,11 +194,9 @@ class ReplicaSupervisor:
             served = replica.mark_dead()
         return RankExit(0, ExitCode.FAILED) if group.cancelled() else group.result(), served
 
-    async def _watch_start(self, replica: _Replica) -> bool:
+    async def _watch_start(self, replica: _Replica, described: Sequence[asyncio.Future[pb.InfoResponse]]) -> bool:
         """Wait until all shards of the replica serve; return False if they serve something else than before."""
-        async with asyncio.TaskGroup() as tasks:
-            starts = [tasks.create_task(wait_until_serving(spec)) for spec in replica.shards]
-        description = starts[0].result()
+        description, *_ = [await each for each in described]
         if replica.description is None:
             replica.description = description
         elif different := difference(description, replica.description):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import aiohttp
 import structlog
@@ -24,9 +24,12 @@ from text_generation_launcher.child import ChildFailed, ChildLost, run_to_end
 from text_generation_launcher.plan import LaunchPlan
 from text_generation_launcher.shard_restarts import ReplicaSupervisor, RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.descriptors import DescriptorReserve
 from text_generation_proto.exit_codes import exit_fields
 from text_generation_proto.notify import Notifier
 
+RESERVED_DESCRIPTORS = 10
+"""Descriptors that are kept for the end and the restart of a shard: two pipes, the search for orphans, subprocess's own."""
 HEALTH_INTERVAL = 0.05
 """Seconds between two requests to the router's health route. There is no event for "the port is open now"."""
 
@@ -50,10 +53,17 @@ class Supervisor:
         self._stop = stop
         self._json_output = json_output
         self.ready = asyncio.Event()
-        self._replicas = ReplicaSupervisor(plan.groups, stop, restarts, self.ready, json_output=json_output)
+        self._reserve = DescriptorReserve(RESERVED_DESCRIPTORS)
+        self._replicas = ReplicaSupervisor(
+            plan.groups, stop, restarts, self.ready, self._reserve, json_output=json_output
+        )
 
     async def run(self) -> None:
         """Run the plan. Raises ChildFailed, ChildLost or ShardsHopeless in an exception group; never returns."""
+        with closing(self._reserve):
+            await self._run()
+
+    async def _run(self) -> None:
         begin = time.monotonic()
         self._notifier.show(self._status)
         async with asyncio.TaskGroup() as shard_tasks:

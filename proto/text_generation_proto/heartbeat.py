@@ -1,6 +1,7 @@
 """Heartbeats: the rule by which a process that hangs is found.
 
-    shard, router ──one byte every half second──► launcher    over a pipe that the child inherits
+    shard, router ──one byte every half second──► launcher    over a pipe that the child inherits: first a line with
+                                                              the description of a shard, then the heartbeats
     shard ◄──a health check every half second──── router      over gRPC
     launcher, or shard or router alone ──► service manager    its watchdog (notify.py)
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from base64 import b64encode
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,6 +28,9 @@ LEAD_S = 1.0
 """Seconds before the limit at which an observer acts, so that others who learn of it keep the limit too."""
 MIN_SILENCE_S = 1.0
 """Shortest silence that counts as a hang, however short the limit is."""
+
+MAX_DESCRIPTION = 1 << 20
+"""Longest description, in the bytes of its line."""
 
 VARIABLE = "TEXT_GENERATION_HEARTBEAT"
 """Environment variable with the descriptor of the pipe."""
@@ -57,8 +62,10 @@ class Silence:
 class HeartbeatSender:
     """The sending end of the pipe to the launcher. A process without a launcher tells the service manager, if it has one."""
 
-    def __init__(self, notifier: Notifier) -> None:
+    def __init__(self, notifier: Notifier, description: bytes = b"") -> None:
+        """`description` is an InfoResponse: with the first heartbeat the launcher learns that a shard serves, and what."""
         self._notifier = notifier
+        self._unsent = b64encode(description) + b"\n"
         self._fd = int(os.environ.pop(VARIABLE, -1))
         if self._fd >= 0:
             os.set_blocking(self._fd, False)
@@ -67,7 +74,7 @@ class HeartbeatSender:
         """Send a heartbeat. It is dropped if the launcher does not read, or is gone."""
         if self._fd >= 0:
             with suppress(OSError):
-                os.write(self._fd, beat)
+                self._unsent = self._unsent[os.write(self._fd, self._unsent + beat) :]
         if beat == ALIVE:
             self._notifier.beat()
 

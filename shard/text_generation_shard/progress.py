@@ -15,7 +15,6 @@ import asyncio
 import structlog
 
 from text_generation_proto.heartbeat import ALIVE, CHECK_EVERY_S, STUCK, HeartbeatSender, Silence
-from text_generation_proto.notify import Notifier
 from text_generation_shard.engine import Engine
 from text_generation_shard.health import ShardHealth
 
@@ -67,10 +66,9 @@ class StepMonitor:
 
 
 async def report_progress(
-    monitor: StepMonitor, engine: Engine, health: ShardHealth, hang_timeout_s: float, notifier: Notifier
+    monitor: StepMonitor, engine: Engine, health: ShardHealth, hang_timeout_s: float, heartbeat: HeartbeatSender
 ) -> None:
     """Send heartbeats, and report NOT_SERVING while a step is overdue. Runs until cancelled."""
-    heartbeat = HeartbeatSender(notifier)
     was_stuck = False
     while True:
         stuck = monitor.check(engine, hang_timeout_s)

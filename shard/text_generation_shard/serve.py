@@ -17,10 +17,12 @@ from grpc_reflection.v1alpha import reflection
 
 from text_generation_proto.channel import server_credentials
 from text_generation_proto.exit_codes import CannotServe, ExitCode
+from text_generation_proto.heartbeat import HeartbeatSender
 from text_generation_proto.notify import Notifier
 from text_generation_proto.sockets import SocketInUse, claim_socket, host_of, remove_socket, socket_path
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.convert import info_to_pb
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.guard import create_server
@@ -126,7 +128,9 @@ async def _serve_engine(
     notifier.show(lambda: f"serving {info.model_id} at {config.address}")
     notifier.ready()
     async with asyncio.TaskGroup() as tasks:
-        reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, notifier))
+        description = info_to_pb(info, config.rank, config.world_size)
+        heartbeat = HeartbeatSender(notifier, description.SerializeToString())
+        reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, heartbeat))
         await _wait_for_either(signals.stop.wait(), owner.crashed.wait())
         await health.leave()
         if signals.stop.is_set():

@@ -34,7 +34,7 @@ ARGUMENTS = (
 )
 GAUGES = ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_total_tokens", "text_generation_queued_tokens")
 SPARE_DESCRIPTORS = 8
-"""Descriptors of a process beyond those of its first idle moment: gRPC in the launcher takes 7, once, at a restart."""
+"""Descriptors of a process beyond those of its first idle moment: connections that linger."""
 READY_S = 90.0
 LOG_LINES = 12
 

@@ -22,41 +22,30 @@ from text_generation_launcher.plan import ChildSpec, LaunchPlan, ShardSpec
 from text_generation_launcher.shard_restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
+from text_generation_proto.heartbeat import VARIABLE
 from text_generation_proto.notify import Notifier
 
 SHARD = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, socket, sys
 if os.path.exists(FAULT) and open(FAULT).read() != "hangs":
     os._exit(int(open(FAULT).read()))
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio
-from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
-class Shard(shard_pb2_grpc.ShardServicer):
-    async def Info(self, request, context):
-        return shard_pb2.InfoResponse(vocab_size=7)
 async def main():
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    server, health = grpc.aio.server(), aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    shard_pb2_grpc.add_ShardServicer_to_server(Shard(), server)
-    await health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    server.add_insecure_port(ADDRESS)
-    await server.start()
+    socket.socket(socket.AF_UNIX).bind(ADDRESS.removeprefix("unix://"))
     say("shard-listens")
-    await serve(health, stop)
+    await serve(stop)
     say(f"{NAME} stops")
     os._exit(0)
-async def serve(health, stop):
+async def serve(stop):
     if os.path.exists(FAULT):
         say(f"{NAME} hangs {os.getpid()}")
     else:
-        await health.set("", health_pb2.HealthCheckResponse.SERVING)
+        os.write(int(os.environ[HEARTBEAT]), b"\\n")
         say(f"{NAME} serves {os.getpid()}")
     await stop.wait()
 """
-"""A shard with health and description only. If the file FAULT exists, it exits with the code in it, or hangs."""
+"""A shard that says that it serves, and no more. If the file FAULT exists, it exits with the code in it, or hangs."""
 
 ROUTER = """
 import http.server, signal, sys, threading
@@ -175,7 +164,7 @@ class FakeServer:
         place = f"{replica}" if rank is None else f"{replica}-{rank}"
         name = f"shard-{replica}" if rank is None else f"shard-{replica}-rank-{rank}"
         address = f"unix://{self.folder}/s{place}"
-        values = f"NAME, FAULT, ADDRESS = {name!r}, {str(self.folder / f'fault{place}')!r}, {address!r}"
+        values = f"NAME, FAULT, ADDRESS, HEARTBEAT = {name!r}, {str(self.folder / f'fault{place}')!r}, {address!r}, {VARIABLE!r}"
         return ShardSpec(
             name=name,
             argv=self.journal.argv(f"{values}\n{SHARD}\n{change}\nasyncio.run(main())"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 from stack import generate, running, still_running
 from streams import Streams
@@ -73,6 +75,24 @@ async def test_killed_replicas_are_restarted_while_the_router_serves(
         assert await asyncio.to_thread(still_running, children, 5) == []
         assert stack.left_behind() == []
         assert stack.events("launcher").count("shard serves again") == 2
+
+
+async def test_a_launcher_without_a_free_descriptor_restarts_its_shards(
+    demo_model: Path, session: aiohttp.ClientSession
+) -> None:
+    with running(demo_model, "--num-replicas", "2") as stack:
+        launcher = psutil.Process(stack.launcher.pid)
+        used = set(map(int, os.listdir(f"/proc/{launcher.pid}/fd")))
+        first_free = min(set(range(len(used) + 1)) - used)
+        launcher.rlimit(psutil.RLIMIT_NOFILE, (first_free, first_free))
+        killed = [stack.shard(replica) for replica in (0, 1)]
+        for shard in killed:
+            shard.kill()
+        for _ in killed:
+            await asyncio.to_thread(stack.wait_for, *JOINED)
+        await generate(session, stack.url)
+        assert launcher.num_fds() <= len(used)
+        assert "shard cannot be started" not in stack.events("launcher")
 
 
 def test_hopeless_shards_have_their_own_exit_code(demo_model: Path) -> None:

@@ -24,10 +24,10 @@ SERVE = ("shard-0-rank-0 serves", "shard-0-rank-1 serves")
 STUBBORN = """
 import signal
 serving = serve
-async def serve(health, stop):
+async def serve(stop):
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    await serving(health, stop)
+    await serving(stop)
 """
 """Ignores SIGTERM, like a rank that waits in a collective."""
 
@@ -151,7 +151,7 @@ async def test_replica_serves_when_all_its_shards_serve_and_stops_with_the_full_
 async def test_group_with_a_shard_that_cannot_start_fails_the_start(
     server: FakeServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    dies = "async def serve(health, stop): print('no such weights', flush=True); sys.exit(4)"
+    dies = "async def serve(stop): print('no such weights', flush=True); sys.exit(4)"
     with pytest.raises(ExceptionGroup) as error:
         await server.supervisor(AT_ONCE, server.shard(0, 0), server.shard(0, 1, dies)).run()
     assert error.group_contains(ChildFailed, match="shard-0-rank-1")

@@ -16,6 +16,7 @@ from text_generation_launcher import orphans
 from text_generation_launcher.child import run_to_end
 from text_generation_launcher.plan import ChildSpec
 from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.descriptors import DescriptorReserve
 
 SLEEPER = (sys.executable, "-S", "-c", "import time; print('runs', flush=True); time.sleep(600)")
 
@@ -57,7 +58,7 @@ def test_find_returns_the_processes_with_the_mark(mark: str, sleepers: list[Slee
 
 
 async def test_reap_kills_processes_in_other_sessions(mark: str, sleepers: list[Sleeper]) -> None:
-    await orphans.reap(mark)
+    await orphans.reap(mark, DescriptorReserve(0))
     assert [await asyncio.to_thread(sleeper.process.wait, 30) for sleeper in sleepers[:2]] == [-9, -9]
     assert sleepers[2].process.poll() is None
     assert orphans.find(mark) == []
@@ -110,7 +111,7 @@ def take_descriptors() -> list[int]:
 async def test_without_descriptors_a_search_is_given_up_and_a_failed_start_keeps_none() -> None:
     spec = ChildSpec("shard-0", (sys.executable, "-c", ""), dict(os.environ), (), stop_timeout=60.0)
     with no_descriptors_left() as taken:
-        await orphans.reap(orphans.new_mark())
+        await orphans.reap(orphans.new_mark(), DescriptorReserve(0))
         for free in range(4):  # the child needs two pipes, and subprocess one more
             with pytest.raises(OSError, match="Too many"):
                 await run_to_end(spec, GracefulShutdown().grace_period, json_output=False)
