@@ -39,7 +39,7 @@ from text_generation_launcher import env_relay, orphans
 from text_generation_proto import heartbeat
 from text_generation_proto.exit_codes import ExitCode, exit_fields
 from text_generation_proto.lifeline import follow_parent
-from text_generation_proto.logs import configure_logging
+from text_generation_proto.logs import configure_logging, share_dropped_lines
 from text_generation_proto.secrets import erase
 from text_generation_proto.settings import ChildConfig, parse_config
 
@@ -194,7 +194,7 @@ def _peer_uid(writer: asyncio.StreamWriter) -> int:
     return int(struct.unpack("iII", credentials)[1])
 
 
-async def run(mpirun: Sequence[str], shard: Sequence[str], lifeline_fd: int) -> int:
+async def run(mpirun: Sequence[str], shard: Sequence[str], inherited: Sequence[int]) -> int:
     """Run mpirun and the shard until the shard ends.
 
     Returns its exit code as a shell counts it, or FAILED if the ranks ended first.
@@ -216,7 +216,7 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], lifeline_fd: int) -> 
             if receiver.environ is None:
                 log.error("mpirun ended before the ranks were there", **exit_fields(await ranks.wait()))
                 return ExitCode.FAILED
-            return await _run_shard(shard, {**receiver.environ, **secret}, lifeline_fd, ranks, stopping)
+            return await _run_shard(shard, {**receiver.environ, **secret}, inherited, ranks, stopping)
         finally:
             receiver.close()
             await _end_ranks(ranks)
@@ -225,16 +225,15 @@ async def run(mpirun: Sequence[str], shard: Sequence[str], lifeline_fd: int) -> 
 async def _run_shard(
     shard: Sequence[str],
     environ: Mapping[str, str],
-    lifeline_fd: int,
+    inherited: Sequence[int],
     ranks: asyncio.subprocess.Process,
     stopping: asyncio.Event,
 ) -> int:
-    inherited = (lifeline_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
     process = await asyncio.create_subprocess_exec(
         *shard,
         env=environ,
         stdin=asyncio.subprocess.DEVNULL,
-        pass_fds=tuple(fd for fd in inherited if fd >= 0),
+        pass_fds=inherited,
     )
     await _first(process.wait(), ranks.wait(), stopping.wait())
     if process.returncode is None:
@@ -299,7 +298,10 @@ def main() -> None:
 
     follow_parent(config.lifeline_fd, cleanup=kill_descendants)
     configure_logging(config, f"shard-{config.replica}")
-    sys.exit(asyncio.run(run(mpirun, shard, config.lifeline_fd)))
+    if config.log_drops_fd >= 0:
+        share_dropped_lines(config.log_drops_fd)
+    inherited = (config.lifeline_fd, config.log_drops_fd, int(os.environ.get(heartbeat.VARIABLE, -1)))
+    sys.exit(asyncio.run(run(mpirun, shard, tuple(fd for fd in inherited if fd >= 0))))
 
 
 if __name__ == "__main__":

@@ -107,10 +107,15 @@ class LaunchContext:
     """Default folder of the shards' sockets."""
     lifeline_fd: int
     log_drops_fd: int
-    """Descriptor from which the router reads how many log lines the launcher dropped."""
+    """Eventfd from which the router reads how many log lines launcher and shards dropped."""
     environ: Mapping[str, str]
     is_root: bool = False
     """True if the launcher, and so every child, runs as root."""
+
+    @property
+    def inherited_fds(self) -> tuple[int, ...]:
+        """The descriptors that router and shards inherit."""
+        return tuple(fd for fd in (self.lifeline_fd, self.log_drops_fd) if fd >= 0)
 
 
 def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
@@ -245,6 +250,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: i
         "max_batch_size": config.max_batch_size or 0,
         "health_port": config.health_port and config.health_port + replica * size + rank,
         "lifeline_fd": context.lifeline_fd,
+        "log_drops_fd": context.log_drops_fd,
         "shard_token": "",
     }
     if config.trace_steps and config.num_replicas > 1:
@@ -268,7 +274,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: i
         name=shard_name(replica, rank, size),
         argv=child_argv("text_generation_shard", ShardConfig.of(**settings)),
         env=env,
-        inherited_fds=(context.lifeline_fd,),
+        inherited_fds=context.inherited_fds,
         stop_timeout=config.drain_timeout + config.shutdown_timeout + STOP_MARGIN,
         replica=replica,
         rank=rank,
@@ -294,6 +300,7 @@ def _with_mpirun(config: LauncherConfig, context: LaunchContext, shard: ShardSpe
     settings = child_settings(config, mpi.MpirunConfig) | {
         "replica": shard.replica,
         "lifeline_fd": context.lifeline_fd,
+        "log_drops_fd": context.log_drops_fd,
     }
     mpirun = mpi.mpirun_command(count_shards(config, context.devices), as_root=context.is_root)
     return dataclasses.replace(
@@ -348,7 +355,7 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         name="router",
         argv=child_argv("text_generation_router", RouterConfig.of(**settings)),
         env=env,
-        inherited_fds=tuple(fd for fd in (context.lifeline_fd, context.log_drops_fd) if fd >= 0),
+        inherited_fds=context.inherited_fds,
         stop_timeout=config.shutdown_delay + config.graceful_termination_timeout + STOP_MARGIN,
         hang_timeout=config.hang_timeout,
     )

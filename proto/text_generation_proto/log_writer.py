@@ -47,6 +47,8 @@ class LogWriter(io.RawIOBase):
         """True while the thread waits for lines."""
         self._reported = 0
         """Dropped lines that are stated in the log."""
+        self._shared = 0
+        """Dropped lines that were added to the counter."""
         self._torn = False
         """True if the last line was not written to its end."""
         self._counter = -1
@@ -71,14 +73,17 @@ class LogWriter(io.RawIOBase):
         with self._changed:
             self._changed.wait_for(lambda: self._idle and not self._queue, timeout)
 
-    def share_count(self) -> int:
-        """Return a file descriptor from which another process can read how many lines are dropped; -1 except on Linux.
+    def share_count(self, counter: int = -1) -> int:
+        """Add the lines that are dropped to `counter`, by default a new one. Return it; -1 except on Linux.
 
-        It is an eventfd: reading returns the lines since the last time.
+        It is an eventfd for any number of writers: reading returns the lines since the last time.
         """
         if sys.platform == "linux":
             with self._changed:
-                self._counter = os.eventfd(self.dropped, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                if counter < 0:
+                    counter = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._counter = counter
+                self._drop(0)
         return self._counter
 
     def fileno(self) -> int:
@@ -90,8 +95,9 @@ class LogWriter(io.RawIOBase):
     def _drop(self, lines: int) -> None:
         with self._changed:
             self.dropped += lines
-            if self._counter >= 0 and lines:
-                os.eventfd_write(self._counter, lines)
+            if self._counter >= 0 and self.dropped > self._shared:
+                os.eventfd_write(self._counter, self.dropped - self._shared)
+                self._shared = self.dropped
 
     def _run(self) -> None:
         while True:

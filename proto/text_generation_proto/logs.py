@@ -91,9 +91,9 @@ def dropped_lines() -> int:
     return sum(writer.dropped for writer in _writers)
 
 
-def share_dropped_lines() -> int:
-    """Return a file descriptor from which a child can read how many lines this process drops (LogWriter.share_count)."""
-    return _writers[0].share_count()
+def share_dropped_lines(counter: int = -1) -> int:
+    """Add the lines that this process drops to `counter`, by default a new one; return it (LogWriter.share_count)."""
+    return _writers[0].share_count(counter)
 
 
 def escape(text: str) -> str:

@@ -82,10 +82,12 @@ class HangSettings(ProcessConfig):
 class ChildConfig(ProcessConfig):
     """Settings of a process that the launcher starts."""
 
-    flag_only: ClassVar[frozenset[str]] = frozenset({"lifeline_fd"})
+    flag_only: ClassVar[frozenset[str]] = frozenset({"lifeline_fd", "log_drops_fd"})
 
     lifeline_fd: int = -1
     """Inherited pipe whose end of file means that the parent died; set by the launcher."""
+    log_drops_fd: int = -1
+    """Inherited eventfd to which launcher and shards add the log lines that they drop, for the router; set by the launcher."""
 
 
 class _Environment(EnvSettingsSource):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, WrapValidator
 from pydantic_settings import NoDecode
@@ -177,10 +177,6 @@ class RouterSettings(HangSettings, ShardAccess):
 class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-router"):
     """Serve HTTP in front of the shards: text, queue, continuous batching."""
 
-    flag_only: ClassVar[frozenset[str]] = ChildConfig.flag_only | {"log_drops_fd"}
-
-    log_drops_fd: int = -1
-    """Inherited eventfd with the number of log lines that the launcher dropped; set by the launcher."""
     model_path: str = ""
     """Folder with tokenizer.json (and config.json)."""
     shard_address: CommaList = ("unix:///tmp/text-generation-server-0",)

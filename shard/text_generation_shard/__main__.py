@@ -12,7 +12,7 @@ import structlog
 from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import follow_parent
-from text_generation_proto.logs import configure_logging, drain_logs
+from text_generation_proto.logs import configure_logging, drain_logs, share_dropped_lines
 from text_generation_proto.secrets import erase
 from text_generation_proto.settings import parse_config
 from text_generation_proto.sockets import remove_socket, socket_path
@@ -46,6 +46,8 @@ def main() -> None:
     follow_parent(config.lifeline_fd, cleanup=leave_nothing)
     raise_descriptor_limit()
     configure_logging(config, config.process_name)
+    if config.log_drops_fd >= 0:
+        share_dropped_lines(config.log_drops_fd)
     # Slow imports come after the start of the lifeline watch.
     from text_generation_shard.serve import serve
 

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import resource
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +20,8 @@ from typing import Any
 import aiohttp
 import pytest
 from stack import Stack, still_running
+
+from text_generation_router.metrics.logs import DroppedLogLines
 
 pytestmark = pytest.mark.system
 
@@ -136,3 +141,26 @@ async def test_a_broken_log_costs_lines_only(
         assert await asyncio.to_thread(still_running, children, 1) == []
         if fault == "full":
             assert records(stack.log, "stopped")[-1]["process"] == "launcher"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts with an eventfd")
+def test_lines_that_a_shard_drops_are_counted_for_the_router(tmp_path: Path) -> None:
+    counter = os.eventfd(0, os.EFD_NONBLOCK)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [
+        Path(sys.executable).with_name("text-generation-shard"),
+        "--engine",
+        "echo",
+        "--log-drops-fd",
+        str(counter),
+    ]
+    shard = subprocess.Popen([*command, "--address", f"unix://{tmp_path}/s"], stderr=writer, pass_fds=[counter])
+    try:
+        assert select.select([counter], [], [], 30)[0]
+        assert float(DroppedLogLines(counter).text().split()[-1]) > 0
+    finally:
+        shard.kill()
+        shard.wait()
+        os.close(counter)
+        os.close(writer)

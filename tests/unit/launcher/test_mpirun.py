@@ -269,4 +269,4 @@ async def test_environment_from_another_user_is_not_accepted(monkeypatch: pytest
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     relay = mpi.relay_command()
-    assert await mpi.run(relay, [sys.executable, "-c", ""], lifeline_fd=-1) == ExitCode.FAILED
+    assert await mpi.run(relay, [sys.executable, "-c", ""], inherited=()) == ExitCode.FAILED
