@@ -18,8 +18,7 @@ from text_generation_router.metrics.logs import DroppedLogLines
 from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.metrics.steps import StepMetrics
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

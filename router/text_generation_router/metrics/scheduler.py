@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 
 from text_generation_router.metrics.instruments import reading_text
-from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.scheduling.stats import SchedulerStats
+from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 
 
 def _kv_usage(stats: SchedulerStats) -> float:

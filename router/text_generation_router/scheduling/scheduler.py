@@ -31,11 +31,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, TenantId
+from text_generation_router.scheduling.capacity import Capacity
 from text_generation_router.scheduling.dispatch import Dispatcher, Reason, still_holds
 from text_generation_router.scheduling.estimates import OutputLengths, Throughput, estimate_wait
 from text_generation_router.scheduling.lazy_heap import LazyHeap
@@ -44,12 +46,37 @@ from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
-from text_generation_router.scheduling.stats import SchedulerStats
 
 MAX_SKIPPED = 16
 """Sequences that one `dispatch` skips: it has to take microseconds."""
 MAX_MOVES = 100
 """Replicas that a request may lose in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Gauges and counters over all replicas. Counters never decrease. `metrics.scheduler` documents them."""
+
+    waiting: int
+    queued_tokens: int
+    queue_seconds: float
+    busy_ratio: float
+    running: int
+    promised_tokens: int
+    used_blocks: int
+    used_tokens: int
+    cached_blocks: int
+    num_blocks: int
+    block_size: int
+    """0 before the first replica joined."""
+    num_replicas: int
+    serving_replicas: int
+    preemptions: int
+    cancellations: int
+    expirations: int
+    moves: int
+    prompt_tokens: int
+    hit_tokens: int
 
 
 class Scheduler:
@@ -60,8 +87,7 @@ class Scheduler:
         self.queue = FairQueue(policy.tenant_weights)
         self.replicas: dict[int, ReplicaScheduler | None] = {}
         """By number; None if it does not serve."""
-        self._specs: dict[int, ReplicaSpec] = {}
-        """The last spec of each replica, lost ones included; of removed ones only the last, until another one joins."""
+        self._capacity = Capacity()
         self.draining: set[int] = set()
         self._dispatcher = Dispatcher(policy, self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
@@ -81,11 +107,8 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------------- requests
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Return True if such a request could run alone on a replica, serving or lost. Between the last replica that was
-        removed and the next one that joins, the last one counts.
-        """
-        longest = prompt_tokens + max_new_tokens - 1
-        return any(longest <= spec.num_tokens for spec in self._specs.values())
+        """Return True if such a request could run alone on a replica, serving or lost."""
+        return self._capacity.fits(prompt_tokens, max_new_tokens)
 
     def submit(self, request: Request, now: float) -> None:
         """Queue `request`, which must fit."""
@@ -245,16 +268,14 @@ class Scheduler:
         del self.replicas[replica], self._throughputs[replica]
         self.draining.discard(replica)
         self._dispatcher.removed(replica)
-        if len(self._specs) > 1:
-            self._specs.pop(replica, None)
+        self._capacity.removed(replica)
         return self._fail_unfit()
 
     def open(self, replica: int, spec: ReplicaSpec) -> Deliveries:
         """Let an empty replica serve. Queued requests that no replica can hold any more fail."""
         assert self.replicas[replica] is None, "a replica joins once"
         self.replicas[replica] = ReplicaScheduler(replica, spec, self.policy)
-        self._specs = {number: known for number, known in self._specs.items() if number in self.replicas}
-        self._specs[replica] = spec
+        self._capacity.joined(replica, spec)
         self.drain(replica, draining=False)
         return self._fail_unfit()
 
@@ -281,10 +302,7 @@ class Scheduler:
                 continue
             if sequence.state is State.RUNNING:
                 self._moves += 1
-                sequence.moves += 1
-                # A request that never gets a token may be what makes shards fail.
-                advanced = len(sequence.generated) > sequence.generated_when_placed
-                sequence.fruitless_moves = 1 if advanced else sequence.fruitless_moves + 1
+                sequence.count_move()
             if sequence.fruitless_moves > self.policy.max_request_moves or sequence.moves > MAX_MOVES:
                 problem = "the shards that computed this request were lost"
             elif lost.spec.self_scheduling and sequence.request.grammar is not None and sequence.generated:
@@ -333,7 +351,7 @@ class Scheduler:
         """Return True if more tokens of work would wait than the policy allows."""
         limit = self.policy.max_queued_tokens
         if self.policy.max_queued_caches is not None:
-            limit = self.policy.max_queued_caches * sum(spec.num_tokens for spec in self._specs.values())
+            limit = self.policy.max_queued_caches * self._capacity.num_tokens
         work = len(request.prompt) + self._lengths.expected(request.max_new_tokens)
         return limit is not None and self.queue.exceeds(limit, work, request.qos.tenant)
 
@@ -374,7 +392,7 @@ class Scheduler:
             used_tokens=sum(replica.cache.used * replica.spec.block_size for replica in serving),
             cached_blocks=sum(replica.cache.tree.cached_blocks for replica in serving),
             num_blocks=sum(replica.spec.num_blocks for replica in serving),
-            block_size=next((spec.block_size for spec in self._specs.values()), 0),
+            block_size=self._capacity.block_size,
             num_replicas=len(self.replicas),
             serving_replicas=len(available),
             preemptions=self._lost_preemptions + sum(replica.preemptions for replica in serving),

@@ -149,6 +149,13 @@ class ScheduledSequence:
         """Expected tokens still to compute on its replica."""
         return self.prefill_length - self.num_computed_tokens + max(0, self.expected_length - self.length)
 
+    def count_move(self) -> None:
+        """Count the loss of the replica on which it runs."""
+        self.moves += 1
+        # A request that never gets a token may be what makes shards fail.
+        advanced = len(self.generated) > self.generated_when_placed
+        self.fruitless_moves = 1 if advanced else self.fruitless_moves + 1
+
     def leave_replica(self, state: State) -> None:
         """Forget slot, blocks and prefill progress; keep the generated tokens."""
         self.replica = self.slot = -1

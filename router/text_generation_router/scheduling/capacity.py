@@ -1,0 +1,42 @@
+"""Capacity: the KV caches of the replicas that there are."""
+
+from __future__ import annotations
+
+from text_generation_router.scheduling.messages import ReplicaSpec
+
+
+class Capacity:
+    """The last specs of all replicas, lost ones included. Of removed ones the last stays until another replica joins."""
+
+    def __init__(self) -> None:
+        self._specs: dict[int, ReplicaSpec] = {}
+        self._removed: int | None = None
+
+    def joined(self, replica: int, spec: ReplicaSpec) -> None:
+        """Record the spec of a replica that joins."""
+        if self._removed is not None:
+            self._specs.pop(self._removed, None)
+            self._removed = None
+        self._specs[replica] = spec
+
+    def removed(self, replica: int) -> None:
+        """Forget a replica, unless it is the last one whose spec is known."""
+        if len(self._specs) > 1:
+            self._specs.pop(replica, None)
+        elif replica in self._specs:
+            self._removed = replica
+
+    def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
+        """Return True if a request of this size could run alone on a replica."""
+        longest = prompt_tokens + max_new_tokens - 1
+        return any(longest <= spec.num_tokens for spec in self._specs.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """The size of all KV caches, in tokens."""
+        return sum(spec.num_tokens for spec in self._specs.values())
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block; 0 before the first replica joined."""
+        return next((spec.block_size for spec in self._specs.values()), 0)
