@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from text_generation_router.scheduling.messages import ReplicaSpec
+from text_generation_router.scheduling.policy import Policy
 
 
 class Capacity:
@@ -31,10 +32,11 @@ class Capacity:
         longest = prompt_tokens + max_new_tokens - 1
         return any(longest <= spec.num_tokens for spec in self._specs.values())
 
-    @property
-    def num_tokens(self) -> int:
-        """The size of all KV caches, in tokens."""
-        return sum(spec.num_tokens for spec in self._specs.values())
+    def queue_limit(self, policy: Policy) -> int | None:
+        """Return the most tokens of work that may wait; None: no limit."""
+        if policy.max_queued_caches is None:
+            return policy.max_queued_tokens
+        return policy.max_queued_caches * sum(spec.num_tokens for spec in self._specs.values())
 
     @property
     def block_size(self) -> int:

@@ -3,7 +3,6 @@
 Each replica runs this loop; clients submit and cancel beside it:
 
     expire()                            # end queued and running requests past their deadline
-
     dispatch():                         # what leaves the queue, and where it goes
         while a replica has room and sequence := queue.peek():
             if a better replica has room soon, or another sequence is computing its prefix:
@@ -12,12 +11,10 @@ Each replica runs this loop; clients submit and cancel beside it:
                 queue.remove(sequence); charge its tenant
             elif one of them could ever hold it:
                 break                   # the order of the queue holds: the next ones wait, too
-
     output = schedule(replica):         # what its next step computes
         allocate KV blocks to sequences near the end of theirs
         if one is stalled without a block: preempt choose_victim(running)      # back to the head of the queue
         prefill = chunks of prompts, within the token budget
-
     deliveries = update(replica, step_output)           # new tokens, errors, freed slots and blocks
 
 A sequence leaves the queue only when a replica has room for it now, so order, priorities and fairness hold until the last
@@ -49,8 +46,6 @@ from text_generation_router.scheduling.sequence import ScheduledSequence, State
 
 MAX_SKIPPED = 16
 """Sequences that one `dispatch` skips: it has to take microseconds."""
-MAX_MOVES = 100
-"""Replicas that a request may lose in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,6 @@ class SchedulerStats:
     cached_blocks: int
     num_blocks: int
     block_size: int
-    """0 before the first replica joined."""
     num_replicas: int
     serving_replicas: int
     preemptions: int
@@ -103,8 +97,6 @@ class Scheduler:
         self._prompt_tokens = self._hit_tokens = 0
         for _ in range(replicas):
             self.add()
-
-    # --------------------------------------------------------------------------------------------------------- requests
 
     def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
         """Return True if such a request could run alone on a replica, serving or lost."""
@@ -147,8 +139,6 @@ class Scheduler:
                 self.queue.charge(sequence.request.qos.tenant, -sequence.charged_tokens)
                 sequence.charged_tokens = 0
         self._forget(sequence)
-
-    # --------------------------------------------------------------------------------------------------------- the loop
 
     def expire(self, now: float) -> Deliveries:
         """End the requests past their deadline."""
@@ -252,8 +242,6 @@ class Scheduler:
         else:
             self.queue.tenants.ended(tenant)
 
-    # --------------------------------------------------------------------------------------------------------- replicas
-
     def add(self) -> int:
         """Return the number of a new replica, which does not serve yet. No number is used twice."""
         number = next(self._numbers)
@@ -283,8 +271,9 @@ class Scheduler:
         deliveries = Deliveries()
         for sequence in list(self.queue):
             if not self.fits(sequence.length, sequence.request.max_new_tokens - len(sequence.generated)):
-                message = "the KV cache is too small for this request now"
-                deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, message))
+                deliveries.failed.append(
+                    Failed(sequence.id, FailureCode.LOST, "the KV cache is too small for this request now")
+                )
                 self._forget(sequence)
         return deliveries
 
@@ -303,18 +292,13 @@ class Scheduler:
             if sequence.state is State.RUNNING:
                 self._moves += 1
                 sequence.count_move()
-            if sequence.fruitless_moves > self.policy.max_request_moves or sequence.moves > MAX_MOVES:
-                problem = "the shards that computed this request were lost"
-            elif lost.spec.self_scheduling and sequence.request.grammar is not None and sequence.generated:
-                # Such an engine can start a grammar only at the end of the prompt.
-                problem = "lost its shard; a constrained answer cannot go on elsewhere"
+            problem = sequence.cannot_move(lost.spec, self.policy.max_request_moves)
+            sequence.leave_replica(State.FAILED if problem else State.WAITING)
+            if problem:
+                deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
+                self._forget(sequence)
             else:
-                sequence.leave_replica(State.WAITING)
                 self._requeue(sequence)
-                continue
-            sequence.leave_replica(State.FAILED)
-            deliveries.failed.append(Failed(sequence.id, FailureCode.LOST, problem))
-            self._forget(sequence)
         return deliveries
 
     def drain(self, replica: int, *, draining: bool = True) -> None:
@@ -349,9 +333,7 @@ class Scheduler:
 
     def exceeds_queue_limit(self, request: Request) -> bool:
         """Return True if more tokens of work would wait than the policy allows."""
-        limit = self.policy.max_queued_tokens
-        if self.policy.max_queued_caches is not None:
-            limit = self.policy.max_queued_caches * self._capacity.num_tokens
+        limit = self._capacity.queue_limit(self.policy)
         work = len(request.prompt) + self._lengths.expected(request.max_new_tokens)
         return limit is not None and self.queue.exceeds(limit, work, request.qos.tenant)
 

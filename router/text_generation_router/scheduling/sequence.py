@@ -10,9 +10,12 @@ from math import inf
 
 from text_generation_router.request import Request, RequestId, TokenId
 from text_generation_router.scheduling.lazy_heap import Key
+from text_generation_router.scheduling.messages import ReplicaSpec
 from text_generation_router.scheduling.prefix_tree import Node
 
 TOKEN_BYTES = array("I").itemsize
+MAX_MOVES = 100
+"""Replicas that a request may lose in all."""
 
 
 class State(Enum):
@@ -155,6 +158,15 @@ class ScheduledSequence:
         # A request that never gets a token may be what makes shards fail.
         advanced = len(self.generated) > self.generated_when_placed
         self.fruitless_moves = 1 if advanced else self.fruitless_moves + 1
+
+    def cannot_move(self, lost: ReplicaSpec, max_fruitless_moves: int) -> str | None:
+        """Return why it cannot go on after the loss of its replica, of this spec; None if it can."""
+        if self.fruitless_moves > max_fruitless_moves or self.moves > MAX_MOVES:
+            return "the shards that computed this request were lost"
+        if lost.self_scheduling and self.request.grammar is not None and self.generated:
+            # Such an engine can start a grammar only at the end of the prompt.
+            return "lost its shard; a constrained answer cannot go on elsewhere"
+        return None
 
     def leave_replica(self, state: State) -> None:
         """Forget slot, blocks and prefill progress; keep the generated tokens."""
