@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,7 +106,7 @@ async def _serve(
     with open_lifeline() as lifeline_fd:
         log.info("starting", model_id=config.model_id, revision=config.revision, engine=config.engine)
         model_path = await resolve_model(config, environ, stop, lifeline_fd)
-        with _socket_folder() as folder:
+        with _socket_folder(environ) as folder:
             context = LaunchContext(
                 devices,
                 _cpus(),
@@ -152,10 +151,11 @@ def _check_port(host: str, port: int) -> None:
 
 
 @contextmanager
-def _socket_folder() -> Iterator[Path]:
+def _socket_folder(environ: Mapping[str, str]) -> Iterator[Path]:
     """Yield the path of a private socket folder: the first shard creates it; the last one, or this function, removes it."""
-    base = tempfile.gettempdir()
-    if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER:
+    # tempfile.gettempdir() would write a file, which fails on a full disk; sockets take no space.
+    base = environ.get("TMPDIR", "/tmp")
+    if len(os.fsencode(base)) > LONGEST_TEMP_FOLDER or not os.path.isdir(base):
         base = "/tmp"
     folder = Path(base, PRIVATE_FOLDER_PREFIX + secrets.token_hex(8))
     try:
