@@ -33,6 +33,10 @@ def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
             if is_set:
                 raise PlanError(f"{flag} is for the tensorrt-llm engine, and the engine is {config.engine}")
         return
+    if config.nodes > 1:
+        raise PlanError(
+            "`nodes`: one replica over several hosts needs the torch engine, and the engine is tensorrt-llm"
+        )
     if config.device == "cpu":
         raise PlanError("`device` is cpu, and the tensorrt-llm engine runs on GPUs only")
     if find_spec("tensorrt_llm") is None:

@@ -46,6 +46,16 @@ ALTERNATIVES = {
 """Alternatives to some of them, for the error message."""
 
 
+GROUP_PORT = 29500
+"""Default port of --leader-address: that of torch's launchers."""
+GROUP_VARIABLES = {
+    "nodes": "LWS_GROUP_SIZE",
+    "node_rank": "LWS_WORKER_INDEX",
+    "leader_address": "LWS_LEADER_ADDRESS",
+}
+"""Variables of a LeaderWorkerSet's pods, by the setting that takes its default from them."""
+
+
 class LauncherConfig(
     RouterSettings,
     ShardSettings,
@@ -66,6 +76,15 @@ class LauncherConfig(
     """Start of the processes that tensorrt-llm runs on several GPUs: by the shard itself, or by mpirun."""
     num_replicas: PositiveInt = 1
     """Copies of the model, each with its own shards, behind one router."""
+    nodes: PositiveInt = 1
+    """Hosts that one replica is spread over (torch engine), each with a launcher and as many shards; num_shard counts all of
+    them. Default in a LeaderWorkerSet: LWS_GROUP_SIZE."""
+    node_rank: NonNegativeInt = 0
+    """Number of this host among the nodes; that of number 0 runs the router. Default in a LeaderWorkerSet:
+    LWS_WORKER_INDEX."""
+    leader_address: str = ""
+    """Host name or address of node 0, HOST or HOST:PORT (29500), at which the shards of all nodes meet. All nodes need the
+    same SHARD_TOKEN. Default in a LeaderWorkerSet: LWS_LEADER_ADDRESS."""
     max_shard_restarts: NonNegativeInt = 5
     """Consecutive restarts, without two seconds of serving in between, after which a shard counts as hopeless; 0: never
     restart."""
@@ -110,7 +129,27 @@ class LauncherConfig(
             raise ValueError("--port (or PORT): the launcher needs a port of its own, not 0")
         if self.num_shard is not None and self.num_shard < 1:
             raise ValueError("`num_shard` cannot be < 1")
+        self._check_nodes()
         return self
+
+    def _check_nodes(self) -> None:
+        if self.node_rank >= self.nodes:
+            raise ValueError(f"`node_rank`({self.node_rank}) must be < `nodes`({self.nodes})")
+        if self.nodes == 1:
+            return
+        if not self.leader_address:
+            raise ValueError(f"`nodes` is {self.nodes}: --leader-address (or LEADER_ADDRESS) is missing")
+        if not self.shard_token:
+            raise ValueError(f"`nodes` is {self.nodes}: the launchers of all nodes need the same SHARD_TOKEN")
+        if self.num_replicas > 1:
+            raise ValueError(f"`nodes` is {self.nodes}: `num_replicas` must be 1; a group of nodes is one replica")
+
+    @property
+    def group_address(self) -> str:
+        """The address at which the shards of all nodes meet."""
+        address = self.leader_address
+        has_port = ":" in address.rpartition("]")[2] and (address.count(":") == 1 or "]" in address)
+        return address if has_port else f"{address}:{GROUP_PORT}"
 
     @property
     def input_limit(self) -> int | None:
@@ -136,6 +175,9 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
                 LauncherConfig,
                 f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it{instead}",
             )
+    for name, variable in GROUP_VARIABLES.items():
+        if environ.get(variable) and not environ.get(name.upper()):
+            argv = [f"--{name.replace('_', '-')}", environ[variable], *argv]
     if port := environ.get("AIP_HTTP_PORT"):  # set by Vertex AI
         argv = [*argv, "--port", port]
     return parse_config(LauncherConfig, argv)

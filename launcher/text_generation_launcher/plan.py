@@ -69,7 +69,8 @@ class LaunchPlan:
 
     shards: tuple[ShardSpec, ...]
     """Ordered by replica, then by rank."""
-    router: ChildSpec
+    router: ChildSpec | None
+    """None on a node that only has shards of a replica whose router is on another one."""
     host: str
     """IP address that the router listens on."""
     port: int
@@ -79,6 +80,8 @@ class LaunchPlan:
     @property
     def ports(self) -> tuple[int, ...]:
         """The ports that the router listens on."""
+        if self.router is None:
+            return ()
         return (self.port, self.management_port) if self.management_port else (self.port,)
 
     @property
@@ -123,13 +126,13 @@ def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
     parts = count_parts(config, context.devices)
     ranks = range(count_processes(config, context.devices))
     shards = tuple(_shard(config, context, replica, rank) for replica in range(config.num_replicas) for rank in ranks)
-    router = _router(config, context, shards, parts)
+    router = None if config.node_rank else _router(config, context, shards, parts * config.nodes)
     return LaunchPlan(shards, router, listen_host(config.hostname), config.port, config.management_port)
 
 
 def count_parts(config: LauncherConfig, devices: Devices) -> int:
-    """Return the number of model parts over all replicas; with accelerators, one part takes one. Raises PlanError."""
-    parts = count_shards(config, devices)
+    """Return the number of model parts on this host; with accelerators, one part takes one. Raises PlanError."""
+    parts = _on_one_node(config, count_shards(config, devices))
     total = parts * config.num_replicas
     if (number := _device_number(config)) is not None and parts > 1:
         raise PlanError(f"`device` is {config.device}, and {parts} shards take a device each")
@@ -166,6 +169,8 @@ def _device_number(config: LauncherConfig) -> int | None:
 def count_shards(config: LauncherConfig, devices: Devices) -> int:
     """Return the number of parts to split the model into (TGI: shards). Raises PlanError."""
     wanted = config.num_shard
+    if config.nodes > 1 and wanted is None:
+        wanted = max(1, devices.count) * config.nodes
     if config.sharded:
         if wanted is None and devices.count <= 1:
             raise PlanError(f"`sharded` is true but only found {devices.count} CUDA devices")
@@ -182,11 +187,17 @@ def count_shards(config: LauncherConfig, devices: Devices) -> int:
 
 
 def count_processes(config: LauncherConfig, devices: Devices) -> int:
-    """Return the number of shard processes per replica. Raises PlanError.
+    """Return the number of shard processes per replica on this host. Raises PlanError.
 
     One per part, except for TensorRT-LLM: it spreads over devices itself, behind one shard.
     """
-    return 1 if config.engine == "tensorrt-llm" else count_shards(config, devices)
+    return 1 if config.engine == "tensorrt-llm" else _on_one_node(config, count_shards(config, devices))
+
+
+def _on_one_node(config: LauncherConfig, shards: int) -> int:
+    if shards % config.nodes:
+        raise PlanError(f"{shards} shards (--num-shard) cannot be divided among {config.nodes} nodes (--nodes)")
+    return shards // config.nodes
 
 
 def check_ports(config: LauncherConfig, devices: Devices) -> None:
@@ -236,10 +247,14 @@ def child_env(environ: Mapping[str, str], child: type[ProcessConfig]) -> dict[st
     }
 
 
-def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: int) -> ShardSpec:
-    size = count_processes(config, context.devices)
-    address = _address(config, context, replica, rank, size)
+def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number: int) -> ShardSpec:
+    """Return one of the shards of `replica` on this host, `number` counts them from 0."""
+    here = count_processes(config, context.devices)
+    rank, size = config.node_rank * here + number, config.nodes * here
+    address = _address(config, context, replica, number, here)
     group_address = f"unix://{context.socket_folder}/group-{replica}" if size > 1 else ""
+    if config.nodes > 1:
+        group_address = config.group_address
     settings = child_settings(config, ShardConfig) | {
         "model_path": str(context.model_path),
         "address": address,
@@ -262,11 +277,11 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, rank: i
         env = mpi.rank_environment(env, as_root=context.is_root)
         if context.devices.count:
             env["CUDA_VISIBLE_DEVICES"] = _visible_devices(config, context, replica)
-    elif config.num_replicas * size > 1:
+    elif config.num_replicas * here > 1:
         if _on_devices(config, context.devices):
-            env["CUDA_VISIBLE_DEVICES"] = nth_visible(context.environ, replica * size + rank)
+            env["CUDA_VISIBLE_DEVICES"] = nth_visible(context.environ, replica * here + number)
         else:
-            settings |= _cpu_share(config, context, config.num_replicas * size)
+            settings |= _cpu_share(config, context, config.num_replicas * here)
     if size > 1:
         # torch.distributed would log stack traces for every consequence of a peer's death.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -157,7 +157,7 @@ class ReplicaSupervisor:
             fields = {"replica": replica.number, "rank": cause.rank} | exit_fields(cause.code)
             if not self._ready.is_set():
                 log.error("shard failed to start", **fields)
-                raise ChildFailed(replica.shards[cause.rank].name)
+                raise ChildFailed(next(shard.name for shard in replica.shards if shard.rank == cause.rank))
             replica.streak = self._policy.after_death(replica.streak, served, cause.code)
             hopeless = self._all_hopeless()
             delay = None if hopeless else self._policy.delay(replica.streak)

@@ -21,7 +21,7 @@ import aiohttp
 import structlog
 
 from text_generation_launcher.child import ChildFailed, ChildLost, run_to_end
-from text_generation_launcher.plan import LaunchPlan
+from text_generation_launcher.plan import ChildSpec, LaunchPlan
 from text_generation_launcher.shard_restarts import ReplicaSupervisor, RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.descriptors import DescriptorReserve
@@ -71,8 +71,13 @@ class Supervisor:
             await self._replicas.wait_until_serving()
             loaded = time.monotonic()
             log.info("shards serve", shards=len(self._plan.shards), seconds=round(loaded - begin, 2))
+            if self._plan.router is None:
+                self.ready.set()
+                self._notifier.ready()
+                log.info("ready", shards_seconds=round(loaded - begin, 2))
+                return
             async with asyncio.TaskGroup() as router_tasks:
-                router_tasks.create_task(self._run_router())
+                router_tasks.create_task(self._run_router(self._plan.router))
                 await wait_until_healthy(self._plan.url)
                 self.ready.set()
                 self._notifier.ready()
@@ -92,18 +97,18 @@ class Supervisor:
         replicas = f"{self._replicas.serving} of {len(self._plan.groups)} replicas"
         return f"serving with {replicas}" if self.ready.is_set() else f"loading: {replicas} serve"
 
-    async def _run_router(self) -> None:
+    async def _run_router(self, router: ChildSpec) -> None:
         code = await run_to_end(
-            self._plan.router,
+            router,
             self._stop.grace_period,
             json_output=self._json_output,
             beside=self._forward_hangups,
         )
         if not self.ready.is_set():
             log.error("router failed to start", **exit_fields(code))
-            raise ChildFailed(self._plan.router.name)
+            raise ChildFailed(router.name)
         log.error("router died", **exit_fields(code))
-        raise ChildLost(self._plan.router.name)
+        raise ChildLost(router.name)
 
     async def _forward_hangups(self, router: asyncio.subprocess.Process) -> None:
         await self.ready.wait()  # a router that starts has no handler yet

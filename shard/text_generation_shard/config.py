@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from typing import Annotated, Literal, Self
 
@@ -91,7 +92,8 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     world_size: PositiveInt = 1
     """Number of shards in the group."""
     group_address: str = ""
-    """Address of the group, unix:///path: rank 0 listens there, the others connect. Not needed by a single shard."""
+    """Address of the group: rank 0 listens there, the others connect. unix:///path, or host:port if the group is on several
+    hosts, which then all need the same SHARD_TOKEN. Not needed by a single shard."""
     max_batch_size: NonNegativeInt = 0
     """Most sequences held at once; 0: the engine's own limit."""
     tensor_parallel: PositiveInt = 1
@@ -101,8 +103,9 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     def _check_group(self) -> Self:
         if self.rank >= self.world_size:
             raise ValueError(f"`rank`({self.rank}) must be < `world_size`({self.world_size})")
-        if self.world_size > 1 and socket_path(self.group_address) is None:
-            raise ValueError(f"`world_size` is {self.world_size}: `group_address` must be unix:///path")
+        has_address = socket_path(self.group_address) is not None or re.fullmatch(r".+:\d+", self.group_address)
+        if self.world_size > 1 and not has_address:
+            raise ValueError(f"`world_size` is {self.world_size}: `group_address` must be unix:///path or host:port")
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ class Stack:
         engine: str = "echo",
         environ: Mapping[str, str] | None = None,
         stderr: int = subprocess.PIPE,
+        within: Sequence[str] = (),
     ) -> None:
-        """`stderr` is a descriptor for the log if the stack is not to read it itself."""
+        """`stderr` is a descriptor for the log if the stack is not to read it itself; `within` a command that runs others."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -44,6 +45,7 @@ class Stack:
         self._arrivals: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.launcher = subprocess.Popen(
             [
+                *within,
                 Path(sys.executable).with_name("text-generation-launcher"),
                 *("--model-id", str(model), "--engine", engine, "--json-output"),
                 *("--hostname", "127.0.0.1", "--port", str(port), *args),

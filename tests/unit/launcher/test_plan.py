@@ -158,6 +158,31 @@ def test_each_rank_of_each_replica_is_a_process_and_the_router_knows_the_leaders
     assert router_of(made).shard_address == tuple(addresses[::ranks])
 
 
+def test_each_node_starts_its_part_of_the_ranks_and_node_0_the_router() -> None:
+    for address, port in (("head", ""), ("10.0.0.1:4000", ""), ("[fd00::1]", ":29500"), ("[fd00::1]:4000", "")):
+        nodes = [
+            plan(4, num_shard=8, nodes=2, node_rank=number, leader_address=address, shard_token="t")
+            for number in (0, 1)
+        ]
+        assert [spec.rank for node in nodes for spec in node.shards] == list(range(8))
+        assert {(shard.world_size, shard.replica) for node in nodes for shard in shards_of(node)} == {(8, 0)}
+        where = f"{address}:29500" if address == "head" else address + port
+        assert {shard.group_address for node in nodes for shard in shards_of(node)} == {where}
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in nodes[1].shards] == ["0", "1", "2", "3"]
+    assert [spec.address for spec in nodes[1].shards] == [f"unix:///tmp/tgi-1/shard-0-{number}" for number in range(4)]
+    assert (router_of(nodes[0]).shard_address, nodes[1].router, nodes[1].ports) == (
+        ("unix:///tmp/tgi-1/shard-0-0",),
+        None,
+        (),
+    )
+    assert router_of(nodes[0]).compute_type == "8-nvidia-h200"
+    assert count_shards(config(nodes=2, leader_address="head", shard_token="t"), Devices(4, None)) == 8
+    cpu = plan(nodes=2, leader_address="head", shard_token="t", device="cpu")
+    assert [(shard.rank, shard.world_size) for shard in shards_of(cpu)] == [(0, 2)]
+    with pytest.raises(PlanError, match="cannot be divided among 2 nodes"):
+        plan(8, num_shard=7, nodes=2, leader_address="head", shard_token="t")
+
+
 def test_addresses_of_shards() -> None:
     groups = {"num_replicas": 2, "num_shard": 2}
     assert plan(shard_uds_path="/run/tgi").shards[0].address == "unix:///run/tgi-0"

@@ -31,11 +31,13 @@ ONE_SHOT_DTYPES = (torch.float32, torch.bfloat16)
 class AllReduce:
     """In-place all-reduce over the default process group. The constructor is a collective: all ranks call it together."""
 
-    def __init__(self, device: torch.device, low_latency: LowLatencyCollectives | None = None) -> None:
-        """Set up for tensors on `device`. Without CUDA or symmetric memory, everything goes to the process group."""
+    def __init__(
+        self, device: torch.device, low_latency: LowLatencyCollectives | None = None, *, one_shot: bool = True
+    ) -> None:
+        """Set up for tensors on `device`. Without CUDA, `one_shot` or symmetric memory, all goes to the process group."""
         self._low_latency = low_latency
         self._buffers: dict[torch.dtype, Tensor] = {}
-        if device.type == "cuda":
+        if device.type == "cuda" and one_shot:
             self._buffers = _set_up(device)
 
     @property

@@ -4,8 +4,9 @@
                       │                            ▲
     follower    receive() → (kind, payload)    answer(value)
 
-A unix socket in a folder that only its owner can access: no port, no key. It is on the path of every step, so a message takes
-one system call to send and two to receive, on blocking sockets. The users of the channel define the message kinds.
+On one host it is a unix socket in a folder that only its owner can access: no port, no key. Between hosts it is a TCP
+connection (meeting.py). It is on the path of every step, so a message takes one system call to send and two to receive, on
+blocking sockets. The users of the channel define the message kinds.
 
 A process that ends for any reason closes its sockets. The other side then raises GroupBroken when it reads or writes, and
 `watch` reports it even while another thread is blocked in a device call that waits for the dead process. A collective that
@@ -17,10 +18,11 @@ from __future__ import annotations
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from pathlib import Path
@@ -37,7 +39,7 @@ LOST_WITHIN = 0.5
 
 _MAGIC = 0x54475031
 """Start of a greeting, to detect wrong connections."""
-_GREETING = struct.Struct("<III")
+GREETING = struct.Struct("<III")
 """magic, rank, world size."""
 _HEADER = struct.Struct("<II")
 """kind, bytes of payload."""
@@ -54,6 +56,8 @@ class LeaderChannel:
     def __init__(self, followers: dict[int, socket.socket]) -> None:
         """`followers`: connected sockets by rank."""
         self._followers = {rank: _Peer(f"rank {rank}", followers[rank]) for rank in sorted(followers)}
+        self._reason: str | None = None
+        """Description of the follower that was lost first."""
 
     def broadcast(self, kind: int, payload: bytes | bytearray | memoryview = b"") -> None:
         """Send to all followers. Returns when the data is in the kernel's buffers. Raises GroupBroken."""
@@ -66,12 +70,22 @@ class LeaderChannel:
         return [_ANSWER.unpack(peer.read(bytearray(_ANSWER.size)))[0] for peer in self._followers.values()]
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost` from a thread of the channel when a follower is lost; never after `close`."""
-        _watch(list(self._followers.values()), on_lost)
+        """Call `on_lost` from a thread of the channel when a follower is lost; never after `close`.
+
+        The connections to the others end as well: without the lost one no rank can go on.
+        """
+
+        def leave(reason: str) -> None:
+            self._reason = reason
+            on_lost(reason)
+            for follower in self._followers.values():
+                follower.close()
+
+        _watch(list(self._followers.values()), leave)
 
     def lost(self, within: float) -> str | None:
         """Return a description of the follower that is lost within `within` seconds; None if none is, or the group is closing."""
-        return _lost(list(self._followers.values()), within)
+        return self._reason or _lost(list(self._followers.values()), within)
 
     def close(self) -> None:
         """Send GOODBYE and close."""
@@ -127,6 +141,7 @@ class _Peer:
         self.leaving = False
         """True if the end of the connection is expected."""
         self._socket = connection
+        self._flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
         connection.settimeout(None)  # with a timeout, each call would poll before it reads
 
     def duplicate(self) -> int:
@@ -149,7 +164,7 @@ class _Peer:
         whole = rest = memoryview(buffer)
         while rest:
             try:
-                count = self._socket.recv_into(rest, flags=socket.MSG_WAITALL)
+                count = self._socket.recv_into(rest, flags=self._flags)
             except OSError as error:
                 raise self._gone(error) from error
             if not count:
@@ -229,10 +244,9 @@ def accept_followers(path: Path, size: int, timeout: float) -> LeaderChannel:
     try:
         with _listening(path, size) as listener:
             while len(followers) < size - 1:
-                missing = sorted(set(range(1, size)) - followers.keys())
-                connection = _accept(listener, until, f"{_ranks(missing)} did not connect within {timeout:g} s")
-                rank = _greeted_by(connection, size, followers)
-                followers[rank] = connection
+                missing = missing_ranks(size, followers)
+                connection = _accept(listener, until, f"{missing} did not connect within {timeout:g} s")
+                followers[greeted_by(_read_greeting(connection), connection, size, followers)] = connection
     except BaseException:
         for connection in followers.values():
             connection.close()
@@ -247,7 +261,7 @@ def connect_to_leader(path: Path, rank: int, size: int, timeout: float) -> Follo
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.connect(str(path))
-            connection.sendall(_GREETING.pack(_MAGIC, rank, size))
+            connection.sendall(greeting(rank, size))
         except OSError as error:
             connection.close()
             if time.monotonic() > until:
@@ -288,18 +302,25 @@ def _accept(listener: socket.socket, until: float, timeout_message: str) -> sock
     return connection
 
 
-def _greeted_by(connection: socket.socket, size: int, connected: dict[int, socket.socket]) -> int:
-    """Read the greeting and return the rank. Raises EngineError if it does not belong to this group."""
-    greeting = bytearray(_GREETING.size)
+def greeting(rank: int, size: int) -> bytes:
+    """Return the first message of a follower."""
+    return GREETING.pack(_MAGIC, rank, size)
+
+
+def _read_greeting(connection: socket.socket) -> bytes:
+    """Return the first message of a connection; less if it ends or is late."""
     try:
-        received = connection.recv_into(greeting, flags=socket.MSG_WAITALL)
+        return connection.recv(GREETING.size, socket.MSG_WAITALL)
     except OSError:
-        received = 0
-    magic: int
-    rank: int
-    peer_size: int
-    magic, rank, peer_size = _GREETING.unpack(greeting)
-    if received < _GREETING.size or magic != _MAGIC:
+        return b""
+
+
+def greeted_by(message: bytes, connection: socket.socket, size: int, connected: Container[int]) -> int:
+    """Return the rank that sent the greeting `message`. Raises EngineError if it does not belong to this group."""
+    rank = peer_size = magic = 0
+    if len(message) == GREETING.size:
+        magic, rank, peer_size = GREETING.unpack(message)
+    if magic != _MAGIC:
         problem = "a connection did not come from a shard"
     elif peer_size != size:
         problem = f"rank {rank} has world size {peer_size}, expected {size}"
@@ -313,5 +334,7 @@ def _greeted_by(connection: socket.socket, size: int, connected: dict[int, socke
     raise EngineError(f"the group could not be formed: {problem}")
 
 
-def _ranks(ranks: list[int]) -> str:
+def missing_ranks(size: int, connected: Container[int]) -> str:
+    """Return the names of the ranks above 0 that are not `connected`."""
+    ranks = [rank for rank in range(1, size) if rank not in connected]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

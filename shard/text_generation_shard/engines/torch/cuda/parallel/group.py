@@ -3,7 +3,10 @@
     join    rank 0 listens on the group's socket ─► the others connect ─► rank 0 broadcasts the address of its store ─► process
             group: NCCL between GPUs, gloo between CPUs
     step    the control channel carries the commands (channel.py); all-reduce and all-gather within a step are our kernels or
-            torch's for small tensors on GPUs, else those of the process group
+            torch's for small tensors on GPUs of one host, else those of the process group
+
+A group on several hosts has a TCP address (meeting.py). Its store, gloo and NCCL use TCP ports of their own, or InfiniBand,
+without authentication or encryption: the network between the hosts has to be private.
 
 With one rank, the collectives do nothing, and torch.distributed is not imported.
 """
@@ -12,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import struct
 import warnings
 from datetime import timedelta
@@ -32,6 +34,13 @@ from text_generation_shard.engines.torch.cuda.parallel.channel import (
     accept_followers,
     connect_to_leader,
 )
+from text_generation_shard.engines.torch.cuda.parallel.meeting import (
+    accept_hosts,
+    connect_to_host,
+    host_and_port,
+    listen,
+    network_interface,
+)
 from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 
 if TYPE_CHECKING:
@@ -42,6 +51,8 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT = 120.0
 """Seconds to wait for the other ranks: all start together, but importing torch from a cold disk takes long."""
+JOIN_HOSTS_TIMEOUT = 3600.0
+"""Seconds to wait for ranks on other hosts, which start at other times and may have to download the model."""
 STORE_TIMEOUT = timedelta(seconds=120)
 LOCALHOST = "127.0.0.1"
 STORE = 1
@@ -125,7 +136,7 @@ class ParallelGroup:
             dist.destroy_process_group()
 
 
-def join_group(config: ShardConfig, device: torch.device, timeout: float = JOIN_TIMEOUT) -> ParallelGroup:
+def join_group(config: ShardConfig, device: torch.device, timeout: float | None = None) -> ParallelGroup:
     """Connect to the other ranks of this replica and set up the collectives on `device`. Waits for all ranks.
 
     Raises EngineError with a one-line message if a rank does not connect or the collectives cannot be set up.
@@ -133,23 +144,17 @@ def join_group(config: ShardConfig, device: torch.device, timeout: float = JOIN_
     tp = TensorParallelRank(config.rank, config.world_size)
     if tp.world_size == 1:
         return ParallelGroup(tp)
-    path = socket_path(config.group_address)
-    if path is None:
-        raise EngineError("group_address must be unix:///path")
-    channel: LeaderChannel | FollowerChannel
-    if tp.rank == 0:
-        channel = accept_followers(path, tp.world_size, timeout)
-    else:
-        channel = connect_to_leader(path, tp.rank, tp.world_size, timeout)
+    channel, host = _meet(config, tp, timeout)
     try:
         _silence_torch_distributed()
-        store = _share_store(channel, tp)
-        _open_process_group(tp, device, store)
+        store = _share_store(channel, tp, host)
+        _open_process_group(tp, device, store, "lo" if host == LOCALHOST else network_interface(host))
         from text_generation_shard.engines.torch.cuda.parallel.all_reduce import AllReduce
         from text_generation_shard.engines.torch.cuda.parallel.symmetric import create_low_latency_collectives
 
-        low_latency = create_low_latency_collectives(device) if device.type == "cuda" else None
-        all_reduce = AllReduce(device, low_latency)
+        exchanges = device.type == "cuda" and host == LOCALHOST
+        low_latency = create_low_latency_collectives(device) if exchanges else None
+        all_reduce = AllReduce(device, low_latency, one_shot=exchanges)
     except (GroupBroken, RuntimeError, ValueError) as error:  # torch.distributed raises RuntimeErrors
         channel.close()
         raise EngineError(f"the group could not be joined: {' '.join(str(error).split())}") from error
@@ -163,15 +168,34 @@ def join_group(config: ShardConfig, device: torch.device, timeout: float = JOIN_
     return ParallelGroup(tp, channel, all_reduce, low_latency)
 
 
-def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRank) -> Store:
-    """Open the store for the rendezvous of the process group; it listens on the loopback interface only."""
+def _meet(
+    config: ShardConfig, tp: TensorParallelRank, timeout: float | None
+) -> tuple[LeaderChannel | FollowerChannel, str]:
+    """Return the control channel, and the host of rank 0."""
+    address, size = config.group_address, tp.world_size
+    if path := socket_path(address):
+        timeout = JOIN_TIMEOUT if timeout is None else timeout
+        if tp.rank == 0:
+            return accept_followers(path, size, timeout), LOCALHOST
+        return connect_to_leader(path, tp.rank, size, timeout), LOCALHOST
+    timeout = JOIN_HOSTS_TIMEOUT if timeout is None else timeout
+    if not config.shard_token:
+        raise EngineError(f"a group that meets at {address} needs a token: set the same SHARD_TOKEN on all hosts")
+    host, _ = host_and_port(address)
+    if tp.rank == 0:
+        return accept_hosts(address, size, timeout, config), host
+    return connect_to_host(address, tp.rank, size, timeout, config), host
+
+
+def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRank, host: str) -> Store:
+    """Open the store for the rendezvous of the process group; it listens on `host`, that of rank 0, only."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not exported for type checkers
 
     if isinstance(channel, LeaderChannel):
-        listener = socket.create_server((LOCALHOST, 0))
+        listener = listen((host, 0))
         port: int = listener.getsockname()[1]
         store: Store = TCPStore(
-            LOCALHOST,
+            host,
             port,
             tp.world_size,
             is_master=True,
@@ -184,16 +208,16 @@ def _share_store(channel: LeaderChannel | FollowerChannel, tp: TensorParallelRan
     kind, payload = channel.receive()
     assert kind == STORE
     (port,) = _PORT.unpack(payload)
-    store = TCPStore(LOCALHOST, port, tp.world_size, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
+    store = TCPStore(host, port, tp.world_size, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False)
     return store
 
 
-def _open_process_group(tp: TensorParallelRank, device: torch.device, store: Store) -> None:
+def _open_process_group(tp: TensorParallelRank, device: torch.device, store: Store, interface: str | None) -> None:
     import torch.distributed as dist
 
     on_cuda = device.type == "cuda"
-    # All ranks are on this machine, so TCP connections use the loopback interface.
-    os.environ.setdefault("NCCL_SOCKET_IFNAME" if on_cuda else "GLOO_SOCKET_IFNAME", "lo")
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME" if on_cuda else "GLOO_SOCKET_IFNAME", interface)
     if on_cuda:
         torch.cuda.set_device(device)
     with warnings.catch_warnings():
