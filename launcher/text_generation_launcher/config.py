@@ -13,8 +13,9 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
 from text_generation_proto.settings import ProcessConfig, exit_with_usage_error, parse_config
+from text_generation_proto.sockets import is_local
 from text_generation_router.config import RouterSettings
-from text_generation_shard.config import ShardSettings
+from text_generation_shard.config import NEEDS_TLS, ShardSettings
 
 UNSUPPORTED = frozenset(
     {
@@ -141,6 +142,8 @@ class LauncherConfig(
             raise ValueError(f"`nodes` is {self.nodes}: --leader-address (or LEADER_ADDRESS) is missing")
         if not self.shard_token:
             raise ValueError(f"`nodes` is {self.nodes}: the launchers of all nodes need the same SHARD_TOKEN")
+        if not is_local(self.group_address) and not self.shard_tls_cert and not self.insecure:
+            raise ValueError(NEEDS_TLS.format(self.group_address))
         if self.num_replicas > 1:
             raise ValueError(f"`nodes` is {self.nodes}: `num_replicas` must be 1; a group of nodes is one replica")
 

@@ -263,7 +263,7 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
         "world_size": size,
         "group_address": group_address,
         "max_batch_size": config.max_batch_size or 0,
-        "health_port": config.health_port and config.health_port + replica * size + rank,
+        "health_port": config.health_port and config.health_port + replica * here + number,
         "lifeline_fd": context.lifeline_fd,
         "log_drops_fd": context.log_drops_fd,
         "shard_token": "",

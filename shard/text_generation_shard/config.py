@@ -110,8 +110,9 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
 
     @model_validator(mode="after")
     def _check_address(self) -> Self:
-        if not is_local(self.address) and not self.shard_tls_cert and not self.insecure:
-            raise ValueError(NEEDS_TLS.format(self.address))
+        for address in (self.address, *((self.group_address,) if self.world_size > 1 else ())):
+            if not is_local(address) and not self.shard_tls_cert and not self.insecure:
+                raise ValueError(NEEDS_TLS.format(address))
         return self
 
     @property

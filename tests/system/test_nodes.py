@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.system, pytest.mark.full, pytest.mark.timeout(300)]
 LEADER, OTHER = "10.89.15.1", "10.89.15.2"
 ENDED_WITHIN_S = 2.0
 VANISHED_WITHIN_S = 10.0
-TORCH = ("--device", "cpu", "--dtype", "float32")
+TORCH = ("--device", "cpu", "--dtype", "float32", "--insecure")
 PROMPT = {"inputs": "The capital of France is", "parameters": {"max_new_tokens": 24}}
 ASK = f"""
 import sys, urllib.request

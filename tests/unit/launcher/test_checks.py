@@ -72,7 +72,7 @@ SEVERAL_GPUS = "--trtllm-launch mpirun starts the processes of several GPUs: it 
         ({"trtllm_options": "tensor_parallel_size: 2"}, "tensor_parallel_size is not set here: use --num-shard"),
         ({"trtllm_options": "engine.yaml"}, "engine.yaml: there is no such file"),
         (
-            {"nodes": 2, "num_shard": 2, "leader_address": "head", "shard_token": "t"},
+            {"nodes": 2, "num_shard": 2, "leader_address": "head", "shard_token": "t", "insecure": True},
             "one replica over several hosts needs the torch engine, and the engine is tensorrt-llm",
         ),
         *(({"trtllm_launch": "mpirun", **few}, SEVERAL_GPUS) for few in ({}, {"num_shard": 1}, {"sharded": False})),

@@ -44,7 +44,7 @@ def test_precedence_of_flag_environment_and_default(monkeypatch: pytest.MonkeyPa
 
 def test_nodes_of_a_leader_worker_set(monkeypatch: pytest.MonkeyPatch) -> None:
     pod = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "set-0.set.ns"}
-    token = ("--shard-token", "t")
+    token = ("--shard-token", "t", "--insecure")
     config = read_config((*MODEL, *token), pod)
     assert (config.nodes, config.node_rank, config.leader_address) == (2, 1, "set-0.set.ns")
     assert read_config((*MODEL, *token, "--node-rank", "0"), pod).node_rank == 0
@@ -57,8 +57,9 @@ def test_nodes_of_a_leader_worker_set(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("--node-rank 1", "`node_rank`(1) must be < `nodes`(1)"),
         ("--nodes 2 --shard-token t", "`nodes` is 2: --leader-address (or LEADER_ADDRESS) is missing"),
+        ("--nodes 2 --leader-address head --shard-token t", "other machines reach head:29500: give --shard-tls-cert"),
         ("--nodes 2 --leader-address head", "`nodes` is 2: the launchers of all nodes need the same SHARD_TOKEN"),
-        ("--nodes 2 --leader-address head --shard-token t --num-replicas 2", "`num_replicas` must be 1"),
+        ("--nodes 2 --leader-address head --shard-token t --insecure --num-replicas 2", "`num_replicas` must be 1"),
     ],
 )
 def test_nodes_that_cannot_form_a_group(capsys: pytest.CaptureFixture[str], argv: str, problem: str) -> None:

@@ -161,7 +161,7 @@ def test_each_rank_of_each_replica_is_a_process_and_the_router_knows_the_leaders
 def test_each_node_starts_its_part_of_the_ranks_and_node_0_the_router() -> None:
     for address, port in (("head", ""), ("10.0.0.1:4000", ""), ("[fd00::1]", ":29500"), ("[fd00::1]:4000", "")):
         nodes = [
-            plan(4, num_shard=8, nodes=2, node_rank=number, leader_address=address, shard_token="t")
+            plan(4, num_shard=8, nodes=2, node_rank=number, leader_address=address, shard_token="t", insecure=True)
             for number in (0, 1)
         ]
         assert [spec.rank for node in nodes for spec in node.shards] == list(range(8))
@@ -176,11 +176,11 @@ def test_each_node_starts_its_part_of_the_ranks_and_node_0_the_router() -> None:
         (),
     )
     assert router_of(nodes[0]).compute_type == "8-nvidia-h200"
-    assert count_shards(config(nodes=2, leader_address="head", shard_token="t"), Devices(4, None)) == 8
-    cpu = plan(nodes=2, leader_address="head", shard_token="t", device="cpu")
+    assert count_shards(config(nodes=2, leader_address="head", shard_token="t", insecure=True), Devices(4, None)) == 8
+    cpu = plan(nodes=2, leader_address="head", shard_token="t", insecure=True, device="cpu")
     assert [(shard.rank, shard.world_size) for shard in shards_of(cpu)] == [(0, 2)]
     with pytest.raises(PlanError, match="cannot be divided among 2 nodes"):
-        plan(8, num_shard=7, nodes=2, leader_address="head", shard_token="t")
+        plan(8, num_shard=7, nodes=2, leader_address="head", shard_token="t", insecure=True)
 
 
 def test_addresses_of_shards() -> None:

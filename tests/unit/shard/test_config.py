@@ -14,7 +14,7 @@ MEETING = "unix:///tmp/group"
     ("settings", "problem"),
     [
         ({"world_size": 2}, "`world_size` is 2: `group_address` must be unix:///path"),
-        ({"world_size": 2, "group_address": "127.0.0.1:5"}, "`group_address` must be unix:///path"),
+        ({"world_size": 2, "group_address": "here"}, "`group_address` must be unix:///path"),
         ({"rank": 1}, "`rank`(1) must be < `world_size`(1)"),
         ({"rank": 2, "world_size": 2, "group_address": MEETING}, "`rank`(2) must be < `world_size`(2)"),
         *(

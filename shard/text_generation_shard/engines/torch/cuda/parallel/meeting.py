@@ -179,7 +179,7 @@ def _introduce(target: tuple[str, int], rank: int, size: int, access: ShardAcces
         if access.shard_tls_cert:
             context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=access.shard_tls_ca)
             context.load_cert_chain(access.shard_tls_cert, access.shard_tls_key)
-            connection = context.wrap_socket(connection, server_hostname=target[0])
+            connection = context.wrap_socket(connection, server_hostname=access.shard_tls_name or target[0])
         challenge = _receive(connection, _CHALLENGE_BYTES)
         introduction = greeting(rank, size) + secrets.token_bytes(_CHALLENGE_BYTES)
         connection.sendall(introduction + _proof(access.shard_token, b"rank", challenge, introduction))
