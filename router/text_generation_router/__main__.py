@@ -18,11 +18,16 @@ from text_generation_router.config import RouterConfig
 
 log = structlog.get_logger()
 
+SWITCH_INTERVAL_S = 0.0005
+"""Seconds after which a busy thread releases the GIL: the event loop must not wait 5 ms, Python's default, for the thread
+that parses large bodies, each time that it wakes."""
+
 
 def main() -> None:
     """Run a router until a stop signal; exit with an ExitCode."""
     config = parse_config(RouterConfig)
     erase({"API_KEY", "SHARD_TOKEN"})
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     faulthandler.enable(2)  # sys.stderr may be None; the launcher ends a router that hangs with SIGABRT
     follow_parent(config.lifeline_fd)
     raise_descriptor_limit()

@@ -48,13 +48,21 @@ async def collect_growth(is_idle: Callable[[], bool]) -> None:
     while True:
         await asyncio.sleep(CHECK_S)
         resident = _resident()
-        if resident - lowest > (GROWTH if is_idle() else GROWTH_IF_BUSY):
-            gc.collect()
-            library = ctypes.CDLL(None)
-            if hasattr(library, "malloc_trim"):
-                library.malloc_trim(0)
+        most = lowest + (GROWTH if is_idle() else GROWTH_IF_BUSY)
+        if resident > most:
+            # Most growth is free memory. The search for cycles takes the longer the more is in use, and all wait for it.
+            await asyncio.to_thread(_return_free_memory)
+            if _resident() > most or is_idle():
+                gc.collect()
+                await asyncio.to_thread(_return_free_memory)
             lowest = _resident()
         lowest = min(lowest, resident)
+
+
+def _return_free_memory() -> None:
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def _resident() -> int:

@@ -4,8 +4,8 @@ Each kind of work has its own workers, threads or processes, and a `WorkerQueue`
 All queues share one `Preparation`: it bounds the characters that wait and counts those that each tenant was served.
 
 The worker goes to the tenant that was served the fewest characters. Two rules keep a worker for those who come later:
-long work never holds the last one, nor does one tenant once another was seen. A tenant that was idle enters with the smallest count of the
-active ones: it saves nothing up, and is not made to pay for the use of an idle server.
+long work never holds the last one, nor does one tenant once another was seen. A tenant that was idle enters with the
+smallest count of the active ones: it saves nothing up, and is not made to pay for the use of an idle server.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ class Turn:
     number: int
     """Order of arrival."""
     granted: asyncio.Future[None]
-
-    @property
-    def is_long(self) -> bool:
-        return self.characters > SHORT_CHARACTERS
+    is_long: bool
+    """It must leave one worker to shorter work."""
 
 
 class Preparation:
@@ -111,8 +109,10 @@ class Preparation:
 class WorkerQueue:
     """The turns at a fixed number of workers."""
 
-    def __init__(self, stage: Preparation, workers: int) -> None:
+    def __init__(self, stage: Preparation, workers: int, *, only_long: bool = False) -> None:
+        """`only_long`: all work is long, and no worker is kept for shorter work."""
         self._stage = stage
+        self._short = MAX_WAITING_CHARACTERS if only_long else SHORT_CHARACTERS
         self._workers = workers
         self._free = workers
         self._numbers = itertools.count()
@@ -131,7 +131,8 @@ class WorkerQueue:
     async def take(self, tenant: TenantId, characters: int) -> Turn:
         """Wait for a worker; the caller must give the turn back. Raises Overloaded, CannotKeepUp."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turn = Turn(self._stage.enter(tenant), max(characters, MIN_CHARACTERS), next(self._numbers), granted)
+        account, is_long = self._stage.enter(tenant), characters > self._short
+        turn = Turn(account, max(characters, MIN_CHARACTERS), next(self._numbers), granted, is_long)
         self._lines.setdefault((turn.account, turn.is_long), {})[turn] = None
         self._grant()
         if granted.done():

@@ -16,6 +16,8 @@ from http_stack import Stack, serve, until
 
 from text_generation_router import preparation
 from text_generation_router.api.http.bodies import Body
+from text_generation_router.api.http.body_reader import MAX_INLINE, MAX_PREPARED
+from text_generation_router.api.openai.schemas import ChatBody
 from text_generation_router.chat.conversation import Conversation
 from text_generation_router.errors import ServingError
 
@@ -26,6 +28,7 @@ SLOW_TEMPLATE = (
     "{{ messages[0].content }}{% if messages[0].content == 'spin' %}{{ 7 ** (messages | length * 10 ** 8) }}{% endif %}"
 )
 LONG = "words " * 1000
+LARGE_SPIN = SPIN | {"suffix": LONG * 20}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 5}
 
 
@@ -119,6 +122,24 @@ async def test_nothing_is_left_when_clients_leave_or_there_are_too_many(stack: S
         assert await post(stack, path, body) == 429
         # The other requests hold bodies of their own, but no error.
         await until(lambda: not [each for each in held() if isinstance(each, ServingError) and id(each) not in before])
+
+
+async def test_large_bodies_are_parsed_in_turns_of_tenants(stack: Stack) -> None:
+    """A tenant has few of its large bodies in memory as objects, and another one's is not behind them."""
+    quiet = {"x-llm-d-inference-fairness-id": "quiet"}
+    large = {"inputs": "a " * MAX_INLINE}
+    assert await post(stack, "/tokenize", large, quiet) == 200
+
+    def parsed() -> int:
+        return sum(isinstance(each, ChatBody) for each in held())
+
+    async with asyncio.TaskGroup() as tasks:
+        noisy = [tasks.create_task(post(stack, "/v1/chat/completions", LARGE_SPIN)) for _ in range(8)]
+        await until(lambda: parsed() >= MAX_PREPARED - 1)
+        assert await post(stack, "/tokenize", large, quiet) == 200
+        assert parsed() == MAX_PREPARED - 1
+        for request in noisy:
+            request.cancel()
 
 
 async def test_nothing_is_left_of_a_chat_that_found_no_worker(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.document.page import DocsRoutes
 from text_generation_router.api.http.body_reader import BODIES, BodyReader
 from text_generation_router.api.http.gate import Gate
-from text_generation_router.api.http.middleware import Cors, add_request_id, answering
+from text_generation_router.api.http.middleware import Cors, add_request_id, answering, end_preparation
 from text_generation_router.api.http.routes import add_routes
 from text_generation_router.api.openai.chat import ChatRoutes
 from text_generation_router.api.openai.completions import CompletionRoutes
@@ -52,7 +52,7 @@ def create_app(
     docs.describe(table, settings.version, keys=bool(settings.api_keys), limits=settings.limits)
 
     app = web.Application(client_max_size=settings.config.payload_limit)
-    app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s)
+    app[BODIES] = BodyReader(settings.config.payload_limit, settings.body_s, serving.stage)
     rows = add_routes(app, table)
     probes = [added for added, route in rows.items() if route.probe]
     gate = Gate([added for added, route in rows.items() if route.probe or route.always], serving.cluster)
@@ -60,5 +60,5 @@ def create_app(
     app.middlewares.extend(
         [answering(metrics), gate.middleware(), cors.middleware(), settings.api_keys.middleware(probes)]
     )
-    app.on_response_prepare.extend([cors.add_headers, add_request_id, gate.close_connection])
+    app.on_response_prepare.extend([end_preparation, cors.add_headers, add_request_id, gate.close_connection])
     return app

@@ -47,7 +47,7 @@ async def assemble(
         pool = TokenizerPool(tokenizer, Path(config.model_path), config.validation_workers, stage)
         await running.enter_async_context(pool)
         preparer = RequestPreparer(pool, settings.limits, metrics, grammars, grammar_kinds)
-        serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings)
+        serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings, stage)
         call_format: str = config.tool_call_parser
         if call_format == "auto":
             call_format = detect_format(

@@ -54,12 +54,20 @@ async def test_the_next_turn_is_of_the_tenant_that_was_served_least() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tenant", "characters", "most"),
-    [(QUIET, MIN_CHARACTERS, 3), (QUIET, LONG, 2), (NOISY, MIN_CHARACTERS, 2)],
-    ids=["the only tenant", "long work", "one of several tenants"],
+    ("tenant", "characters", "most", "only_long"),
+    [
+        (QUIET, MIN_CHARACTERS, 3, False),
+        (QUIET, LONG, 2, False),
+        (NOISY, MIN_CHARACTERS, 2, False),
+        (QUIET, LONG, 3, True),
+        (NOISY, LONG, 2, True),
+    ],
+    ids=["the only tenant", "long work", "one of several tenants", "all work is long", "long work of several tenants"],
 )
-async def test_a_worker_is_kept_for_those_who_come_later(tenant: TenantId, characters: int, most: int) -> None:
-    queue = WorkerQueue(Preparation(), 3)
+async def test_a_worker_is_kept_for_those_who_come_later(
+    tenant: TenantId, characters: int, most: int, *, only_long: bool
+) -> None:
+    queue = WorkerQueue(Preparation(), 3, only_long=only_long)
     queue.give_back(await queue.take(QUIET, MIN_CHARACTERS))
     async with asyncio.TaskGroup() as tasks:
         taken = [tasks.create_task(queue.take(tenant, characters)) for _ in range(4)]

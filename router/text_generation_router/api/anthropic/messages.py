@@ -14,7 +14,7 @@ from text_generation_router.api.core.one_answer import answer
 from text_generation_router.api.core.parameters import GenerationOptions
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.http.bodies import beside, json_response, parse_body
-from text_generation_router.api.http.caller import tenant_of
+from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.chat.conversation import Conversation
 
 

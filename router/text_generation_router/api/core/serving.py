@@ -11,6 +11,7 @@ from aiohttp import web
 
 from text_generation_router.api.core.admission import Permits, RequestPreparer
 from text_generation_router.api.core.settings import Settings
+from text_generation_router.api.http.body_reader import PREPARATION
 from text_generation_router.api.http.caller import QosFields, quality_of_service, read_caller
 from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.keys import HOLDER
@@ -19,6 +20,7 @@ from text_generation_router.api.http.sse import EventStream
 from text_generation_router.errors import ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes, Sink, TokenOutput, run_generation
 from text_generation_router.metrics import Metrics
+from text_generation_router.preparation import Preparation
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TopToken
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer import Tokenizer
@@ -69,6 +71,7 @@ class Serving:
     permits: Permits
     metrics: Metrics
     settings: Settings
+    stage: Preparation
 
     def start(self, request: web.Request, count: int = 1) -> list[GenerationRecord]:
         """Record the start of `count` generations. Raises InvalidRequest for an invalid header."""
@@ -77,6 +80,7 @@ class Serving:
         caller = read_caller(request.headers, record.started, request[HOLDER])
         for generation in records:
             generation.caller = caller
+            generation.preparation = request[PREPARATION]
         return records
 
     def take_permits(self, records: Sequence[GenerationRecord], count: int) -> AbstractContextManager[None]:

@@ -7,13 +7,12 @@ from typing import Any
 from text_generation_router.api.http.caller import (
     FIRST_TOKEN,
     GRPC_TIMEOUT,
-    LONGEST_TENANT,
     MAX_TIMEOUT_S,
     PRIORITY,
     QUEUE_TIMEOUT,
     REQUEST_TIMEOUT,
-    TENANT,
 )
+from text_generation_router.api.http.tenant import LONGEST_TENANT, TENANT
 from text_generation_router.request import Priority
 
 Json = dict[str, Any]

@@ -27,7 +27,7 @@ from pydantic import (
 )
 from typing_extensions import TypeAliasType, TypedDict
 
-from text_generation_router.api.http.body_reader import BODIES
+from text_generation_router.api.http.body_reader import BODIES, MAX_INLINE
 from text_generation_router.api.http.structure import check_structure
 from text_generation_router.aside import aside
 from text_generation_router.errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
@@ -141,8 +141,6 @@ T = TypeVar("T")
 
 MAX_WRITTEN_AT_ONCE = 1 << 20
 """Bytes of a response that is written at once."""
-MAX_INLINE = 1 << 16
-"""Bytes of a body that is parsed and validated on the event loop: a millisecond."""
 LARGE_BODY = web.RequestKey("large_body", bool)
 """True if the body is longer than that."""
 

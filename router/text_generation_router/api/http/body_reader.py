@@ -1,12 +1,21 @@
-"""Reading of request bodies: a minimum rate for each, and a limit on the bytes of all that are unfinished."""
+"""Reading of request bodies: a minimum rate for each, a limit on the bytes of all that are unfinished, turns for large ones.
+
+Large bodies are read a piece at a time, in turns between tenants: the event loop takes one piece, then does all else that
+waits. A connection whose piece waits is not read, so that its client waits, too. A large body is parsed when it is its
+tenant's turn, which lasts until the request is queued, or its response begins: `MAX_PREPARED` large bodies are in memory as
+objects.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 from aiohttp import web
 
+from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.errors import BodyTimeout, BodyTooLarge
+from text_generation_router.preparation import Preparation, WorkerQueue
 
 MIN_RATE = 10_000
 """Bytes a second at which a body must arrive. It may be late by `BODY_S`."""
@@ -15,28 +24,57 @@ BODY_S = 10.0
 MOST_UNFINISHED = 64
 """Unfinished bodies of the largest size that are kept. Beyond their bytes, the one that has stood still longest ends."""
 
+MAX_INLINE = 1 << 16
+"""Bytes of a body that is parsed and validated on the event loop: a millisecond."""
+PAUSE_S = 0.005
+"""Pause after a piece of a large body while pieces of others wait: the event loop takes most of its time for other work."""
+MAX_PREPARED = 4
+"""Larger bodies that are parsed, rendered and tokenized at a time. One place is kept for the next tenant."""
+
+PREPARATION = web.RequestKey("preparation", ExitStack)
+"""Held while a request is prepared: closed when it is queued, at the latest when its response begins."""
+
 
 class BodyReader:
     """Reads bodies of up to `max_body` bytes."""
 
-    def __init__(self, max_body: int, body_s: float) -> None:
+    def __init__(self, max_body: int, body_s: float, stage: Preparation) -> None:
         self._max_body = max_body
         self._body_s = body_s
+        self._pieces = WorkerQueue(stage, 1, only_long=True)
+        self._prepared = WorkerQueue(stage, MAX_PREPARED, only_long=True)
         self._unfinished: dict[asyncio.Timeout, int] = {}
         """Bytes of each unfinished body, the one that has stood still longest first."""
         self._total = 0
 
     async def read(self, request: web.Request) -> bytearray:
-        """Return the body. Raises BodyTooLarge, BodyTimeout, or RequestPayloadError for a broken encoding."""
+        """Return the body; if it is large, when it is the tenant's turn to be prepared.
+
+        Raises BodyTooLarge, BodyTimeout, InvalidRequest, Overloaded, CannotKeepUp, or RequestPayloadError for a broken
+        encoding.
+        """
+        body = await self._read(request)
+        if len(body) > MAX_INLINE:
+            turn = await self._prepared.take(tenant_of(request), len(body))
+            request[PREPARATION].callback(self._prepared.give_back, turn)
+        return body
+
+    async def _read(self, request: web.Request) -> bytearray:
         body = bytearray()
         deadline = asyncio.timeout(self._body_s)
         try:
             async with deadline:
                 while chunk := await request.content.readany():
-                    body += chunk
-                    if len(body) > self._max_body:
-                        raise BodyTooLarge
                     self._received(deadline, len(chunk))
+                    if len(body) + len(chunk) > self._max_body:
+                        raise BodyTooLarge
+                    if len(body) > MAX_INLINE:
+                        turn = await self._pieces.take(tenant_of(request), len(chunk))
+                        try:
+                            await asyncio.sleep(PAUSE_S if self._pieces.waiting else 0)
+                        finally:
+                            self._pieces.give_back(turn)
+                    body += chunk
         except TimeoutError:
             raise BodyTimeout from None
         finally:

@@ -1,6 +1,6 @@
 """The client of a request, and the quality of service that its headers and its body ask for.
 
-    tenant      x-llm-d-inference-fairness-id of a trusted caller, else the tenant of the API key: see `keys`
+    tenant      x-llm-d-inference-fairness-id of a trusted caller, else the tenant of the API key: see `tenant`
     priority    x-smg-priority, at most the key's
     deadlines   x-slo-ttft-ms: target for the first token; x-queue-timeout-ms: for leaving the queue;
                 x-request-timeout-ms, grpc-timeout: for the complete response
@@ -16,17 +16,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from aiohttp import web
 from pydantic import Field
 
 from text_generation_router.api.http.bodies import Body, Name
-from text_generation_router.api.http.keys import ANYONE, HOLDER, KeyHolder
+from text_generation_router.api.http.keys import ANYONE, KeyHolder
+from text_generation_router.api.http.tenant import TENANT, read_tenant
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import DEFAULT_TENANT, Priority, QualityOfService, TenantId
 from text_generation_router.scheduling.queue import due_time
 
-TENANT = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 PRIORITY = "x-smg-priority"
 FIRST_TOKEN = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 QUEUE_TIMEOUT = "x-queue-timeout-ms"
@@ -35,7 +34,6 @@ GRPC_TIMEOUT = "grpc-timeout"
 HEADERS = (*TENANT, PRIORITY, *FIRST_TOKEN, QUEUE_TIMEOUT, REQUEST_TIMEOUT, GRPC_TIMEOUT)
 """Every header that `read_caller` reads."""
 
-LONGEST_TENANT = 128
 MAX_TIMEOUT_S = 1e7
 """Four months; a longer timeout is taken for a mistake."""
 MAX_SALT_LENGTH = 256
@@ -67,7 +65,7 @@ def read_caller(headers: Mapping[str, str], arrived: float, holder: KeyHolder) -
     return Caller(
         arrived,
         holder,
-        _tenant(headers, holder),
+        read_tenant(headers, holder),
         _priority(headers),
         _deadline(arrived, _milliseconds(headers, FIRST_TOKEN)),
         _deadline(arrived, _milliseconds(headers, (QUEUE_TIMEOUT,))),
@@ -75,27 +73,9 @@ def read_caller(headers: Mapping[str, str], arrived: float, holder: KeyHolder) -
     )
 
 
-def tenant_of(request: web.Request) -> TenantId:
-    """Return the tenant of a request that does not generate. Raises InvalidRequest for an invalid header."""
-    return _tenant(request.headers, request[HOLDER])
-
-
 def in_range(seconds: float) -> bool:
     """Return True if `seconds` is a valid timeout; NaN is not."""
     return 0 < seconds <= MAX_TIMEOUT_S
-
-
-def _tenant(headers: Mapping[str, str], holder: KeyHolder) -> TenantId:
-    if not holder.trusted:  # one tenant must not be able to pass for another
-        return holder.tenant
-    for name in TENANT:
-        given = headers.get(name)
-        if given is None:
-            continue
-        if len(given) > LONGEST_TENANT or not (given.isascii() and given.isprintable()):
-            raise InvalidRequest(f"header `{name}` must have at most {LONGEST_TENANT} characters, of printable ASCII")
-        return TenantId(given)
-    return holder.tenant
 
 
 def _priority(headers: Mapping[str, str]) -> Priority | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import structlog
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
 from text_generation_proto.panics import as_exception
+from text_generation_router.api.http.body_reader import PREPARATION
 from text_generation_router.api.http.caller import HEADERS
 from text_generation_router.api.http.dialects import Dialect, dialect_of, error_response
 from text_generation_router.api.http.keys import X_API_KEY
@@ -51,7 +53,8 @@ def answering(metrics: Metrics) -> Middleware:
         record.trace_id = trace_id(request.headers)
         status = ClientLeft.status
         try:
-            response = await _answer(request, handler)
+            with ExitStack() as request[PREPARATION]:
+                response = await _answer(request, handler)
             status = response.status
         except (asyncio.CancelledError, ConnectionError) as error:
             record.error = record.error or ClientLeft
@@ -134,6 +137,12 @@ def trace_id(headers: Mapping[str, str]) -> str | None:
     if version == "ff" or (version == "00" and len(parts) > 4):  # only later versions may have more parts
         return None
     return trace if trace.strip("0") and parent.strip("0") else None
+
+
+async def end_preparation(request: web.Request, response: web.StreamResponse) -> None:
+    """Signal handler for `on_response_prepare`: release what was held to prepare the request."""
+    if (preparation := request.get(PREPARATION)) is not None:
+        preparation.close()
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:

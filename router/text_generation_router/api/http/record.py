@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import structlog
@@ -34,6 +35,8 @@ class GenerationRecord:
     """Arrival of the HTTP request."""
     metrics: RequestMetrics
     caller: Caller = field(default_factory=Caller)
+    preparation: ExitStack = field(default_factory=ExitStack)
+    """Held until its first sequence is queued."""
     request: Request | None = None
     ending: GenerationResult | None = None
     times: GenerationTimes = field(default_factory=GenerationTimes)
@@ -47,6 +50,7 @@ class GenerationRecord:
 
     def follow(self, times: GenerationTimes) -> None:
         """Add a sequence that was queued for this generation."""
+        self.preparation.close()
         if not self.times.queued:
             self.times = times
         self.sequences.append(times)

@@ -12,9 +12,10 @@ from text_generation_router.api.core.ids import named, new_call_id
 from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.core.tokens import answer_tokens
 from text_generation_router.api.http.bodies import beside, json_parts_response, parse_body
-from text_generation_router.api.http.caller import QosFields, tenant_of
+from text_generation_router.api.http.caller import QosFields
 from text_generation_router.api.http.dialects import openai_error_event
 from text_generation_router.api.http.record import GenerationRecord, cached_tokens, compute_time_header, timing_headers
+from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.openai.answers import (
     CHAT_FINISH,
     AssistantMessage,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import orjson
 
@@ -12,6 +12,8 @@ from text_generation_router.api.core.chat import read_tool, tool_call
 from text_generation_router.api.openai.schemas import ChatBody, ContentPart, Message, NamedToolChoice, ToolDefinition
 from text_generation_router.chat.conversation import Conversation, Json, Tool, ToolChoice, ToolMode
 from text_generation_router.errors import InvalidRequest
+
+T = TypeVar("T")
 
 _ROLES = {"developer": "system", "function": "tool"}
 """OpenAI roles with another name in chat templates."""
@@ -23,7 +25,7 @@ def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     return Conversation(
-        messages=[_message(message) for message in body.messages],
+        messages=[_message(message) for message in taken_out(body.messages)],
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=_tool_choice(body.tool_choice),
         tool_prompt=body.tool_prompt or None,
@@ -33,6 +35,13 @@ def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
         add_generation_prompt=body.add_generation_prompt is not False,
         template_kwargs=kwargs,
     )
+
+
+def taken_out(entries: list[T]) -> Iterator[T]:
+    """Yield the entries of a list and remove them: freed one by one, they do not hold up the event loop at the end."""
+    entries.reverse()
+    while entries:
+        yield entries.pop()
 
 
 def _message(message: Message) -> Json:

@@ -23,7 +23,7 @@ from text_generation_router.api.http.bodies import (
     parse_json,
     validate,
 )
-from text_generation_router.api.http.caller import tenant_of
+from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import NotFound, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
