@@ -1,0 +1,156 @@
+"""Run the systemd units in a container, print a table: python tests/deploy/systemd --model FOLDER.
+
+The commands are those of docs/systemd.md, in its order. Commands that need a network run on the container's files from
+outside; the container itself has none, so its cache of the hub is filled with the model before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from checks import Checks
+from container import Container, overlay, reason_to_skip
+
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "systemd.md"
+NEEDS_NETWORK = re.compile(r"apt-get|pip install")
+SOURCE = "usr/local/src/text-generation"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+OFFLINE = "[Service]\nEnvironment=HF_HUB_OFFLINE=1\n"
+LONGEST_INSTALLATION_S = 600.0
+
+
+class Table:
+    """The results of the checks."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def row(self, name: str, check: Callable[[], str]) -> None:
+        """Run a check and print its row."""
+        begin = time.monotonic()
+        try:
+            verdict, figure = "ok", check()
+        except (AssertionError, TimeoutError, subprocess.SubprocessError, OSError, ValueError):
+            verdict, figure = "FAILED", traceback.format_exc(limit=-2)
+            self.failed.append(name)
+        print(f"{verdict:7}{name:58}{figure}  ({time.monotonic() - begin:.0f} s)", flush=True)
+
+
+def blocks(heading: str) -> list[str]:
+    """Return the commands of the page below a heading."""
+    text = PAGE.read_text(encoding="utf-8")
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section is not None, heading
+    return re.findall(r"^```sh\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
+
+
+def follow(container: Container, heading: str) -> str:
+    """Run the commands of a section; return the output of the last block."""
+    output = ""
+    for block in blocks(heading):
+        output = container.run_with_network(block) if NEEDS_NETWORK.search(block) else container.run(block)
+    return output
+
+
+def prepare(container: Container, model: Path) -> None:
+    """Put the repository and the model where the page expects them."""
+    source = container.root / SOURCE
+    source.mkdir(parents=True)
+    listing = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-z", "-co", "--exclude-standard"], check=True, capture_output=True
+    )
+    for name in filter(None, listing.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name)
+    cached = (
+        container.root / "var/cache/text-generation/.cache/huggingface/hub" / f"models--{HUB_ID.replace('/', '--')}"
+    )
+    for folder in (cached / "snapshots" / "1", container.root / "srv/models" / model.name):
+        shutil.copytree(model, folder)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    drop_in = container.root / "etc/systemd/system/text-generation@.service.d"
+    drop_in.mkdir()
+    (drop_in / "offline.conf").write_text(OFFLINE)
+
+
+def run(container: Container, model: Path, table: Table) -> None:
+    """Run all checks."""
+    prepare(container, model)
+    container.boot()
+    checks = Checks(container)
+
+    def install() -> str:
+        begin = time.monotonic()
+        follow(container, "Install")
+        answer = follow(container, "Configure and start")
+        seconds = time.monotonic() - begin
+        assert "Paris" in answer, answer
+        assert seconds < LONGEST_INSTALLATION_S, seconds
+        return f"{seconds:.0f} s from zero to an answer of torch (bar 600)"
+
+    def upgrade() -> str:
+        for heading, release in (("Upgrade and roll back", "1"),):
+            follow(container, heading)
+            running = checks.program("demo")
+            assert f"/releases/{release}/" in running, running
+        return "new release installed beside, started, taken back"
+
+    table.row("docs: install, configure, start", install)
+    if table.failed:
+        print(container.run("journalctl --no-pager -n 60", check=False))
+        return
+    table.row("units: verify clean, exposure at most 2.0", checks.units_are_clean)
+    table.row("torch and the cache of the hub under the filter", checks.torch_serves)
+    table.row(
+        "docs: change settings and keys, reload",
+        lambda: checks.keys_change(lambda: follow(container, "Change settings and keys")),
+    )
+    table.row("docs: upgrade, roll back", upgrade)
+    table.row(
+        "docs: router and shard apart", lambda: checks.parts_serve(lambda: follow(container, "Router and shards apart"))
+    )
+    table.row("router: SIGSTOP, watchdog; shard: kill -9", checks.parts_return)
+    checks.use_echo()
+    table.row("start returns when /health answers 200", checks.start_is_ready)
+    table.row("key in no argv, environment; 401 without", checks.key_is_hidden)
+    table.row("grammar, template under the filter; workers confined", checks.workers_are_confined)
+    table.row("stop in an answer of 60 tokens", checks.stop_drains)
+    table.row("kill -9 of the launcher", checks.survives_kill)
+    table.row("SIGSTOP of the launcher, watchdog", checks.watchdog_restarts)
+    table.row("exit code 75 is restarted", checks.router_loss_restarts)
+    table.row("exit code 2 is not restarted", checks.usage_error_stays)
+    table.row("exit code 76 is not restarted", checks.hopeless_stays)
+    table.row("reboot: the enabled unit serves again", checks.survives_reboot)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    options = parser.parse_args()
+    if reason := reason_to_skip():
+        print(f"test-systemd: skipped: {reason}")
+        return 0
+    table = Table()
+    with overlay() as root:
+        container = Container(root)
+        try:
+            run(container, options.model.absolute(), table)
+        finally:
+            container.close()
+    print(f"test-systemd: {len(table.failed)} failed" if table.failed else "test-systemd: all passed")
+    return 1 if table.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
