@@ -66,7 +66,7 @@ test: check model node-packages ## Run the checks and the tests
 .PHONY: test-all
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
-	$(MAKE) test-helm test-observability
+	$(MAKE) test-helm test-observability test-systemd
 
 HELM := .cache/helm
 KUBERNETES_SCHEMAS := kubernetes-validate==1.37.0
@@ -98,6 +98,10 @@ prometheus-tools: ## Unpack Debian's prometheus and promtool for the tests, unle
 .PHONY: test-observability
 test-observability: helm-tools prometheus-tools ## Test the alerts, and each expression of the dashboard on a Prometheus
 	$(BIN)/pytest tests/deploy/test_observability.py $(PYTEST_ARGS)
+
+.PHONY: test-systemd
+test-systemd: model ## Run docs/systemd.md and the units under a real systemd, in a container
+	PYTHONUNBUFFERED=1 $(PY) tests/deploy/systemd --model $(MODEL)
 
 # Longer, or another sample: make chaos MINUTES=60 SEED=7. One case: make chaos ARGS="--only SIGKILL/shard/decode".
 MINUTES ?= 10

@@ -56,6 +56,8 @@ async def serve(config: RouterConfig) -> ExitCode:
         templates = _load_templates(config)
     except (TokenizerError, ChatTemplateError) as error:
         raise CannotServe(str(error)) from error
+    notifier = Notifier()
+    notifier.show(lambda: "waiting for a shard")
     joined = await _join_all(config, signals)
     if joined is None:
         return ExitCode.STOPPED
@@ -91,7 +93,7 @@ async def serve(config: RouterConfig) -> ExitCode:
             except ValueError as error:  # an AIP_* path that is invalid or taken
                 raise CannotServe(str(error)) from error
             run_cluster = partial(cluster.run, config.shard_address, joined, _warm_up_limits(config), config)
-            return await _serve_http(config, app, cluster, metrics, run_cluster, signals)
+            return await _serve_http(config, app, cluster, metrics, run_cluster, signals, notifier)
     except (ChatTemplateError, SandboxError) as error:
         raise CannotServe(str(error)) from error
 
@@ -279,12 +281,12 @@ async def _serve_http(
     metrics: Metrics,
     run_cluster: Callable[[], Coroutine[None, None, None]],
     signals: StopSignals,
+    notifier: Notifier,
 ) -> ExitCode:
     limits = ConnectionLimits(config.max_connections, keep_alive_s=config.keep_alive_timeout)
     server = HttpServer(app, limits, metrics.connections)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run_cluster())
-        notifier = Notifier()
         notifier.show(partial(_status, cluster))
         beating = tasks.create_task(send_heartbeats(notifier))
         if not await _opened(cluster, signals):

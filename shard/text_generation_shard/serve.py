@@ -134,6 +134,7 @@ async def _serve_engine(
         await _wait_for_either(signals.stop.wait(), owner.crashed.wait())
         await health.leave()
         if signals.stop.is_set():
+            notifier.show(lambda: f"draining {engine.running} sequences")
             notifier.stopping()
             await _drain(config, owner, engine, signals.hurry)
         reporting.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def prepare(container: Container, model: Path) -> None:
         container.root / "var/cache/text-generation/.cache/huggingface/hub" / f"models--{HUB_ID.replace('/', '--')}"
     )
     for folder in (cached / "snapshots" / "1", container.root / "srv/models" / model.name):
-        shutil.copytree(model, folder)
+        shutil.copytree(model, folder, copy_function=shutil.copyfile)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("1")
     drop_in = container.root / "etc/systemd/system/text-generation@.service.d"
@@ -141,6 +142,7 @@ def main() -> int:
     if reason := reason_to_skip():
         print(f"test-systemd: skipped: {reason}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     table = Table()
     with overlay() as root:
         container = Container(root)

@@ -15,7 +15,12 @@ DEMO, ROUTER, SHARD = UNITS
 THRESHOLD = 20
 """Highest exposure, in tenths."""
 RESTART_S = 10.0
+"""Longest time from the end of the main process to the answer of the next one, on a machine where a start takes half of it."""
+OVERHEAD_S = 5.0
+"""On a busy machine: longest time that a restart may take beyond a start."""
 WATCHDOG_S = 6
+LOAD_S = 120.0
+"""Longest time of a start with torch on a busy machine."""
 TOKENS = 60
 STEP_MS = 50
 ENV_FILE = "etc/text-generation/demo.env"
@@ -29,6 +34,7 @@ class Checks:
     def __init__(self, container: Container) -> None:
         self._container = container
         self._run = container.run
+        self._restart_s = RESTART_S
 
     # ------------------------------------------------------------------------------------------------- state of a unit
 
@@ -46,10 +52,7 @@ class Checks:
     def _pids(self, unit: str) -> dict[int, str]:
         """Return the processes of a unit, with the times of their starts."""
         group = self.show(unit, "ControlGroup")
-        script = (
-            f"for p in $(cat /sys/fs/cgroup/systemd{group}/cgroup.procs /sys/fs/cgroup/unified{group}/cgroup.procs "
-            f"/sys/fs/cgroup{group}/cgroup.procs 2>/dev/null | sort -u); do echo $p $(stat -c %Y /proc/$p); done"
-        )
+        script = f"for p in $(cat /sys/fs/cgroup/{{systemd,unified,.}}'{group}'/cgroup.procs 2>/dev/null | sort -u); do echo $p $(stat -c %Y /proc/$p); done"
         return {int(line.split()[0]): line.split()[1] for line in self._run(script).splitlines() if " " in line}
 
     def _main(self, unit: str) -> int:
@@ -67,6 +70,12 @@ class Checks:
             )
 
         return until(active, timeout, f"{unit} active again")
+
+    def _wait_for_watchdog(self, unit: str, restarts: int) -> float:
+        def restarted() -> bool:
+            return int(self.show(unit, "NRestarts")) > restarts
+
+        return until(restarted, 2 * WATCHDOG_S, f"{unit} restarted by the watchdog")
 
     # --------------------------------------------------------------------------------------------------------- requests
 
@@ -141,7 +150,8 @@ class Checks:
         self._watchdog("-router")
         self._run(f"systemctl restart '{ROUTER}'")
         self._run(f"kill -STOP {self._main(ROUTER)}")
-        stopped = self._wait_for_restart(ROUTER, 0, 2 * WATCHDOG_S + RESTART_S)
+        noticed = self._wait_for_watchdog(ROUTER, 0)
+        self._wait_for_restart(ROUTER, 0, LOAD_S)
         self._run(f"kill -KILL {self._main(SHARD)}")
         until(lambda: self.show(ROUTER, "StatusText") == "serving with 0 of 1 replicas", 10, "the loss is shown")
         lost = until(
@@ -151,7 +161,7 @@ class Checks:
         assert self.show(ROUTER, "NRestarts") == "1"
         self._run(f"systemctl disable --now '{ROUTER}' '{SHARD}'")
         assert {self.show(unit, "Result") for unit in (ROUTER, SHARD)} == {"success"}
-        return f"router again after {stopped:.1f} s, shard after {lost:.1f} s"
+        return f"router ended after {noticed:.1f} s with WatchdogSec={WATCHDOG_S}, shard again after {lost:.1f} s"
 
     def use_echo(self) -> None:
         """Let the service run the echo engine, with the keys of the credential and a short watchdog."""
@@ -179,6 +189,7 @@ class Checks:
         )
         assert self._run(script) == "200"
         seconds = time.monotonic() - begin
+        self._restart_s = max(RESTART_S, seconds + OVERHEAD_S)
         assert self.show(DEMO, "StatusText") == "serving with 1 of 1 replicas"
         return f"{seconds:.1f} s; {self.show(DEMO, 'StatusText')}"
 
@@ -238,32 +249,28 @@ class Checks:
         lines = self._run(script.format(" ".join(map(str, processes)))).splitlines()
         return [int(line.split()[0]) for line in lines if processes[int(line.split()[0])] == line.split()[1]]
 
-    def _restarted_by(self, signal: str, timeout: float) -> tuple[float, int]:
-        """Send a signal to the launcher; return the seconds until the service serves, and the number of old processes."""
+    def survives_kill(self) -> str:
         self._run("systemctl start text-generation@demo")
         before, restarts = self._pids(DEMO), int(self.show(DEMO, "NRestarts"))
-        self._run(f"kill -{signal} {self._main(DEMO)}")
-        seconds = self._wait_for_restart(DEMO, restarts, timeout)
+        self._run(f"kill -KILL {self._main(DEMO)}")
+        seconds = self._wait_for_restart(DEMO, restarts, self._restart_s)
         assert not self._alive(before), self._alive(before)
-        now = self._pids(DEMO)
-        assert len(now) == len(before), (before, now)
-        return seconds, len(before)
-
-    def survives_kill(self) -> str:
-        seconds, processes = self._restarted_by("KILL", RESTART_S)
-        return f"{seconds:.1f} s (bar {RESTART_S:g}), none of {processes} old processes left"
+        assert len(self._pids(DEMO)) == len(before), before
+        return f"{seconds:.1f} s (bar {self._restart_s:.0f}), none of {len(before)} old processes left"
 
     def watchdog_restarts(self) -> str:
-        seconds, _ = self._restarted_by("STOP", 2 * WATCHDOG_S + RESTART_S)
+        restarts = int(self.show(DEMO, "NRestarts"))
+        self._run(f"kill -STOP {self._main(DEMO)}")
+        seconds = self._wait_for_watchdog(DEMO, restarts)
+        self._wait_for_restart(DEMO, restarts, self._restart_s)
         stacks = self._run("journalctl -b -o cat --no-pager -u text-generation@demo -g 'Current thread'", check=False)
-        begun = self._run("systemctl show --value -p ExecMainStartTimestamp text-generation@demo")
-        assert stacks, begun
-        return f"serves after {seconds:.1f} s with WatchdogSec={WATCHDOG_S}, stacks in the journal"
+        assert stacks
+        return f"ended after {seconds:.1f} s with WatchdogSec={WATCHDOG_S}, stacks in the journal"
 
     def router_loss_restarts(self) -> str:
         restarts = int(self.show(DEMO, "NRestarts"))
         self._run(f"kill -KILL {self._child(DEMO, 'text_generation_router')}")
-        seconds = self._wait_for_restart(DEMO, restarts, RESTART_S)
+        seconds = self._wait_for_restart(DEMO, restarts, self._restart_s)
         log = self._run("journalctl -b -o cat --no-pager _PID=1 -u text-generation@demo -g status=75")
         assert "status=75" in log
         return f"{seconds:.1f} s"
