@@ -29,7 +29,7 @@ CHART = ROOT / "deploy" / "helm" / "text-generation"
 
 NOT_IN_FLAGS = (
     "model_id revision port management_port parts shards peers shard_hostname shard_tcp_port shard_uds_path health_port "
-    "insecure shard_token shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name api_key api_key_file api_keys_file "
+    "insecure shard_token shard_token_file shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name api_key api_key_file api_keys_file "
     "sharded env nodes node_rank leader_address places"
 )
 """Settings that the chart decides, or that have a value of their own in it."""
@@ -39,7 +39,7 @@ TOPICS = {
     "tool_call_parser split_reasoning trust_remote_code",
     "Replicas and shards": "num_replicas num_shard sharded nodes node_rank leader_address max_shard_restarts "
     "shard_uds_path shard_tcp_port shard_connect_timeout health_port drain_timeout shutdown_timeout hang_timeout dispatch max_request_moves",
-    "Access to the shards": "shard_token shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name insecure",
+    "Access to the shards": "shard_token shard_token_file shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name insecure",
     "HTTP": "hostname port management_port api_key api_keys_file open_metrics cors_allow_origin payload_limit max_connections "
     "max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout compute_type docker_label "
     "aip_predict_route aip_health_route",

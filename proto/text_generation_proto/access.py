@@ -6,6 +6,7 @@ without a restart. Unix sockets carry no TLS: their mode is 0600.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -22,6 +23,8 @@ class ShardAccess(ProcessConfig):
     shard_token: Annotated[str, Field(pattern="^[!-~]*$", repr=False)] = ""
     """Token that every gRPC call to a shard must carry. The launcher makes a random one by default. A shard started alone
     without a token accepts every call. Use SHARD_TOKEN in the environment: command lines are visible to all users."""
+    shard_token_file: str = ""
+    """File with the token, such as a credential of systemd or a Secret of Kubernetes. It replaces shard_token."""
     shard_tls_cert: str = ""
     """PEM file with the certificate chain of both sides of connections to shards over TCP (mutual TLS). Files that change
     are read again."""
@@ -31,6 +34,22 @@ class ShardAccess(ProcessConfig):
     """PEM file with the certificates that sign shard_tls_cert."""
     shard_tls_name: str = "shards.text-generation"
     """Name that the certificate of a shard must have, whatever the shard's address is. Empty: its host."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_token(cls, settings: dict[str, object]) -> dict[str, object]:
+        """Read the token from its file. Children get the token, not the file: its content may have changed meanwhile."""
+        file = settings.get("shard_token_file")
+        if not file:
+            return settings
+        try:
+            token = Path(str(file)).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or "it has characters that are not ASCII"
+            raise ValueError(f"--shard-token-file (or SHARD_TOKEN_FILE): {file} cannot be read: {reason}") from None
+        if not token:
+            raise ValueError(f"--shard-token-file (or SHARD_TOKEN_FILE): {file} is empty")
+        return settings | {"shard_token": token, "shard_token_file": ""}
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

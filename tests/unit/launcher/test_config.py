@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from text_generation_launcher.config import UNSUPPORTED, LauncherConfig, child_settings, read_config
@@ -165,6 +167,23 @@ def test_invalid_settings_are_one_line_and_exit_code_2(
     flags: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert text in usage_error(capsys, *MODEL, *flags.split())
+
+
+def test_the_token_for_the_shards_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret-token\n")
+    config = read_config([*MODEL, "--shard-token-file", str(file)], {})
+    assert (config.shard_token, config.shard_token_file) == ("secret-token", "")
+    for content, reason in (
+        (b"\n", "is empty"),
+        (b"t\xc3\xb6", "not ASCII"),
+        (b"two words", "--shard-token (or SHARD_TOKEN)"),
+    ):
+        file.write_bytes(content)
+        message = usage_error(capsys, *MODEL, "--shard-token-file", str(file))
+        assert reason in message
+        assert "words" not in message
+    assert "No such file" in usage_error(capsys, *MODEL, "--shard-token-file", "/no/such/file")
 
 
 @pytest.mark.parametrize("keys", [",", " ", " , "])
