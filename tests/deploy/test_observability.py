@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ import aiohttp
 import pytest
 import yaml
 from byte_tokenizer import write_tokenizer
-from chart import CHART, ROOT, needs_helm, render
+from chart import ROOT, free_port, needs_helm, render
 from stack import running
 
 FOLDER = ROOT / "deploy" / "observability"
@@ -82,9 +80,7 @@ async def prometheus(folder: Path, target: str) -> AsyncIterator[str]:
     scrape = {"job_name": "demo-text-generation-metrics", "static_configs": [{"targets": [target], "labels": labels}]}
     settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = await asyncio.create_subprocess_exec(
         tool("prometheus"),
         f"--config.file={folder}/prometheus.yml",
@@ -126,9 +122,7 @@ async def send_requests(session: aiohttp.ClientSession, url: str, until: float) 
 async def test_every_expression_has_data_after_ten_seconds_of_load(tmp_path: Path) -> None:
     tool("prometheus")
     write_tokenizer(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        management = probe.getsockname()[1]
+    management = free_port()
     flags = ("--echo-step-ms", "20", "--max-batch-size", "4", "--management-port", str(management))
     with running(tmp_path, *flags) as stack:
         async with prometheus(tmp_path, f"127.0.0.1:{management}") as url, aiohttp.ClientSession() as session:
@@ -144,7 +138,4 @@ async def test_every_expression_has_data_after_ten_seconds_of_load(tmp_path: Pat
                     empty[place] = (expression, result)
             assert empty == {}
             assert await query(session, url, "text_generation_queue_second") == [], "an unknown metric has no data"
-        smoke = [sys.executable, CHART / "files" / "smoke_test.py", stack.url]
-        done = subprocess.run(smoke, capture_output=True, text=True, timeout=60, check=False)
-        assert "ready, and generated:" in done.stdout, done.stderr
     print(f"{len(wanted)} expressions have data")

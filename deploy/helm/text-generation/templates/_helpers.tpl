@@ -89,8 +89,8 @@ and a margin in which the launcher ends children that exceed theirs. Arguments: 
 {{- if and .Values.model.oci (semverCompare "<1.33.0-0" .Capabilities.KubeVersion.Version) }}
 {{- fail (printf "model.oci needs Kubernetes 1.33, not %s" .Capabilities.KubeVersion.Version) }}
 {{- end }}
-{{- if and .Values.secrets.apiKey.secret .Values.secrets.apiKeys.secret }}
-{{- fail "set one of secrets.apiKey and secrets.apiKeys" }}
+{{- if and (eq .Values.shape "group") (not .Values.secrets.shardToken.secret) }}
+{{- fail "the shape group needs secrets.shardToken: the hosts of a replica know each other by it" }}
 {{- end }}
 {{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) }}
 {{- fail "autoscaling.minReplicas is more than autoscaling.maxReplicas" }}

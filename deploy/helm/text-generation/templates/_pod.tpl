@@ -31,6 +31,9 @@ Arguments of the launcher: those that the chart decides, then `flags`. Arguments
 {{- else }}
 - --insecure
 {{- end }}
+{{- if $values.secrets.shardToken.secret }}
+- --shard-token-file=/run/secrets/text-generation/shard-token
+{{- end }}
 {{- if eq .part "router" }}
 {{- $source := ternary (printf "kubernetes://%s/%s" $root.Release.Namespace $name) (printf "dns://%s" $name) (eq $values.router.discovery "kubernetes") }}
 {{- $domain := ternary "" (printf ".%s.svc" $root.Release.Namespace) (eq $values.router.discovery "kubernetes") }}
@@ -86,9 +89,6 @@ env:
   {{- if not $front }}
   - name: POD_IP
     valueFrom: {fieldRef: {fieldPath: status.podIP}}
-  {{- end }}
-  {{- with include "text-generation.secretFiles" . }}
-  - {name: CREDENTIALS_DIRECTORY, value: /run/secrets/text-generation}
   {{- end }}
   {{- if $values.secrets.hubToken.secret }}
   - {name: HF_TOKEN_PATH, value: /run/secrets/text-generation/hf-token}
@@ -182,7 +182,7 @@ livenessProbe:
 {{- $secrets := .root.Values.secrets }}
 {{- $files := dict "hubToken" "hf-token" }}
 {{- if ne .part "cell" }}{{ $_ := set $files "shardToken" "shard-token" }}{{ end }}
-{{- if has .part (list "cell" "router") }}{{ $files = merge $files (dict "apiKey" "api-key" "apiKeys" "api-keys.toml") }}{{ end }}
+{{- if has .part (list "cell" "router") }}{{ $files = merge $files (dict "apiKeys" "api-keys.toml") }}{{ end }}
 {{- range $name, $file := $files }}
 {{- with get $secrets $name }}
 {{- if .secret }}
