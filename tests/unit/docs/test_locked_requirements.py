@@ -1,0 +1,54 @@
+"""deploy/container/requirements*.txt against pyproject.toml and constraints.txt."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[3]
+FILES = sorted((ROOT / "deploy" / "container").glob("requirements*.txt"))
+PINNED = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
+CONSTRAINTS = {
+    canonicalize_name(name): version for name, version in PINNED.findall((ROOT / "constraints.txt").read_text("utf-8"))
+}
+
+
+def locked(file: Path) -> dict[str, str]:
+    """Return the packages of a file and their versions; nothing else may be in it."""
+    text = file.read_text(encoding="utf-8")
+    entry = re.compile(
+        r"^[\w.-]+==\S+ \\\n(?:    --hash=sha256:[0-9a-f]{64} \\\n)*    --hash=sha256:[0-9a-f]{64}\n", re.MULTILINE
+    )
+    assert re.sub(r"^#.*\n", "", entry.sub("", text), flags=re.MULTILINE) == ""
+    return {canonicalize_name(name): version for name, version in PINNED.findall(text)}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_locked_versions_are_those_of_the_constraints(file: Path) -> None:
+    packages = locked(file)
+    assert {name: version for name, version in packages.items() if CONSTRAINTS.get(name, version) != version} == {}
+    if file.stem in ("requirements", "requirements-cpu"):
+        assert packages.keys() <= CONSTRAINTS.keys()
+
+
+def test_every_package_that_the_server_needs_is_locked() -> None:
+    packages, found = locked(ROOT / "deploy" / "container" / "requirements.txt"), set()
+    left = ["text-generation-trtllm"]
+    while left:
+        for required in map(Requirement, requires(left.pop()) or ()):
+            if required.marker is None or required.marker.evaluate({"extra": ""}):
+                name = canonicalize_name(required.name)
+                left += [] if name in found else [name]
+                found.add(name)
+                assert required.specifier.contains(packages[name]), "run: make lock"
+    assert found == packages.keys()
+
+
+def test_the_images_have_the_torch_of_the_constraints() -> None:
+    text = (ROOT / "deploy" / "container" / "Containerfile").read_text(encoding="utf-8")
+    assert f"ARG TORCH=torch=={CONSTRAINTS['torch']}\n" in text
