@@ -18,8 +18,8 @@ from text_generation_proto.sockets import socket_path
 
 log = structlog.get_logger()
 
-MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""Far above the largest message: prompt log-probabilities for a full batch of the longest prompts."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Longest message that shard and router receive. Larger orders and reports are sent in parts (parts.py)."""
 
 SERVER_PING_S = 4
 """Seconds without a byte from a client after which the server pings it."""
@@ -27,7 +27,7 @@ SERVER_PING_TIMEOUT_S = 4
 """Seconds for its answer, and for the acknowledgement of what the server sent; then the connection is closed."""
 
 _LENGTHS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", -1),  # a gateway's answer with the log-probabilities of its prompt may be longer
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 
@@ -53,6 +53,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", SERVER_PING_TIMEOUT_S * 1000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Bytes of a call that are read before its handler asks for them: 64 kB, and no more on a fast connection.
+    ("grpc.http2.bdp_probe", 0),
     # Two servers on one port would each get half the calls.
     ("grpc.so_reuseport", 0),
 )

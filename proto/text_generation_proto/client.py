@@ -14,6 +14,7 @@ each sequence the KV blocks for its maximum length and prefills whole prompts, s
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.channel import open_channel
+from text_generation_proto.parts import BadParts, Joiner, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 
@@ -199,13 +201,15 @@ class Session:
 
     async def receive(self) -> None:
         """Read reports until the stream ends; `ShardClient.session` runs this."""
+        parts = Joiner[pb.StepReport](sys.maxsize)
         try:
             while True:
-                report = await self._call.read()
-                if not isinstance(report, pb.StepReport):
+                read = await self._call.read()
+                if not isinstance(read, pb.StepReport):
                     raise SessionClosed("the shard closed its stream")
-                await self._handle(report)
-        except (grpc.aio.AioRpcError, SessionClosed) as error:
+                if (report := parts.join(read)) is not None:
+                    await self._handle(report)
+        except (grpc.aio.AioRpcError, SessionClosed, BadParts) as error:
             self._closed = error
             for sequence in self._open.values():
                 sequence.tokens.put_nowait(SessionClosed(str(error)))
@@ -220,7 +224,8 @@ class Session:
             orders.number = self._number
             if releases is not None:
                 releases.released_by = self._number
-            await self._call.write(orders)
+            for part in split(orders):
+                await self._call.write(part)
 
     async def _handle(self, report: pb.StepReport) -> None:
         reasons = {finish.slot: finish.reason for finish in report.finished}

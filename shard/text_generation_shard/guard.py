@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,16 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from text_generation_proto.access import TOKEN_KEY
-from text_generation_proto.channel import SERVER_OPTIONS
+from text_generation_proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 
 MAX_UNARY_BYTES = 4096
-"""Longest request of a call that has one request and one reply: WarmUp, Info, health checks. None carries a prompt."""
+"""Longest request of a call that has one request: WarmUp, Info, health checks. Only that of GENERATE carries a prompt."""
+GENERATE = "/trtllm.TrtllmService/Generate"
+"""The method whose request may be as long as any message."""
+READ_S = 10.0
+"""Seconds for the request of such a call."""
 MAX_UNARY_CALLS = 16
-"""Most concurrent calls of a method with one request and one reply."""
+"""Most concurrent calls of a method with one request and one reply, and requests of a method that are read at once."""
 WARM_UP = "/text_generation.v1.Shard/WarmUp"
 """The method of which one call is served at a time."""
 MAX_CALLS = 8192
@@ -33,7 +38,7 @@ def create_server(token: str = "", max_calls: int = MAX_CALLS) -> grpc.aio.Serve
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, and unary calls that are too many or too long.
+    """Refuses calls without the token, and calls with one request that are too many, too long or too late.
 
     Its handlers are those of streaming calls, for which gRPC reads no message before the handler asks for one.
     """
@@ -41,6 +46,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         self._calls = Counter[str]()
+        self._readers = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(MAX_UNARY_CALLS))
 
     async def intercept_service(
         self,
@@ -51,18 +57,18 @@ class CallGuard(grpc.aio.ServerInterceptor):
         if self._token and not self._is_known(handler_call_details):
             return grpc.stream_stream_rpc_method_handler(_refuse)
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
+        if handler is None or handler.request_streaming:
             return handler
-        return self._limited(handler_call_details.method, handler, handler.unary_unary)
+        return self._limited(handler_call_details.method, handler)
 
     def _is_known(self, call: grpc.HandlerCallDetails) -> bool:
         values = [value for key, value in call.invocation_metadata if key == TOKEN_KEY]
         given = values[0] if values else ""
         return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), self._token)
 
-    def _limited(self, method: str, handler: Handler, behavior: Callable[[Any, Any], Any]) -> Handler:
-        deserialize = handler.request_deserializer or bytes
-        most = 1 if method == WARM_UP else MAX_UNARY_CALLS
+    def _limited(self, method: str, handler: Handler) -> Handler:
+        behavior: Any = handler.unary_unary or handler.unary_stream
+        most = MAX_CALLS if handler.response_streaming else 1 if method == WARM_UP else MAX_UNARY_CALLS
 
         async def serve(_requests: object, context: Context) -> None:
             if self._calls[method] >= most:
@@ -71,19 +77,31 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 )
             self._calls[method] += 1
             try:
-                data = await context.read()
-                if len(data) > MAX_UNARY_BYTES:
-                    message = f"the request has {len(data)} bytes, at most {MAX_UNARY_BYTES} are allowed"
-                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
-                try:
-                    request = deserialize(data)
-                except DecodeError:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
-                await context.write(await behavior(request, context))
+                reply = await behavior(await self._read(method, handler, context), context)
+                if not handler.response_streaming:
+                    await context.write(reply)
             finally:
                 self._calls[method] -= 1
 
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
+
+    async def _read(self, method: str, handler: Handler, context: Context) -> object:
+        """Return the request of a call. Abort if it is too long, too late or none."""
+        most = MAX_MESSAGE_BYTES if method == GENERATE else MAX_UNARY_BYTES
+        try:
+            async with asyncio.timeout(READ_S), self._readers[method]:
+                data = await context.read()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {READ_S:.0f} s")
+        if data is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
+        if len(data) > most:
+            message = f"the request has {len(data)} bytes, at most {most} are allowed"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+        try:
+            return (handler.request_deserializer or bytes)(data)
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
 
 
 async def _refuse(_requests: object, context: Context) -> None:

@@ -8,11 +8,12 @@ import time
 import grpc
 import structlog
 
+from text_generation_proto.parts import BadParts, Joiner, most_orders, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, report_to_pb
-from text_generation_shard.engine import EngineError, InsufficientMemory, StepResult
+from text_generation_shard.engine import Engine, EngineError, InsufficientMemory, StepResult
 from text_generation_shard.health import ShardHealth
 from text_generation_shard.session import EngineSession, SessionOwner
 
@@ -85,13 +86,15 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             await self._health.add_driver()
             await context.send_initial_metadata(())  # tells the client that the session is open
             async with asyncio.TaskGroup() as tasks:
-                reader = tasks.create_task(_read_orders(session, context))
+                reader = tasks.create_task(_read_orders(session, context, self._most_orders(owner.engine)))
                 while (report := await reports.get()) is not None:
                     message = report_to_pb(report)
                     message.draining = owner.draining
-                    await context.write(message)
+                    # Nothing else in a report is large; to measure each would cost time.
+                    for part in split(message) if report.prompt_logprobs else (message,):
+                        await context.write(part)
                 reader.cancel()
-        except* InvalidOrders as group:
+        except* (InvalidOrders, BadParts) as group:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(group.exceptions[0]))
         finally:
             session.end()
@@ -99,14 +102,20 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         if owner.crashed.is_set():
             await context.abort(grpc.StatusCode.INTERNAL, "the engine failed")
 
+    def _most_orders(self, engine: Engine) -> int:
+        return most_orders(info_to_pb(engine.info, self._rank, self._world_size))
+
     def _follows(self) -> str:
         return f"rank {self._rank} follows: call rank 0"
 
 
-async def _read_orders(session: EngineSession, context: RunContext) -> None:
-    """Pass the client's orders to the session until the client has no more. Raises InvalidOrders."""
+async def _read_orders(session: EngineSession, context: RunContext, most_bytes: int) -> None:
+    """Pass the client's orders to the session until the client has no more. Raises InvalidOrders, BadParts."""
     last = 0
-    while isinstance(message := await context.read(), pb.Orders):
+    parts = Joiner[pb.Orders](most_bytes)
+    while isinstance(read := await context.read(), pb.Orders):
+        if (message := parts.join(read)) is None:
+            continue
         if message.number != last + 1:
             raise InvalidOrders(f"orders {message.number} came after orders {last}")
         last = message.number

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 from certificates import tls_arguments, write_certificates
-from shard_process import shard
+from shard_process import running, shard
 
 from text_generation_proto.access import ShardAccess
-from text_generation_proto.channel import CLIENT_OPTIONS
+from text_generation_proto.channel import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
 from text_generation_proto.client import ShardClient
+from text_generation_proto.parts import Joiner, most_orders, split
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
 
 ACCESS = ShardAccess.of(shard_token="open-sesame")
@@ -116,6 +119,63 @@ async def test_unary_calls_are_short_and_one_warm_up_runs_at_a_time() -> None:
         pending.cancel()
         while await code(channel, warm_up, b"", ACCESS.shard_token) is not grpc.StatusCode.OK:
             pass
+
+
+async def test_no_message_of_17_megabytes_is_read_and_none_above_4_kilobytes_without_a_prompt() -> None:
+    address = free_address()
+    async with shard(address, "--gateway", "--echo-self-scheduling") as (client, process):
+        await client.warm_up()
+        async with grpc.aio.insecure_channel(address, CLIENT_OPTIONS) as channel:
+            for method in METHODS[:-1]:
+                long = method.endswith(("/Run", "/Generate", "/ServerReflectionInfo"))
+                for size in (17 << 20,) if long else (17 << 20, 5000):
+                    before = psutil.Process(process.pid).memory_info().rss
+                    got = await code(channel, method, bytes(size), None)
+                    assert got in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED), (method, size)
+                    assert psutil.Process(process.pid).memory_info().rss - before < 32 << 20, (method, size)
+        await client.info()
+
+
+@pytest.mark.full
+async def test_work_of_any_size_is_sent_in_parts_and_endless_parts_are_refused() -> None:
+    length, slots = 128 * 1024, 64
+    address = free_address()
+    sizes = (f"--echo-max-sequence-length={length + 8}", f"--max-batch-size={slots}", "--echo-blocks=1000000")
+    async with shard(address, *sizes) as (client, _):
+        pool = await client.warm_up(max_batch_size=slots, max_batch_prefill_tokens=slots * length)
+        async with running(client) as call:
+            each = -(-(length + 1) // pool.block_size)
+            orders = pb.Orders(number=1, prefill_slots=range(slots), prefill_tokens=[length] * slots)
+            for slot in range(slots):
+                admitted = orders.admit.add(slot=slot, blocks=range(slot * each, (slot + 1) * each))
+                admitted.prompt.extend([30_000 + slot] * length)
+                admitted.stopping.max_new_tokens = 1
+                admitted.sampling.greedy = True
+                admitted.logprobs.prompt = slot < 40  # 40 x 128k log-probabilities: a report of 21 MB
+            assert orders.ByteSize() > MAX_MESSAGE_BYTES
+            for part in split(orders):
+                await call.write(part)
+            parts = Joiner[pb.StepReport](sys.maxsize)
+            finished: set[int] = set()
+            scored: dict[int, int] = {}
+            async with asyncio.timeout(100):
+                while len(finished) < slots:
+                    read = await call.read()
+                    assert isinstance(read, pb.StepReport)
+                    if (message := parts.join(read)) is not None:
+                        assert not message.failed
+                        finished |= {finish.slot for finish in message.finished}
+                        scored |= {scores.slot: len(scores.logprobs) for scores in message.prompt_logprobs}
+            assert scored == dict.fromkeys(range(40), length)
+        too_many = most_orders(await client.info()) // (15 << 20) + 1
+        for parts_sent in ([pb.Orders(part=bytes(15 << 20), more=True)] * too_many, [pb.Orders(part=b"\xff")]):
+            async with running(client) as call:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    for part in parts_sent:
+                        await call.write(part)
+                    await call.read()
+                assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await client.info()).max_slots == slots
 
 
 async def test_tls_serves_only_clients_of_the_ca_and_follows_new_certificates(tmp_path: Path) -> None:

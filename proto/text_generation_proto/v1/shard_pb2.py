@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$text_generation_proto/v1/shard.proto\x12\x12text_generation.v1\"\r\n\x0bInfoRequest\"\x80\x04\n\x0cInfoResponse\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x32\n\nscheduling\x18\x06 \x01(\x0e\x32\x1e.text_generation.v1.Scheduling\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x08 \x01(\r\x12\x11\n\tmax_slots\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x0c\n\x04rank\x18\x0c \x01(\r\x12\x12\n\nworld_size\x18\r \x01(\r\x12 \n\x18suggested_prefill_tokens\x18\x0e \x01(\r\x12\x18\n\x10max_top_n_tokens\x18\x0f \x01(\r\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\x36\n\rgrammar_kinds\x18\x11 \x03(\x0e\x32\x1f.text_generation.v1.GrammarKind\x12\x34\n\x0bunsupported\x18\x12 \x03(\x0b\x32\x1f.text_generation.v1.Unsupported\x12\x1b\n\x13reserves_max_length\x18\x13 \x01(\x08\",\n\x0bUnsupported\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"i\n\rWarmUpRequest\x12 \n\x18max_batch_prefill_tokens\x18\x01 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x02 \x01(\r\x12\x1e\n\x16max_batch_total_tokens\x18\x03 \x01(\r\"Q\n\x0eWarmUpResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x17\n\x0fwarm_up_seconds\x18\x03 \x01(\x01\"\xc9\x01\n\x06Orders\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07release\x18\x02 \x03(\r\x12.\n\x05\x61\x64mit\x18\x03 \x03(\x0b\x32\x1f.text_generation.v1.NewSequence\x12\x13\n\x0bgrant_slots\x18\x04 \x03(\r\x12\x14\n\x0cgrant_counts\x18\x05 \x03(\r\x12\x14\n\x0cgrant_blocks\x18\x06 \x03(\r\x12\x15\n\rprefill_slots\x18\x07 \x03(\r\x12\x16\n\x0eprefill_tokens\x18\x08 \x03(\r\"\xc6\x02\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.text_generation.v1.Sampling\x12.\n\x08stopping\x18\x06 \x01(\x0b\x32\x1c.text_generation.v1.Stopping\x12\x34\n\x08logprobs\x18\x07 \x01(\x0b\x32\".text_generation.v1.LogprobOptions\x12\x18\n\x10generated_tokens\x18\x08 \x01(\r\x12,\n\x07grammar\x18\t \x01(\x0b\x32\x1b.text_generation.v1.Grammar\x12\x12\n\ncache_salt\x18\n \x01(\t\"F\n\x07Grammar\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.text_generation.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xbd\x02\n\x08Sampling\x12\x0e\n\x06greedy\x18\x01 \x01(\x08\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x11\n\ttypical_p\x18\x05 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x11\n\twatermark\x18\t \x01(\x08\x12\r\n\x05min_p\x18\n \x01(\x01\x12 \n\x18output_frequency_penalty\x18\x0b \x01(\x01\x12\x1f\n\x17output_presence_penalty\x18\x0c \x01(\x01\x12\x16\n\x0elogit_bias_ids\x18\r \x03(\r\x12\x19\n\x11logit_bias_values\x18\x0e \x03(\x01\"i\n\x08Stopping\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x16\n\x0emin_new_tokens\x18\x04 \x01(\r\"E\n\x0eLogprobOptions\x12\r\n\x05top_n\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x01(\x08\x12\x14\n\x0cprompt_top_n\x18\x03 \x01(\r\"\xe7\x03\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eorders_applied\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12\x17\n\x0fprefilled_slots\x18\x07 \x03(\r\x12\x18\n\x10prefilled_tokens\x18\x08 \x03(\r\x12,\n\x08\x66inished\x18\t \x03(\x0b\x32\x1a.text_generation.v1.Finish\x12+\n\x06\x66\x61iled\x18\n \x03(\x0b\x32\x1b.text_generation.v1.Failure\x12\x31\n\ntop_tokens\x18\x0b \x03(\x0b\x32\x1d.text_generation.v1.TopTokens\x12;\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\".text_generation.v1.PromptLogprobs\x12\x0f\n\x07step_ns\x18\r \x01(\x04\x12\x12\n\nforward_ns\x18\x0e \x01(\x04\x12\x0f\n\x07running\x18\x0f \x01(\r\x12\x13\n\x0bused_blocks\x18\x10 \x01(\r\x12\x0e\n\x06queued\x18\x11 \x01(\r\x12\x10\n\x08\x64raining\x18\x12 \x01(\x08\"H\n\x06\x46inish\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .text_generation.v1.FinishReason\"W\n\x07\x46\x61ilure\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12-\n\x04\x63ode\x18\x02 \x01(\x0e\x32\x1f.text_generation.v1.FailureCode\x12\x0f\n\x07message\x18\x03 \x01(\t\"M\n\tTopTokens\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\"q\n\x0ePromptLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x12\n\ntop_counts\x18\x03 \x03(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*R\n\nScheduling\x12\x1a\n\x16SCHEDULING_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCHEDULING_STEP\x10\x01\x12\x13\n\x0fSCHEDULING_SELF\x10\x02*x\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x02\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x03*\x82\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1b\n\x17\x46INISH_REASON_EOS_TOKEN\x10\x02\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x03*w\n\x0b\x46\x61ilureCode\x12\x1c\n\x18\x46\x41ILURE_CODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46\x41ILURE_CODE_INVALID\x10\x01\x12\x19\n\x15\x46\x41ILURE_CODE_NUMERICS\x10\x02\x12\x15\n\x11\x46\x41ILURE_CODE_STEP\x10\x03\x32\xea\x01\n\x05Shard\x12I\n\x04Info\x12\x1f.text_generation.v1.InfoRequest\x1a .text_generation.v1.InfoResponse\x12O\n\x06WarmUp\x12!.text_generation.v1.WarmUpRequest\x1a\".text_generation.v1.WarmUpResponse\x12\x45\n\x03Run\x12\x1a.text_generation.v1.Orders\x1a\x1e.text_generation.v1.StepReport(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$text_generation_proto/v1/shard.proto\x12\x12text_generation.v1\"\r\n\x0bInfoRequest\"\x80\x04\n\x0cInfoResponse\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x12\n\nmodel_type\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x32\n\nscheduling\x18\x06 \x01(\x0e\x32\x1e.text_generation.v1.Scheduling\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x08 \x01(\r\x12\x11\n\tmax_slots\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\reos_token_ids\x18\x0b \x03(\r\x12\x0c\n\x04rank\x18\x0c \x01(\r\x12\x12\n\nworld_size\x18\r \x01(\r\x12 \n\x18suggested_prefill_tokens\x18\x0e \x01(\r\x12\x18\n\x10max_top_n_tokens\x18\x0f \x01(\r\x12\x0f\n\x07version\x18\x10 \x01(\t\x12\x36\n\rgrammar_kinds\x18\x11 \x03(\x0e\x32\x1f.text_generation.v1.GrammarKind\x12\x34\n\x0bunsupported\x18\x12 \x03(\x0b\x32\x1f.text_generation.v1.Unsupported\x12\x1b\n\x13reserves_max_length\x18\x13 \x01(\x08\",\n\x0bUnsupported\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"i\n\rWarmUpRequest\x12 \n\x18max_batch_prefill_tokens\x18\x01 \x01(\r\x12\x16\n\x0emax_batch_size\x18\x02 \x01(\r\x12\x1e\n\x16max_batch_total_tokens\x18\x03 \x01(\r\"Q\n\x0eWarmUpResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x17\n\x0fwarm_up_seconds\x18\x03 \x01(\x01\"\xe5\x01\n\x06Orders\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07release\x18\x02 \x03(\r\x12.\n\x05\x61\x64mit\x18\x03 \x03(\x0b\x32\x1f.text_generation.v1.NewSequence\x12\x13\n\x0bgrant_slots\x18\x04 \x03(\r\x12\x14\n\x0cgrant_counts\x18\x05 \x03(\r\x12\x14\n\x0cgrant_blocks\x18\x06 \x03(\r\x12\x15\n\rprefill_slots\x18\x07 \x03(\r\x12\x16\n\x0eprefill_tokens\x18\x08 \x03(\r\x12\x0c\n\x04part\x18\t \x01(\x0c\x12\x0c\n\x04more\x18\n \x01(\x08\"\xc6\x02\n\x0bNewSequence\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x03(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12.\n\x08sampling\x18\x05 \x01(\x0b\x32\x1c.text_generation.v1.Sampling\x12.\n\x08stopping\x18\x06 \x01(\x0b\x32\x1c.text_generation.v1.Stopping\x12\x34\n\x08logprobs\x18\x07 \x01(\x0b\x32\".text_generation.v1.LogprobOptions\x12\x18\n\x10generated_tokens\x18\x08 \x01(\r\x12,\n\x07grammar\x18\t \x01(\x0b\x32\x1b.text_generation.v1.Grammar\x12\x12\n\ncache_salt\x18\n \x01(\t\"F\n\x07Grammar\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.text_generation.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xbd\x02\n\x08Sampling\x12\x0e\n\x06greedy\x18\x01 \x01(\x08\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\x11\n\ttypical_p\x18\x05 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x11\n\twatermark\x18\t \x01(\x08\x12\r\n\x05min_p\x18\n \x01(\x01\x12 \n\x18output_frequency_penalty\x18\x0b \x01(\x01\x12\x1f\n\x17output_presence_penalty\x18\x0c \x01(\x01\x12\x16\n\x0elogit_bias_ids\x18\r \x03(\r\x12\x19\n\x11logit_bias_values\x18\x0e \x03(\x01\"i\n\x08Stopping\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x15\n\reos_token_ids\x18\x02 \x03(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x16\n\x0emin_new_tokens\x18\x04 \x01(\r\"E\n\x0eLogprobOptions\x12\r\n\x05top_n\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x01(\x08\x12\x14\n\x0cprompt_top_n\x18\x03 \x01(\r\"\x83\x04\n\nStepReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x16\n\x0eorders_applied\x18\x02 \x01(\x04\x12\r\n\x05slots\x18\x03 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x04 \x03(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12\x17\n\x0fprefilled_slots\x18\x07 \x03(\r\x12\x18\n\x10prefilled_tokens\x18\x08 \x03(\r\x12,\n\x08\x66inished\x18\t \x03(\x0b\x32\x1a.text_generation.v1.Finish\x12+\n\x06\x66\x61iled\x18\n \x03(\x0b\x32\x1b.text_generation.v1.Failure\x12\x31\n\ntop_tokens\x18\x0b \x03(\x0b\x32\x1d.text_generation.v1.TopTokens\x12;\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\".text_generation.v1.PromptLogprobs\x12\x0f\n\x07step_ns\x18\r \x01(\x04\x12\x12\n\nforward_ns\x18\x0e \x01(\x04\x12\x0f\n\x07running\x18\x0f \x01(\r\x12\x13\n\x0bused_blocks\x18\x10 \x01(\r\x12\x0e\n\x06queued\x18\x11 \x01(\r\x12\x10\n\x08\x64raining\x18\x12 \x01(\x08\x12\x0c\n\x04part\x18\x13 \x01(\x0c\x12\x0c\n\x04more\x18\x14 \x01(\x08\"H\n\x06\x46inish\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .text_generation.v1.FinishReason\"W\n\x07\x46\x61ilure\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12-\n\x04\x63ode\x18\x02 \x01(\x0e\x32\x1f.text_generation.v1.FailureCode\x12\x0f\n\x07message\x18\x03 \x01(\t\"M\n\tTopTokens\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\"q\n\x0ePromptLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x12\n\ntop_counts\x18\x03 \x03(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02*R\n\nScheduling\x12\x1a\n\x16SCHEDULING_UNSPECIFIED\x10\x00\x12\x13\n\x0fSCHEDULING_STEP\x10\x01\x12\x13\n\x0fSCHEDULING_SELF\x10\x02*x\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x01\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x02\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x03*\x82\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1b\n\x17\x46INISH_REASON_EOS_TOKEN\x10\x02\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x03*w\n\x0b\x46\x61ilureCode\x12\x1c\n\x18\x46\x41ILURE_CODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46\x41ILURE_CODE_INVALID\x10\x01\x12\x19\n\x15\x46\x41ILURE_CODE_NUMERICS\x10\x02\x12\x15\n\x11\x46\x41ILURE_CODE_STEP\x10\x03\x32\xea\x01\n\x05Shard\x12I\n\x04Info\x12\x1f.text_generation.v1.InfoRequest\x1a .text_generation.v1.InfoResponse\x12O\n\x06WarmUp\x12!.text_generation.v1.WarmUpRequest\x1a\".text_generation.v1.WarmUpResponse\x12\x45\n\x03Run\x12\x1a.text_generation.v1.Orders\x1a\x1e.text_generation.v1.StepReport(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'text_generation_proto.v1.shard_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCHEDULING']._serialized_start=2776
-  _globals['_SCHEDULING']._serialized_end=2858
-  _globals['_GRAMMARKIND']._serialized_start=2860
-  _globals['_GRAMMARKIND']._serialized_end=2980
-  _globals['_FINISHREASON']._serialized_start=2983
-  _globals['_FINISHREASON']._serialized_end=3113
-  _globals['_FAILURECODE']._serialized_start=3115
-  _globals['_FAILURECODE']._serialized_end=3234
+  _globals['_SCHEDULING']._serialized_start=2832
+  _globals['_SCHEDULING']._serialized_end=2914
+  _globals['_GRAMMARKIND']._serialized_start=2916
+  _globals['_GRAMMARKIND']._serialized_end=3036
+  _globals['_FINISHREASON']._serialized_start=3039
+  _globals['_FINISHREASON']._serialized_end=3169
+  _globals['_FAILURECODE']._serialized_start=3171
+  _globals['_FAILURECODE']._serialized_end=3290
   _globals['_INFOREQUEST']._serialized_start=60
   _globals['_INFOREQUEST']._serialized_end=73
   _globals['_INFORESPONSE']._serialized_start=76
@@ -50,27 +50,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WARMUPRESPONSE']._serialized_start=743
   _globals['_WARMUPRESPONSE']._serialized_end=824
   _globals['_ORDERS']._serialized_start=827
-  _globals['_ORDERS']._serialized_end=1028
-  _globals['_NEWSEQUENCE']._serialized_start=1031
-  _globals['_NEWSEQUENCE']._serialized_end=1357
-  _globals['_GRAMMAR']._serialized_start=1359
-  _globals['_GRAMMAR']._serialized_end=1429
-  _globals['_SAMPLING']._serialized_start=1432
-  _globals['_SAMPLING']._serialized_end=1749
-  _globals['_STOPPING']._serialized_start=1751
-  _globals['_STOPPING']._serialized_end=1856
-  _globals['_LOGPROBOPTIONS']._serialized_start=1858
-  _globals['_LOGPROBOPTIONS']._serialized_end=1927
-  _globals['_STEPREPORT']._serialized_start=1930
-  _globals['_STEPREPORT']._serialized_end=2417
-  _globals['_FINISH']._serialized_start=2419
-  _globals['_FINISH']._serialized_end=2491
-  _globals['_FAILURE']._serialized_start=2493
-  _globals['_FAILURE']._serialized_end=2580
-  _globals['_TOPTOKENS']._serialized_start=2582
-  _globals['_TOPTOKENS']._serialized_end=2659
-  _globals['_PROMPTLOGPROBS']._serialized_start=2661
-  _globals['_PROMPTLOGPROBS']._serialized_end=2774
-  _globals['_SHARD']._serialized_start=3237
-  _globals['_SHARD']._serialized_end=3471
+  _globals['_ORDERS']._serialized_end=1056
+  _globals['_NEWSEQUENCE']._serialized_start=1059
+  _globals['_NEWSEQUENCE']._serialized_end=1385
+  _globals['_GRAMMAR']._serialized_start=1387
+  _globals['_GRAMMAR']._serialized_end=1457
+  _globals['_SAMPLING']._serialized_start=1460
+  _globals['_SAMPLING']._serialized_end=1777
+  _globals['_STOPPING']._serialized_start=1779
+  _globals['_STOPPING']._serialized_end=1884
+  _globals['_LOGPROBOPTIONS']._serialized_start=1886
+  _globals['_LOGPROBOPTIONS']._serialized_end=1955
+  _globals['_STEPREPORT']._serialized_start=1958
+  _globals['_STEPREPORT']._serialized_end=2473
+  _globals['_FINISH']._serialized_start=2475
+  _globals['_FINISH']._serialized_end=2547
+  _globals['_FAILURE']._serialized_start=2549
+  _globals['_FAILURE']._serialized_end=2636
+  _globals['_TOPTOKENS']._serialized_start=2638
+  _globals['_TOPTOKENS']._serialized_end=2715
+  _globals['_PROMPTLOGPROBS']._serialized_start=2717
+  _globals['_PROMPTLOGPROBS']._serialized_end=2830
+  _globals['_SHARD']._serialized_start=3293
+  _globals['_SHARD']._serialized_end=3527
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,9 @@ A replica has one Run stream that lives as long as its router. The shard runs st
 holds, without waiting for the router. The router sends Orders only to change something; the shard answers each step with
 one columnar StepReport. Token ids in, token ids out: a shard handles no text.
 
+A message has at most 16 MiB. Larger Orders and StepReports are sent in parts: messages with `part`, the next slice of the
+serialized whole, and `more`, false in the last of them; their other fields are empty.
+
 Slots number the sequences that a shard holds, 0 <= slot < InfoResponse.max_slots. The client of Run assigns them. A
 slot is free again once a report lists it as finished or failed, or shows that its release was applied.
 
@@ -321,7 +324,11 @@ class Orders(google.protobuf.message.Message):
     GRANT_BLOCKS_FIELD_NUMBER: builtins.int
     PREFILL_SLOTS_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     number: builtins.int
+    part: builtins.bytes
+    more: builtins.bool
     @property
     def release(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Slots to release: cancelled, ended by a stop string, expired, preempted. No effect if unknown or ended."""
@@ -357,8 +364,10 @@ class Orders(google.protobuf.message.Message):
         grant_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         prefill_slots: collections.abc.Iterable[builtins.int] | None = ...,
         prefill_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        part: builtins.bytes = ...,
+        more: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["admit", b"admit", "grant_blocks", b"grant_blocks", "grant_counts", b"grant_counts", "grant_slots", b"grant_slots", "number", b"number", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "release", b"release"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admit", b"admit", "grant_blocks", b"grant_blocks", "grant_counts", b"grant_counts", "grant_slots", b"grant_slots", "more", b"more", "number", b"number", "part", b"part", "prefill_slots", b"prefill_slots", "prefill_tokens", b"prefill_tokens", "release", b"release"]) -> None: ...
 
 Global___Orders: typing_extensions.TypeAlias = Orders
 
@@ -605,6 +614,8 @@ class StepReport(google.protobuf.message.Message):
     USED_BLOCKS_FIELD_NUMBER: builtins.int
     QUEUED_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    PART_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges orders"""
     orders_applied: builtins.int
@@ -621,6 +632,8 @@ class StepReport(google.protobuf.message.Message):
     """Sequences among `running` that wait in the engine's own queue; 0 if it has none."""
     draining: builtins.bool
     """The shard stops: send it nothing new, and end the session when none of its sequences is left."""
+    part: builtins.bytes
+    more: builtins.bool
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -672,8 +685,10 @@ class StepReport(google.protobuf.message.Message):
         used_blocks: builtins.int = ...,
         queued: builtins.int = ...,
         draining: builtins.bool = ...,
+        part: builtins.bytes = ...,
+        more: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "orders_applied", b"orders_applied", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

@@ -7,6 +7,9 @@ A replica has one Run stream that lives as long as its router. The shard runs st
 holds, without waiting for the router. The router sends Orders only to change something; the shard answers each step with
 one columnar StepReport. Token ids in, token ids out: a shard handles no text.
 
+A message has at most 16 MiB. Larger Orders and StepReports are sent in parts: messages with `part`, the next slice of the
+serialized whole, and `more`, false in the last of them; their other fields are empty.
+
 Slots number the sequences that a shard holds, 0 <= slot < InfoResponse.max_slots. The client of Run assigns them. A
 slot is free again once a report lists it as finished or failed, or shows that its release was applied.
 

@@ -21,6 +21,7 @@ import structlog
 
 from text_generation_proto.client import RunCall, ShardClient
 from text_generation_proto.heartbeat import CHECK_EVERY_S, Silence
+from text_generation_proto.parts import BadParts, Joiner, most_report, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, step_output_from_pb
@@ -77,6 +78,8 @@ class ReplicaSession:
         self._steps = 0
         """Steps of this session."""
         self._slots = 0
+        self._most_report = 0
+        """Bytes of the largest report."""
         self._orders_sent = self._orders_applied = 0
         """Numbers of the last orders."""
         self._running = 0
@@ -106,6 +109,7 @@ class ReplicaSession:
         self._reported = self._answered = True
         self._serving, self._hangs, self._leaves = True, False, False
         self._slots = info.spec.num_slots
+        self._most_report = most_report(info.info)
         self._eos_token_ids = tuple(info.info.eos_token_ids)
         self._own_cache = info.spec.self_scheduling
         call = client.run()
@@ -209,7 +213,8 @@ class ReplicaSession:
                 for placement in orders.placements:
                     context.listeners.scheduled(placement)
                 try:
-                    await call.write(orders_to_pb(orders, self._eos_token_ids, own_cache=self._own_cache))
+                    for part in split(orders_to_pb(orders, self._eos_token_ids, own_cache=self._own_cache)):
+                        await call.write(part)
                 except (asyncio.InvalidStateError, grpc.aio.AioRpcError) as error:  # gRPC does not say how it ended
                     self.stopped = True
                     raise ShardLost("the shard's stream ended") from error
@@ -217,14 +222,17 @@ class ReplicaSession:
                 context.dispatch()
 
     async def _receive(self, call: RunCall) -> None:
+        parts = Joiner[pb.StepReport](self._most_report)
         while True:
-            report = await call.read()
-            if not isinstance(report, pb.StepReport):
+            read = await call.read()
+            if not isinstance(read, pb.StepReport):
                 self.stopped = True
                 raise ShardLost("the shard closed its stream")
             try:
+                if (report := parts.join(read)) is None:
+                    continue
                 check_report(report, self._slots, self._orders_sent, self._unsent_slots())
-            except MalformedReport as error:
+            except (MalformedReport, BadParts) as error:
                 raise ShardLost(str(error)) from error
             self._handle(report)
 

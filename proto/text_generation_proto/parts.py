@@ -1,0 +1,79 @@
+"""Orders and reports of any size in messages of limited size: slices of the serialized whole.
+
+Orders ──split──► part, part, …, last part ──Joiner──► Orders
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from text_generation_proto.v1 import shard_pb2 as pb
+
+MAX_WHOLE_BYTES = 4 << 20
+"""Orders and reports above this are sent in parts of this size."""
+BYTES_PER_TOKEN = 10
+"""Largest share of a prompt token in orders: its id, and one block at most."""
+BYTES_PER_SEQUENCE = 2 << 20
+"""Largest share of a sequence in orders apart from its tokens: its grammar, the bias of its logits, its stop tokens."""
+BYTES_PER_LOGPROB = 16
+"""Largest share of a log-probability and its token in reports."""
+
+Message = TypeVar("Message", pb.Orders, pb.StepReport)
+
+
+class BadParts(ValueError):
+    """The parts of a message are too large together, or form none."""
+
+
+def split(message: Message) -> Iterator[Message]:
+    """Yield the messages to send for `message`: itself unless it is too large."""
+    if message.ByteSize() <= MAX_WHOLE_BYTES:
+        yield message
+        return
+    whole = message.SerializeToString()
+    for start in range(0, len(whole), MAX_WHOLE_BYTES):
+        end = start + MAX_WHOLE_BYTES
+        yield type(message)(part=whole[start:end], more=end < len(whole))
+
+
+class Joiner(Generic[Message]):
+    """Joins the messages of one stream."""
+
+    def __init__(self, most: int) -> None:
+        """`most` is the number of bytes that a whole has at most."""
+        self._most = most
+        self._parts: list[bytes] = []
+
+    def join(self, message: Message) -> Message | None:
+        """Return the whole that ends with `message`; None if more parts follow. Raises BadParts."""
+        if not message.part:
+            if self._parts or message.more:
+                raise BadParts("a message came between the parts of another")
+            return message
+        self._parts.append(message.part)
+        if sum(map(len, self._parts)) > self._most:
+            raise BadParts(f"the parts of a message have more than {self._most} bytes")
+        if message.more:
+            return None
+        parts, self._parts = self._parts, []
+        try:
+            whole = type(message).FromString(b"".join(parts))
+        except DecodeError as error:
+            raise BadParts("the parts form no message") from error
+        if whole.part:
+            raise BadParts("a part has parts")
+        return whole
+
+
+def most_orders(info: pb.InfoResponse) -> int:
+    """Return the bytes of the largest orders that a shard can apply."""
+    return info.max_slots * (info.max_sequence_length * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE)
+
+
+def most_report(info: pb.InfoResponse) -> int:
+    """Return the bytes of the largest report that a shard can send."""
+    logprobs = info.max_sequence_length * (1 + info.max_top_n_tokens)
+    return info.max_slots * (logprobs * BYTES_PER_LOGPROB + BYTES_PER_SEQUENCE)
