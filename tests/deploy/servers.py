@@ -23,6 +23,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from byte_tokenizer import write_tokenizer
+from certificates import tls_arguments, write_certificates  # noqa: F401 - for the commands
 
 START_S = 60.0
 
@@ -34,7 +35,6 @@ class Process:
         self.records: list[dict[str, Any]] = []
         self._module = module
         self._process = process
-        self._seen = 0
 
     @property
     def pid(self) -> int:
