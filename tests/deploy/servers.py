@@ -158,7 +158,7 @@ class Answer:
     text: str | None = None
     error: str = ""
     times: list[float] = field(default_factory=list)
-    """Of the arrival of each token, by a monotonic clock."""
+    """Arrival of each token, by a monotonic clock."""
 
     @property
     def gaps(self) -> list[float]:
