@@ -57,14 +57,14 @@ async def run_group(
     def group_grace_period(seconds: float, terminate: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         return grace_period(min(seconds, BROKEN_GRACE) if broken else seconds, terminate)
 
-    async def run(spec: ShardSpec) -> None:
+    async def run(spec: ShardSpec, description: asyncio.Future[pb.InfoResponse]) -> None:
         try:
             code = await run_to_end(
                 spec,
                 group_grace_period,
                 json_output=json_output,
                 hung=hung,
-                described=described[spec.rank],
+                described=description,
                 reserve=reserve,
             )
         except OSError as error:  # no memory or file descriptors for another process, perhaps only now
@@ -73,7 +73,7 @@ async def run_group(
         exits.append(RankExit(spec.rank, code))
 
     async with asyncio.TaskGroup() as tasks:
-        members = [tasks.create_task(run(spec)) for spec in specs]
+        members = [tasks.create_task(run(*each)) for each in zip(specs, described, strict=True)]
         await asyncio.wait(members, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait(members, timeout=FAREWELL)
         broken = True

@@ -158,3 +158,11 @@ async def test_group_with_a_shard_that_cannot_start_fails_the_start(
     failed = await server.log.next("shard failed to start")
     assert (failed["replica"], failed["rank"], failed["exit_code"]) == (0, 1, 4)
     assert "shard-0-rank-1: no such weights" in capfd.readouterr().err
+
+
+async def test_the_ranks_of_a_later_node_are_served_and_restarted(server: FakeServer) -> None:
+    """The launcher of node 1 has ranks 2 and 3 of a replica, and not the first two."""
+    async with server.running(AT_ONCE, server.shard(0, 2), server.shard(0, 3)):
+        server.kill("0-rank-3")
+        assert (await server.log.next("shard died"))["rank"] == 3
+        await server.log.next("shard serves again")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 
+from text_generation_bench.simulator.autoscaling import Rule, by_average, by_value
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_router.scheduling.chunking import PendingPrompts
 from text_generation_router.scheduling.kv_cache import KVCache
@@ -52,6 +54,8 @@ class SimConfig:
     with_fairness: bool = False
     """Count service per tenant."""
     scheduler: Callable[[Policy, int], Scheduler] = Scheduler
+    scaling: Sequence[Rule] = ()
+    """Rules of an autoscaler, which has at most `replicas`; without rules all of them run all the time."""
     audited: bool = False
     """Check the content of every KV block at every step."""
     max_span_steps: int = 1 << 20
@@ -66,6 +70,8 @@ class PolicyVariant:
     blind: bool = False
     """Hide tenants, priorities and deadlines from the scheduler."""
     scheduler: Callable[[Policy, int], Scheduler] = Scheduler
+    scaling: Sequence[Rule] = ()
+    """Rules by which replicas are started and stopped."""
 
 
 class _TgiCache(KVCache):
@@ -128,6 +134,10 @@ def _tgi(model: CostModel, max_queued_tokens: int | None) -> PolicyVariant:
     return PolicyVariant(policy, blind=True, scheduler=TgiScheduler)
 
 
+def _scaled(*rules: Rule) -> Callable[[CostModel, int | None], PolicyVariant]:
+    return lambda model, max_queued_tokens: replace(_ours(model, max_queued_tokens), scaling=rules)
+
+
 POLICIES: Mapping[str, Callable[[CostModel, int | None], PolicyVariant]] = MappingProxyType(
     {
         "ours": _ours,
@@ -138,6 +148,9 @@ POLICIES: Mapping[str, Callable[[CostModel, int | None], PolicyVariant]] = Mappi
         "round-robin": _ours_with(dispatch=Dispatch.ROUND_ROBIN),
         "random": _ours_with(dispatch=Dispatch.RANDOM),
         "tgi": _tgi,
+        "signals": _scaled(by_value(attrgetter("queue_seconds"), 2.0), by_value(attrgetter("busy_ratio"), 0.6)),
+        "cpu": _scaled(by_value(attrgetter("cpu_use"), 0.8)),
+        "queue-length": _scaled(by_average(attrgetter("waiting"), 5.0)),
     }
 )
 """Functions of the cost model and the queue limit, by name."""

@@ -60,6 +60,7 @@ class ExperimentResult:
     queue_time_ratio: float | None
     busy: float
     """Fraction of the time that a replica was in a step."""
+    replica_hours: float
     events: int
     timings: SchedulerTimings
 
@@ -92,6 +93,7 @@ def run_experiment(experiment: Experiment) -> ExperimentResult:
             outages=load.outages,
             blind=variant.blind,
             scheduler=variant.scheduler,
+            scaling=variant.scaling,
             with_fairness=load.with_fairness,
             audited=experiment.audited,
         )
@@ -123,7 +125,8 @@ def _summarize(experiment: Experiment, simulator: Simulator, load: ScenarioLoad)
         preemptions=stats.preemptions,
         moves=stats.moves,
         queue_time_ratio=statistics.queue_time_ratio,
-        busy=statistics.busy_s / experiment.replicas / max(experiment.seconds, len(statistics.seconds)),
+        busy=statistics.busy_s / simulator.replica_seconds,
+        replica_hours=simulator.replica_seconds / 3600,
         events=simulator.events,
         timings=simulator.timings,
     )

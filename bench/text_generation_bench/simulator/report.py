@@ -53,8 +53,11 @@ COLUMNS: Sequence[tuple[str, Callable[[ExperimentResult], str]]] = (
     ("moved", lambda result: str(result.moves)),
     ("queue est.", lambda result: _ratio(result.queue_time_ratio)),
     ("busy", lambda result: _percent(result.busy)),
+    ("replica h", lambda result: f"{result.replica_hours:.2f}"),
 )
 KIND_COLUMNS = ("policy", "kind", "sent", "done", "in target", "TTFT p50", "p99", "ITL p50", "p99", "max")
+
+SHARE_COLUMNS = ("share of the first policy's", "goodput", "replica h")
 
 
 def scenario_report(results: Sequence[ExperimentResult]) -> str:
@@ -68,7 +71,17 @@ def scenario_report(results: Sequence[ExperimentResult]) -> str:
     text = head + table([name for name, _ in COLUMNS], rows)
     if any(len(result.kinds) > 1 for result in results):
         text += "\n" + table(KIND_COLUMNS, [row for result in results for row in _kind_rows(result)])
+    if any(result.replica_hours < results[0].replica_hours for result in results):
+        text += "\n" + table(SHARE_COLUMNS, [_shares(result, results[0]) for result in results])
     return text
+
+
+def _shares(result: ExperimentResult, first: ExperimentResult) -> list[str]:
+    return [
+        result.experiment.policy,
+        _ratio(result.goodput / max(1.0, first.goodput)),
+        _ratio(result.replica_hours / first.replica_hours),
+    ]
 
 
 def _kind_rows(result: ExperimentResult) -> list[list[str]]:

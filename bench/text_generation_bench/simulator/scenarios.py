@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
@@ -29,6 +30,8 @@ from text_generation_router.request import Priority, TenantId
 
 LONG = "long"
 """Label of the long prompts among short ones."""
+PEAK_SHARE = 0.6
+"""Fraction of the capacity of all replicas at the busiest hour of a day."""
 QUEUE_S = 1.0
 """Length of a bounded queue, in seconds of work."""
 
@@ -39,6 +42,7 @@ class WorkloadSizes:
 
     question: RequestSizes
     turn: RequestSizes
+    reasoning: RequestSizes
     system_tokens: int
     long_prompt: int
     longest_chat: int
@@ -46,9 +50,21 @@ class WorkloadSizes:
 
 WORKLOAD_SIZES: Mapping[str, WorkloadSizes] = MappingProxyType(
     {
-        "cpu-135m": WorkloadSizes(RequestSizes((20, 160), 48, 160), RequestSizes((10, 60), 32, 96), 256, 2000, 1500),
+        "cpu-135m": WorkloadSizes(
+            RequestSizes((20, 160), 48, 160),
+            RequestSizes((10, 60), 32, 96),
+            RequestSizes((20, 160), 48, 160),
+            256,
+            2000,
+            1500,
+        ),
         "h200-8b": WorkloadSizes(
-            RequestSizes((200, 800), 100, 512), RequestSizes((50, 300), 100, 512), 2000, 65_536, 8000
+            RequestSizes((200, 800), 100, 512),
+            RequestSizes((50, 300), 100, 512),
+            RequestSizes((1000, 4000), 3000, 12_000),
+            2000,
+            65_536,
+            8000,
         ),
     }
 )
@@ -239,6 +255,20 @@ def _scale(source: ScenarioInput) -> ScenarioLoad:
     return ScenarioLoad(chats(source.pool, random, times, profile, systems))
 
 
+def _autoscale(source: ScenarioInput) -> ScenarioLoad:
+    sizes, random = source.sizes.reasoning, source.random("autoscale")
+    peak, phase = source.rate(PEAK_SHARE, sizes), source.seconds / 24 / 12
+    rates = [peak * _share_of_peak(at / 12) * random.uniform(0.85, 1.15) for at in range(24 * 12)]
+    times = phased_times(random, [(phase, rate) for rate in rates])
+    return ScenarioLoad(unrelated_requests(source.pool, random, times, sizes))
+
+
+def _share_of_peak(hour: float) -> float:
+    """Return the rate at an hour of the day over its largest: a tenth at night, two humps with a break at noon."""
+    morning, evening = math.exp(-(((hour - 10.5) / 2.2) ** 2)), math.exp(-(((hour - 16.0) / 3.0) ** 2))
+    return min(1.0, 0.1 + 0.85 * morning + 0.9 * evening)
+
+
 def _merge(*traces: Trace) -> Trace:
     return iter(merge(*traces, key=attrgetter("at")))
 
@@ -273,8 +303,16 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
             "chats; every 12.5 s a replica is lost for 10 s", _failures, policies=("ours", "round-robin", "tgi")
         ),
         "mix": Scenario("all at once: tenants, priorities, deadlines, clients that leave", _mix),
+        "autoscale": Scenario(
+            "a day of questions with long answers; replicas start in two minutes",
+            _autoscale,
+            replicas=5,
+            seconds=86_400.0,
+            kv_share=1 / 10,
+            policies=("ours", "signals", "cpu", "queue-length"),
+        ),
         "scale": Scenario("chats on many replicas", _scale, replicas=512, seconds=3600.0, policies=("ours",)),
     }
 )
-ONLY_BY_NAME = frozenset({"scale"})
+ONLY_BY_NAME = frozenset({"autoscale", "scale"})
 """Scenarios that `all` does not include."""

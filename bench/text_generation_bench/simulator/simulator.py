@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable
 from time import perf_counter
 
+from text_generation_bench.simulator.autoscaling import SYNC_S, Autoscaler
 from text_generation_bench.simulator.config import SimConfig
 from text_generation_bench.simulator.measures import FairnessMeter, IdealPrefixCache
 from text_generation_bench.simulator.replica import KvAudit, SimulatedReplica, check_orders
@@ -59,6 +60,7 @@ class Simulator:
         self._next_tick = 1.0
         # An estimate costs time in proportion to the replicas, so it is made for a sample of the requests.
         self._estimate_every = max(1, config.replicas // 4)
+        self.autoscaler = Autoscaler(config.scaling, self.scheduler, config.replicas) if config.scaling else None
         self._replicas = [self._new_replica(index) for index in range(config.replicas)]
 
     def _new_replica(self, index: int) -> SimulatedReplica:
@@ -70,8 +72,12 @@ class Simulator:
 
     def run(self, trace: Trace) -> None:
         """Simulate `trace` until the last request has ended."""
-        for replica in self._replicas:
-            self._open(replica)
+        if self.autoscaler is None:
+            for replica in self._replicas:
+                self._open(replica)
+        else:
+            self._open(self._replicas[0])
+            self._push(SYNC_S, self._scale, self.autoscaler)
         for outage in self.config.outages:
             self._push(outage.at, self._lose, self._replicas[outage.replica], outage.seconds)
         heap, fairness, latest = self._heap, self.fairness, self.config.until + MAX_DRAIN_S
@@ -340,7 +346,7 @@ class Simulator:
         if following is not None and following.at < self.config.until:
             self._push(following.at, self._arrive, following)
 
-    # ------------------------------------------------------------------------------------------------- outages
+    # ------------------------------------------------------------------------------------------- outages, autoscaling
 
     def _open(self, replica: SimulatedReplica) -> None:
         replica.is_open = True
@@ -348,11 +354,27 @@ class Simulator:
         self._dispatch()
 
     def _lose(self, replica: SimulatedReplica, seconds: float) -> None:
-        if not replica.is_open:
-            return
+        if replica.is_open:
+            self._close(replica)
+            self._push(self.now + seconds, self._open, replica)
+
+    def _close(self, replica: SimulatedReplica) -> None:
         self._catch_up(replica)
         replica.is_open = False
         replica.reset()
         self._fail(self.scheduler.lose(replica.index))
-        self._push(self.now + seconds, self._open, replica)
         self._dispatch()
+
+    def _scale(self, autoscaler: Autoscaler) -> None:
+        opened, closed = autoscaler.step(self.now, self.statistics.busy_s)
+        for number in opened:
+            self._open(self._replicas[number])
+        for number in closed:
+            self._close(self._replicas[number])
+        if self.now + SYNC_S <= self.config.until:
+            self._push(self.now + SYNC_S, self._scale, autoscaler)
+
+    @property
+    def replica_seconds(self) -> float:
+        """Time that replicas ran so far, in sum."""
+        return self.now * self.config.replicas if self.autoscaler is None else self.autoscaler.replica_seconds(self.now)

@@ -53,7 +53,8 @@ _GAUGES: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
     ),
     (
         "text_generation_busy_ratio",
-        "Step time over time, 0 to 1, mean over serving replicas; a step with spare room counts as its share of a full one",
+        "Step time over time, 0 to 1, mean over serving replicas; "
+        "a step that only decodes counts for the share of slots or KV blocks in use",
         lambda stats: stats.busy_ratio,
     ),
     ("text_generation_replicas", "Configured replicas", lambda stats: stats.num_replicas),

@@ -61,8 +61,8 @@ class Throughput:
     long steps, and its wait is the sum of their seconds. Steps made while requests were queued are kept apart: a replica
     with spare room shows the demand, not its capacity.
 
-    A step takes hardly less time for one sequence than for many, so a step made with spare room counts as busy only for
-    the seconds that its tokens take at the throughput measured while requests were queued.
+    A step takes hardly less time for one sequence than for many, so a step that only decodes counts as busy for the share
+    of slots or KV blocks in use: one sequence would otherwise keep a replica as busy as a full batch does.
     """
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class Throughput:
         self._busy = 0.0
         """The busy ratio at the end of the last step."""
 
-    def record(self, now: float, tokens: int, busy_s: float, *, queued: bool = True) -> None:
+    def record(self, now: float, tokens: int, busy_s: float, *, queued: bool = True, share: float = 1.0) -> None:
         """Record a step that ended at `now`, took `busy_s` seconds and computed `tokens` prompt and new tokens.
 
-        `queued`: requests waited for room meanwhile. Ignored if `busy_s` is no duration or `tokens` is negative.
+        `queued`: requests waited for room meanwhile. `share`: that of the step in the busy ratio, 0 to 1. Ignored if `busy_s` is no duration or `tokens` is negative.
         """
         if not 0 < busy_s < math.inf or tokens < 0:
             return
@@ -90,10 +90,7 @@ class Throughput:
             # Between consecutive steps the wall clock counts, including gaps.
             seconds = elapsed if elapsed - busy_s <= _LARGEST_GAP_S else busy_s
             self._unexplained_s = elapsed - seconds
-        worked_s = min(seconds, busy_s)
-        if not queued and self._full[0]:
-            worked_s = min(worked_s, tokens / self._full[0] * self._full[1])
-        self._busy = self.busy_ratio(now) - math.expm1(-worked_s / BUSY_MEMORY_S)
+        self._busy = self.busy_ratio(now) - share * math.expm1(-min(seconds, busy_s) / BUSY_MEMORY_S)
         self._last = max(now, self._last)
         if queued:
             self._full = _decayed_sum(self._full, self._last, tokens, seconds)

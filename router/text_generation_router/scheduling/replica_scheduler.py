@@ -343,6 +343,12 @@ class ReplicaScheduler:
         return sequence.id if sequence is not None and sequence.state is not State.CANCELLED else None
 
     @property
+    def room_in_use(self) -> float:
+        """Share of the slots or of the KV blocks in use, whichever is larger: 0 to 1."""
+        slots = min(len(self._slots), self._policy.max_batch_size)
+        return max(self.occupied_slots / slots, self.cache.used / max(1, self.cache.num_blocks))
+
+    @property
     def occupied_slots(self) -> int:
         """Slots in use, including those to be released."""
         return len(self._slots) - len(self._free_slots)

@@ -214,7 +214,8 @@ class Scheduler:
         assert scheduler is not None, "a lost replica makes no steps"
         served, left = scheduler.update(output, deliveries)
         if output.step_s:
-            self._throughputs[replica].record(now, served, output.step_s, queued=len(self.queue) > 0)
+            share = 1.0 if output.prefilled else scheduler.room_in_use
+            self._throughputs[replica].record(now, served, output.step_s, queued=len(self.queue) > 0, share=share)
         for sequence in left:
             if sequence.state is State.WAITING:
                 self._requeue(sequence)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 
+from text_generation_bench.simulator.autoscaling import by_value
 from text_generation_bench.simulator.config import LatencyTargets, Outage, SimConfig
 from text_generation_bench.simulator.cost_model import CostModel
 from text_generation_bench.simulator.shard import RuleViolation
@@ -160,3 +162,18 @@ def test_a_bug_of_the_scheduler_is_noticed(
     monkeypatch.setattr(Scheduler, method, bug)
     with pytest.raises(RuleViolation, match=message):
         simulate(*trace)
+
+
+def test_replicas_come_with_load_and_go_without() -> None:
+    """A rule that does not follow the load keeps one replica: it costs less, and most requests wait too long."""
+    busy = [ask(0.8 * number, new=400, most=450) for number in range(750)]
+    quiet = [ask(600.0 + 20 * number, new=400, most=450) for number in range(90)]
+    roomy = replace(COST_MODEL, kv_tokens=4096)
+    scaled, alone = (
+        simulate(*busy, *quiet, cost_model=roomy, replicas=4, until=2400.0, audited=False, scaling=[rule])
+        for rule in (by_value(attrgetter("busy_ratio"), 0.6), by_value(attrgetter("serving"), 1.0))
+    )
+    assert scaled.statistics.total.finished == alone.statistics.total.finished == 840
+    assert alone.replica_seconds == pytest.approx(alone.now)
+    assert 1.2 * scaled.now < scaled.replica_seconds < 0.6 * 4 * scaled.now
+    assert scaled.statistics.total.good > 2 * alone.statistics.total.good

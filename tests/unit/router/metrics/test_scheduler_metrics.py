@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from metric_samples import samples
@@ -81,10 +82,18 @@ def test_signals_for_autoscaling() -> None:
     scheduler.update(0, StepOutput(orders.number, [0, 1], [], [7, 7], step_s=30.0), now=30.0)
     stats = scheduler.stats(now=30.0)
     assert stats.queue_seconds == pytest.approx(stats.queued_tokens / (2 / 30.0))
-    assert stats.busy_ratio == pytest.approx(1 - math.exp(-30.0 / BUSY_MEMORY_S))
+    # The step computed no prompt tokens, so it counts for the share of slots in use.
+    assert stats.busy_ratio == pytest.approx(2 / 2 * (1 - math.exp(-30.0 / BUSY_MEMORY_S)))
     assert scheduler.stats(now=90.0).busy_ratio == pytest.approx(stats.busy_ratio * math.exp(-60.0 / BUSY_MEMORY_S))
     scheduler.open(1, ReplicaSpec(num_slots=8, num_blocks=100, block_size=16))
     both = scheduler.stats(now=30.0)
+    half = a_scheduler(batch=4)
+    submit(half, 1, 2)
+    decoding = StepOutput(decided(half).number, [0, 1], [], [7, 7], step_s=30.0)
+    half.update(0, decoding, now=30.0)
+    assert half.stats(now=30.0).busy_ratio == pytest.approx(stats.busy_ratio / 2)
+    half.update(0, replace(decoding, prefilled=[(0, 4)]), now=600.0)
+    assert half.stats(now=600.0).busy_ratio == pytest.approx(stats.busy_ratio, rel=0.01)
     assert both.busy_ratio == pytest.approx(stats.busy_ratio / 2)
     assert both.queue_seconds == pytest.approx(stats.queue_seconds / 2)
     scheduler.lose(0)

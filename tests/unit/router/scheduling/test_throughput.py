@@ -38,15 +38,6 @@ def test_busy_ratio_is_the_share_of_time_in_steps() -> None:
     assert throughput.busy_ratio(now + 600.0) < 0.001
 
 
-def test_a_step_with_spare_room_counts_as_its_share_of_the_full_throughput() -> None:
-    """Otherwise one sequence would keep a replica as busy as a full batch does, and no signal would allow fewer."""
-    throughput = Throughput()
-    now = work(throughput, 0.0, 600.0, 1_000)
-    assert throughput.busy_ratio(now) == pytest.approx(1.0, rel=0.01)
-    now = work(throughput, now, 600.0, 200, queued=False)
-    assert throughput.busy_ratio(now) == pytest.approx(0.2, rel=0.02)
-
-
 def test_idle_time_does_not_count() -> None:
     throughput = Throughput()
     now = 0.0
