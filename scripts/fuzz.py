@@ -4,7 +4,8 @@ property tests under other seeds.
 Usage: python scripts/fuzz.py MODEL MINUTES SCHEMATHESIS [SEED]
 
 Fails if a response is a 5xx or is not as documented, if the log has a traceback, or if a property does not hold. A failure is
-printed with the seed, the curl command or the example that reproduces it: add it to the tests as an @example.
+printed with the seed, the curl command or the example that reproduces it: add it to the tests as an @example, and a message
+between router and shard to tests/corpus, whose findings are tried first.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import time
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from text_generation_proto.parts import BadParts, Joiner, most_orders, split
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -113,7 +114,7 @@ async def _read_orders(session: EngineSession, context: RunContext, most_bytes: 
     """Pass the client's orders to the session until the client has no more. Raises InvalidOrders, BadParts."""
     last = 0
     parts = Joiner[pb.Orders](most_bytes)
-    while isinstance(read := await context.read(), pb.Orders):
+    while isinstance(read := await _read_message(context), pb.Orders):
         if (message := parts.join(read)) is None:
             continue
         if message.number != last + 1:
@@ -121,3 +122,11 @@ async def _read_orders(session: EngineSession, context: RunContext, most_bytes: 
         last = message.number
         session.order(orders_from_pb(message))
     session.end()
+
+
+async def _read_message(context: RunContext) -> object:
+    """Return the next message or the end of the stream. Raises InvalidOrders."""
+    try:
+        return await context.read()
+    except DecodeError as error:
+        raise InvalidOrders("a message is no Orders") from error

@@ -1,7 +1,14 @@
-"""Random messages on the wire between router and shard: refused, or applied without breaking a rule."""
+"""Random reports of a shard: refused, or applied without breaking a rule.
+
+The findings in tests/corpus/reports are tried first.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_rig import Rig, a_policy, words
@@ -9,6 +16,7 @@ from scheduler_rig import Rig, a_policy, words
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.shards.convert import MalformedReport, check_report, step_output_from_pb
 
+CORPUS = Path(__file__).parents[1] / "corpus" / "reports"
 SLOTS = st.integers(0, 9)
 """The replica has 8."""
 SMALL = st.one_of(st.integers(0, 20), st.integers(0, 2**32 - 1))
@@ -42,8 +50,17 @@ def consistent(report: pb.StepReport) -> pb.StepReport:
     return report
 
 
+@pytest.mark.parametrize("path", sorted(CORPUS.iterdir()), ids=lambda path: path.stem)
+def test_known_reports(path: Path) -> None:
+    check([text_format.Parse(path.read_text(), pb.StepReport())])
+
+
 @given(reports=st.lists(st.one_of(REPORTS, REPORTS.map(consistent)), min_size=1, max_size=6))
 def test_any_report_is_refused_or_keeps_the_rules_of_the_scheduler(reports: list[pb.StepReport]) -> None:
+    check(reports)
+
+
+def check(reports: list[pb.StepReport]) -> None:
     rig = Rig(a_policy(), blocks=20)
     for number in range(6):
         rig.submit(prompt=words(number, 20 + 5 * number), new=10)
