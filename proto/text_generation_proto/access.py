@@ -33,7 +33,7 @@ class ShardAccess(ProcessConfig):
     shard_tls_ca: str = ""
     """PEM file with the certificates that sign shard_tls_cert."""
     shard_tls_name: str = "shards.text-generation"
-    """Name that the certificate of a shard must have, whatever the shard's address is. Empty: its host."""
+    """Name that the certificate of a shard must have, at every address. Empty: the host of the address."""
 
     @model_validator(mode="before")
     @classmethod

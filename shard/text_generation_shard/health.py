@@ -34,7 +34,7 @@ class ShardHealth:
         await self._publish()
 
     async def leave(self) -> None:
-        """Serve no more, whatever is set from now on."""
+        """Serve no more: later changes have no effect."""
         await self.servicer.enter_graceful_shutdown()
 
     async def add_driver(self) -> None:

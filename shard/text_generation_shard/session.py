@@ -152,7 +152,7 @@ class SessionOwner:
         self.session: EngineSession | None = None
         """The open session. One that is ending stays here until its last step is done."""
         self.draining = False
-        """True after `drain`: reports say so, and the client should end its session when it has no sequences left."""
+        """True after `drain`. Reports carry it, and the client should end its session when it has no sequences left."""
         self.stopping = False
         self.monitor = StepMonitor()
         self.crashed = asyncio.Event()

@@ -18,8 +18,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
-from byte_tokenizer import write_tokenizer
-from servers import Process, free_port, started, stream, until_open
+from servers import Process, free_port, started, stream, until_open, write_tokenizer
 
 CLIENTS, NEW_TOKENS = 6, 40
 LEAST_REQUESTS = 300
@@ -72,6 +71,12 @@ def _address(port: int) -> dict[str, object]:
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
 
 
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+
+
 async def main() -> int:
     """Run the restarts; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -106,7 +111,7 @@ async def main() -> int:
             "error",
         )
         envoy = await asyncio.create_subprocess_exec(*command)
-        stack.callback(envoy.kill)
+        stack.push_async_callback(_end, envoy)
         url = f"http://127.0.0.1:{ports[0]}"
         session = await stack.enter_async_context(aiohttp.ClientSession())
         await until_open(session, url)
@@ -131,8 +136,6 @@ async def main() -> int:
             while outcomes.total() < LEAST_REQUESTS:  # noqa: ASYNC110 - a count has no event
                 await asyncio.sleep(0.1)
             over.set()
-        envoy.terminate()
-        await envoy.wait()
     failed = outcomes.total() - outcomes["right"]
     print(
         f"Envoy, delay {options.shutdown_delay:g} s, {2 * options.restarts} restarts in {time.monotonic() - began:.0f} s: "

@@ -51,7 +51,7 @@ async def main() -> int:
     bad = right < len(answers) or longest > LONGEST_GAP_S or (options.drain_timeout and moves)
     for answer in answers:
         if not answer.is_right(NEW_TOKENS):
-            print(f"wrong: {answer.status} {answer.error} {answer.tokens} tokens {str(answer.text)[:60]!r}")
+            print(f"wrong: {answer.status} {answer.error} {len(answer.times)} tokens {str(answer.text)[:60]!r}")
     return 1 if bad else 0
 
 

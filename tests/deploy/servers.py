@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from byte_tokenizer import write_tokenizer
+from certificates import tls_arguments, write_certificates  # noqa: F401 - for the commands
 
 START_S = 60.0
 
@@ -34,11 +36,10 @@ class Process:
         self.records: list[dict[str, Any]] = []
         self._module = module
         self._process = process
-        self._seen = 0
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     async def event(self, name: str, timeout_s: float = START_S) -> dict[str, Any]:
@@ -156,9 +157,13 @@ class Answer:
     status: int = 0
     text: str | None = None
     error: str = ""
-    tokens: int = 0
-    gaps: list[float] = field(default_factory=list)
-    """Seconds between two tokens."""
+    times: list[float] = field(default_factory=list)
+    """Arrival of each token, by a monotonic clock."""
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between two tokens."""
+        return [after - before for before, after in pairwise(self.times)]
 
     def is_right(self, new_tokens: int) -> bool:
         """Return True if it is what the echo engine answers."""
@@ -169,7 +174,6 @@ async def stream(session: aiohttp.ClientSession, url: str, prompt: str, new_toke
     """Read a stream to its end."""
     answer = Answer(prompt)
     body = {"inputs": prompt, "parameters": {"max_new_tokens": new_tokens}}
-    last = 0.0
     try:
         async with session.post(f"{url}/generate_stream", json=body) as response:
             answer.status = response.status
@@ -180,11 +184,7 @@ async def stream(session: aiohttp.ClientSession, url: str, prompt: str, new_toke
                 if "error" in event:
                     answer.error = event["error"]
                     break
-                now = time.monotonic()
-                answer.tokens += 1
-                if last:
-                    answer.gaps.append(now - last)
-                last = now
+                answer.times.append(time.monotonic())
                 answer.text = event["generated_text"] or answer.text
     except (aiohttp.ClientError, TimeoutError) as error:
         answer.error = repr(error)

@@ -12,14 +12,17 @@ import grpc
 import psutil
 import pytest
 from certificates import tls_arguments, write_certificates
+from grpc_health.v1 import health_pb2_grpc
 from shard_process import running, shard
 
 from text_generation_proto.access import ShardAccess
-from text_generation_proto.channel import CLIENT_OPTIONS, MAX_MESSAGE_BYTES
+from text_generation_proto.channel import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, read_certificates, server_credentials
 from text_generation_proto.client import ShardClient
 from text_generation_proto.parts import Joiner, most_orders, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
+from text_generation_shard.guard import create_server
+from text_generation_shard.health import ShardHealth
 
 ACCESS = ShardAccess.of(shard_token="open-sesame")
 METHODS = (
@@ -176,6 +179,59 @@ async def test_work_of_any_size_is_sent_in_parts_and_endless_parts_are_refused()
                     await call.read()
                 assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (await client.info()).max_slots == slots
+
+
+async def test_each_side_refuses_a_wrong_certificate_of_the_other(tmp_path: Path) -> None:
+    """Both certificates are signed by the CA and have not expired, and the shard's has its name, not its address."""
+
+    good = write_certificates(tmp_path / "good")
+    foreign = write_certificates(tmp_path / "foreign").model_copy(update={"shard_tls_ca": good.shard_tls_ca})
+
+    def trusted(folder: str, **wrong: object) -> ShardAccess:
+        """A certificate that is wrong, and the CAs of both sides."""
+        access = write_certificates(tmp_path / folder, **wrong)  # type: ignore[arg-type]
+        both = tmp_path / f"{folder}-both.pem"
+        both.write_bytes(Path(access.shard_tls_ca).read_bytes() + Path(good.shard_tls_ca).read_bytes())
+        return access.model_copy(update={"shard_tls_ca": str(both)})
+
+    expired, renamed = trusted("expired", days=-1), trusted("renamed", name="127.0.0.1")
+    trusting = {
+        each.shard_tls_cert: good.model_copy(update={"shard_tls_ca": each.shard_tls_ca}) for each in (expired, renamed)
+    }
+
+    async def accepted(shard: ShardAccess, client: ShardAccess | None) -> bool:
+        address = free_address()
+        server, health = create_server(), ShardHealth()
+        health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
+        server.add_secure_port(address, server_credentials(shard))
+        await health.set_serving(serving=True)
+        await server.start()
+        try:
+            if client is not None:
+                async with ShardClient.connect(address, client) as connected:
+                    return await connected.is_serving()
+            ca = grpc.ssl_channel_credentials(read_certificates(good)[0])
+            names = (("grpc.ssl_target_name_override", good.shard_tls_name),)
+            async with grpc.aio.secure_channel(address, ca, options=names) as channel:
+                return await ShardClient(channel).is_serving()
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            return False
+        finally:
+            await server.stop(None)
+
+    assert await accepted(good, good)
+    assert await accepted(trusting[renamed.shard_tls_cert], renamed)  # the name of a client does not matter
+    refused = {
+        "client without TLS": await accepted(good, ShardAccess.of()),
+        "client without certificate": await accepted(good, None),
+        "client of another CA": await accepted(good, foreign),
+        "client expired": await accepted(trusting[expired.shard_tls_cert], expired),
+        "shard of another CA": await accepted(foreign, good),
+        "shard expired": await accepted(expired, trusting[expired.shard_tls_cert]),
+        "shard of another name": await accepted(renamed, trusting[renamed.shard_tls_cert]),
+    }
+    assert refused == dict.fromkeys(refused, False)
 
 
 async def test_tls_serves_only_clients_of_the_ca_and_follows_new_certificates(tmp_path: Path) -> None:

@@ -7,27 +7,24 @@ from pathlib import Path
 
 from text_generation_proto.access import ShardAccess
 
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
-def write_certificates(folder: Path, token: str = "", name: str = "shards.text-generation") -> ShardAccess:
-    """Write a new CA, and a key and certificate of a shard that it signs; return the settings that name them."""
+
+def write_certificates(
+    folder: Path, token: str = "", name: str = "shards.text-generation", days: int = 2
+) -> ShardAccess:
+    """Write a new CA, and a key and certificate of a shard that it signs; return the settings that name them.
+
+    `days`: negative for a certificate that has expired.
+    """
     folder.mkdir(exist_ok=True)
-    new = (
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    )
-    ca = (*new, "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.pem")
-    leaf = (*new, "-subj", "/CN=shard", "-keyout", "key.pem", "-out", "cert.pem", "-CA", "ca.pem", "-CAkey", "ca.key",
-            "-addext", f"subjectAltName=DNS:{name}", "-addext", "basicConstraints=critical,CA:FALSE")  # fmt: skip
-    for command in (ca, leaf):
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    ca = ("req", "-x509", *NEW_KEY, "-days", "2", "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.pem")
+    request = ("req", "-new", *NEW_KEY, "-subj", "/CN=shard", "-keyout", "key.pem", "-out", "shard.csr",
+               "-addext", f"subjectAltName=DNS:{name}", "-addext", "basicConstraints=critical,CA:FALSE")  # fmt: skip
+    leaf = ("x509", "-req", "-in", "shard.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
+            "-copy_extensions", "copy", "-days", str(days), "-out", "cert.pem")  # fmt: skip
+    for command in (ca, request, leaf):
+        subprocess.run(("openssl", *command), cwd=folder, check=True, capture_output=True)
     return ShardAccess.of(
         shard_token=token,
         shard_tls_cert=str(folder / "cert.pem"),

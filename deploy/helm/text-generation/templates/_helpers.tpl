@@ -37,9 +37,9 @@ labels:
 {{ ternary .Values.autoscaling.minReplicas .Values.replicas .Values.autoscaling.enabled | int }}
 {{- end }}
 
-{{/* Reference of an image. Arguments: root, image. */}}
+{{/* Reference of an image. Argument: the image. */}}
 {{- define "text-generation.image" -}}
-{{ .image.repository }}{{ if .image.digest }}@{{ .image.digest }}{{ else }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
+{{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag }}{{ end }}
 {{- end }}
 
 {{/* The flags of a part as a YAML map. Arguments: root, part. */}}

@@ -78,7 +78,7 @@ Arguments of the launcher: those that the chart decides, then `flags`. Arguments
 {{- $router := eq .part "router" }}
 {{- $image := ternary $values.router.image $values.image $router }}
 name: {{ .name | default "text-generation" }}
-image: {{ include "text-generation.image" (dict "root" .root "image" $image) }}
+image: {{ include "text-generation.image" $image }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
 command: [text-generation-launcher]
 args:

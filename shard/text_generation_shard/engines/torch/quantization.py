@@ -6,6 +6,7 @@ from the checkpoint (static) or from the largest value of each token (dynamic).
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,6 +16,18 @@ KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Keys of a checkpoint's KV cache quantization."""
 METHODS = ("compressed-tensors", "modelopt")
 REGEX = "re:"
+MAX_REGEXES = 16
+"""Regular expressions in one list."""
+MAX_REGEX_LENGTH = 1024
+MAX_REGEX_STEPS = 200_000
+"""Estimated ways in which a regular expression can match a module's name: matching may try them all."""
+STEPS = {"*": 20, "+": 20, "?": 2}
+"""Ways that a quantifier adds: four of * in a name of 33 characters have C(33, 4), about 20 ** 4 / 4."""
+_TOKEN = re.compile(
+    r"(?P<open>\((?:\?:)?)|(?P<or>\|)|(?P<close>\)(?![*+?{]))|[\^$]"
+    r"|(?:\\[dDwW]|\\[^\w]|\[\^?[^\[\]\\]+\]|[^\\\[\](){}*+?|^$])(?P<times>[*+?]?)\??"
+)
+"""A part of the regular expressions that are accepted: no quantifier after a group, no assertion, no reference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +113,39 @@ def _names(given: object) -> tuple[str, ...]:
         return ()
     if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
         raise UnsupportedSchemeError("the modules that a quantization ignores must be a list of names")
-    for name in given:
+    regexes = [name.removeprefix(REGEX) for name in given if name.startswith(REGEX)]
+    if len(regexes) > MAX_REGEXES:
+        raise UnsupportedSchemeError(f"{len(regexes)} regular expressions of modules to ignore: at most {MAX_REGEXES}")
+    for regex in regexes:
+        if len(regex) > MAX_REGEX_LENGTH or _steps(regex) > MAX_REGEX_STEPS:
+            raise UnsupportedSchemeError(
+                f"{REGEX + regex[:100]!r}, a module to ignore, is too complex: it may consist of "
+                "characters, classes, alternatives and at most 4 of * and +"
+            )
         try:
-            re.compile(name.removeprefix(REGEX) if name.startswith(REGEX) else "")
+            re.compile(regex)
         except re.error as error:
-            raise UnsupportedSchemeError(f"{name!r}, a module to ignore, is no regular expression: {error}") from None
+            raise UnsupportedSchemeError(
+                f"{REGEX + regex!r}, a module to ignore, is no regular expression: {error}"
+            ) from None
     return tuple(given)
+
+
+def _steps(regex: str) -> float:
+    """Return about how many ways there are to match, at most; infinite for an expression that is not accepted."""
+    steps, alternatives, at = 1, [1], 0
+    while at < len(regex):
+        if (token := _TOKEN.match(regex, at)) is None:
+            return math.inf
+        at = token.end()
+        if token["open"]:
+            alternatives.append(1)
+        elif token["or"]:
+            alternatives[-1] += 1
+        elif token["close"] and len(alternatives) > 1:
+            steps *= alternatives.pop()
+        steps *= STEPS.get(token["times"] or "", 1)
+    return steps * math.prod(alternatives)
 
 
 def _matches(module: str, pattern: str) -> bool:

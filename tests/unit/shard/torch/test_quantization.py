@@ -73,6 +73,20 @@ def test_schemes(config: dict[str, Any], per_row: bool, static: bool, ignored: t
         (COMPRESSED_DYNAMIC | {"transform_config": {"config_groups": {}}}, "transform_config"),
         (COMPRESSED_DYNAMIC | {"ignore": "lm_head"}, "must be a list of names"),
         (COMPRESSED_DYNAMIC | {"ignore": ["re:("]}, "no regular expression"),
+        *(
+            (COMPRESSED_DYNAMIC | {"ignore": [f"re:{regex}"]}, "too complex")
+            for regex in (
+                r"(\w+)+!",
+                "(.|.)" * 30 + "!",
+                ".*" * 9 + "!",
+                ".?" * 40 + "!",
+                r"(.+)\1",
+                "(?=a)",
+                "a{9}",
+                "a" * 2000,
+            )
+        ),
+        (COMPRESSED_DYNAMIC | {"ignore": ["re:.*"] * 17}, "at most 16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -92,6 +106,7 @@ def test_other_schemes_are_refused_by_name(config: object, message: str) -> None
         ("model.layers.0.*", False),
         ("*.down_proj", False),
         ("re:.*down_proj", False),
+        (r"re:^model\.layers\.(0|1|31)\..*(mlp|attn).*_proj$", False),
         ("re:.*layers\\.1\\..*", True),
     ],
 )
