@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -27,6 +27,9 @@ from text_generation_proto.channel import open_channel
 from text_generation_proto.parts import BadParts, Joiner, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
+
+RECONNECT_S = 30.0
+"""Seconds of waiting for a shard after which certificates are read again."""
 
 RunCall = grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]
 
@@ -53,6 +56,11 @@ class ShardClient:
 
     def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...] = ()) -> None:
         self._metadata = metadata
+        self._reconnect: Callable[[], Awaitable[None]] | None = None
+        """Uses a new channel, with the certificates of now."""
+        self._use(channel)
+
+    def _use(self, channel: grpc.aio.Channel) -> None:
         self._health: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(channel)
         self._stub: shard_pb2_grpc.ShardAsyncStub = shard_pb2_grpc.ShardStub(channel)
 
@@ -64,16 +72,28 @@ class ShardClient:
         Token and certificates are those of `access`, else of the environment: SHARD_TOKEN, SHARD_TLS_CERT, ….
         """
         access = access or ShardAccess()
-        async with open_channel(address, access) as channel:
-            yield cls(channel, access.metadata)
+        async with AsyncExitStack() as channels:
+            client = cls(await channels.enter_async_context(open_channel(address, access)), access.metadata)
+
+            async def reconnect() -> None:
+                await channels.aclose()
+                client._use(await channels.enter_async_context(open_channel(address, access)))
+
+            client._reconnect = reconnect
+            yield client
 
     async def ready(self, timeout: float) -> None:
-        """Return once the shard's health is SERVING; TimeoutError after `timeout` seconds. A wrong token is an error at once."""
+        """Return once the shard's health is SERVING; TimeoutError after `timeout` seconds. A wrong token is an error at once.
+
+        Certificates that are replaced meanwhile are used: raises OSError if one cannot be read.
+        """
         request = health_pb2.HealthCheckRequest()
         async with asyncio.timeout(timeout):
             while True:
                 try:
-                    async for reply in self._health.Watch(request, wait_for_ready=True, metadata=self._metadata):
+                    async for reply in self._health.Watch(
+                        request, wait_for_ready=True, timeout=RECONNECT_S, metadata=self._metadata
+                    ):
                         if reply.status == health_pb2.HealthCheckResponse.SERVING:
                             return
                 except grpc.aio.AioRpcError as error:
@@ -81,6 +101,8 @@ class ShardClient:
                         raise
                     # The connection was lost; wait_for_ready waits for the next one.
                     await asyncio.sleep(0.1)
+                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and self._reconnect is not None:
+                        await self._reconnect()
 
     async def is_serving(self) -> bool:
         """Return True if the shard's health is SERVING. Waits for the answer of a shard that hangs."""

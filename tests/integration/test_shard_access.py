@@ -15,6 +15,7 @@ from certificates import tls_arguments, write_certificates
 from grpc_health.v1 import health_pb2_grpc
 from shard_process import running, shard
 
+from text_generation_proto import client as client_module
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.channel import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, read_certificates, server_credentials
 from text_generation_proto.client import ShardClient
@@ -232,6 +233,20 @@ async def test_each_side_refuses_a_wrong_certificate_of_the_other(tmp_path: Path
         "shard of another name": await accepted(renamed, trusting[renamed.shard_tls_cert]),
     }
     assert refused == dict.fromkeys(refused, False)
+
+
+async def test_certificates_that_change_while_a_client_waits_for_its_shard_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "RECONNECT_S", 0.5)
+    address, folder = free_address(), tmp_path / "tls"
+    access = write_certificates(folder, "token")
+    async with ShardClient.connect(address, access) as waiting, asyncio.TaskGroup() as tasks:
+        ready = tasks.create_task(waiting.ready(60))
+        await asyncio.to_thread(write_certificates, folder)
+        async with shard(address, *tls_arguments(access), access=access):
+            await ready
+            assert (await waiting.info()).engine == "echo"
 
 
 async def test_tls_serves_only_clients_of_the_ca_and_follows_new_certificates(tmp_path: Path) -> None:
