@@ -121,6 +121,10 @@ def run(container: Container, model: Path, table: Table) -> None:
     table.row(
         "docs: router and shard apart", lambda: checks.parts_serve(lambda: follow(container, "Router and shards apart"))
     )
+    table.row(
+        "docs: router and shard on different machines, mutual TLS",
+        lambda: checks.parts_use_tls(lambda: follow(container, "Router and shards on different machines")),
+    )
     table.row("router: SIGSTOP, watchdog; shard: kill -9", checks.parts_return)
     checks.use_echo()
     table.row("start returns when /health answers 200", checks.start_is_ready)
