@@ -26,6 +26,9 @@ SERVER_PING_S = 4
 SERVER_PING_TIMEOUT_S = 4
 """Seconds for its answer, and for the acknowledgement of what the server sent; then the connection is closed."""
 
+SESSION_OPEN = (("x-session", "open"),)
+"""Initial metadata of a Run stream that the shard serves."""
+
 _LENGTHS = (
     ("grpc.max_send_message_length", -1),  # a gateway's answer with the log-probabilities of its prompt may be longer
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

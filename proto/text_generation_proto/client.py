@@ -23,7 +23,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from text_generation_proto.access import ShardAccess
-from text_generation_proto.channel import open_channel
+from text_generation_proto.channel import SESSION_OPEN, open_channel
 from text_generation_proto.parts import BadParts, Joiner, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
@@ -133,6 +133,18 @@ class ShardClient:
         """Open the plain stream: write Orders, read StepReports. A shard serves one at a time."""
         call: RunCall = self._stub.Run(metadata=self._metadata)
         return call
+
+    async def opened(self, call: RunCall) -> None:
+        """Return once the session of `call` is open. Raises AioRpcError if it is refused."""
+        metadata = await call.initial_metadata()
+        if not any(pair in SESSION_OPEN for pair in metadata):
+            # A refusal: its status follows, if it is not there already.
+            raise grpc.aio.AioRpcError(
+                await call.code(),
+                initial_metadata=metadata,
+                trailing_metadata=await call.trailing_metadata(),
+                details=await call.details(),
+            )
 
     @asynccontextmanager
     async def session(self, pool: pb.WarmUpResponse, max_slots: int = 16) -> AsyncIterator[Session]:

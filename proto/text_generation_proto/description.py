@@ -6,6 +6,7 @@ from text_generation_proto.v1 import shard_pb2 as pb
 
 FIELDS = (
     "engine",
+    "model_id",
     "model_type",
     "vocab_size",
     "max_sequence_length",

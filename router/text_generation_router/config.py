@@ -171,7 +171,10 @@ class RouterSettings(HangSettings, ShardAccess):
     graceful_termination_timeout: NonNegativeFloat = 90.0
     """Seconds that a stopping router gives running requests to finish."""
     shard_connect_timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds to wait for the shards to become ready."""
+    """Seconds to wait for the shards to become ready. Those of --shards are waited for without limit."""
+    shards: str = ""
+    """Shards that come and go: addresses with commas between, dns://name:port, file:///path.yaml (a list of addresses) or
+    kubernetes://namespace/service:port. The router serves from the first one that joins."""
 
 
 class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-router"):
@@ -180,4 +183,5 @@ class RouterConfig(RouterSettings, ChildConfig, cli_prog_name="text-generation-r
     model_path: str = ""
     """Folder with tokenizer.json (and config.json)."""
     shard_address: CommaList = ("unix:///tmp/text-generation-server-0",)
-    """Addresses of the shards, one per replica: unix:///path or host:port."""
+    """Addresses of the shards, one per replica: unix:///path or host:port. All are waited for at the start, and none leaves.
+    Not used with --shards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from functools import partial
@@ -15,7 +15,6 @@ from pathlib import Path
 import structlog
 from aiohttp import web
 
-from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.notify import Notifier
@@ -31,13 +30,17 @@ from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
+from text_generation_router.discovery.parse import parse_source
+from text_generation_router.discovery.source import Address, Source, known
+from text_generation_router.discovery.static import StaticSource
 from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
 from text_generation_router.metrics import Metrics
 from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.shards.join import CannotJoin, ReplicaInfo, join, merge_capabilities
+from text_generation_router.shards.first_join import join_all, join_first
+from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.text.tokenizer import Tokenizer, TokenizerError
 
 log = structlog.get_logger()
@@ -58,13 +61,14 @@ async def serve(config: RouterConfig) -> ExitCode:
         raise CannotServe(str(error)) from error
     notifier = Notifier()
     notifier.show(lambda: "waiting for a shard")
-    joined = await _join_all(config, signals)
+    source = _shards(config)
+    joined = await _join(config, source, signals)
     if joined is None:
         return ExitCode.STOPPED
-    model = merge_capabilities(joined)
+    model = merge_capabilities(joined.values())
     check_honoured(config, model)
     limits = resolve_limits(config, model)
-    cluster, metrics = _cluster(config, joined, limits)
+    cluster, metrics = _cluster(config, model, limits)
     log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
     settings = _settings(config, limits)
     if config.api_keys_file:
@@ -92,7 +96,7 @@ async def serve(config: RouterConfig) -> ExitCode:
                 )
             except ValueError as error:  # an AIP_* path that is invalid or taken
                 raise CannotServe(str(error)) from error
-            run_cluster = partial(cluster.run, config.shard_address, joined, _warm_up_limits(config), config)
+            run_cluster = partial(cluster.run, known(source), joined, _warm_up_limits(config), config)
             return await _serve_http(config, app, cluster, metrics, run_cluster, signals, notifier)
     except (ChatTemplateError, SandboxError) as error:
         raise CannotServe(str(error)) from error
@@ -152,13 +156,28 @@ class StopSignals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
-async def _join_all(config: RouterConfig, signals: StopSignals) -> list[ReplicaInfo | None] | None:
-    """Connect to the shards and warm them up, all at once; None after a stop signal.
+def _shards(config: RouterConfig) -> Source:
+    """Return the source of the shards. Raises CannotServe."""
+    try:
+        return parse_source(config.shards) if config.shards else StaticSource(config.shard_address)
+    except ValueError as error:
+        raise CannotServe(f"--shards: {error}") from error
 
-    A shard that does not answer is None in the list. Raises CannotServe if none answers.
+
+async def _join(
+    config: RouterConfig, source: Source, signals: StopSignals
+) -> Mapping[Address, ReplicaInfo | None] | None:
+    """Connect to shards and warm them up; None after a stop signal.
+
+    The shards of --shards come and go: the first that joins will do. Those of --shard-address are all there; one that does
+    not answer is None. Raises CannotServe.
     """
+    limits = _warm_up_limits(config)
     async with asyncio.TaskGroup() as tasks:
-        joining = tasks.create_task(_first_joins(config))
+        if config.shards:
+            joining = tasks.create_task(join_first(source.members(), limits, config))
+        else:
+            joining = tasks.create_task(join_all(config.shard_address, limits, config, config.shard_connect_timeout))
         stopping = tasks.create_task(signals.stop.wait())
         await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -166,36 +185,6 @@ async def _join_all(config: RouterConfig, signals: StopSignals) -> list[ReplicaI
             joining.cancel()
             return None
         return joining.result()
-
-
-async def _first_joins(config: RouterConfig) -> list[ReplicaInfo | None]:
-    failures: list[CannotJoin] = []
-    async with asyncio.TaskGroup() as tasks:
-        joins = [tasks.create_task(_first_join(address, config, failures)) for address in config.shard_address]
-    joined = [task.result() for task in joins]
-    present = [info for info in joined if info is not None]
-    if failures:
-        raise CannotServe(str(failures[0]))
-    if not present:
-        raise CannotServe(f"no shard answers at {', '.join(config.shard_address)}")
-    like = merge_capabilities(present)
-    for number, info in enumerate(present):
-        if difference := info.differs_from(like):
-            raise CannotServe(f"the shards serve different things; one of number {number}: {difference}")
-    return joined
-
-
-async def _first_join(address: str, config: RouterConfig, failures: list[CannotJoin]) -> ReplicaInfo | None:
-    try:
-        async with ShardClient.connect(address, config) as client:
-            return await join(client, _warm_up_limits(config), address, config.shard_connect_timeout)
-    except CannotJoin as error:
-        failures.append(error)
-    except TimeoutError:
-        log.error("no shard answers", address=address)
-    except OSError as error:
-        failures.append(CannotJoin(f"the certificates for {address} cannot be read: {error}"))
-    return None
 
 
 def _warm_up_limits(config: RouterConfig) -> WarmUpLimits:
@@ -242,23 +231,21 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
     )
 
 
-def _cluster(config: RouterConfig, joined: Sequence[ReplicaInfo | None], limits: Limits) -> tuple[Cluster, Metrics]:
-    present = [replica for replica in joined if replica is not None]
-    info = present[0].info
-    capacity = sum(replica.pool.num_blocks * replica.pool.block_size for replica in present)
-    policy = _policy(config, info, capacity)
-    scheduler = Scheduler(policy, len(joined))
+def _cluster(config: RouterConfig, model: ReplicaInfo, limits: Limits) -> tuple[Cluster, Metrics]:
+    scheduler = Scheduler(_policy(config, model.info), replicas=0)
     metrics = Metrics(
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
         scheduler=scheduler,
         log_drops_fd=config.log_drops_fd,
     )
-    return Cluster(scheduler, metrics.steps, config.hang_timeout), metrics
+    cluster = Cluster(scheduler, metrics.steps, config.hang_timeout)
+    metrics.add_shards(cluster)
+    return cluster, metrics
 
 
-def _policy(config: RouterConfig, info: pb.InfoResponse, capacity: int) -> Policy:
-    """Return the scheduling policy: settings of the same name, and those that depend on the engine or its KV caches."""
+def _policy(config: RouterConfig, info: pb.InfoResponse) -> Policy:
+    """Return the scheduling policy: settings of the same name, and those that depend on the engine."""
     settings = {
         each.name: getattr(config, each.name) for each in fields(Policy) if each.name in RouterConfig.model_fields
     }
@@ -269,7 +256,7 @@ def _policy(config: RouterConfig, info: pb.InfoResponse, capacity: int) -> Polic
             "max_batch_size": min(config.max_batch_size or info.max_slots, info.max_slots),
             "target_itl_s": config.target_itl_ms / 1e3 or None,
             "dispatch": Dispatch(config.dispatch),
-            "max_queued_tokens": config.max_queued_tokens or QUEUED_KV_CACHES * capacity,
+            "max_queued_caches": None if config.max_queued_tokens else QUEUED_KV_CACHES,
         }
     )
 

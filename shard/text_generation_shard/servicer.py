@@ -9,6 +9,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
+from text_generation_proto.channel import SESSION_OPEN
 from text_generation_proto.parts import BadParts, Joiner, most_orders, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
@@ -48,8 +49,6 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is loading")
         if self._rank:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._follows())
-        if not await self._owner.wait_until_free():
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a Run session is open")
         limits = WarmUpLimits(
             max_batch_prefill_tokens=request.max_batch_prefill_tokens,
             max_batch_size=request.max_batch_size,
@@ -57,8 +56,13 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         )
         block_size = engine.info.block_size
         started = time.monotonic()
+        warming = self._owner.warmed_up(limits)
+        if warming is None:
+            if not await self._owner.wait_until_free():
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "a Run session is open")
+            warming = self._owner.warmed_up(limits) or self._owner.warm_up(engine, limits)
         try:
-            num_blocks = await self._owner.warm_up(engine, limits)
+            num_blocks = await asyncio.shield(warming)  # other calls may wait for it, too
         except InsufficientMemory as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except EngineError as error:
@@ -85,7 +89,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         session = owner.open_session(owner.engine, reports.put_nowait)
         try:
             await self._health.add_driver()
-            await context.send_initial_metadata(())  # tells the client that the session is open
+            await context.send_initial_metadata(SESSION_OPEN)  # a refusal has none
             async with asyncio.TaskGroup() as tasks:
                 reader = tasks.create_task(_read_orders(session, context, self._most_orders(owner.engine)))
                 while (report := await reports.get()) is not None:

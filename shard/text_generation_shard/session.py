@@ -149,6 +149,8 @@ class SessionOwner:
         """None while the model loads."""
         self.num_blocks = 0
         """Size of the KV pool; 0 until the engine is warmed up."""
+        self._warmed: tuple[WarmUpLimits, asyncio.Future[int]] | None = None
+        """The last warm-up, unless it failed."""
         self.session: EngineSession | None = None
         """The open session. One that is ending stays here until its last step is done."""
         self.draining = False
@@ -178,11 +180,18 @@ class SessionOwner:
         def on_done(done: asyncio.Future[int]) -> None:
             if not done.cancelled() and done.exception() is None:
                 self.num_blocks = done.result()
+            elif self._warmed is not None and self._warmed[1] is done:
+                self._warmed = None
 
         self.num_blocks = 0  # the old pool is gone
         warming = self._thread.submit(engine.warm_up, limits)
+        self._warmed = limits, warming
         warming.add_done_callback(on_done)
         return warming
+
+    def warmed_up(self, limits: WarmUpLimits) -> asyncio.Future[int] | None:
+        """Return the last warm-up if it had these limits and did not fail; it may still run."""
+        return self._warmed[1] if self._warmed is not None and self._warmed[0] == limits else None
 
     async def wait_until_free(self) -> bool:
         """Return True once no session is open, False if one is open and in use.

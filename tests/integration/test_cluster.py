@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
+from cluster_listener import Listener
 from grpc_health.v1 import health_pb2
 from shard_server import ServedShard, running, serve_engine
 
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
-from text_generation_proto.values import FinishReason, WarmUpLimits
-from text_generation_router.errors import DeadlineExceeded, ServingError, Unhealthy
+from text_generation_proto.values import WarmUpLimits
+from text_generation_router.discovery.static import StaticSource
+from text_generation_router.errors import DeadlineExceeded, Unhealthy
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
-from text_generation_router.request import LogprobJson, QualityOfService, Request, RequestId, TopToken
+from text_generation_router.request import QualityOfService, Request, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards import replica
@@ -31,31 +33,6 @@ from text_generation_shard.engines.echo import EchoEngine
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-class Listener:
-    """Records tokens and errors."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.error: ServingError | None = None
-        self.over = asyncio.Event()
-
-    def on_token(
-        self, token_id: int, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
-    ) -> bool:
-        self.tokens.append(token_id)
-        if reason is not None:
-            self.over.set()
-        return True
-
-    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
-
-    def on_scheduled(self, cached_tokens: int) -> None: ...
-
-    def on_failure(self, error: ServingError) -> None:
-        self.error = error
-        self.over.set()
 
 
 @dataclass
@@ -93,16 +70,19 @@ class Replicas:
 async def two_replicas(
     folder: Path, max_batch_size: int = 64, hang_timeout_s: float = HANG_TIMEOUT_S
 ) -> AsyncIterator[Replicas]:
-    cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=2), StepMetrics(Registry()), hang_timeout_s)
+    cluster = Cluster(Scheduler(Policy(4096, max_batch_size), replicas=0), StepMetrics(Registry()), hang_timeout_s)
     engines = [EchoEngine.build(ShardConfig(engine="echo", echo_step_ms=2)) for _ in range(2)]
     addresses = [f"unix://{folder}/shard-{number}" for number in range(2)]
     limits = WarmUpLimits()
     async with AsyncExitStack() as stack:
-        shards, joined = [], []
+        shards: list[ServedShard] = []
+        joined = {}
         for engine, address in zip(engines, addresses, strict=True):
             shards.append(await stack.enter_async_context(serve_engine(engine, address)))
-            joined.append(await join(shards[-1].client, limits, address, timeout=20))
-        await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
+            joined[address] = await join(shards[-1].client, limits, address, timeout=20)
+        await stack.enter_async_context(
+            running(cluster, partial(cluster.run, StaticSource(addresses).members(), joined, limits))
+        )
         async with asyncio.timeout(20):
             while cluster.scheduler.stats().serving_replicas < 2:  # noqa: ASYNC110 - `opened` waits for the first one only
                 await asyncio.sleep(0)
@@ -244,12 +224,12 @@ async def test_a_stop_at_the_moment_of_a_loss_ends_the_cluster(tmp_path: Path) -
                 serving.cancel()
                 raise replica.ShardLost("lost while stopping")
 
-    cluster = Cluster(Scheduler(Policy(4096, 64)), LostWhileStopping(Registry()))
+    cluster = Cluster(Scheduler(Policy(4096, 64), replicas=0), LostWhileStopping(Registry()))
     address, limits = f"unix://{tmp_path}/shard", WarmUpLimits()
     async with serve_engine(EchoEngine.build(ShardConfig(engine="echo")), address) as shard:
         joined = await join(shard.client, limits, address, timeout=20)
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(cluster.run([address], [joined], limits))
+            serving = tasks.create_task(cluster.run(StaticSource([address]).members(), {address: joined}, limits))
             await cluster.opened()
             cluster.submit(Request(RequestId(1), (1, 2, 3), 5), Listener())
     assert serving.cancelled()

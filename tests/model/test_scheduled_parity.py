@@ -14,6 +14,7 @@ import pytest
 from shard_server import running, serve_engine
 
 from text_generation_proto.values import FinishReason, Sampling, WarmUpLimits
+from text_generation_router.discovery.static import StaticSource
 from text_generation_router.errors import ServingError
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
@@ -95,19 +96,21 @@ async def tokens_of(
 ) -> tuple[list[list[int]], Scheduler]:
     """Run the requests; with `lose`, the first replica is lost when the first request has half its tokens."""
     scheduler = Scheduler(
-        Policy(**{"max_batch_prefill_tokens": 512, "max_batch_size": 16, **(policy or {})}), replicas=len(engines)
+        Policy(**{"max_batch_prefill_tokens": 512, "max_batch_size": 16, **(policy or {})}), replicas=0
     )
     cluster = Cluster(scheduler, StepMetrics(Registry()))
     limits = WarmUpLimits(max_batch_total_tokens=pool_tokens, max_batch_prefill_tokens=512, max_batch_size=16)
     addresses = [f"unix://{folder}/shard-{number}" for number in range(len(engines))]
     stops: list[Callable[[], None]] = []
     async with AsyncExitStack() as stack:
-        joined = []
+        joined = {}
         for engine, address in zip(engines, addresses, strict=True):
             shard = await stack.enter_async_context(serve_engine(engine, address))
-            joined.append(await join(shard.client, limits, address, timeout=60))
+            joined[address] = await join(shard.client, limits, address, timeout=60)
             stops.append(shard.end_session)
-        await stack.enter_async_context(running(cluster, partial(cluster.run, addresses, joined, limits)))
+        await stack.enter_async_context(
+            running(cluster, partial(cluster.run, StaticSource(addresses).members(), joined, limits))
+        )
         async with asyncio.timeout(60):
             while cluster.scheduler.stats().serving_replicas < len(engines):  # noqa: ASYNC110 - there is no event for this
                 await asyncio.sleep(0)

@@ -28,6 +28,7 @@ from text_generation_router.api.http.connections import ConnectionLimits
 from text_generation_router.api.http.listener import HttpServer
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplates
+from text_generation_router.discovery.static import StaticSource
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -121,7 +122,8 @@ async def serve(
             joined = await join(shard.client, warm_up, address, timeout=20)
             limits = replace(limits, unsupported=joined.unsupported)
             scheduler = Scheduler(
-                Policy(**{"max_batch_prefill_tokens": 4096, "max_batch_size": max_batch_size, **(policy or {})})
+                Policy(**{"max_batch_prefill_tokens": 4096, "max_batch_size": max_batch_size, **(policy or {})}),
+                replicas=0,
             )
             metrics = Metrics(
                 max_input_tokens=limits.max_input_tokens,
@@ -129,6 +131,7 @@ async def serve(
                 scheduler=scheduler,
             )
             cluster = Cluster(scheduler, metrics.steps)
+            metrics.add_shards(cluster)
             permits = Permits(max_concurrent_requests, cluster.estimated_permit_wait)
             config = {
                 "model_id": "echo",
@@ -138,7 +141,7 @@ async def serve(
                 "split_reasoning": reasoning,
             }
             async with (
-                running(cluster, partial(cluster.run, [address], [joined], warm_up)),
+                running(cluster, partial(cluster.run, StaticSource([address]).members(), {address: joined}, warm_up)),
                 assemble(
                     tokenizer,
                     ChatTemplates.load(model, override=chat_template),

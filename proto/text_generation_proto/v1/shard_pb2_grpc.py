@@ -63,7 +63,8 @@ class ShardServicer(object):
 
     def WarmUp(self, request, context):
         """Runs the largest step, measures how much KV cache fits, and allocates it. Required before Run. It replaces the KV
-        cache, so it is refused (FAILED_PRECONDITION) while a Run stream is open.
+        cache, so it is refused (FAILED_PRECONDITION) while a Run stream is open. With the limits of the last WarmUp it does
+        nothing, at any time, and returns the same pool: another router takes the shard over without delay.
         RESOURCE_EXHAUSTED: the requested limits do not fit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,7 +72,8 @@ class ShardServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Run(self, request_iterator, context):
-        """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open.
+        """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open. Initial metadata
+        `x-session: open` says at once that the session is open.
         When the stream ends for any reason, the shard drops every sequence, and the contents of all KV blocks are void.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -124,12 +124,14 @@ class ShardStub(typing.Generic[_ShardInfoType, _ShardWarmUpType, _ShardRunType])
 
     WarmUp: _ShardWarmUpType
     """Runs the largest step, measures how much KV cache fits, and allocates it. Required before Run. It replaces the KV
-    cache, so it is refused (FAILED_PRECONDITION) while a Run stream is open.
+    cache, so it is refused (FAILED_PRECONDITION) while a Run stream is open. With the limits of the last WarmUp it does
+    nothing, at any time, and returns the same pool: another router takes the shard over without delay.
     RESOURCE_EXHAUSTED: the requested limits do not fit.
     """
 
     Run: _ShardRunType
-    """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open.
+    """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open. Initial metadata
+    `x-session: open` says at once that the session is open.
     When the stream ends for any reason, the shard drops every sequence, and the contents of all KV blocks are void.
     """
 
@@ -164,7 +166,8 @@ class ShardServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[text_generation_proto.v1.shard_pb2.WarmUpResponse, collections.abc.Awaitable[text_generation_proto.v1.shard_pb2.WarmUpResponse]]:
         """Runs the largest step, measures how much KV cache fits, and allocates it. Required before Run. It replaces the KV
-        cache, so it is refused (FAILED_PRECONDITION) while a Run stream is open.
+        cache, so it is refused (FAILED_PRECONDITION) while a Run stream is open. With the limits of the last WarmUp it does
+        nothing, at any time, and returns the same pool: another router takes the shard over without delay.
         RESOURCE_EXHAUSTED: the requested limits do not fit.
         """
 
@@ -174,7 +177,8 @@ class ShardServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[text_generation_proto.v1.shard_pb2.Orders],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[text_generation_proto.v1.shard_pb2.StepReport], collections.abc.AsyncIterator[text_generation_proto.v1.shard_pb2.StepReport]]:
-        """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open.
+        """One session. FAILED_PRECONDITION before WarmUp; RESOURCE_EXHAUSTED while another session is open. Initial metadata
+        `x-session: open` says at once that the session is open.
         When the stream ends for any reason, the shard drops every sequence, and the contents of all KV blocks are void.
         """
 

@@ -33,7 +33,7 @@ def create_app(
     generate = GenerateRoutes(serving)
     chat = ChatRoutes(serving, chats)
     completions = CompletionRoutes(serving)
-    service = ServiceRoutes(serving.tokenizer_pool, serving.permits, metrics, healthy, settings, info)
+    service = ServiceRoutes(serving.tokenizer_pool, serving.permits, metrics, healthy, settings, info, serving.cluster)
     table = [
         *service_routes(service, settings),
         *tgi_routes(generate, chat, service),

@@ -28,6 +28,12 @@ class Source(Protocol):
         ...
 
 
+async def known(source: Source) -> AsyncIterator[frozenset[Address] | None]:
+    """Yield the members of `source`; None instead of an empty set, which may be an error of the source's."""
+    async for members in source.members():
+        yield members or None
+
+
 def check_address(text: str) -> Address:
     """Return the address that `text` is. Raises ValueError."""
     if socket_path(text) is not None:

@@ -12,13 +12,18 @@ counted per token: the cost is per step or per request.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from text_generation_router.metrics.connections import ConnectionMetrics
-from text_generation_router.metrics.instruments import Registry
+from text_generation_router.metrics.instruments import Readings, Registry
 from text_generation_router.metrics.logs import DroppedLogLines
 from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.place import ShardState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -38,6 +43,17 @@ class Metrics:
         self.connections = ConnectionMetrics(self._registry)
         self._registry.add(SchedulerMetrics(scheduler))
         self._registry.add(DroppedLogLines(log_drops_fd))
+
+    def add_shards(self, cluster: Cluster) -> None:
+        """Add the metric of the states of shards."""
+
+        def count() -> Mapping[str, float]:
+            return Counter(place.state.value for place in cluster.places)
+
+        states = [state.value for state in ShardState]
+        self._registry.add(
+            Readings("text_generation_shards", "Shards that are members, by state", "state", states, count)
+        )
 
     def scheduler_stats(self) -> SchedulerStats:
         """The statistics of the scheduler, for /info."""

@@ -10,7 +10,7 @@ buckets between two observations have the same count.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
@@ -124,6 +124,27 @@ class Reading:
 
     def text(self) -> str:
         return reading_text(self._name, self._documentation, "gauge", self._read())
+
+
+class Readings:
+    """Gauges with a label whose values are kept elsewhere and read at each scrape."""
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        label: str,
+        values: Sequence[str],
+        read: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self._head = _head(name, documentation, "gauge")
+        self._prefixes = {value: f"{name}{_braces(label, value)} " for value in values}
+        self._read = read
+
+    def text(self) -> str:
+        found = self._read()
+        lines = (f"{prefix}{float(found.get(value, 0))!r}\n" for value, prefix in self._prefixes.items())
+        return self._head + "".join(lines)
 
 
 def reading_text(name: str, documentation: str, kind: str, value: float) -> str:

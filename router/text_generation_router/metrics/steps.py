@@ -96,6 +96,9 @@ class StepMetrics:
     def on_loss(self, replica: int) -> None:
         self._engine_queued.pop(replica, None)
 
+    def on_removal(self, replica: int) -> None:
+        self._gaps.pop(replica, None)
+
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
         if orders.placements:
             self._next_size.observe(len(orders.placements))

@@ -1,7 +1,7 @@
 """Cluster: all replicas behind one scheduler.
 
 submit, cancel ──► Cluster ──► scheduler
-                      ├── one task per replica: join, serve, and rejoin when its shard was lost
+                      ├── one task per member: join, serve, rejoin when the shard was lost, leave (place.py)
                       └── one task that ends expired requests
 """
 
@@ -10,24 +10,22 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
-import grpc
 import structlog
 
 from text_generation_proto.access import ShardAccess
-from text_generation_proto.client import ShardClient
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, Overloaded, Unhealthy
 from text_generation_router.request import Request, RequestId, TenantId, TokenListener
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards.join import CannotJoin, ReplicaInfo, join, merge_capabilities
+from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.shards.observer import StepObserver
-from text_generation_router.shards.replica import ClusterContext, ReplicaSession, ShardLost
+from text_generation_router.shards.place import Place, ShardTerms
+from text_generation_router.shards.replica import ClusterContext
 
 ACCEPT_WITHOUT_REPLICA_S = 60.0
 """Seconds after the loss of the last replica for which new requests are still queued."""
@@ -35,16 +33,14 @@ KEEP_WITHOUT_REPLICA_S = 600.0
 """Seconds after the loss of the last replica for which queued requests are kept. A large model loads for minutes."""
 ABANDONED_AFTER_S = 1.0
 """Seconds without a shard, all having been told to stop, after which a router that stops gives its requests up."""
-MIN_RETRY_S, MAX_RETRY_S = 0.05, 2.0
-"""Wait between two attempts to join a lost shard; it doubles each time."""
-LASTING_SESSION_S = 2.0
-"""A session of this length resets that wait."""
-JOIN_TIMEOUT_S = 3600.0
-"""Time for a restarted shard to load its model. Its launcher decides when to give up."""
 WAIT_TOLERANCE = 1.5
 """A request is refused if its estimated wait is this many times the time left in the queue."""
 
 log = structlog.get_logger()
+
+
+def _nothing() -> None:
+    """Do nothing: there are no members yet."""
 
 
 class Cluster:
@@ -57,8 +53,14 @@ class Cluster:
         self.draining = False
         """Set by the router when it accepts no new requests; those accepted before still run."""
         self._listeners = Listeners(self._satisfied)
-        context = ClusterContext(scheduler, self._listeners, observer, self.dispatch, self._on_opened, hang_timeout_s)
-        self._replicas = [ReplicaSession(number, context) for number in range(len(scheduler.replicas))]
+        self._context = ClusterContext(
+            scheduler, self._listeners, observer, self.dispatch, self._on_opened, hang_timeout_s
+        )
+        self._places: dict[str, Place] = {}
+        """By address."""
+        self._by_number: dict[int, Place] = {}
+        self._members: frozenset[str] | None = None
+        self._reconcile: Callable[[], None] = _nothing
         self._deadlines = asyncio.Event()
         """Set when there may be an earlier deadline than the one waited for."""
         self._opened = asyncio.Event()
@@ -108,7 +110,7 @@ class Cluster:
             self._listeners.failures(self.scheduler.expire(now).failed)
             self._wake()
         for number in self.scheduler.dispatch():
-            self._replicas[number].wake()
+            self._by_number[number].session.wake()
 
     @property
     def connected(self) -> bool:
@@ -117,8 +119,13 @@ class Cluster:
 
     @property
     def ready(self) -> bool:
-        """True if a replica gets new requests now."""
-        return bool(self.scheduler.available)
+        """True if a replica gets new requests now, and is to stay."""
+        return any(self._by_number[replica.replica].wanted for replica in self.scheduler.available)
+
+    @property
+    def places(self) -> Collection[Place]:
+        """The shards that are members, and those that leave."""
+        return self._places.values()
 
     async def opened(self) -> None:
         """Wait for the first session."""
@@ -129,7 +136,7 @@ class Cluster:
         since = time.monotonic()
         while time.monotonic() - since < ABANDONED_AFTER_S:
             await asyncio.sleep(ABANDONED_AFTER_S / 10)
-            if not all(replica.stopped for replica in self._replicas):
+            if not all(place.session.stopped for place in self._places.values()):
                 since = time.monotonic()
 
     def give_up(self, reason: str) -> None:
@@ -163,65 +170,64 @@ class Cluster:
         self.dispatch()
 
     def _wake(self) -> None:
-        for number, replica in enumerate(self._replicas):
+        for number, place in self._by_number.items():
             if self.scheduler.may_have_orders(number):
-                replica.wake()
+                place.session.wake()
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
     async def run(
         self,
-        addresses: Sequence[str],
-        infos: Sequence[ReplicaInfo | None],
+        members: AsyncIterator[frozenset[str] | None],
+        joined: Mapping[str, ReplicaInfo | None],
         limits: WarmUpLimits,
         access: ShardAccess | None = None,
     ) -> None:
         """Serve until cancelled, then end all requests with an error.
 
-        addresses[i] is the shard of replica i; infos[i] its description if it has joined already. Without `access` the
-        token is that of the environment.
+        `members` are the addresses of the shards, all of them each time; None if none is known: those that serve stay.
+        `joined` are shards that have joined already, and in that order replicas are numbered. None has not joined, and at
+        least one has. Without `access` the token is that of the environment.
         """
-        expected = merge_capabilities(infos)
+        terms = ShardTerms(limits, merge_capabilities(joined.values()), access)
+        infos = dict(joined)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._expire_requests())
-                for number, address in enumerate(addresses):
-                    tasks.create_task(
-                        self._keep(number, _ShardAddress(address, limits, expected, access), infos[number])
-                    )
+
+                def reconcile() -> None:
+                    known = self._members
+                    missing = set() if known is None else known - self._places.keys()
+                    for address in [*(each for each in joined if each in missing), *sorted(missing - joined.keys())]:
+                        place = Place(self.scheduler.add(), address, terms, self._context, self._on_lost)
+                        self._places[address] = self._by_number[place.number] = place
+                        tasks.create_task(self._hold(place, infos.pop(address, None)))
+                    for address, place in self._places.items():
+                        place.want(wanted=place.connected if known is None else address in known)
+
+                self._reconcile = reconcile
+                async for self._members in members:
+                    reconcile()
         finally:
             self._closed = True
             self._listeners.fail_all("the server was stopped")
 
-    async def _keep(self, number: int, shard: _ShardAddress, info: ReplicaInfo | None) -> None:
-        """Run session after session of a replica."""
-        retry_s = MIN_RETRY_S
-        while True:
-            began = time.monotonic()
-            try:
-                async with ShardClient.connect(shard.address, shard.access) as client:
-                    if info is None:
-                        info = await shard.rejoin(client)
-                        log.info("shard joined again", replica=number)
-                        began = time.monotonic()
-                    await self._replicas[number].serve(client, info)
-            except ShardLost as error:
-                log.error("shard lost", replica=number, reason=str(error))
-            except (CannotJoin, OSError, grpc.aio.AioRpcError) as error:
-                log.error("shard cannot join", replica=number, reason=str(error))
-            else:
-                raise AssertionError("a session ends with its shard")
-            lasted = info is not None and time.monotonic() - began > LASTING_SESSION_S
-            info = None
-            self._on_lost()
-            await asyncio.sleep(retry_s)
-            retry_s = MIN_RETRY_S if lasted else min(2 * retry_s, MAX_RETRY_S)
+    async def _hold(self, place: Place, info: ReplicaInfo | None) -> None:
+        """Run a place, and forget it once its shard has left."""
+        await place.run(info)
+        log.info("shard left", replica=place.number, address=place.address)
+        del self._places[place.address], self._by_number[place.number]
+        self._listeners.failures(self.scheduler.remove(place.number).failed)
+        self._context.observer.on_removal(place.number)
+        self.dispatch()
+        self._reconcile()  # it may be a member again
 
     def _on_opened(self) -> None:
         self._without_replica_since = None
         self._opened.set()
 
     def _on_lost(self) -> None:
+        self._reconcile()  # without known members, it is one no more
         if not self.connected and self._without_replica_since is None and self._opened.is_set():
             self._without_replica_since = time.monotonic()
             self._deadlines.set()
@@ -244,20 +250,3 @@ class Cluster:
                 for request_id in self.scheduler.requests:
                     self.scheduler.cancel(request_id)
                 self._listeners.fail_all("no shard came back")
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardAddress:
-    """The address of a replica's shard, and the description it must match."""
-
-    address: str
-    limits: WarmUpLimits
-    expected: ReplicaInfo
-    access: ShardAccess | None
-
-    async def rejoin(self, client: ShardClient) -> ReplicaInfo:
-        """Wait for a restarted shard. Raises CannotJoin, TimeoutError."""
-        info = await join(client, self.limits, self.address, JOIN_TIMEOUT_S)
-        if difference := info.differs_from(self.expected):
-            raise CannotJoin(f"the shard at {self.address} serves something else: {difference}")
-        return info

@@ -19,6 +19,10 @@ class CannotJoin(Exception):
     """The shard answers but cannot serve as configured; one clear line."""
 
 
+class ShardTaken(Exception):
+    """Another router drives the shard."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """A shard's description of itself and its KV pool."""
@@ -66,19 +70,26 @@ def merge_capabilities(replicas: Iterable[ReplicaInfo | None]) -> ReplicaInfo:
     return ReplicaInfo(info, present[0].pool)
 
 
-async def join(client: ShardClient, limits: WarmUpLimits, address: str, timeout: float) -> ReplicaInfo:
-    """Wait for the shard at `address` and warm it up.
+async def join(
+    client: ShardClient, limits: WarmUpLimits, address: str, timeout: float, expected: ReplicaInfo | None = None
+) -> ReplicaInfo:
+    """Wait for the shard at `address` and warm it up, unless it does not match `expected`.
 
-    Raises CannotJoin, and TimeoutError after `timeout` seconds without an answer.
+    Raises CannotJoin, ShardTaken, and TimeoutError after `timeout` seconds without an answer.
     """
+    info = None
     try:
         await client.ready(timeout)
         info = await client.info()
+        if expected is not None and (different := difference(info, expected.info)):
+            raise CannotJoin(f"the shard at {address} serves something else: {different}")
         pool = await client.warm_up(
             max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
             max_batch_size=min(limits.max_batch_size or info.max_slots, info.max_slots),
             max_batch_total_tokens=limits.max_batch_total_tokens,
         )
     except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION and info is not None and info.rank == 0:
+            raise ShardTaken("a router with other limits drives it") from error
         raise CannotJoin(f"the shard at {address} cannot warm up: {error.details()}") from error
     return ReplicaInfo(info, pool)

@@ -39,6 +39,10 @@ class StepObserver(Protocol):
         """Handle that a session ended."""
         ...
 
+    def on_removal(self, replica: int) -> None:
+        """Handle that a replica, which has no session, will not come back."""
+        ...
+
     def on_orders(self, orders: SchedulerOutput, seconds: float) -> None:
         """Handle orders that took `seconds` to schedule and are being sent."""
         ...

@@ -25,7 +25,7 @@ from text_generation_proto.parts import BadParts, Joiner, most_report, split
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.convert import MalformedReport, check_report, orders_to_pb, step_output_from_pb
-from text_generation_router.shards.join import ReplicaInfo
+from text_generation_router.shards.join import ReplicaInfo, ShardTaken
 from text_generation_router.shards.listeners import Listeners
 from text_generation_router.shards.observer import StepObserver, StepRecord
 
@@ -91,6 +91,7 @@ class ReplicaSession:
         self._longest_step_s = 0.0
         """Slowly forgotten."""
         self._serving, self._hangs, self._leaves = True, False, False
+        self._unwanted = False
         self._eos_token_ids: tuple[int, ...] = ()
         self._own_cache = False
         """The engine has its own prefix cache."""
@@ -99,8 +100,12 @@ class ReplicaSession:
         """Send orders if there are any."""
         self._changed.set()
 
+    def want(self, *, wanted: bool) -> None:
+        """Drain the replica while it is to go to another router, or away."""
+        self._set_health(unwanted=not wanted)
+
     async def serve(self, client: ShardClient, info: ReplicaInfo) -> None:
-        """Run one session until cancelled. Raises ShardLost."""
+        """Run one session until cancelled. Raises ShardLost, ShardTaken."""
         context = self._context
         self.stopped = False
         self._timing = OrderTiming()
@@ -115,10 +120,12 @@ class ReplicaSession:
         call = client.run()
         opened = False
         try:
-            await call.initial_metadata()  # the shard opened the session, or refused
+            await client.opened(call)
             context.observer.on_session(self._number)
             context.listeners.failures(context.scheduler.open(self._number, info.spec).failed)
             opened = True
+            if self._unwanted:
+                context.scheduler.drain(self._number)
             context.on_opened()
             context.dispatch()
             # A task of its own, because a task group that fails leaves a cancellation of its task counted in Python 3.11.
@@ -128,6 +135,9 @@ class ReplicaSession:
             if task is not None and task.cancelling():
                 # A task group that fails drops a cancellation of the same moment: without this a router would not stop.
                 raise asyncio.CancelledError from error
+            refused = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            if refused and not opened:
+                raise ShardTaken("another router drives it") from error
             reasons = _loss_reasons(error)
             if not reasons:
                 raise
@@ -179,12 +189,20 @@ class ReplicaSession:
             if overdue.exceeds(timeout_s) and not self._serving:
                 raise ShardLost(f"it hangs: no report for {overdue.seconds} s")
 
-    def _set_health(self, *, serving: bool | None = None, hangs: bool | None = None, leaves: bool = False) -> None:
-        before = self._serving and not self._hangs and not self._leaves
+    def _set_health(
+        self,
+        *,
+        serving: bool | None = None,
+        hangs: bool | None = None,
+        leaves: bool = False,
+        unwanted: bool | None = None,
+    ) -> None:
+        before = self._is_good
         self._serving = self._serving if serving is None else serving
         self._hangs = self._hangs if hangs is None else hangs
         self._leaves = self._leaves or leaves
-        good = self._serving and not self._hangs and not self._leaves
+        self._unwanted = self._unwanted if unwanted is None else unwanted
+        good = self._is_good
         if good != before:
             log.warning(
                 "shard gets requests again" if good else "shard gets nothing new",
@@ -192,9 +210,14 @@ class ReplicaSession:
                 serving=self._serving,
                 hangs=self._hangs,
                 leaves=self._leaves,
+                unwanted=self._unwanted,
             )
             self._context.scheduler.drain(self._number, draining=not good)
             self._context.dispatch()
+
+    @property
+    def _is_good(self) -> bool:
+        return self._serving and not self._hangs and not self._leaves and not self._unwanted
 
     async def _send(self, call: RunCall) -> None:
         context = self._context

@@ -27,6 +27,7 @@ from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
 from text_generation_router.errors import NotFound, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
+from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer_pool import TokenizerPool
 
 # ----------------------------------------------------------------------------------------------------------------- bodies
@@ -93,6 +94,16 @@ class PrefixCacheAnswer(ResponseBody):
     cached_tokens: int
 
 
+class ShardAnswer(ResponseBody):
+    """A shard that is a member."""
+
+    replica: int
+    address: str
+    state: Literal["joining", "serving", "draining", "taken", "refused"]
+    """taken: another router drives it; refused: it cannot join, for `reason`."""
+    reason: str
+
+
 class InfoAnswer(ResponseBody):
     """The model, the limits and the replicas."""
 
@@ -121,6 +132,7 @@ class InfoAnswer(ResponseBody):
     """Parameters that the engine does not support, by their name in the shard's protocol, with the reason."""
     replicas: int
     replicas_serving: int
+    shards: list[ShardAnswer]
     prefix_cache: PrefixCacheAnswer
 
 
@@ -168,6 +180,7 @@ class ServiceRoutes:
         healthy: Callable[[], bool],
         settings: Settings,
         info: ModelInfo,
+        cluster: Cluster,
     ) -> None:
         self._tokenizer = tokenizer
         self._permits = permits
@@ -176,6 +189,7 @@ class ServiceRoutes:
         self._settings = settings
         self._limits = settings.limits
         self._model = info
+        self._cluster = cluster
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """GET /health, /ping and /: readiness, as in TGI."""
@@ -217,6 +231,10 @@ class ServiceRoutes:
             "unsupported": dict(limits.unsupported),
             "replicas": stats.num_replicas,
             "replicas_serving": stats.serving_replicas,
+            "shards": [
+                {"replica": place.number, "address": place.address, "state": place.state.value, "reason": place.reason}
+                for place in self._cluster.places
+            ],
             "prefix_cache": {
                 "query_tokens": stats.prompt_tokens,
                 "hit_tokens": stats.hit_tokens,

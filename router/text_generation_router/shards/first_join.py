@@ -1,0 +1,110 @@
+"""The first joins of a router: it learns what the shards serve before it serves itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import structlog
+
+from text_generation_proto.access import ShardAccess
+from text_generation_proto.client import ShardClient
+from text_generation_proto.exit_codes import CannotServe
+from text_generation_proto.values import WarmUpLimits
+from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardTaken, join, merge_capabilities
+from text_generation_router.shards.place import JOIN_TIMEOUT_S, MAX_RETRY_S, RETRY_TAKEN_S
+
+log = structlog.get_logger()
+
+
+async def join_all(
+    addresses: Sequence[str], limits: WarmUpLimits, access: ShardAccess, timeout_s: float
+) -> Mapping[str, ReplicaInfo | None]:
+    """Let shards join that are all to be there; one that does not answer, or is taken, is None.
+
+    Raises CannotServe if one cannot join, or none does.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        joins = {each: tasks.create_task(_join_one(each, limits, access, timeout_s)) for each in addresses}
+    results = {address: task.result() for address, task in joins.items()}
+    for result in results.values():
+        if isinstance(result, CannotJoin):
+            raise CannotServe(str(result))
+    infos = {address: info if isinstance(info, ReplicaInfo) else None for address, info in results.items()}
+    if not any(infos.values()):
+        raise CannotServe(f"no shard answers at {', '.join(addresses)}")
+    like = merge_capabilities(infos.values())
+    for number, info in enumerate(infos.values()):
+        if info is not None and (different := info.differs_from(like)):
+            raise CannotServe(f"the shards serve different things; one of number {number}: {different}")
+    return infos
+
+
+async def _join_one(
+    address: str, limits: WarmUpLimits, access: ShardAccess, timeout_s: float
+) -> ReplicaInfo | CannotJoin | None:
+    try:
+        async with ShardClient.connect(address, access) as client:
+            return await _join_when_free(client, limits, address, timeout_s)
+    except CannotJoin as error:
+        return error
+    except TimeoutError:
+        log.error("no shard answers", address=address)
+    except OSError as error:
+        return CannotJoin(f"the certificates for {address} cannot be read: {error}")
+    return None
+
+
+async def _join_when_free(client: ShardClient, limits: WarmUpLimits, address: str, timeout_s: float) -> ReplicaInfo:
+    """Wait for the shard, also while a router with other limits drives it. Raises CannotJoin, TimeoutError."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await join(client, limits, address, timeout_s)
+        except ShardTaken as error:
+            log.info("shard is taken", address=address, reason=str(error))
+            if time.monotonic() >= end:
+                raise TimeoutError from error
+        await asyncio.sleep(RETRY_TAKEN_S)
+
+
+async def join_first(
+    members: AsyncIterator[frozenset[str]], limits: WarmUpLimits, access: ShardAccess
+) -> Mapping[str, ReplicaInfo | None]:
+    """Return the first of `members` that joins, and its description. Waits until there is one."""
+    first: asyncio.Future[tuple[str, ReplicaInfo]] = asyncio.get_running_loop().create_future()
+    attempts: dict[str, asyncio.Task[None]] = {}
+
+    async def attempt(address: str) -> None:
+        reason = ""
+        while True:
+            try:
+                async with ShardClient.connect(address, access) as client:
+                    info = await _join_when_free(client, limits, address, JOIN_TIMEOUT_S)
+            except (CannotJoin, OSError) as error:
+                if reason != str(error):
+                    log.error("shard cannot join", address=address, reason=str(error))
+                reason = str(error)
+                await asyncio.sleep(MAX_RETRY_S)
+            else:
+                if not first.done():
+                    first.set_result((address, info))
+                return
+
+    async with asyncio.TaskGroup() as tasks:
+
+        async def follow() -> None:
+            async for known in members:
+                log.info("members", shards=len(known))
+                for address in attempts.keys() - known:
+                    attempts.pop(address).cancel()
+                for address in known - attempts.keys():
+                    attempts[address] = tasks.create_task(attempt(address))
+
+        following = tasks.create_task(follow())
+        address, info = await first
+        following.cancel()
+        for task in attempts.values():
+            task.cancel()
+    return {address: info}

@@ -1,0 +1,172 @@
+"""Place: the shard at one address, from the day it is a member until it has left.
+
+joining ──► serving ──► draining ──► (left)
+   ▲  ╲        │
+   │   ╲       └─ lost: joining again
+   └─── taken (another router drives it), refused (it serves something else): tried again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import grpc
+import structlog
+
+from text_generation_proto.access import ShardAccess
+from text_generation_proto.client import ShardClient
+from text_generation_proto.values import WarmUpLimits
+from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardTaken, join
+from text_generation_router.shards.replica import ClusterContext, ReplicaSession, ShardLost
+
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 2.0
+"""Wait between two attempts to join a lost shard; it doubles each time."""
+RETRY_TAKEN_S = 1.0
+"""Wait between two attempts to take a shard that another router drives."""
+LASTING_SESSION_S = 2.0
+"""A session of this length resets that wait."""
+JOIN_TIMEOUT_S = 3600.0
+"""Time for a restarted shard to load its model. Its launcher decides when to give up."""
+LEAVE_S = 30.0
+"""Time of a shard that leaves to finish its sequences; those that are left move to other replicas, if there are any."""
+LEAVE_CHECK_S = 0.02
+"""Time between two looks at a shard that leaves."""
+
+log = structlog.get_logger()
+
+
+class ShardState(Enum):
+    """The state of a member, as metrics and /info show it."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    DRAINING = "draining"
+    TAKEN = "taken"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTerms:
+    """The conditions under which shards join."""
+
+    limits: WarmUpLimits
+    expected: ReplicaInfo
+    access: ShardAccess | None
+
+
+class Place:
+    """One address. Its replica has the same number for as long as it is a member."""
+
+    def __init__(
+        self, number: int, address: str, terms: ShardTerms, context: ClusterContext, on_lost: Callable[[], None]
+    ) -> None:
+        self.number = number
+        self.address = address
+        self.session = ReplicaSession(number, context)
+        self.reason = ""
+        """The last reason why it could not join."""
+        self._state = ShardState.JOINING
+        self._terms = terms
+        self._scheduler = context.scheduler
+        self._on_lost = on_lost
+        self._unwanted = asyncio.Event()
+
+    @property
+    def wanted(self) -> bool:
+        """False while it leaves."""
+        return not self._unwanted.is_set()
+
+    @property
+    def connected(self) -> bool:
+        """True while it has a session."""
+        return self._scheduler.replicas[self.number] is not None
+
+    @property
+    def state(self) -> ShardState:
+        """The state."""
+        if not self.connected:
+            return self._state
+        return ShardState.DRAINING if self.number in self._scheduler.draining else ShardState.SERVING
+
+    def want(self, *, wanted: bool) -> None:
+        """Keep the shard, or let it leave: it finishes its sequences first."""
+        if wanted != self.wanted:
+            log.info("shard is to stay" if wanted else "shard is to leave", replica=self.number, address=self.address)
+            (self._unwanted.clear if wanted else self._unwanted.set)()
+            if wanted:
+                self.session.want(wanted=True)
+
+    async def run(self, info: ReplicaInfo | None) -> None:
+        """Serve until it has left. `info` is its description if it has joined already."""
+        async with asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(self._keep(info))
+            await self._left()
+            keeping.cancel()
+
+    async def _left(self) -> None:
+        """Wait until the shard is not wanted and its sequences have ended, or can go on elsewhere and were given LEAVE_S.
+
+        The last replica goes on, also with new requests, until there are none: nothing else could run them.
+        """
+        scheduler = self._scheduler
+        while True:
+            await self._unwanted.wait()
+            end = time.monotonic() + LEAVE_S
+            while not self.wanted and (replica := scheduler.replicas[self.number]) is not None:
+                others = any(each is not replica for each in scheduler.available)
+                if others:
+                    self.session.want(wanted=False)
+                if not (replica.occupied_slots if others else scheduler.requests):
+                    break
+                if others and time.monotonic() >= end:
+                    break
+                await asyncio.sleep(LEAVE_CHECK_S)
+            if not self.wanted:
+                return
+
+    async def _keep(self, info: ReplicaInfo | None) -> None:
+        """Run session after session."""
+        terms, retry_s = self._terms, MIN_RETRY_S
+        again = False
+        while True:
+            began = time.monotonic()
+            lasted = False
+            try:
+                async with ShardClient.connect(self.address, terms.access) as client:
+                    if info is None:
+                        info = await join(client, terms.limits, self.address, JOIN_TIMEOUT_S, terms.expected)
+                        if again:
+                            log.info("shard joined again", replica=self.number)
+                        began = time.monotonic()
+                    await self.session.serve(client, info)
+            except ShardLost as error:
+                log.error("shard lost", replica=self.number, reason=str(error))
+                self._set(ShardState.JOINING, "")
+                lasted = time.monotonic() - began > LASTING_SESSION_S
+            except ShardTaken as error:
+                if self._state is not ShardState.TAKEN:
+                    log.info("shard is taken", replica=self.number, address=self.address, reason=str(error))
+                self._set(ShardState.TAKEN, str(error))
+                retry_s = RETRY_TAKEN_S
+            except CannotJoin as error:
+                self._refused(str(error))
+            except (OSError, grpc.aio.AioRpcError) as error:
+                self._refused(f"{type(error).__name__}: {error}")
+            else:
+                raise AssertionError("a session ends with its shard")
+            info, again = None, True
+            self._on_lost()
+            await asyncio.sleep(retry_s)
+            retry_s = MIN_RETRY_S if lasted or retry_s == RETRY_TAKEN_S else min(2 * retry_s, MAX_RETRY_S)
+
+    def _refused(self, reason: str) -> None:
+        if self.reason != reason:
+            log.error("shard cannot join", replica=self.number, address=self.address, reason=reason)
+        self._set(ShardState.REFUSED, reason)
+
+    def _set(self, state: ShardState, reason: str) -> None:
+        self._state, self.reason = state, reason

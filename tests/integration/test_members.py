@@ -1,0 +1,179 @@
+"""Shards that come and go under a running cluster, over real gRPC: join, leave, refused, taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from cluster_listener import Listener
+from http_stack import until
+from shard_server import ServedShard, running, serve_engine
+
+from text_generation_proto.values import WarmUpLimits
+from text_generation_router.metrics.instruments import Registry
+from text_generation_router.metrics.steps import StepMetrics
+from text_generation_router.request import Request, RequestId
+from text_generation_router.scheduling.policy import Policy
+from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards import place
+from text_generation_router.shards.cluster import Cluster
+from text_generation_router.shards.first_join import join_first
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.echo import EchoEngine
+
+
+@dataclass
+class World:
+    """Shards, and clusters whose members the test sets."""
+
+    folder: Path
+    stack: AsyncExitStack
+    requests: int = 0
+    shards: dict[str, ServedShard] = field(default_factory=dict)
+    engines: dict[str, EchoEngine] = field(default_factory=dict)
+
+    async def shard(self, name: str, **settings: float) -> str:
+        address = f"unix://{self.folder}/{name}"
+        engine = EchoEngine.build(ShardConfig(engine="echo", **({"echo_step_ms": 2} | settings)))  # type: ignore[arg-type]
+        self.engines[address] = engine
+        self.shards[address] = await self.stack.enter_async_context(serve_engine(engine, address))
+        return address
+
+    async def cluster(self, *members: str) -> Members:
+        cluster = Cluster(Scheduler(Policy(4096, 64), replicas=0), StepMetrics(Registry()))
+        changed: asyncio.Queue[frozenset[str] | None] = asyncio.Queue()
+        joined = await join_first(_one(frozenset(members)), WarmUpLimits(), None)  # type: ignore[arg-type]
+
+        async def follow() -> AsyncIterator[frozenset[str] | None]:
+            while True:
+                yield await changed.get()
+
+        made = Members(self, cluster, changed)
+        made.set(*members)
+        await self.stack.enter_async_context(running(cluster, lambda: cluster.run(follow(), joined, WarmUpLimits())))
+        return made
+
+
+@dataclass
+class Members:
+    """A cluster and the members that it is told of."""
+
+    world: World
+    cluster: Cluster
+    changed: asyncio.Queue[frozenset[str] | None]
+
+    def set(self, *addresses: str) -> None:
+        self.changed.put_nowait(frozenset(addresses) or None)
+
+    def submit(self, new: int) -> Listener:
+        listener = Listener()
+        self.world.requests += 1
+        self.cluster.submit(Request(RequestId(self.world.requests), (1, 2, 3), new), listener)
+        return listener
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {each.address: each.state.value for each in self.cluster.places}
+
+    async def until(self, states: dict[str, str]) -> None:
+        await until(lambda: self.states == states)
+
+
+async def _one(members: frozenset[str]) -> AsyncIterator[frozenset[str]]:
+    yield members
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def world(folder: Path) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        yield World(folder, stack)
+
+
+async def test_a_shard_that_leaves_finishes_its_requests_and_one_that_joins_gets_some(tmp_path: Path) -> None:
+    async with world(tmp_path) as shards:
+        a, b = await shards.shard("a"), await shards.shard("b")
+        router = await shards.cluster(a)
+        first = [router.submit(300) for _ in range(2)]
+        router.set(a, b)
+        await router.until({a: "serving", b: "serving"})
+        second = [router.submit(300) for _ in range(2)]
+        await until(lambda: shards.engines[b].running == 2)
+        router.set(b)
+        await router.until({a: "draining", b: "serving"})
+        third = router.submit(5)
+        for listener in (*first, *second, third):
+            await listener.over.wait()
+        assert all(listener.tokens == [1, 2, 3] * 100 for listener in (*first, *second))
+        await router.until({b: "serving"})
+        router.set(a, b)
+        await router.until({a: "serving", b: "serving"})
+        stats = router.cluster.scheduler.stats()
+        assert (stats.moves, stats.num_replicas) == (0, 2)
+        assert [each.number for each in router.cluster.places] == [1, 2], "a number is used once"
+
+
+async def test_what_a_leaving_shard_does_not_finish_moves_unless_nothing_else_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place, "LEAVE_S", 0.2)
+    async with world(tmp_path) as shards:
+        a, b, odd = (
+            await shards.shard("a"),
+            await shards.shard("b"),
+            await shards.shard("odd", echo_max_sequence_length=7),
+        )
+        router = await shards.cluster(a)
+        alone = router.submit(300)
+        router.set(odd)
+        await until(lambda: not router.cluster.ready)
+        await alone.over.wait()
+        await router.until({odd: "refused"})
+        router.set(odd, a, b)
+        await router.until({odd: "refused", a: "serving", b: "serving"})
+        assert "max_sequence_length" in next(each.reason for each in router.cluster.places if each.address == odd)
+        moved = [router.submit(1000) for _ in range(2)]
+        await until(lambda: shards.engines[a].running == shards.engines[b].running == 1)
+        router.set(b)
+        for listener in (alone, *moved):
+            await listener.over.wait()
+            assert listener.error is None
+        assert [len(listener.tokens) for listener in (alone, *moved)] == [300, 1000, 1000]
+        assert router.cluster.scheduler.stats().moves == 1
+
+
+async def test_an_empty_answer_removes_no_shard_that_serves(tmp_path: Path) -> None:
+    async with world(tmp_path) as shards:
+        a, b = await shards.shard("a"), await shards.shard("b")
+        router = await shards.cluster(a, b)
+        await router.until({a: "serving", b: "serving"})
+        listeners = [router.submit(200) for _ in range(4)]
+        router.set()
+        await until(router.changed.empty)
+        assert router.cluster.ready
+        await until(lambda: shards.engines[a].running == 2)
+        shards.shards[a].end_session()
+        await router.until({b: "serving"})
+        for listener in listeners:
+            await listener.over.wait()
+        assert [len(listener.tokens) for listener in listeners] == [200] * 4
+
+
+async def test_a_shard_that_another_router_drives_is_taken_once_that_lets_go(tmp_path: Path) -> None:
+    async with world(tmp_path) as shards:
+        a, b = await shards.shard("a"), await shards.shard("b")
+        first = await shards.cluster(a)
+        second = await shards.cluster(b)
+        second.set(a, b)
+        await second.until({a: "taken", b: "serving"})
+        running_there = first.submit(100)
+        await until(lambda: shards.engines[a].running == 1)
+        first.set(b)
+        await second.until({a: "serving", b: "serving"})
+        assert len(running_there.tokens) == 100
+        assert first.states == {b: "taken"}
+        assert not first.cluster.ready

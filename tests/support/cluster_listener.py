@@ -1,0 +1,35 @@
+"""A listener of one request to a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from text_generation_proto.values import FinishReason
+from text_generation_router.errors import ServingError
+from text_generation_router.request import LogprobJson, TopToken
+
+
+class Listener:
+    """Records tokens and errors."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.error: ServingError | None = None
+        self.over = asyncio.Event()
+
+    def on_token(
+        self, token_id: int, logprob: LogprobJson, top: Sequence[TopToken], reason: FinishReason | None
+    ) -> bool:
+        self.tokens.append(token_id)
+        if reason is not None:
+            self.over.set()
+        return True
+
+    def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None: ...
+
+    def on_scheduled(self, cached_tokens: int) -> None: ...
+
+    def on_failure(self, error: ServingError) -> None:
+        self.error = error
+        self.over.set()
