@@ -145,6 +145,11 @@ SEED ?= 1
 chaos: model ## Inject faults into a whole server, by a seeded sample of the matrix (MINUTES=10 SEED=1 ARGS=…)
 	PYTHONPATH=tests/system $(PY) tests/chaos --model $(MODEL) --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
+.PHONY: attack
+attack: model ## Attack a whole server, and print what each attack does to others
+	TEST_FULL=1 $(BIN)/pytest -q tests/system/test_{tenants,huge_bodies,connections,log_sink,hangs}.py \
+		tests/integration/test_{shard_access,http_cached_tokens,http_memory}.py $(PYTEST_ARGS)
+
 .PHONY: check
 check: $(STAMP) proto-check ## Check format, lint, types, import boundaries and the generated stubs
 	$(BIN)/ruff format --check .

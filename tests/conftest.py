@@ -34,6 +34,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the values that tests of attacks recorded as `bar`."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    for report in reports:
+        if getattr(report, "when", "") == "call":
+            for name, value in report.user_properties:
+                if name == "bar":
+                    terminalreporter.write_line(f"{report.outcome:7} {value}")
+
+
 def pytest_configure() -> None:
     """Signals mean what they mean: a suite started by nohup, or in a script's background, inherits that they are ignored,
     and so would the servers it starts, which honour that."""

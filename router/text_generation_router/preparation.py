@@ -54,7 +54,7 @@ class Turn:
     """Order of arrival."""
     granted: asyncio.Future[None]
     is_long: bool
-    """It must leave one worker to shorter work."""
+    """True if one worker is left to shorter work."""
 
 
 class Preparation:

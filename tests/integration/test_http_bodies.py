@@ -106,6 +106,14 @@ async def test_a_compressed_body_counts_uncompressed(stack: Stack) -> None:
         assert response.status == 400
 
 
+@pytest.mark.parametrize("encoding", ["frog", "gzip, frog"])
+async def test_an_unknown_encoding_of_a_body_is_refused(stack: Stack, encoding: str) -> None:
+    headers = JSON | {"content-encoding": encoding}
+    async with stack.client.post("/generate", data=b'{"inputs": "a"}', headers=headers) as response:
+        assert (response.status, response.content_type) == (415, "text/plain")
+        assert "`Content-Encoding`" in await response.text()
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/generate", 405), ("DELETE", "/", 405)]
 )

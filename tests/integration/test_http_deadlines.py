@@ -27,13 +27,15 @@ async def stack(demo_model: Path) -> AsyncIterator[Stack]:
 
 
 FAILURES = 'tgi_request_failure{err="%s"}'
+EXPIRED = "text_generation_requests_expired_total"
 FINISHED = 'text_generation_requests_finished_total{reason="%s"}'
 
 
 def counts(stack: Stack) -> Counter[str]:
     """The value of each counter of ends."""
     lines = stack.metrics.exposition().decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(("tgi_request_failure{", FINISHED[:-4])))
+    names = ("tgi_request_failure{", FINISHED[:-4], EXPIRED)
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(names))
     return Counter({name: int(float(value)) for name, value in pairs})
 
 
@@ -42,7 +44,7 @@ async def one_timeout(stack: Stack) -> AsyncIterator[None]:
     """Check that one request expires in the block, and that nothing is left of it."""
     before = counts(stack)
     yield
-    assert counts(stack) - before == {FAILURES % "timeout": 1, FINISHED % "expired": 1}
+    assert counts(stack) - before == {FAILURES % "timeout": 1, FINISHED % "expired": 1, EXPIRED: 1}
     await stack.assert_empty()
 
 
@@ -55,6 +57,12 @@ async def test_a_response_that_is_not_complete_in_time_is_408(stack: Stack, aski
         error = await response.json()
         assert asking.error_word(error) in TIMED_OUT
         assert "Request timed out: " in str(error)
+
+
+async def test_a_deadline_that_passes_before_the_queue_counts(stack: Stack) -> None:
+    headers = {"x-request-timeout-ms": "0.001"}
+    async with one_timeout(stack), stack.client.post("/generate", json={"inputs": "a"}, headers=headers) as response:
+        assert response.status == 408
 
 
 @pytest.mark.parametrize("asking", STREAMED, ids=name)

@@ -30,6 +30,7 @@ WHOLE: list[Case] = [
     ({"grammar": {"type": "json", "value": {"type": "object"}}}, "grammar is not valid: Grammar must have a 'properties' field"),
     ({"grammar": {"type": "json", "value": {"type": 3, "properties": {}}}}, "grammar is not valid: "),
     ({"grammar": {"type": "json", "value": {"properties": {"a": {"$ref": "#"}}}}}, "cannot compile regex from schema: "),
+    ({"repetition_penalty": 1e-38}, "`repetition_penalty` must be >= 1e-06. Given: 1e-38"),
 ]  # fmt: skip
 """A case of each stage of the checks. All rules: tests/unit/router/api/tgi/test_parameters.py."""
 STREAMED: list[Case] = [

@@ -93,7 +93,7 @@ class Scheduler:
         self._arrivals = 0
         self._lost_preemptions = 0
         """Preemptions of replicas that were lost since."""
-        self._cancellations = self._expirations = self._moves = 0
+        self._cancellations = self.expired = self._moves = 0
         self._prompt_tokens = self._hit_tokens = 0
         for _ in range(replicas):
             self.add()
@@ -149,7 +149,7 @@ class Scheduler:
                 message = "its time in the queue was over"
             deliveries.failed.append(Failed(late.id, FailureCode.EXPIRED, message))
             self._drop(late)
-        self._expirations += len(deliveries.failed)
+        self.expired += len(deliveries.failed)
         return deliveries
 
     @property
@@ -380,7 +380,7 @@ class Scheduler:
             serving_replicas=len(available),
             preemptions=self._lost_preemptions + sum(replica.preemptions for replica in serving),
             cancellations=self._cancellations,
-            expirations=self._expirations,
+            expirations=self.expired,
             moves=self._moves,
             prompt_tokens=self._prompt_tokens,
             hit_tokens=self._hit_tokens,

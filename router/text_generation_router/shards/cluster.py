@@ -80,6 +80,7 @@ class Cluster:
         if self._closed or not self._expects_replicas(now):
             raise Unhealthy("no shard serves now")
         if any(by is not None and by <= now for by in (qos.queue_by, qos.end_by)):
+            self.scheduler.expired += 1
             raise DeadlineExceeded("its time was over before it was queued")
         if not self.scheduler.fits(len(request.prompt), request.max_new_tokens):
             raise GenerationFailed("the KV cache is too small for this request now")

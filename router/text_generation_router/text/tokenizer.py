@@ -87,6 +87,9 @@ class Tokenizer:
         """True if a short text may take long."""
         self._bytes = byte_level_vocabulary(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None
         """Bytes of each token; None if the vocabulary is not byte-level."""
+        ids = tokenizer.get_vocab(with_added_tokens=True).values() if self._bytes is None else ()
+        self.vocabulary = max(ids, default=-1) + 1 if self._bytes is None else len(self._bytes)
+        """Token ids are below this."""
         self.special_texts: dict[TokenId, str] = {
             token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }

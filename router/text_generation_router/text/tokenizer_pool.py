@@ -60,6 +60,8 @@ class TokenizerPool:
             max_output=MAX_OUTPUT,
             stage=stage,
         )
+        self.vocabulary = tokenizer.vocabulary
+        """Token ids are below this."""
         self.slices = asyncio.Lock()
         """Held while the event loop writes a piece of a large answer, so that pieces do not add up to a pause."""
 

@@ -32,6 +32,8 @@ from text_generation_router.errors import InvalidRequest
 from text_generation_router.request import Request, TokenId
 
 MAX_STOP_TOKENS = 64
+MIN_REPETITION_PENALTY = 1e-6
+"""A score divided by less may be infinite, and no token could be chosen."""
 MAX_JUDGED_TOKENS = 1024
 """New tokens that rule 15 judges; see `new_tokens`."""
 
@@ -123,6 +125,10 @@ def check_options(inputs: str | Sequence[TokenId], options: GenerationOptions, l
             f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. Given: {options.truncate}"
         )
     _check_ranges(options, _OTHER_SAMPLING)
+    if sampling.repetition_penalty < MIN_REPETITION_PENALTY:
+        raise InvalidRequest(
+            f"`repetition_penalty` must be >= {MIN_REPETITION_PENALTY}. Given: {sampling.repetition_penalty:g}"
+        )
     if len(sampling.logit_bias_ids) > MAX_LOGIT_BIAS:
         given = len(sampling.logit_bias_ids)
         raise InvalidRequest(f"`logit_bias` supports up to {MAX_LOGIT_BIAS} tokens. Given: {given}")

@@ -141,6 +141,8 @@ T = TypeVar("T")
 
 MAX_WRITTEN_AT_ONCE = 1 << 20
 """Bytes of a response that is written at once."""
+ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})
+"""Encodings of bodies that the HTTP library decodes, or refuses where it lacks the decoder. It passes others on as they are."""
 LARGE_BODY = web.RequestKey("large_body", bool)
 """True if the body is longer than that."""
 
@@ -158,6 +160,8 @@ async def parse_json(request: web.Request, read: Callable[[Any], T]) -> T:
     content_type = request.content_type
     if content_type != JSON and not (content_type.startswith("application/") and content_type.endswith("+json")):
         raise UnsupportedMediaType
+    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() not in ENCODINGS:
+        raise UnsupportedMediaType(f"Expected request with `Content-Encoding` of {', '.join(sorted(ENCODINGS))}")
     raw = await _read(request)
     request[LARGE_BODY] = len(raw) > MAX_INLINE
     return await beside(request, lambda: read(_loads(raw)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from aiohttp import hdrs, web
@@ -29,6 +29,9 @@ from text_generation_router.errors import NotFound, Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer_pool import TokenizerPool
+
+MAX_IDS = 1 << 18
+"""Tokens that /detokenize takes."""
 
 # ----------------------------------------------------------------------------------------------------------------- bodies
 
@@ -61,7 +64,7 @@ TokenizeBody = InputsBody | PromptBody
 class DetokenizeBody(Body):
     """Body of /detokenize."""
 
-    ids: Annotated[list[UInt32], FailFast(), Field(validation_alias=AliasChoices("ids", "tokens"))]
+    ids: Annotated[list[UInt32], FailFast(), Field(max_length=MAX_IDS, validation_alias=AliasChoices("ids", "tokens"))]
     """The tokens; `tokens` is vLLM's name for them."""
 
 
@@ -188,6 +191,7 @@ class ServiceRoutes:
         self._healthy = healthy
         self._settings = settings
         self._limits = settings.limits
+        self._known_ids = replace(self._limits, vocab_size=min(self._limits.vocab_size, tokenizer.vocabulary))
         self._model = info
         self._cluster = cluster
 
@@ -263,7 +267,7 @@ class ServiceRoutes:
         """POST /detokenize: the text of tokens, special ones included."""
         tenant = tenant_of(request)
         ids = (await parse_body(request, DetokenizeBody)).ids
-        await beside(request, lambda: check_token_ids("ids", ids, self._limits))
+        await beside(request, lambda: check_token_ids("ids", ids, self._known_ids))
         text = await self._tokenizer.decode(ids, tenant)
         answer: DetokenizeAnswer = {"text": text, "prompt": text}
         return json_response(answer)
