@@ -114,7 +114,7 @@ PROMETHEUS := .cache/prometheus
 .PHONY: prometheus-tools
 prometheus-tools: ## Unpack Debian's prometheus and promtool for the tests, unless they are installed
 	@command -v prometheus promtool > /dev/null || test -x $(PROMETHEUS)/usr/bin/prometheus || { \
-		mkdir -p $(PROMETHEUS) && cd $(PROMETHEUS) && apt-get download -qq prometheus && dpkg -x prometheus_*.deb . ; } \
+		mkdir -p $(PROMETHEUS) && cd $(PROMETHEUS) && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } && dpkg -x prometheus_*.deb . ; } \
 		|| echo "prometheus-tools: Debian's package prometheus cannot be had: alerts and dashboard are not tested"
 
 .PHONY: test-observability

@@ -211,6 +211,17 @@ def test_pods_have_no_privileges_no_tokens_and_no_secrets(path: Path) -> None:
     assert rules == ([wanted] if discovers else [])
 
 
+@pytest.mark.parametrize("shape", ["cell", "group"])
+def test_liveness_waits_for_the_launcher(shape: str) -> None:
+    """A router answers while shards restart; a shard that loads again does not. The launcher ends a hang first."""
+    sizes = f"shape={shape},startupSeconds=2000,secrets.shardToken.secret=token"
+    for pod in pods(render(*HUB, "--set", sizes)):
+        startup, liveness = (pod.container[f"{name}Probe"] for name in ("startup", "liveness"))
+        assert startup["failureThreshold"] * startup["periodSeconds"] >= 2000
+        patience = liveness["failureThreshold"] * liveness["periodSeconds"]
+        assert patience >= (2000 if pod.part in {"shards", "workers"} else 4 * parsed(pod).hang_timeout)
+
+
 @pytest.mark.parametrize("shape", ["cell", "split", "group"])
 @pytest.mark.parametrize("replicas", [1, 2, 5])
 @pytest.mark.parametrize("scaled", ["replicas", "autoscaling.minReplicas"])

@@ -135,7 +135,7 @@ volumeMounts:
 {{- end }}
 
 {{/*
-Liveness is slower than --hang-timeout: the launcher itself ends what hangs. Readiness falls within two seconds of SIGTERM.
+Liveness is the last resort: the launcher itself ends and restarts what hangs, and ends if that does not help. Readiness falls within two seconds of SIGTERM.
 A shard pod is ready when a router drives it. Arguments: root, part; port, for KServe.
 */}}
 {{- define "text-generation.probes" -}}
@@ -169,11 +169,12 @@ readinessProbe:
   periodSeconds: 2
   timeoutSeconds: 2
   failureThreshold: 1
+# While the launcher restarts a shard, nothing answers: the container must not be ended then.
 livenessProbe:
   grpc: {port: {{ $values.ports.health }}}
   periodSeconds: 10
   timeoutSeconds: 5
-  failureThreshold: 6
+  failureThreshold: {{ ceil (divf $values.startupSeconds 10) | int }}
 {{- end }}
 {{- end }}
 
