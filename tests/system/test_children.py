@@ -73,6 +73,20 @@ async def test_child_that_exceeds_its_stop_timeout_is_killed(journal: Journal) -
     assert not psutil.pid_exists(pid)
 
 
+async def test_a_second_cancellation_leaves_no_child_behind(journal: Journal) -> None:
+    """The first one: another shard of its group ended; the second: the launcher stops."""
+    script = IGNORES_SIGTERM + "import os; say(str(os.getpid()))\nwhile True: time.sleep(60)"
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(run(child("shard-0", journal, script, stop_timeout=0.5), GracefulShutdown()))
+        pid = int(await journal.next())
+        for _ in range(2):
+            task.cancel()
+            if task.cancelling() == 1:
+                assert await journal.next() == "asked"
+    assert task.cancelled()
+    assert not psutil.pid_exists(pid)
+
+
 async def test_second_signal_terminates_again_and_shortens_the_grace_period(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
