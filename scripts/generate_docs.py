@@ -28,7 +28,7 @@ LIMITS = ROOT / "scripts" / "limits.txt"
 CHART = ROOT / "deploy" / "helm" / "text-generation"
 
 NOT_IN_FLAGS = (
-    "model_id revision port management_port parts shards peers shard_hostname shard_tcp_port shard_uds_path health_port "
+    "model_id revision port management_port parts shards peers peer_name shard_hostname shard_tcp_port shard_uds_path health_port "
     "insecure shard_token shard_token_file shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name api_key api_key_file api_keys_file "
     "sharded env nodes node_rank leader_address places"
 )
