@@ -6,14 +6,11 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 import yaml
-from byte_tokenizer import write_tokenizer
 from chart import (
     CHART,
     EXAMPLES,
@@ -23,14 +20,12 @@ from chart import (
     Pod,
     custom_problems,
     example,
-    free_port,
     helm,
     needs_helm,
     pods,
     problems,
     render,
 )
-from stack import running
 
 from text_generation_launcher.config import LauncherConfig, read_config
 
@@ -294,38 +289,6 @@ def test_a_gateway_and_an_autoscaler_find_what_they_read() -> None:
     assert (backend["kind"], backend["name"]) == ("InferencePool", objects["InferencePool"]["metadata"]["name"])
     assert "--open-metrics" in template["spec"]["containers"][0]["args"]
     assert "--open-metrics" not in next(pods(render(*HUB))).args
-
-
-async def test_a_cell_answers_its_probes_and_shows_metrics_without_a_key(tmp_path: Path) -> None:
-    """The rendered arguments in a real process; only the model, the addresses and the place of the keys differ."""
-    (tmp_path / "api-keys.toml").write_text('keys = [{key = "sk-one"}]')
-    write_tokenizer(tmp_path)
-    secrets = "secrets.apiKeys.secret=keys,monitoring.serviceMonitor.enabled=true,flags.shutdown-delay=0"
-    (pod,) = pods(render("--set", "model.claim=models", "--set", secrets))
-    management = free_port()
-    changed = {"management-port": str(management), "api-keys-file": str(tmp_path / "api-keys.toml")}
-    names = [arg.removeprefix("--").partition("=")[0] for arg in pod.args]
-    kept = [
-        arg
-        for arg, name in zip(pod.args, names, strict=True)
-        if name not in {"model-id", "port", "json-output", *changed}
-    ]
-    with running(tmp_path, *kept, *(f"--{name}={value}" for name, value in changed.items())) as stack:
-        async with aiohttp.ClientSession() as session:
-            probes = [pod.container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
-            for url, path in (
-                *((f"http://127.0.0.1:{management}", probe["path"]) for probe in (*probes, {"path": "/metrics"})),
-                (stack.url, "/metrics"),
-            ):
-                async with session.get(url + path) as response:
-                    assert response.status == 200, url + path
-            async with session.post(f"{stack.url}/generate", json={"inputs": "Hello"}) as response:
-                assert response.status == 401
-        smoke = [sys.executable, CHART / "files" / "smoke_test.py", stack.url, tmp_path / "api-keys.toml"]
-        done = subprocess.run(smoke, capture_output=True, text=True, timeout=60, check=False)
-        assert "ready, and generated:" in done.stdout, done.stderr
-        stack.launcher.terminate()
-        assert stack.wait(pod.spec["terminationGracePeriodSeconds"]) == 0
 
 
 def commands() -> list[str]:
