@@ -6,11 +6,13 @@ from the checkpoint (static) or from the largest value of each token (dynamic).
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeGuard
+
+import regex
+
+from text_generation_shard.engine import EngineError
 
 KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Keys of a checkpoint's KV cache quantization."""
@@ -18,16 +20,8 @@ METHODS = ("compressed-tensors", "modelopt")
 REGEX = "re:"
 MAX_REGEXES = 16
 """Regular expressions in one list."""
-MAX_REGEX_LENGTH = 1024
-MAX_REGEX_STEPS = 200_000
-"""Estimated ways in which a regular expression can match a module's name: matching may try them all."""
-STEPS = {"*": 20, "+": 20, "?": 2}
-"""Ways that a quantifier adds: four of * in a name of 33 characters have C(33, 4), about 20 ** 4 / 4."""
-_TOKEN = re.compile(
-    r"(?P<open>\((?:\?:)?)|(?P<or>\|)|(?P<close>\)(?![*+?{]))|[\^$]"
-    r"|(?:\\[dDwW]|\\[^\w]|\[\^?[^\[\]\\]+\]|[^\\\[\](){}*+?|^$])(?P<times>[*+?]?)\??"
-)
-"""A part of the regular expressions that are accepted: no quantifier after a group, no assertion, no reference."""
+REGEX_S = 0.1
+"""Seconds of matching a regular expression with a module's name. A hostile one would take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,39 +110,20 @@ def _names(given: object) -> tuple[str, ...]:
     regexes = [name.removeprefix(REGEX) for name in given if name.startswith(REGEX)]
     if len(regexes) > MAX_REGEXES:
         raise UnsupportedSchemeError(f"{len(regexes)} regular expressions of modules to ignore: at most {MAX_REGEXES}")
-    for regex in regexes:
-        if len(regex) > MAX_REGEX_LENGTH or _steps(regex) > MAX_REGEX_STEPS:
-            raise UnsupportedSchemeError(
-                f"{REGEX + regex[:100]!r}, a module to ignore, is too complex: it may consist of "
-                "characters, classes, alternatives and at most 4 of * and +"
-            )
+    for expression in regexes:
         try:
-            re.compile(regex)
-        except re.error as error:
+            regex.compile(expression)
+        except regex.error as error:
             raise UnsupportedSchemeError(
-                f"{REGEX + regex!r}, a module to ignore, is no regular expression: {error}"
+                f"{REGEX + expression[:100]!r}, a module to ignore, is no regular expression: {error}"
             ) from None
     return tuple(given)
 
 
-def _steps(regex: str) -> float:
-    """Return about how many ways there are to match, at most; infinite for an expression that is not accepted."""
-    steps, alternatives, at = 1, [1], 0
-    while at < len(regex):
-        if (token := _TOKEN.match(regex, at)) is None:
-            return math.inf
-        at = token.end()
-        if token["open"]:
-            alternatives.append(1)
-        elif token["or"]:
-            alternatives[-1] += 1
-        elif token["close"] and len(alternatives) > 1:
-            steps *= alternatives.pop()
-        steps *= STEPS.get(token["times"] or "", 1)
-    return steps * math.prod(alternatives)
-
-
 def _matches(module: str, pattern: str) -> bool:
     if pattern.startswith(REGEX):
-        return re.match(pattern.removeprefix(REGEX), module) is not None
+        try:
+            return regex.match(pattern.removeprefix(REGEX), module, timeout=REGEX_S) is not None
+        except TimeoutError:
+            raise EngineError(f"{pattern[:100]!r}, modules without quantization, takes too long to match") from None
     return fnmatchcase(module, pattern)
