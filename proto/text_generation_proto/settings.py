@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,8 +107,13 @@ Config = TypeVar("Config", bound=ProcessConfig)
 
 def parse_config(config: type[Config], argv: Sequence[str] | None = None) -> Config:
     """Return the settings from command line and environment. Invalid ones: one line and exit code USAGE."""
+    # pydantic-settings would cut a value after "=" at its first line break.
+    words = (
+        word.split("=", 1) if "\n" in word and re.match("--[a-z][a-z-]*=", word) else [word]
+        for word in (sys.argv[1:] if argv is None else argv)
+    )
     try:
-        return CliApp.run(config, cli_args=None if argv is None else list(argv), cli_exit_on_error=False)
+        return CliApp.run(config, cli_args=[part for parts in words for part in parts], cli_exit_on_error=False)
     except ValidationError as error:
         exit_with_usage_error(config, "; ".join(_message(detail) for detail in error.errors()))
     except SettingsError as error:

@@ -169,6 +169,13 @@ def test_invalid_settings_are_one_line_and_exit_code_2(
     assert text in usage_error(capsys, *MODEL, *flags.split())
 
 
+def test_a_value_may_have_line_breaks() -> None:
+    template = "{% for x in y %}\n--a={{ x }}\n{% endfor %}"
+    assert read_config([*MODEL, f"--chat-template={template}"], {}).chat_template == template
+    assert read_config([*MODEL, "--chat-template", template], {}).chat_template == template
+    assert read_config([*MODEL, "--trtllm-options", f"---\n{template}"], {}).trtllm_options == f"---\n{template}"
+
+
 def test_the_token_for_the_shards_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "token"
     file.write_text("secret-token\n")
