@@ -37,19 +37,17 @@ async def main():
 asyncio.run(main())
 """
 WAITER = """
-import asyncio, sys, grpc
+import asyncio, sys
 from text_generation_proto.client import ShardClient
 
 async def main():
     async with ShardClient.connect(sys.argv[1]) as shard:
-        while True:
-            try:
-                await shard.warm_up()
-                break
-            except grpc.aio.AioRpcError as error:
-                assert error.details() == "a Run session is open", error
-                print("held", flush=True)
-                await asyncio.sleep(0.1)
+        await shard.ready(60)
+        await shard.warm_up()
+        while ("x-session", "open") not in tuple(await (call := shard.run()).initial_metadata() or ()):
+            assert "another Run session is open" in await call.details(), await call.details()
+            print("held", flush=True)
+            await asyncio.sleep(0.1)
     print("free", flush=True)
 
 asyncio.run(main())
@@ -105,7 +103,7 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
 def test_a_shard_is_free_soon_after_the_host_of_its_router_vanished(namespaces: tuple[str, str], load: str) -> None:
     shard_host, router_host = namespaces
     shard = Path(sys.executable).with_name("text-generation-shard")
-    flags = ("--engine=echo", "--echo-step-ms=5", f"--address={ADDRESS}")
+    flags = ("--engine=echo", "--echo-step-ms=5", f"--address={ADDRESS}", "--insecure")
     with (
         started(shard_host, shard, *flags),
         started(router_host, sys.executable, "-c", HOLDER, ADDRESS, load) as holder,
