@@ -206,14 +206,16 @@ def chart_schema() -> str:
 
 
 def _flag(setting: dict[str, typing.Any]) -> dict[str, object]:
-    """Return the schema of a flag. Lists may be given as lists or with commas."""
+    """Return the schema of a flag. Lists may be given as lists or with commas; null is the server's default."""
     choices = [choice for choice in setting.get("anyOf", [setting]) if choice.get("type") != "null"]
     value = {key: part for key, part in choices[0].items() if key not in ("default", "title", "description")}
     match value.get("type"):
         case "array":
-            value = {"type": ["string", "array"], "items": {"type": "string"}}
+            value = {"type": ["string", "array", "null"], "items": {"type": "string"}}
         case "object":
-            value = {"type": "string"}
+            value = {"type": ["string", "null"]}
+        case kind:
+            value |= {"type": [kind, "null"]} | ({"enum": [*value["enum"], None]} if "enum" in value else {})
     return value | {"description": " ".join(setting["description"].split())}
 
 

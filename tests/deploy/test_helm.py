@@ -119,6 +119,36 @@ def test_the_server_knows_every_flag_and_stops_within_the_grace_period(
     }
 
 
+@pytest.mark.parametrize("shape", ["cell", "split", "group"])
+def test_values_of_every_type_reach_the_server(shape: str) -> None:
+    flags = {
+        "cors-allow-origin": ["http://a", "http://b"],
+        "max-queued-tokens": 2000000,
+        "hang-timeout": 2.5,
+        "prefix-caching": False,
+        "max-total-tokens": None,
+        "chat-template": '{% for m in messages %}"{{ m }}"\n{% endfor %}',
+    }
+    pod_values = {
+        "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {}},
+        "volumes": [{"name": "extra", "emptyDir": {}}],
+        "volumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+        "runtimeClassName": "nvidia",
+        "imagePullSecrets": [{"name": "registry"}],
+        "networkPolicy": {"clients": [{"podSelector": {}}]},
+    }
+    values = {"flags": flags, "shape": shape, "secrets": {"shardToken": {"secret": "token"}}} | pod_values
+    args = [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]
+    objects = render(*HUB, *args)
+    assert [problems(objects, minor) for minor in MINORS] == [[]] * len(MINORS)
+    for config in map(parsed, pods(objects)):
+        assert config.cors_allow_origin == ("http://a", "http://b")
+        assert (config.max_queued_tokens, config.hang_timeout, config.prefix_caching) == (2000000, 2.5, False)
+        assert (config.max_total_tokens, config.chat_template) == (None, flags["chat-template"])
+
+
 @pytest.mark.parametrize("shape", ["cell", "split"])
 @pytest.mark.parametrize(
     "flags",
