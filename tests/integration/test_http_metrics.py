@@ -54,7 +54,7 @@ GAUGES = (
 
 
 async def test_an_endpoint_picker_reads_its_gauges_without_a_key(demo_model: Path) -> None:
-    """It sends no key, takes a family by its name, and needs a gauge without labels."""
+    """The picker takes a family by its name, and needs a gauge without labels."""
 
     async def gauges(stack: Stack) -> dict[str, float]:
         async with stack.client.get("/metrics") as response:
