@@ -66,7 +66,7 @@ test: check model node-packages ## Run the checks and the tests
 .PHONY: test-all
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
-	$(MAKE) test-helm test-observability test-systemd test-image test-rolling
+	$(MAKE) test-helm test-observability test-systemd test-image test-rolling test-members test-routers
 
 # How often router and shards are stopped together, with each of these Pythons.
 ROUNDS ?= 200
@@ -120,6 +120,15 @@ prometheus-tools: ## Unpack Debian's prometheus and promtool for the tests, unle
 .PHONY: test-observability
 test-observability: helm-tools prometheus-tools ## Test the alerts, and each expression of the dashboard on a Prometheus
 	$(BIN)/pytest tests/deploy/test_observability.py $(PYTEST_ARGS)
+
+.PHONY: test-members
+test-members: $(STAMP) ## Let 32 shards come and go by a faulty API server under streams: seconds until the router has followed
+	$(PY) tests/deploy/members.py
+
+.PHONY: test-routers
+test-routers: model ## Kill one of two routers, and cut its network (root): seconds until all shards are driven again
+	$(PY) tests/deploy/routers.py kill $(MODEL)
+	$(PY) tests/deploy/routers.py cut $(MODEL)
 
 .PHONY: test-systemd
 test-systemd: model ## Run docs/systemd.md and the units under a real systemd, in a container

@@ -75,6 +75,9 @@ class LauncherConfig(
     """Shards per replica (tensor parallelism); default: 1. Several shards use one GPU each."""
     trtllm_launch: Literal["spawn", "mpirun"] = "spawn"
     """Start of the processes that tensorrt-llm runs on several GPUs: by the shard itself, or by mpirun."""
+    parts: Literal["all", "shards", "router"] = "all"
+    """Parts of the server to start on this machine. shards: without a router, at --shard-tcp-port of --shard-hostname for
+    routers elsewhere. router: for the shards of --shards. Both need the same SHARD_TOKEN, or mutual TLS."""
     num_replicas: PositiveInt = 1
     """Copies of the model, each with its own shards, behind one router."""
     nodes: PositiveInt = 1
@@ -99,7 +102,9 @@ class LauncherConfig(
     """Sockets of the shards: PATH-0, PATH-1, …; PATH-0-0, PATH-0-1, … if a replica has several shards. Default: in a private
     temporary folder."""
     shard_tcp_port: NonNegativeInt = 0
-    """First of the ports on 127.0.0.1 that the shards listen on instead of sockets; 0: sockets."""
+    """First of the ports that the shards listen on instead of sockets; 0: sockets."""
+    shard_hostname: str = "127.0.0.1"
+    """Address or name of this machine at which the shards listen with shard_tcp_port."""
     huggingface_hub_cache: str | None = None
     """Folder of the hub's cache; default: that of huggingface_hub."""
     usage_stats: str = "off"
@@ -131,7 +136,29 @@ class LauncherConfig(
         if self.num_shard is not None and self.num_shard < 1:
             raise ValueError("`num_shard` cannot be < 1")
         self._check_nodes()
+        self._check_parts()
         return self
+
+    def _check_parts(self) -> None:
+        if self.parts == "router" and not self.shards:
+            raise ValueError("`parts` is router: --shards (or SHARDS) is missing: where are the shards?")
+        if self.parts != "router" and (self.shards or self.peers):
+            raise ValueError(f"`parts` is {self.parts}: --shards and --peers are for --parts router")
+        if self.parts == "shards" and not self.shard_tcp_port and not self.shard_uds_path:
+            raise ValueError("`parts` is shards: --shard-tcp-port or --shard-uds-path is missing")
+        if self.parts != "all" and not (self.shard_token or self.shard_tls_cert or self.insecure):
+            raise ValueError(
+                f"`parts` is {self.parts}: the launchers of shards and routers need the same SHARD_TOKEN, or mutual TLS, "
+                "or --insecure"
+            )
+        address = self.shard_tcp_address(0)
+        if self.shard_tcp_port and not is_local(address) and not self.shard_tls_cert and not self.insecure:
+            raise ValueError(NEEDS_TLS.format(address))
+
+    def shard_tcp_address(self, number: int) -> str:
+        """Return the address of the shard with this number, with shard_tcp_port."""
+        host = self.shard_hostname.strip("[]")
+        return f"[{host}]:{self.shard_tcp_port + number}" if ":" in host else f"{host}:{self.shard_tcp_port + number}"
 
     def _check_nodes(self) -> None:
         if self.node_rank >= self.nodes:
@@ -162,7 +189,7 @@ class LauncherConfig(
     @property
     def needs_weights(self) -> bool:
         """True if the engine reads the weights of the checkpoint."""
-        return self.engine != "echo" and self.load_format != "dummy"
+        return self.parts != "router" and self.engine != "echo" and self.load_format != "dummy"
 
 
 def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> LauncherConfig:

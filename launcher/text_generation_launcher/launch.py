@@ -88,16 +88,18 @@ async def _serve(
     if config.env:
         log.info("environment", **describe_environment(devices))
     engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
-    config = config.model_copy(update={"engine": engine, "shard_token": config.shard_token or secrets.token_hex(32)})
+    token = config.shard_token or (secrets.token_hex(32) if config.parts == "all" else "")
+    config = config.model_copy(update={"engine": engine, "shard_token": token})
     used = count_parts(config, devices)  # before a download that may take an hour
     check_ports(config, devices)
-    check_engine(config, environ)
+    if config.parts != "router":
+        check_engine(config, environ)
     if config.shard_tls_cert:
         try:
             read_certificates(config)
         except OSError as error:
             raise PlanError(f"the certificates for the shards cannot be read: {error}") from error
-    if used < devices.count:
+    if used < devices.count and config.parts != "router":
         log.warning("not all devices are used", devices=devices.count, used=used)
     if config.input_limit != config.max_input_tokens:
         log.warning("max_input_length is deprecated: use max_input_tokens")
@@ -136,7 +138,7 @@ def _claim_addresses(plan: LaunchPlan, folder: Path) -> None:
         path = socket_path(shard.address)
         if path is None:
             host, port = shard.address.rsplit(":", 1)
-            _check_port(host, int(port))
+            _check_port(host.strip("[]"), int(port))
         elif path.parent != folder:
             claim_socket(path)
 

@@ -70,7 +70,7 @@ class LaunchPlan:
     shards: tuple[ShardSpec, ...]
     """Ordered by replica, then by rank."""
     router: ChildSpec | None
-    """None on a node that only has shards of a replica whose router is on another one."""
+    """None if it is elsewhere: with --parts shards, and on nodes of a replica other than the first."""
     host: str
     """IP address that the router listens on."""
     port: int
@@ -125,13 +125,17 @@ def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
     """Return the processes to start. Raises PlanError."""
     parts = count_parts(config, context.devices)
     ranks = range(count_processes(config, context.devices))
-    shards = tuple(_shard(config, context, replica, rank) for replica in range(config.num_replicas) for rank in ranks)
-    router = None if config.node_rank else _router(config, context, shards, parts * config.nodes)
+    replicas = range(0 if config.parts == "router" else config.num_replicas)
+    shards = tuple(_shard(config, context, replica, rank) for replica in replicas for rank in ranks)
+    alone = config.node_rank or config.parts == "shards"
+    router = None if alone else _router(config, context, shards, parts * config.nodes)
     return LaunchPlan(shards, router, listen_host(config.hostname), config.port, config.management_port)
 
 
 def count_parts(config: LauncherConfig, devices: Devices) -> int:
     """Return the number of model parts on this host; with accelerators, one part takes one. Raises PlanError."""
+    if config.parts == "router":
+        return 0
     parts = _on_one_node(config, count_shards(config, devices))
     total = parts * config.num_replicas
     if (number := _device_number(config)) is not None and parts > 1:
@@ -332,7 +336,7 @@ def _with_mpirun(config: LauncherConfig, context: LaunchContext, shard: ShardSpe
 
 def _address(config: LauncherConfig, context: LaunchContext, replica: int, rank: int, size: int) -> str:
     if config.shard_tcp_port:
-        return f"127.0.0.1:{config.shard_tcp_port + replica * size + rank}"
+        return config.shard_tcp_address(replica * size + rank)
     suffix = f"{replica}" if size == 1 else f"{replica}-{rank}"
     if config.shard_uds_path:
         return f"unix://{Path(config.shard_uds_path).absolute()}-{suffix}"
@@ -357,7 +361,7 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         "shard_address": tuple(shard.address for shard in shards if shard.rank == 0),
         "hostname": listen_host(config.hostname),
         "max_input_tokens": config.input_limit,
-        "compute_type": config.compute_type or compute_type(parts, context.devices),
+        "compute_type": config.compute_type or (compute_type(parts, context.devices) if parts else "elsewhere"),
         "lifeline_fd": context.lifeline_fd,
         "log_drops_fd": context.log_drops_fd,
         "api_key": (),

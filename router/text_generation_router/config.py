@@ -172,6 +172,11 @@ class RouterSettings(HangSettings, ShardAccess):
     """Seconds that a stopping router gives running requests to finish."""
     shard_connect_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds to wait for the shards to become ready. Those of --shards are waited for without limit."""
+    peers: str = ""
+    """Routers that share the shards of --shards, this one included, in the same forms: each drives its part, and takes over
+    the part of one that is gone. Default: this router drives them all."""
+    peer_name: str = ""
+    """Address of this router among its peers, HOST:PORT. Default: the peer at --port of an address of this machine."""
     shards: str = ""
     """Shards that come and go: addresses with commas between, dns://name:port, file:///path.yaml (a list of addresses) or
     kubernetes://namespace/service:port. The router serves from the first one that joins."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import signal
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
@@ -27,14 +27,18 @@ from text_generation_router.api.core.settings import Limits, Settings
 from text_generation_router.api.http.connections import ConnectionLimits
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.api.http.listener import LAST_EVENTS_S, HttpServer
+from text_generation_router.api.starting import create_starting_app
 from text_generation_router.api.tgi.service import ModelInfo
 from text_generation_router.chat.template_files import ChatTemplateError, ChatTemplates
 from text_generation_router.config import RouterConfig, listen_host
 from text_generation_router.discovery.parse import parse_source
+from text_generation_router.discovery.peers import SharedShards
 from text_generation_router.discovery.source import Address, Source, known
 from text_generation_router.discovery.static import StaticSource
 from text_generation_router.memory import collect_growth, configure_allocator, configure_collector
 from text_generation_router.metrics import Metrics
+from text_generation_router.metrics.connections import ConnectionMetrics
+from text_generation_router.metrics.instruments import Registry
 from text_generation_router.sandbox.pool import SandboxError
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.scheduler import Scheduler
@@ -61,8 +65,12 @@ async def serve(config: RouterConfig) -> ExitCode:
         raise CannotServe(str(error)) from error
     notifier = Notifier()
     notifier.show(lambda: "waiting for a shard")
-    source = _shards(config)
-    joined = await _join(config, source, signals)
+    source = _source("shards", config.shards) if config.shards else StaticSource(config.shard_address)
+    if config.peers and not config.shards:
+        raise CannotServe("--peers is for routers that share the shards of --shards: it is missing")
+    peers = _source("peers", config.peers) if config.peers else None
+    async with _answering_probes(config):
+        joined = await _join(config, source, signals)
     if joined is None:
         return ExitCode.STOPPED
     model = merge_capabilities(joined.values())
@@ -96,7 +104,7 @@ async def serve(config: RouterConfig) -> ExitCode:
                 )
             except ValueError as error:  # an AIP_* path that is invalid or taken
                 raise CannotServe(str(error)) from error
-            run_cluster = partial(cluster.run, known(source), joined, _warm_up_limits(config), config)
+            run_cluster = partial(_run_cluster, cluster, config, source, peers, joined)
             return await _serve_http(config, app, cluster, metrics, run_cluster, signals, notifier)
     except (ChatTemplateError, SandboxError) as error:
         raise CannotServe(str(error)) from error
@@ -156,12 +164,45 @@ class StopSignals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
-def _shards(config: RouterConfig) -> Source:
-    """Return the source of the shards. Raises CannotServe."""
+def _source(flag: str, text: str) -> Source:
+    """Return the source that a setting names. Raises CannotServe."""
     try:
-        return parse_source(config.shards) if config.shards else StaticSource(config.shard_address)
+        return parse_source(text)
     except ValueError as error:
-        raise CannotServe(f"--shards: {error}") from error
+        raise CannotServe(f"--{flag}: {error}") from error
+
+
+@asynccontextmanager
+async def _answering_probes(config: RouterConfig) -> AsyncIterator[None]:
+    """Answer probes of a router whose shards may be long in coming, or driven by its peers."""
+    if not config.shards:
+        yield
+        return
+    server = HttpServer(create_starting_app(), ConnectionLimits(), ConnectionMetrics(Registry()))
+    await _listen(server, config)
+    log.info("alive, waiting for a shard", port=server.port)
+    try:
+        yield
+    finally:
+        await server.close()
+
+
+async def _run_cluster(
+    cluster: Cluster,
+    config: RouterConfig,
+    source: Source,
+    peers: Source | None,
+    joined: Mapping[Address, ReplicaInfo | None],
+) -> None:
+    """Drive all shards, or this router's part of them."""
+    limits = _warm_up_limits(config)
+    if peers is None:
+        await cluster.run(known(source), joined, limits, config)
+        return
+    shared = SharedShards(source, peers, config.port, config.peer_name)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(shared.run())
+        await cluster.run(shared.members(), joined, limits, config)
 
 
 async def _join(
@@ -276,12 +317,13 @@ async def _serve_http(
         running = tasks.create_task(run_cluster())
         notifier.show(partial(_status, cluster))
         beating = tasks.create_task(send_heartbeats(notifier))
-        if not await _opened(cluster, signals):
+        if not config.shards and not await _opened(cluster, signals):
             beating.cancel()
             running.cancel()
             return ExitCode.STOPPED
         try:
             await _listen(server, config)
+            log.info("ready", url=f"http://{listen_host(config.hostname)}:{server.port}")
             notifier.ready()
             configure_collector()
             collecting = tasks.create_task(collect_growth(lambda: not cluster.scheduler.requests))
@@ -318,7 +360,6 @@ async def _listen(server: HttpServer, config: RouterConfig) -> None:
     except OSError as error:
         ports = f"{config.port} or {config.management_port}" if config.management_port else str(config.port)
         raise CannotServe(f"cannot listen on {host}:{ports}: {error.strerror or error}") from error
-    log.info("ready", url=f"http://{host}:{server.port}")
 
 
 async def _opened(cluster: Cluster, signals: StopSignals) -> bool:

@@ -60,7 +60,7 @@ class World:
 
 @dataclass
 class Members:
-    """A cluster and the members that it is told of."""
+    """A cluster, and the source of its members."""
 
     world: World
     cluster: Cluster

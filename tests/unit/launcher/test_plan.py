@@ -336,3 +336,38 @@ def test_unavailable_ports_are_rejected(settings: dict[str, object], text: str) 
     with pytest.raises(PlanError) as error:
         check_ports(config(**settings), Devices(8, None))
     assert str(error.value) == text
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+SPLIT: dict[str, object] = {"shard_token": "hush", "engine": "echo"}
+
+
+def test_parts_are_planned_apart() -> None:
+    shards = plan(**SPLIT, parts="shards", num_replicas=2, shard_tcp_port=5000, shard_hostname="::1")
+    assert shards.router is None
+    assert shards.ports == ()
+    assert [shard.address for shard in shards_of(shards)] == ["[::1]:5000", "[::1]:5001"]
+    router = plan(**SPLIT, parts="router", shards="dns://shards:5000", peers="dns://routers:3000")
+    assert not router.shards
+    assert (router_of(router).shards, router_of(router).peers) == ("dns://shards:5000", "dns://routers:3000")
+    assert router.router is not None
+    assert router.router.env["SHARD_TOKEN"] == "hush"
+    assert not config(**SPLIT | {"engine": "torch"}, parts="router", shards="a:1").needs_weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parts": "router"}, "--shards"),
+        ({"shards": "a:1"}, "for --parts router"),
+        ({"peers": "a:1"}, "for --parts router"),
+        ({"parts": "shards"}, "--shard-tcp-port"),
+        ({"parts": "shards", "shard_tcp_port": 5000, "shard_token": ""}, "the same SHARD_TOKEN"),
+        ({"parts": "router", "shards": "a:1", "shard_token": ""}, "the same SHARD_TOKEN"),
+        ({"parts": "shards", "shard_tcp_port": 5000, "shard_hostname": "10.0.0.1"}, "--insecure"),
+    ],
+)
+def test_parts_that_cannot_find_each_other_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**SPLIT | settings)

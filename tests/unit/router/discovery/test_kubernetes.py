@@ -70,7 +70,7 @@ async def test_a_watch_that_is_too_old_or_goes_silent_is_replaced_by_a_list(tmp_
 async def test_only_the_cluster_s_own_authority_is_trusted(tmp_path: Path) -> None:
     ours, others = tmp_path / "ours", tmp_path / "others"
     for folder in (ours, others):
-        write_certificates(folder)
+        write_certificates(folder, name="localhost,IP:127.0.0.1")
     server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     server.load_cert_chain(ours / "cert.pem", ours / "key.pem")
     async with fake_kubernetes(ours, server) as fake:

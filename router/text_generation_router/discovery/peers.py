@@ -1,0 +1,126 @@
+"""The shards of one of several routers, which share nothing but the names of all routers and shards.
+
+    peers source ──► routers ── less those that do not answer ──┐
+    shards source ──► shards ───────────────────────────────────┴─► assign ──► the shards of this router
+
+Routers may disagree for a while. A shard serves one router at a time, so what two routers want goes to the one that has it
+until it lets go: see `shards.place`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import aiohttp
+import structlog
+
+from text_generation_router.discovery.assign import assign
+from text_generation_router.discovery.source import Address, Source, join_host_port
+
+PROBE_EVERY_S = 0.5
+"""Seconds between two probes of a peer: GET /health/live."""
+REFUSALS = 2
+"""Refused or broken probes in a row after which a peer is gone: its process ended."""
+SILENCE_S = 4.0
+"""Seconds without an answer after which a peer is gone: its host vanished, or it hangs."""
+
+log = structlog.get_logger()
+
+
+class SharedShards:
+    """The shards that this router is to drive."""
+
+    def __init__(self, shards: Source, peers: Source, port: int, name: Address = "") -> None:
+        """`name` is the address of this router among `peers`; by default that of `port` at this machine."""
+        self._shards, self._peers = shards, peers
+        self._port, self._name = port, name
+        self._known: frozenset[Address] | None = None
+        self._routers: frozenset[Address] | None = None
+        self._gone: set[Address] = set()
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Follow shards and peers, and probe these, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow_shards())
+            probes: dict[Address, asyncio.Task[None]] = {}
+            async for routers in self._peers.members():
+                self._routers = routers
+                others = routers - {self._own_name(routers)}
+                for peer in probes.keys() - others:
+                    probes.pop(peer).cancel()
+                    self._gone.discard(peer)
+                for peer in others - probes.keys():
+                    probes[peer] = tasks.create_task(self._probe(peer))
+                self._changed.set()
+
+    async def members(self) -> AsyncIterator[frozenset[Address] | None]:
+        """Yield the shards of this router at each change; None while no shard is known."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._known is None or self._routers is None:
+                continue
+            if not self._known:
+                yield None
+                continue
+            me = self._own_name(self._routers)
+            owners = assign(self._routers - self._gone | {me}, self._known)
+            yield frozenset(shard for shard, router in owners.items() if router == me)
+
+    async def _follow_shards(self) -> None:
+        async for shards in self._shards.members():
+            self._known = shards
+            self._changed.set()
+
+    def _own_name(self, routers: frozenset[Address]) -> Address:
+        """Return the name of this router. One that is not listed yet counts itself in."""
+        if not self._name:
+            mine = (each for each in sorted(routers) if is_here(each, self._port))
+            self._name = next(mine, "")
+            if self._name:
+                log.info("found among the routers", name=self._name)
+        return self._name or join_host_port(socket.gethostname(), self._port)
+
+    async def _probe(self, peer: Address) -> None:
+        """Record whether `peer` answers."""
+        timeout = aiohttp.ClientTimeout(total=SILENCE_S / 2)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            refusals, answered_at = 0, time.monotonic()
+            while True:
+                try:
+                    async with session.get(f"http://{peer}/health/live") as response:
+                        await response.read()
+                    refusals, answered_at = 0, time.monotonic()
+                except TimeoutError:
+                    pass
+                except (aiohttp.ClientError, OSError, ValueError):
+                    refusals += 1
+                self._set_gone(peer, gone=refusals >= REFUSALS or time.monotonic() - answered_at >= SILENCE_S)
+                await asyncio.sleep(PROBE_EVERY_S)
+
+    def _set_gone(self, peer: Address, *, gone: bool) -> None:
+        if gone == (peer in self._gone):
+            return
+        log.warning("a router is gone" if gone else "a router is back", peer=peer)
+        (self._gone.add if gone else self._gone.discard)(peer)
+        self._changed.set()
+
+
+def is_here(address: Address, port: int) -> bool:
+    """Return True if `address` is `port` at an IP address of this machine."""
+    host, _, number = address.rpartition(":")
+    if number != str(port):
+        return False
+    host = host.strip("[]")
+    with (
+        suppress(OSError),
+        socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        probe.bind((host, 0))
+        return True
+    return False
