@@ -31,10 +31,6 @@ from text_generation_launcher.config import LauncherConfig, read_config
 
 pytestmark = needs_helm
 
-NOT_YET = frozenset({"parts", "shards", "peers", "shard-hostname"}) - {
-    name.replace("_", "-") for name in LauncherConfig.model_fields
-}
-"""Flags of the shapes split and group until the launcher has them."""
 SINCE = {"oci.yaml": "1.33"}
 """Examples that need a newer Kubernetes."""
 TIMEOUTS = {
@@ -69,8 +65,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, str]]]
 
 def parsed(pod: Pod) -> LauncherConfig:
     """Return the settings of a pod, by the launcher's own parser."""
-    known = [arg for arg in pod.args if arg.removeprefix("--").partition("=")[0] not in NOT_YET]
-    args = ["--shard-token=t" if arg.startswith("--shard-token-file=") else arg for arg in known]
+    args = ["--shard-token=t" if arg.startswith("--shard-token-file=") else arg for arg in pod.args]
     group = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "demo-0.demo.llm"}
     return read_config(args, group if pod.owner.startswith("LeaderWorkerSet") else {})
 

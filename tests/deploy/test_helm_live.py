@@ -8,13 +8,10 @@ from pathlib import Path
 
 import aiohttp
 import grpc
-import pytest
 from byte_tokenizer import write_tokenizer
 from chart import CHART, Pod, free_port, needs_helm, pods, render
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stack import Stack, running
-
-from text_generation_launcher.config import LauncherConfig
 
 pytestmark = needs_helm
 
@@ -67,7 +64,6 @@ async def test_a_cell_answers_its_probes_and_shows_metrics_without_a_key(tmp_pat
         stop(stack, pod)
 
 
-@pytest.mark.skipif("parts" not in LauncherConfig.model_fields, reason="the launcher has no --parts yet")
 async def test_the_shards_of_a_split_server_are_ready_when_their_router_drives_them(tmp_path: Path) -> None:
     """The probes of a shard pod: alive without a router, ready with one, which finds the shard by name."""
     write_tokenizer(tmp_path)
