@@ -7,7 +7,6 @@ shards, the cluster of the router and the API server run in this process, over r
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from cluster_listener import Listener
 from kubernetes_api import fake_kubernetes
+from servers import free_port
 from shard_server import running, serve_engine
 
 from text_generation_proto.access import ShardAccess
@@ -36,13 +36,6 @@ from text_generation_shard.engines.echo import EchoEngine
 
 SHARDS, STREAMS, TOKENS = 32, 8, 300
 BAR_S, SILENT_BAR_S = 2.0, 90.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Streams:

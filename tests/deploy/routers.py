@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,17 +21,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aiohttp
+from servers import free_port
 
 ROUTERS, SHARDS, STREAMS, TOKENS = 2, 4, 8, 400
 BARS_S = {"kill": 2.0, "cut": 15.0}
 PREFIX = f"tg{os.getpid() % 1000}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -167,6 +161,9 @@ async def measure(how: str, model: str, folder: Path) -> float:
 
 def main() -> None:
     how, model = sys.argv[1], sys.argv[2]
+    if how == "cut" and (os.geteuid() or not shutil.which("ip")):
+        print("cut: skipped: network namespaces need root, and the command ip")
+        return
     with tempfile.TemporaryDirectory() as folder:
         try:
             seconds = asyncio.run(measure(how, model, Path(folder)))
