@@ -14,6 +14,7 @@ from text_generation_router.errors import ServingError, error_classes
 from text_generation_router.metrics import Metrics
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
+from text_generation_router.shards.cluster import Cluster
 
 ROOT = Path(__file__).parents[3]
 API = (ROOT / "docs/api.md").read_text(encoding="utf-8")
@@ -34,7 +35,9 @@ def test_the_error_table_has_a_row_for_each_error() -> None:
 
 
 def test_every_metric_of_our_own_is_listed() -> None:
-    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=Scheduler(Policy(1, 1)))
+    scheduler = Scheduler(Policy(1, 1))
+    metrics = Metrics(max_input_tokens=1, max_total_tokens=2, scheduler=scheduler)
+    metrics.add_shards(Cluster(scheduler, metrics.steps))
     families = {
         family.name + "_total" * (family.type == "counter"): family.documentation
         for family in text_string_to_metric_families(metrics.exposition().decode())
