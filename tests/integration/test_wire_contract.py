@@ -184,6 +184,15 @@ async def test_a_second_session_is_refused_while_one_is_open(client: ShardClient
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+async def test_a_warm_up_with_the_last_limits_leaves_the_pool_and_the_session_alone(client: ShardClient) -> None:
+    async with running(client) as call:
+        await call.write(start(1, slot=0, prompt=[1, 2], new=60, blocks=list(range(8))))
+        await report(call)
+        pool = await client.warm_up(max_batch_total_tokens=64 * 16)
+        assert pool.num_blocks == 64
+        assert len(await until_finished(call, 0)) >= 50
+
+
 async def test_a_broken_stream_drops_everything_it_held(client: ShardClient) -> None:
     async with running(client) as call:
         await call.write(start(1, slot=0, prompt=[1], new=1000, blocks=list(range(62))))

@@ -12,6 +12,7 @@ from followed_source import followed
 from text_generation_router.discovery.dns import DnsSource
 from text_generation_router.discovery.file import FileSource
 from text_generation_router.discovery.parse import parse_source
+from text_generation_router.discovery.source import known
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,11 @@ def test_a_source_that_cannot_be_read_is_refused_with_its_text(
 async def test_a_list_yields_all_its_addresses_once() -> None:
     async with followed(parse_source("10.0.0.1:5, [fd00::1]:6,unix:///tmp/shard, shard.svc:7,")) as record:
         await record.until("10.0.0.1:5", "[fd00::1]:6", "unix:///tmp/shard", "shard.svc:7")
+
+
+async def test_an_empty_set_says_that_nothing_is_known() -> None:
+    for text, members in (("", None), ("a:1", frozenset({"a:1"}))):
+        assert await anext(known(parse_source(text))) == members
 
 
 async def test_a_file_is_followed_through_every_way_of_replacing_it(
