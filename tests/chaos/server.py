@@ -150,7 +150,10 @@ class Server(Stack):
         found: list[str] = []
         end = time.monotonic() + 10
         while time.monotonic() < end:
-            found = [f"{name} is {value:g}" for name, value in (await self.busy_gauges(session)).items()]
+            try:
+                found = [f"{name} is {value:g}" for name, value in (await self.busy_gauges(session)).items()]
+            except aiohttp.ClientError as error:
+                found = [f"no metrics: {error}"]
             if not self.is_whole():
                 found.append(f"processes: { ({role: len(each) for role, each in self.roles().items()}) }")
             for name, number in self.descriptors().items():
