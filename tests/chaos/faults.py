@@ -180,7 +180,9 @@ FAULTS = (
     Fault("model removed", remove_model, restore_model, 3, Harm.SHORTAGE, SERVER_ROLES, PHASES[1:]),
     Fault("connection reset", send(signal.SIGUSR1), seconds=1, roles=("client",)),
 )
-LEFT_OUT = {"clock step": "libfaketime breaks time.sleep of Python 3.11, which waits until a time of the monotonic clock"}
+LEFT_OUT = {
+    "clock step": "libfaketime breaks time.sleep of Python 3.11, which waits until a time of the monotonic clock"
+}
 
 
 @dataclass(frozen=True)
