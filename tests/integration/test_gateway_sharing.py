@@ -241,7 +241,7 @@ async def test_while_a_gateway_drives_the_shard_a_router_cannot(tmp_path: Path) 
             await gateway.shard.run().read()
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            await gateway.shard.warm_up()
+            await gateway.shard.warm_up(max_batch_total_tokens=64)
         assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await gateway.stub.Abort(pb.AbortRequest(request_id="long"))
         await rest(call)
