@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import time
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -97,16 +99,44 @@ async def test_a_chunked_body_that_is_too_large_is_refused(stack: Stack) -> None
         assert response.status == 413
 
 
-async def test_a_compressed_body_counts_uncompressed(stack: Stack) -> None:
-    headers = JSON | {"content-encoding": "gzip"}
-    bomb = gzip.compress(b" " * 50_000_000)
-    async with stack.client.post("/generate", data=bomb, headers=headers) as response:
-        assert response.status == 413
-    async with stack.client.post("/generate", data=b"this is not gzip", headers=headers) as response:
-        assert response.status == 400
+VALID = b'{"inputs": "a", "parameters": {"max_new_tokens": 1}}'
 
 
-@pytest.mark.parametrize("encoding", ["frog", "gzip, frog"])
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("gzip", gzip.compress(VALID), 200),
+        ("deflate", zlib.compress(VALID), 200),
+        ("deflate", zlib.compress(VALID)[2:-4], 200),
+        ("gzip", gzip.compress(b" " * 50_000_000), 413),
+        ("gzip", b"this is not gzip", 400),
+        ("gzip", gzip.compress(VALID)[:-9], 400),
+        ("gzip", gzip.compress(VALID) + gzip.compress(b" "), 400),
+        ("deflate", b"", 400),
+    ],
+)
+async def test_a_compressed_body_counts_decoded(stack: Stack, encoding: str, body: bytes, status: int) -> None:
+    async with stack.client.post("/generate", data=body, headers=JSON | {"content-encoding": encoding}) as response:
+        assert response.status == status, await response.text()
+
+
+async def test_no_more_of_a_compressed_body_is_decoded_than_is_accepted(stack: Stack) -> None:
+    bombs = [zlib.compress(b" " * 100_000_000)] * 10  # each takes 0.1 s to decode
+
+    async def refused(bomb: bytes) -> int:
+        headers = JSON | {"content-encoding": "deflate"}
+        async with stack.client.post("/generate", data=bomb, headers=headers) as response:
+            return response.status
+
+    before = time.process_time()
+    async with asyncio.TaskGroup() as group:
+        posts = [group.create_task(refused(bomb)) for bomb in bombs]
+    assert {post.result() for post in posts} == {413}
+    await asyncio.sleep(0.5)  # aiohttp would go on decoding to find the end of the request
+    assert time.process_time() - before < 0.5
+
+
+@pytest.mark.parametrize("encoding", ["frog", "gzip, frog", "br"])
 async def test_an_unknown_encoding_of_a_body_is_refused(stack: Stack, encoding: str) -> None:
     headers = JSON | {"content-encoding": encoding}
     async with stack.client.post("/generate", data=b'{"inputs": "a"}', headers=headers) as response:

@@ -28,6 +28,7 @@ from pydantic import (
 from typing_extensions import TypeAliasType, TypedDict
 
 from text_generation_router.api.http.body_reader import BODIES, MAX_INLINE
+from text_generation_router.api.http.content_encoding import encoding_of
 from text_generation_router.api.http.structure import check_structure
 from text_generation_router.aside import aside
 from text_generation_router.errors import BodyTooLarge, InvalidBody, InvalidJson, UnsupportedMediaType
@@ -141,8 +142,6 @@ T = TypeVar("T")
 
 MAX_WRITTEN_AT_ONCE = 1 << 20
 """Bytes of a response that is written at once."""
-ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})
-"""Encodings of bodies that the HTTP library decodes, or refuses where it lacks the decoder. It passes others on as they are."""
 LARGE_BODY = web.RequestKey("large_body", bool)
 """True if the body is longer than that."""
 
@@ -160,9 +159,8 @@ async def parse_json(request: web.Request, read: Callable[[Any], T]) -> T:
     content_type = request.content_type
     if content_type != JSON and not (content_type.startswith("application/") and content_type.endswith("+json")):
         raise UnsupportedMediaType
-    if request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower() not in ENCODINGS:
-        raise UnsupportedMediaType(f"Expected request with `Content-Encoding` of {', '.join(sorted(ENCODINGS))}")
-    raw = await _read(request)
+    encoding = encoding_of(request)
+    raw = await _read(request, encoding)
     request[LARGE_BODY] = len(raw) > MAX_INLINE
     return await beside(request, lambda: read(_loads(raw)))
 
@@ -220,15 +218,15 @@ async def expect_continue(request: web.Request) -> web.StreamResponse | None:
     return None
 
 
-async def _read(request: web.Request) -> bytearray:
+async def _read(request: web.Request, encoding: str) -> bytes | bytearray:
     if (request.content_length or 0) > request.client_max_size:
         raise BodyTooLarge
     if hdrs.EXPECT in request.headers and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the final response has not begun
     try:
-        return await request.app[BODIES].read(request)
-    except web.RequestPayloadError as error:  # broken chunks, broken compression
+        return await request.app[BODIES].read(request, encoding)
+    except web.RequestPayloadError as error:  # broken chunks
         raise InvalidJson(f"Failed to buffer the request body: {error}") from None
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 from aiohttp import web
 
+from text_generation_router.api.http.content_encoding import IDENTITY, decoded
 from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.errors import BodyTimeout, BodyTooLarge
 from text_generation_router.preparation import Preparation, WorkerQueue
@@ -47,13 +48,19 @@ class BodyReader:
         """Bytes of each unfinished body, the one that has stood still longest first."""
         self._total = 0
 
-    async def read(self, request: web.Request) -> bytearray:
-        """Return the body; if it is large, when it is the tenant's turn to be prepared.
+    async def read(self, request: web.Request, encoding: str) -> bytes | bytearray:
+        """Return the decoded body; if it is large, when it is the tenant's turn to be prepared.
 
-        Raises BodyTooLarge, BodyTimeout, InvalidRequest, Overloaded, CannotKeepUp, or RequestPayloadError for a broken
-        encoding.
+        Raises BodyTooLarge, BodyTimeout, InvalidJson, InvalidRequest, Overloaded, CannotKeepUp, or RequestPayloadError for
+        broken chunks.
         """
-        body = await self._read(request)
+        body: bytes | bytearray = await self._read(request)
+        if encoding != IDENTITY:
+            turn = await self._pieces.take(tenant_of(request), len(body))
+            try:
+                body = await decoded(body, encoding, self._max_body)
+            finally:
+                self._pieces.give_back(turn)
         if len(body) > MAX_INLINE:
             turn = await self._prepared.take(tenant_of(request), len(body))
             request[PREPARATION].callback(self._prepared.give_back, turn)

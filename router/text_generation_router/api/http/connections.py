@@ -101,6 +101,7 @@ class Connection(web.RequestHandler):
             loop=loop,
             keepalive_timeout=connections.limits.keep_alive_s,
             lingering_time=LINGER_S,
+            auto_decompress=False,
             access_log=None,  # type: ignore[arg-type]  # aiohttp's own default server passes None
             logger=_SILENT,
         )
