@@ -117,7 +117,10 @@ async def attack(url: str, processes: Sequence[psutil.Process], route: str, body
                 received += len(chunk)
         if response.status >= 500 and response.status != 503:
             return f"status {response.status}"
-        if received > 20 * len(body) and "tokenize" not in route:  # a list of tokens may take 1 kB for each
+        if received > 20 * len(body) and route not in (
+            "/tokenize",
+            "/chat_tokenize",
+        ):  # a list of tokens may take 1 kB for each
             return f"{received} bytes"
     grown = router.memory_info().rss - memory
     return f"{grown >> 20} MB more" if grown > MOST_MEMORY else measured.harm

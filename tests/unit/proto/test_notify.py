@@ -44,9 +44,11 @@ def test_messages_wait_for_room_in_the_queue_and_status_is_one_line(manager: soc
     assert received(manager) == []
 
 
-@pytest.mark.parametrize(("pid", "expected"), [(os.getpid(), ["WATCHDOG=1"]), (1, [])])
-def test_only_the_watched_process_sends_to_the_watchdog(manager: socket.socket, pid: int, expected: list[str]) -> None:
-    environ = {"NOTIFY_SOCKET": f"@{NAME}", "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(pid)}
+@pytest.mark.parametrize(("pid", "expected"), [(None, ["WATCHDOG=1"]), (1, [])])
+def test_only_the_watched_process_sends_to_the_watchdog(
+    manager: socket.socket, pid: int | None, expected: list[str]
+) -> None:
+    environ = {"NOTIFY_SOCKET": f"@{NAME}", "WATCHDOG_USEC": "60000000", "WATCHDOG_PID": str(pid or os.getpid())}
     notifier = Notifier(environ)
     notifier.beat()
     notifier.beat()  # too early for a second message

@@ -41,7 +41,7 @@ def bodies() -> list[type[Body]]:
     service, generate = ServiceRoutes.__new__(ServiceRoutes), GenerateRoutes.__new__(GenerateRoutes)
     chat, completions = ChatRoutes.__new__(ChatRoutes), CompletionRoutes.__new__(CompletionRoutes)
     table = [
-        *service_routes(service),
+        *service_routes(service, api_settings(LIMITS)),
         *tgi_routes(generate, chat, service),
         *openai_routes(chat, completions, ResponsesRoutes.__new__(ResponsesRoutes), service),
         *anthropic_routes(MessagesRoutes.__new__(MessagesRoutes)),
