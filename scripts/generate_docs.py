@@ -37,7 +37,7 @@ NOT_IN_FLAGS = (
 TOPICS = {
     "Model": "model_id revision huggingface_hub_cache engine dtype load_format device tokenizer_config_path chat_template "
     "tool_call_parser split_reasoning trust_remote_code",
-    "Replicas and shards": "parts num_replicas num_shard sharded nodes node_rank leader_address max_shard_restarts "
+    "Replicas and shards": "parts num_replicas num_shard sharded places nodes node_rank leader_address max_shard_restarts "
     "shard_uds_path shard_tcp_port shard_hostname shards peers peer_name shard_connect_timeout health_port drain_timeout shutdown_timeout hang_timeout dispatch max_request_moves",
     "Access to the shards": "shard_token shard_token_file shard_tls_cert shard_tls_key shard_tls_ca shard_tls_name insecure",
     "HTTP": "hostname port management_port api_key api_keys_file open_metrics cors_allow_origin payload_limit max_connections "

@@ -80,6 +80,9 @@ class LauncherConfig(
     routers elsewhere. router: for the shards of --shards. Both need the same SHARD_TOKEN, or mutual TLS."""
     num_replicas: PositiveInt = 1
     """Copies of the model, each with its own shards, behind one router."""
+    places: Literal["local", "ray"] = "local"
+    """Place of the shards: this host, or the Ray cluster that RAY_ADDRESS names, by default the one that this host belongs to.
+    The shards of a replica share a node of the cluster."""
     nodes: PositiveInt = 1
     """Hosts that one replica is spread over (torch engine), each with a launcher and as many shards; num_shard counts all of
     them. Default in a LeaderWorkerSet: LWS_GROUP_SIZE."""
@@ -137,6 +140,7 @@ class LauncherConfig(
             raise ValueError("`num_shard` cannot be < 1")
         self._check_nodes()
         self._check_parts()
+        self._check_places()
         return self
 
     def _check_parts(self) -> None:
@@ -159,6 +163,15 @@ class LauncherConfig(
         """Return the address of the shard with this number, with shard_tcp_port."""
         host = self.shard_hostname.strip("[]")
         return f"[{host}]:{self.shard_tcp_port + number}" if ":" in host else f"{host}:{self.shard_tcp_port + number}"
+
+    def _check_places(self) -> None:
+        if self.places == "local":
+            return
+        for name in ("parts", "nodes", "shard_tcp_port", "shard_uds_path"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"`places` is {self.places}: --{name.replace('_', '-')} is not supported with it")
+        if not self.shard_tls_cert and not self.insecure:
+            raise ValueError(NEEDS_TLS.format("shards on other nodes"))
 
     def _check_nodes(self) -> None:
         if self.node_rank >= self.nodes:

@@ -9,16 +9,28 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import structlog
 
 from text_generation_launcher.checks import check_engine
-from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless
+from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.devices import describe_environment, find_devices
+from text_generation_launcher.devices import Devices, describe_environment, find_devices
 from text_generation_launcher.model import ModelError, resolve_model
-from text_generation_launcher.plan import LaunchContext, LaunchPlan, PlanError, check_ports, count_parts, make_plan
+from text_generation_launcher.plan import (
+    LaunchContext,
+    LaunchPlan,
+    PlanError,
+    check_ports,
+    count_parts,
+    count_processes,
+    gpus_per_shard,
+    make_plan,
+    members_file,
+)
+from text_generation_launcher.shard_group import StartShard
 from text_generation_launcher.shard_restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
@@ -84,7 +96,8 @@ async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str]
 async def _serve(
     config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, notifier: Notifier
 ) -> None:
-    devices = await find_devices(environ)
+    devices = await _find_places(config, environ)
+    stop.listen()  # again: Ray replaces the handlers
     if config.env:
         log.info("environment", **describe_environment(devices))
     engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
@@ -122,7 +135,26 @@ async def _serve(
             plan = make_plan(config, context)
             _claim_addresses(plan, folder)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
-            await Supervisor(plan, stop, restarts, notifier, json_output=config.json_output).run()
+            start_shard: StartShard = run_to_end
+            if config.places == "ray":
+                from text_generation_launcher.ray_places import RayPlaces
+
+                places = RayPlaces(
+                    members_file(folder), count_processes(config, devices), gpus_per_shard(config, devices)
+                )
+                start_shard = places.run_to_end
+            await Supervisor(plan, stop, restarts, notifier, start_shard, json_output=config.json_output).run()
+
+
+async def _find_places(config: LauncherConfig, environ: Mapping[str, str]) -> Devices:
+    """Return the devices for shards: those of this host, or of the Ray cluster. Raises PlanError."""
+    if config.places == "local":
+        return await find_devices(environ)
+    if find_spec("ray") is None:
+        raise PlanError("`places` is ray, and Ray is not installed: pip install 'text-generation-trtllm[ray]'")
+    from text_generation_launcher import ray_places
+
+    return await ray_places.connect()
 
 
 def _cpus() -> int:

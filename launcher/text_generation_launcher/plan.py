@@ -164,6 +164,16 @@ def _on_devices(config: LauncherConfig, devices: Devices) -> bool:
     return devices.count > 0 and config.device != "cpu" and config.engine != "echo"
 
 
+def gpus_per_shard(config: LauncherConfig, devices: Devices) -> int:
+    """Return the number of GPUs that one shard process uses. Raises PlanError."""
+    return count_shards(config, devices) // count_processes(config, devices) if _on_devices(config, devices) else 0
+
+
+def members_file(folder: Path) -> Path:
+    """Return the path of the file that lists the addresses of shards on other hosts."""
+    return folder / "members.yaml"
+
+
 def _device_number(config: LauncherConfig) -> int | None:
     """Return N for `--device cuda:N`, else None."""
     match = re.fullmatch(r"cuda:(\d+)", config.device)
@@ -335,6 +345,8 @@ def _with_mpirun(config: LauncherConfig, context: LaunchContext, shard: ShardSpe
 
 
 def _address(config: LauncherConfig, context: LaunchContext, replica: int, rank: int, size: int) -> str:
+    if config.places == "ray":
+        return "0.0.0.0:0"  # the place of the shard decides
     if config.shard_tcp_port:
         return config.shard_tcp_address(replica * size + rank)
     suffix = f"{replica}" if size == 1 else f"{replica}-{rank}"
@@ -358,7 +370,7 @@ def _cpu_share(config: LauncherConfig, context: LaunchContext, shards: int) -> d
 def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardSpec, ...], parts: int) -> ChildSpec:
     settings = child_settings(config, RouterConfig) | {
         "model_path": str(context.model_path),
-        "shard_address": tuple(shard.address for shard in shards if shard.rank == 0),
+        "shard_address": tuple(shard.address for shard in shards if shard.rank == 0 and config.places == "local"),
         "hostname": listen_host(config.hostname),
         "max_input_tokens": config.input_limit,
         "compute_type": config.compute_type or (compute_type(parts, context.devices) if parts else "elsewhere"),
@@ -367,6 +379,8 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         "api_key": (),
         "shard_token": "",
     }
+    if config.places == "ray":
+        settings["shards"] = f"file://{members_file(context.socket_folder)}"
     env = child_env(context.environ, RouterConfig) | config.environ
     if config.api_key:
         env["API_KEY"] = ",".join(config.api_key)

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -38,17 +39,37 @@ class RankExit:
     code: int
 
 
+class StartShard(Protocol):
+    """Runs a shard to its end, as `child.run_to_end` does."""
+
+    async def __call__(
+        self,
+        spec: ShardSpec,
+        grace_period: GracePeriod,
+        /,
+        *,
+        json_output: bool,
+        hung: asyncio.Event,
+        described: asyncio.Future[pb.InfoResponse],
+        reserve: DescriptorReserve,
+    ) -> int:
+        """Return the exit code of the shard."""
+        ...
+
+
 async def run_group(
     specs: Sequence[ShardSpec],
     grace_period: GracePeriod,
     described: Sequence[asyncio.Future[pb.InfoResponse]],
     reserve: DescriptorReserve,
+    start: StartShard = run_to_end,
     *,
     json_output: bool,
 ) -> RankExit:
     """Run the shards until one ends by itself and all have ended; return the exit that broke the group.
 
-    `described` gets the descriptions of the shards once they serve. When cancelled, stop them all first.
+    `described` gets the descriptions of the shards once they serve. `start` runs one of them. When cancelled, stop them
+    all first.
     """
     exits: list[RankExit] = []
     broken = False
@@ -59,7 +80,7 @@ async def run_group(
 
     async def run(spec: ShardSpec, description: asyncio.Future[pb.InfoResponse]) -> None:
         try:
-            code = await run_to_end(
+            code = await start(
                 spec,
                 group_grace_period,
                 json_output=json_output,

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless
+from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.plan import ShardSpec
-from text_generation_launcher.shard_group import RankExit, run_group
+from text_generation_launcher.shard_group import RankExit, StartShard, run_group
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.description import difference
 from text_generation_proto.descriptors import DescriptorReserve
@@ -125,6 +125,7 @@ class ReplicaSupervisor:
         policy: RestartPolicy,
         ready: asyncio.Event,
         reserve: DescriptorReserve,
+        start_shard: StartShard = run_to_end,
         *,
         json_output: bool,
     ) -> None:
@@ -134,6 +135,7 @@ class ReplicaSupervisor:
         self._policy = policy
         self._ready = ready
         self._reserve = reserve
+        self._start_shard = start_shard
         self._json_output = json_output
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -182,6 +184,7 @@ class ReplicaSupervisor:
                         self._stop.grace_period,
                         described,
                         self._reserve,
+                        self._start_shard,
                         json_output=self._json_output,
                     )
                 )

@@ -68,6 +68,18 @@ def test_nodes_that_cannot_form_a_group(capsys: pytest.CaptureFixture[str], argv
     assert problem in usage_error(capsys, *MODEL, *argv.split())
 
 
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ("", "other machines reach shards on other nodes: give --shard-tls-cert"),
+        ("--insecure --shard-uds-path /s", "`places` is ray: --shard-uds-path is not supported with it"),
+        ("--insecure --nodes 2 --leader-address head --shard-token t", "--nodes is not supported with it"),
+    ],
+)
+def test_settings_that_do_not_go_with_ray(capsys: pytest.CaptureFixture[str], argv: str, problem: str) -> None:
+    assert problem in usage_error(capsys, *MODEL, "--places", "ray", *argv.split())
+
+
 def test_short_flags_of_tgi_are_not_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_config((*MODEL, "-p", "80", "-g", "5", "-e"), {})
     assert (config.port, config.graceful_termination_timeout, config.env) == (80, 5.0, True)
