@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliApp,
+    CliSettingsSource,
     EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -107,13 +107,10 @@ Config = TypeVar("Config", bound=ProcessConfig)
 
 def parse_config(config: type[Config], argv: Sequence[str] | None = None) -> Config:
     """Return the settings from command line and environment. Invalid ones: one line and exit code USAGE."""
-    # pydantic-settings would cut a value after "=" at its first line break.
-    words = (
-        word.split("=", 1) if "\n" in word and re.match("--[a-z][a-z-]*=", word) else [word]
-        for word in (sys.argv[1:] if argv is None else argv)
-    )
+    # Where the case of flags does not matter, pydantic-settings cuts values at line breaks.
+    source: CliSettingsSource[Any] = CliSettingsSource(config, case_sensitive=True, cli_exit_on_error=False)
     try:
-        return CliApp.run(config, cli_args=[part for parts in words for part in parts], cli_exit_on_error=False)
+        return CliApp.run(config, cli_args=list(sys.argv[1:] if argv is None else argv), cli_settings_source=source)
     except ValidationError as error:
         exit_with_usage_error(config, "; ".join(_message(detail) for detail in error.errors()))
     except SettingsError as error:
