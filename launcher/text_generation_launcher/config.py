@@ -13,7 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
 from text_generation_proto.settings import ProcessConfig, exit_with_usage_error, parse_config
-from text_generation_proto.sockets import is_local
+from text_generation_proto.sockets import is_local, join_host_port
 from text_generation_router.config import RouterSettings
 from text_generation_shard.config import NEEDS_TLS, ShardSettings
 
@@ -145,7 +145,7 @@ class LauncherConfig(
 
     def _check_parts(self) -> None:
         if self.parts == "router" and not self.shards:
-            raise ValueError("`parts` is router: --shards (or SHARDS) is missing: where are the shards?")
+            raise ValueError("`parts` is router: --shards (or SHARDS) is missing")
         if self.parts != "router" and (self.shards or self.peers):
             raise ValueError(f"`parts` is {self.parts}: --shards and --peers are for --parts router")
         if self.parts == "shards" and not self.shard_tcp_port and not self.shard_uds_path:
@@ -161,8 +161,7 @@ class LauncherConfig(
 
     def shard_tcp_address(self, number: int) -> str:
         """Return the address of the shard with this number, with shard_tcp_port."""
-        host = self.shard_hostname.strip("[]")
-        return f"[{host}]:{self.shard_tcp_port + number}" if ":" in host else f"{host}:{self.shard_tcp_port + number}"
+        return join_host_port(self.shard_hostname.strip("[]"), self.shard_tcp_port + number)
 
     def _check_places(self) -> None:
         if self.places == "local":

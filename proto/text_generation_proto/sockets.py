@@ -30,6 +30,11 @@ def host_of(address: str) -> str:
     return "127.0.0.1" if socket_path(address) is not None else address.rpartition(":")[0].strip("[]")
 
 
+def join_host_port(host: str, port: int) -> str:
+    """Return the address of `port` at `host`, a name or an IP address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_local(address: str) -> bool:
     """Return True if only this machine reaches the address: a unix socket, or a port on the loopback interface."""
     host = host_of(address)

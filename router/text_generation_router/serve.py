@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
@@ -18,6 +17,7 @@ from aiohttp import web
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.notify import Notifier
+from text_generation_proto.stop_signals import StopSignals
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.api.app import create_app
@@ -144,24 +144,6 @@ def _load_templates(config: RouterConfig) -> ChatTemplates:
         tokenizer_config=Path(config.tokenizer_config_path) if config.tokenizer_config_path else None,
         override=config.chat_template,
     )
-
-
-class StopSignals:
-    """Events set by SIGTERM, SIGINT or SIGHUP: `stop` by the first signal, `hurry` by the second."""
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.hurry = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(sig, self._received)
-
-    def on_hangup(self, reload: Callable[[], None]) -> None:
-        """Let SIGHUP call `reload` instead of stopping."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
-
-    def _received(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
 
 
 def _source(flag: str, text: str) -> Source:

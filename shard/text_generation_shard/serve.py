@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -19,7 +17,8 @@ from text_generation_proto.channel import server_credentials
 from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.heartbeat import HeartbeatSender
 from text_generation_proto.notify import Notifier
-from text_generation_proto.sockets import SocketInUse, claim_socket, host_of, remove_socket, socket_path
+from text_generation_proto.sockets import SocketInUse, claim_socket, host_of, join_host_port, remove_socket, socket_path
+from text_generation_proto.stop_signals import StopSignals
 from text_generation_proto.v1 import shard_pb2, shard_pb2_grpc
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import info_to_pb
@@ -41,26 +40,9 @@ IDLE_S = 1.0
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class _StopSignals:
-    """Events set by SIGTERM, SIGINT or SIGHUP: `stop` by the first signal, `hurry` by the second."""
-
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    hurry: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def listen(self) -> None:
-        """Install the signal handlers."""
-        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(sig, self._received)
-
-    def _received(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
-
-
 async def serve(config: ShardConfig) -> ExitCode:
     """Serve until a signal arrives or the engine fails. Raises CannotServe."""
-    signals = _StopSignals()
-    signals.listen()
+    signals = StopSignals()
     thread = EngineThread()
     owner = SessionOwner(thread)
     health = ShardHealth()
@@ -115,7 +97,7 @@ async def _serve_engine(
     owner: SessionOwner,
     health: ShardHealth,
     notifier: Notifier,
-    signals: _StopSignals,
+    signals: StopSignals,
 ) -> ExitCode:
     loading = thread.submit(build_engine, config)
     await _wait_for_either(signals.stop.wait(), asyncio.wait((loading,)))
@@ -218,8 +200,7 @@ def _listen_for_probes(config: ShardConfig, health: ShardHealth) -> list[grpc.ai
     """Bind --health-port. Raises CannotServe."""
     if not config.health_port:
         return []
-    host = host_of(config.address)
-    address = f"[{host}]:{config.health_port}" if ":" in host else f"{host}:{config.health_port}"
+    address = join_host_port(host_of(config.address), config.health_port)
     try:
         return [probe_server(health, address)]
     except RuntimeError as error:

@@ -6,7 +6,8 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 
-from text_generation_router.discovery.source import Address, Trouble, join_host_port, of_one_family
+from text_generation_proto.sockets import join_host_port
+from text_generation_router.discovery.source import Address, Trouble, of_one_family
 
 LOOK_UP_EVERY_S = 2.0
 """Seconds between two look-ups of a name by `dns://`. An answer comes from the resolver's cache for as long as its TTL says."""

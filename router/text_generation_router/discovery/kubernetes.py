@@ -23,7 +23,8 @@ import aiohttp
 import orjson
 import structlog
 
-from text_generation_router.discovery.source import Address, Trouble, check_address, join_host_port, of_one_family
+from text_generation_proto.sockets import join_host_port
+from text_generation_router.discovery.source import Address, Trouble, check_address, of_one_family
 
 RELIST_S = 60.0
 """Seconds for which `kubernetes://` watches before it lists again: a watch that went silent is noticed by then."""
@@ -31,8 +32,8 @@ LIST_TIMEOUT_S = 10.0
 """Seconds for the API server of `kubernetes://` to answer."""
 RETRY_S = 0.5
 """Seconds from a failed answer of the API server, or the early end of a watch, to the next list."""
-MAX_LINE_BYTES = 1 << 22
-"""Most bytes of half a watch event. A slice of 1000 endpoints has some hundred thousand."""
+MAX_EVENT_BYTES = 1 << 23
+"""Longest event of a watch, in bytes. A slice of 1000 endpoints has some hundred thousand."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder of the pod's service account."""
 
@@ -122,7 +123,7 @@ class KubernetesSource:
             params=self._selector | options,
             headers=self._api.headers,
             timeout=timeout,
-            read_bufsize=MAX_LINE_BYTES,
+            read_bufsize=MAX_EVENT_BYTES // 2,  # a line may be twice as long
         )
         async with request as response:
             lines = _checked(response).content
@@ -148,8 +149,8 @@ class KubernetesSource:
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 log.error("an EndpointSlice is left out", source=self._name, reason=repr(error))
         found = set()
-        for port, those in hosts.items():
-            for host in of_one_family(those):
+        for port, of_port in hosts.items():
+            for host in of_one_family(of_port):
                 with suppress(ValueError):
                     found.add(check_address(join_host_port(host, port)))
         return frozenset(found)

@@ -18,8 +18,9 @@ from contextlib import suppress
 import aiohttp
 import structlog
 
+from text_generation_proto.sockets import join_host_port
 from text_generation_router.discovery.assign import assign
-from text_generation_router.discovery.source import Address, Source, join_host_port
+from text_generation_router.discovery.source import Address, Source
 
 PROBE_EVERY_S = 0.5
 """Seconds between two probes of a peer: GET /health/live."""

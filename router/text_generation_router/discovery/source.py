@@ -21,10 +21,10 @@ log = structlog.get_logger()
 
 
 class Source(Protocol):
-    """Says which members exist."""
+    """The members, by one of the kinds that --shards and --peers name."""
 
     def members(self) -> AsyncIterator[frozenset[Address]]:
-        """Yield the whole set at first and at each change, at times unchanged. Fails never: it tries again."""
+        """Yield the whole set at first and at each change, at times unchanged. It never fails, but tries again."""
         ...
 
 
@@ -42,11 +42,6 @@ def check_address(text: str) -> Address:
     if match is None or not 0 < int(match[1]) < 1 << 16:
         raise ValueError(f"{text!r} is no address: expected host:port or unix:///path")
     return text
-
-
-def join_host_port(host: str, port: int) -> Address:
-    """Return the address of `port` at `host`, a name or an IP address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def of_one_family(hosts: Iterable[str]) -> list[str]:

@@ -1,0 +1,26 @@
+"""The signals that stop a router or a shard."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+
+class StopSignals:
+    """Events set by SIGTERM, SIGINT or SIGHUP: `stop` by the first signal, `hurry` by the second."""
+
+    def __init__(self) -> None:
+        """Install the signal handlers."""
+        self.stop = asyncio.Event()
+        self.hurry = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(sig, self._received)
+
+    def on_hangup(self, reload: Callable[[], None]) -> None:
+        """Let SIGHUP call `reload` instead of stopping."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+
+    def _received(self) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
