@@ -67,7 +67,7 @@ async def _watch(
     try:
         description = pb.InfoResponse.FromString(b64decode(line, validate=True))
     except (ValueError, DecodeError):
-        log.error("child hangs", child=spec.name, reason="its description of itself makes no sense")
+        log.error("child hangs", child=spec.name, reason="its description cannot be read")
         hung.set()
         return
     if described is not None and not described.done():

@@ -1,6 +1,6 @@
 """Messages to the service manager that started this process: sd_notify(3), systemd's protocol, without its library.
 
-    READY=1      the server serves              WATCHDOG=1   the event loop turns, twice in each WatchdogSec
+    READY=1      the server serves              WATCHDOG=1   the event loop turns, four times in each WatchdogSec
     STOPPING=1   it begins to stop              STATUS=…     one line for `systemctl status`
 
 A message that the service manager cannot take now is sent again with the next beat. Without a service manager nothing is

@@ -14,8 +14,10 @@ from text_generation_proto.sockets import is_local, socket_path
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-NEEDS_TLS = "other machines reach {}: give --shard-tls-cert, --shard-tls-key and --shard-tls-ca, or --insecure"
 DType = Literal["float16", "bfloat16", "float32"]
+
+NEEDS_TLS = "other machines reach {}: give --shard-tls-cert, --shard-tls-key and --shard-tls-ca, or --insecure"
+"""The error for an address without TLS."""
 
 
 class ShardSettings(HangSettings, ShardAccess):

@@ -57,7 +57,7 @@ _GAUGES: list[tuple[str, str, Callable[[SchedulerStats], float]]] = [
         "a step that only decodes counts for the share of slots or KV blocks in use",
         lambda stats: stats.busy_ratio,
     ),
-    ("text_generation_replicas", "Configured replicas", lambda stats: stats.num_replicas),
+    ("text_generation_replicas", "Replicas, serving or not", lambda stats: stats.num_replicas),
     (
         "text_generation_replicas_serving",
         "Replicas that serve now",

@@ -77,7 +77,8 @@ class Throughput:
     def record(self, now: float, tokens: int, busy_s: float, *, queued: bool = True, share: float = 1.0) -> None:
         """Record a step that ended at `now`, took `busy_s` seconds and computed `tokens` prompt and new tokens.
 
-        `queued`: requests waited for room meanwhile. `share`: that of the step in the busy ratio, 0 to 1. Ignored if `busy_s` is no duration or `tokens` is negative.
+        `queued`: requests waited for room meanwhile. `share`: that of the step in the busy ratio, 0 to 1. Ignored if
+        `busy_s` is no duration or `tokens` is negative.
         """
         if not 0 < busy_s < math.inf or tokens < 0:
             return

@@ -1,4 +1,4 @@
-"""Place: the shard at one address, from the day it is a member until it has left.
+"""Place: the shard at one address, from the moment that it is a member until it has left.
 
 joining ──► serving ──► draining ──► (left)
    ▲  ╲        │

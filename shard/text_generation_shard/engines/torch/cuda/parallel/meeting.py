@@ -77,8 +77,8 @@ def accept_hosts(address: str, size: int, timeout: float, access: ShardAccess) -
         listener = listen(host_and_port(address))
     except OSError as error:
         raise EngineError(f"cannot listen at {address} for the group: {error}") from error
-    doorkeeper = _Doorkeeper(listener, access.shard_token, tls, arrived)
-    doorkeeper.start()
+    meeting = _MeetingListener(listener, access.shard_token, tls, arrived)
+    meeting.start()
     try:
         while len(followers) < size - 1:
             try:
@@ -93,7 +93,7 @@ def accept_hosts(address: str, size: int, timeout: float, access: ShardAccess) -
             connection.close()
         raise
     finally:
-        doorkeeper.stop()
+        meeting.stop()
     return LeaderChannel(followers)
 
 
@@ -110,7 +110,7 @@ def connect_to_host(address: str, rank: int, size: int, timeout: float, access: 
         time.sleep(RETRY_EVERY)
 
 
-class _Doorkeeper:
+class _MeetingListener:
     """Accepts connections, each in a thread of its own until it has proven that it belongs to the group."""
 
     def __init__(
