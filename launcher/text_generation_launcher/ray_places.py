@@ -38,8 +38,8 @@ from text_generation_launcher.plan import STOP_MARGIN, PlanError, ShardSpec
 from text_generation_launcher.shutdown import GracePeriod
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.lifeline import open_lifeline
+from text_generation_proto.sockets import join_host_port
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_router.discovery.source import join_host_port
 
 NODE_VARIABLES = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "CUDA_VISIBLE_DEVICES")
 """Variables that a shard takes from its node. CUDA_VISIBLE_DEVICES is what Ray assigned."""
