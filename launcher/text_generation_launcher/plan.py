@@ -373,7 +373,7 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         "shard_address": tuple(shard.address for shard in shards if shard.rank == 0 and config.places == "local"),
         "hostname": listen_host(config.hostname),
         "max_input_tokens": config.input_limit,
-        "compute_type": config.compute_type or (compute_type(parts, context.devices) if parts else "elsewhere"),
+        "compute_type": config.compute_type or (compute_type(parts, context.devices) if parts else "unknown"),
         "lifeline_fd": context.lifeline_fd,
         "log_drops_fd": context.log_drops_fd,
         "api_key": (),
