@@ -82,7 +82,7 @@ async def main() -> int:
         joining = join_first(source.members(), limits, access)
 
         def serving(count: int) -> Callable[[], bool]:
-            return lambda: [place.state.value for place in cluster.places] == ["serving"] * count
+            return lambda: [member.state.value for member in cluster.members] == ["serving"] * count
 
         async def change(
             name: str, act: Callable[[], Awaitable[None] | None], count: int, bar_s: float = BAR_S

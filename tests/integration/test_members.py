@@ -19,7 +19,7 @@ from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.request import Request, RequestId
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
-from text_generation_router.shards import place
+from text_generation_router.shards import member
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.first_join import join_first
 from text_generation_shard.config import ShardConfig
@@ -77,7 +77,7 @@ class Members:
 
     @property
     def states(self) -> dict[str, str]:
-        return {each.address: each.state.value for each in self.cluster.places}
+        return {each.address: each.state.value for each in self.cluster.members}
 
     async def until(self, states: dict[str, str]) -> None:
         await until(lambda: self.states == states)
@@ -114,13 +114,13 @@ async def test_a_shard_that_leaves_finishes_its_requests_and_one_that_joins_gets
         await router.until({a: "serving", b: "serving"})
         stats = router.cluster.scheduler.stats()
         assert (stats.moves, stats.num_replicas) == (0, 2)
-        assert [each.number for each in router.cluster.places] == [1, 2], "a number is used once"
+        assert [each.number for each in router.cluster.members] == [1, 2], "a number is used once"
 
 
 async def test_what_a_leaving_shard_does_not_finish_moves_unless_nothing_else_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "LEAVE_S", 0.2)
+    monkeypatch.setattr(member, "LEAVE_S", 0.2)
     async with world(tmp_path) as shards:
         a, b, odd = (
             await shards.shard("a"),
@@ -135,7 +135,7 @@ async def test_what_a_leaving_shard_does_not_finish_moves_unless_nothing_else_se
         await router.until({odd: "refused"})
         router.set(odd, a, b)
         await router.until({odd: "refused", a: "serving", b: "serving"})
-        assert "max_sequence_length" in next(each.reason for each in router.cluster.places if each.address == odd)
+        assert "max_sequence_length" in next(each.reason for each in router.cluster.members if each.address == odd)
         moved = [router.submit(1000) for _ in range(2)]
         await until(lambda: shards.engines[a].running == shards.engines[b].running == 1)
         router.set(b)

@@ -4,7 +4,7 @@
     shards source ──► shards ───────────────────────────────────┴─► assign ──► the shards of this router
 
 Routers may disagree for a while. A shard serves one router at a time, so what two routers want goes to the one that has it
-until it lets go: see `shards.place`.
+until it lets go: see `shards.member`.
 """
 
 from __future__ import annotations

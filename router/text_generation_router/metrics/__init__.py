@@ -23,7 +23,7 @@ from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.metrics.steps import StepMetrics
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 from text_generation_router.shards.cluster import Cluster
-from text_generation_router.shards.place import ShardState
+from text_generation_router.shards.member import ShardState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -48,7 +48,7 @@ class Metrics:
         """Add the metric of the states of shards."""
 
         def count() -> Mapping[str, float]:
-            return Counter(place.state.value for place in cluster.places)
+            return Counter(member.state.value for member in cluster.members)
 
         states = [state.value for state in ShardState]
         self._registry.add(

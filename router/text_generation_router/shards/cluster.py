@@ -1,7 +1,7 @@
 """Cluster: all replicas behind one scheduler.
 
 submit, cancel ──► Cluster ──► scheduler
-                      ├── one task per member: join, serve, rejoin when the shard was lost, leave (place.py)
+                      ├── one task per member: join, serve, rejoin when the shard was lost, leave (member.py)
                       └── one task that ends expired requests
 """
 
@@ -23,8 +23,8 @@ from text_generation_router.request import Request, RequestId, TenantId, TokenLi
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Listeners
+from text_generation_router.shards.member import ShardMember, ShardTerms
 from text_generation_router.shards.observer import StepObserver
-from text_generation_router.shards.place import Place, ShardTerms
 from text_generation_router.shards.replica import ClusterContext
 
 ACCEPT_WITHOUT_REPLICA_S = 60.0
@@ -56,10 +56,10 @@ class Cluster:
         self._context = ClusterContext(
             scheduler, self._listeners, observer, self.dispatch, self._on_opened, hang_timeout_s
         )
-        self._places: dict[str, Place] = {}
+        self._members: dict[str, ShardMember] = {}
         """By address."""
-        self._by_number: dict[int, Place] = {}
-        self._members: frozenset[str] | None = None
+        self._by_number: dict[int, ShardMember] = {}
+        self._wanted: frozenset[str] | None = None
         self._reconcile: Callable[[], None] = _nothing
         self._deadlines = asyncio.Event()
         """Set when there may be an earlier deadline than the one waited for."""
@@ -124,9 +124,9 @@ class Cluster:
         return any(self._by_number[replica.replica].wanted for replica in self.scheduler.available)
 
     @property
-    def places(self) -> Collection[Place]:
+    def members(self) -> Collection[ShardMember]:
         """The shards that are members, and those that leave."""
-        return self._places.values()
+        return self._members.values()
 
     async def opened(self) -> None:
         """Wait for the first session."""
@@ -137,7 +137,7 @@ class Cluster:
         since = time.monotonic()
         while time.monotonic() - since < ABANDONED_AFTER_S:
             await asyncio.sleep(ABANDONED_AFTER_S / 10)
-            if not all(place.session.stopped for place in self._places.values()):
+            if not all(member.session.stopped for member in self._members.values()):
                 since = time.monotonic()
 
     def give_up(self, reason: str) -> None:
@@ -171,9 +171,9 @@ class Cluster:
         self.dispatch()
 
     def _wake(self) -> None:
-        for number, place in self._by_number.items():
+        for number, member in self._by_number.items():
             if self.scheduler.may_have_orders(number):
-                place.session.wake()
+                member.session.wake()
 
     # ---------------------------------------------------------------------------------------------------------- tasks
 
@@ -197,29 +197,29 @@ class Cluster:
                 tasks.create_task(self._expire_requests())
 
                 def reconcile() -> None:
-                    known = self._members
-                    missing = set() if known is None else known - self._places.keys()
+                    known = self._wanted
+                    missing = set() if known is None else known - self._members.keys()
                     for address in [*(each for each in joined if each in missing), *sorted(missing - joined.keys())]:
-                        place = Place(self.scheduler.add(), address, terms, self._context, self._on_lost)
-                        self._places[address] = self._by_number[place.number] = place
-                        tasks.create_task(self._hold(place, infos.pop(address, None)))
-                    for address, place in self._places.items():
-                        place.want(wanted=place.connected if known is None else address in known)
+                        member = ShardMember(self.scheduler.add(), address, terms, self._context, self._on_lost)
+                        self._members[address] = self._by_number[member.number] = member
+                        tasks.create_task(self._hold(member, infos.pop(address, None)))
+                    for address, member in self._members.items():
+                        member.want(wanted=member.connected if known is None else address in known)
 
                 self._reconcile = reconcile
-                async for self._members in members:
+                async for self._wanted in members:
                     reconcile()
         finally:
             self._closed = True
             self._listeners.fail_all("the server was stopped")
 
-    async def _hold(self, place: Place, info: ReplicaInfo | None) -> None:
-        """Run a place, and forget it once its shard has left."""
-        await place.run(info)
-        log.info("shard left", replica=place.number, address=place.address)
-        del self._places[place.address], self._by_number[place.number]
-        self._listeners.failures(self.scheduler.remove(place.number).failed)
-        self._context.observer.on_removal(place.number)
+    async def _hold(self, member: ShardMember, info: ReplicaInfo | None) -> None:
+        """Run a member, and forget it once its shard has left."""
+        await member.run(info)
+        log.info("shard left", replica=member.number, address=member.address)
+        del self._members[member.address], self._by_number[member.number]
+        self._listeners.failures(self.scheduler.remove(member.number).failed)
+        self._context.observer.on_removal(member.number)
         self.dispatch()
         self._reconcile()  # it may be a member again
 

@@ -13,7 +13,7 @@ from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import CannotServe
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardTaken, join, merge_capabilities
-from text_generation_router.shards.place import JOIN_TIMEOUT_S, MAX_RETRY_S, RETRY_TAKEN_S
+from text_generation_router.shards.member import JOIN_TIMEOUT_S, MAX_RETRY_S, RETRY_TAKEN_S
 
 log = structlog.get_logger()
 

@@ -236,8 +236,13 @@ class ServiceRoutes:
             "replicas": stats.num_replicas,
             "replicas_serving": stats.serving_replicas,
             "shards": [
-                {"replica": place.number, "address": place.address, "state": place.state.value, "reason": place.reason}
-                for place in self._cluster.places
+                {
+                    "replica": member.number,
+                    "address": member.address,
+                    "state": member.state.value,
+                    "reason": member.reason,
+                }
+                for member in self._cluster.members
             ],
             "prefix_cache": {
                 "query_tokens": stats.prompt_tokens,

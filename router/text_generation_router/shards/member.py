@@ -1,4 +1,4 @@
-"""Place: the shard at one address, from the moment that it is a member until it has left.
+"""ShardMember: the shard at one address, from the moment that a source lists it until it has left.
 
 joining ──► serving ──► draining ──► (left)
    ▲  ╲        │
@@ -58,8 +58,8 @@ class ShardTerms:
     access: ShardAccess | None
 
 
-class Place:
-    """One address. Its replica has the same number for as long as it is a member."""
+class ShardMember:
+    """One shard. Its replica has the same number all the time."""
 
     def __init__(
         self, number: int, address: str, terms: ShardTerms, context: ClusterContext, on_lost: Callable[[], None]
