@@ -1,4 +1,4 @@
-"""Files of a model folder: found inside it, and read within a limit.
+"""Files that others provide: found inside a model folder, and read within a limit.
 
 A model folder is data from somewhere else. A file that a link or a name puts outside the folder is refused, so that a model
 cannot have another file of the machine read, or shown to clients. The hub's cache is an exception: its snapshots link to
@@ -61,7 +61,7 @@ def read_file(path: Path, limit: int) -> bytes:
             raise
         raise ModelFileError(f"{path} cannot be read: {_reason(error)}") from None
     if len(data) > limit:
-        raise ModelFileError(f"{path} is larger than {limit >> 20} MiB, no model needs that")
+        raise ModelFileError(f"{path} is larger than {limit >> 20} MiB")
     return data
 
 

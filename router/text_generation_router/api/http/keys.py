@@ -30,6 +30,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
+from text_generation_proto.model_files import read_file
 from text_generation_router.config import RouterConfig
 from text_generation_router.errors import RateLimited, Unauthorized
 from text_generation_router.request import DEFAULT_TENANT, Priority, TenantId
@@ -239,11 +240,7 @@ def _kept(old: RateLimit | None, per_minute: int | None, unit: str) -> RateLimit
 def _read_keys(path: Path) -> list[_KeyEntry]:
     """Return the entries of the file of keys. Raises ValueError for an unreadable or invalid file, or one without keys."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_KEYS_FILE + 1)
-        if len(content) > MAX_KEYS_FILE:
-            raise ValueError(f"it has more than {MAX_KEYS_FILE} bytes")
-        document = tomllib.loads(content.decode())
+        document = tomllib.loads(read_file(path, MAX_KEYS_FILE).decode())
         entries: Any = document.pop("keys", None)
         if document or not isinstance(entries, list) or not entries:
             raise ValueError("expected [[keys]] tables, at least one, and nothing else")
@@ -252,6 +249,8 @@ def _read_keys(path: Path) -> list[_KeyEntry]:
         detail = error.errors()[0]
         name = ".".join(map(str, detail["loc"]))
         raise ValueError(f"file of API keys {path}: {name}: {detail['msg']}".replace(": : ", ": ")) from None
+    except RecursionError:
+        raise ValueError(f"file of API keys {path}: it is nested too deep") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"file of API keys {path}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from hashlib import sha256
 from pathlib import Path
@@ -123,6 +124,8 @@ requests_per_minute = 2
         ("[[keys]]\nkey = 'sk-secret'\n[[keys]]\nkey = 'sk-secret'", "given twice"),
         ("[[keys]]\nkey = 'sk secret'", "visible ASCII"),
         ("[[keys", "Expected"),
+        ("keys = " + "[" * 100_000, "nested too deep"),
+        ("#" * 5_000_000, "larger than 4 MiB"),
     ],
 )
 def test_an_invalid_file_is_refused_without_showing_a_key(tmp_path: Path, text: str, problem: str) -> None:
@@ -133,6 +136,9 @@ def test_an_invalid_file_is_refused_without_showing_a_key(tmp_path: Path, text: 
     assert "secret" not in str(refused.value)
     with pytest.raises(ValueError, match="No such file"):
         ApiKeys((), tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")  # to open it would wait for a writer
+    with pytest.raises(ValueError, match="not a file"):
+        ApiKeys((), tmp_path / "pipe")
 
 
 def test_tokens_are_paid_afterwards_and_bound_the_rate() -> None:
