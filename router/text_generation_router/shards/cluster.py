@@ -60,6 +60,7 @@ class Cluster:
         """By address."""
         self._by_number: dict[int, ShardMember] = {}
         self._wanted: frozenset[str] | None = None
+        """The addresses of the shards that are to be driven; None if none is known."""
         self._reconcile: Callable[[], None] = _nothing
         self._deadlines = asyncio.Event()
         """Set when there may be an earlier deadline than the one waited for."""

@@ -90,7 +90,7 @@ class ReplicaSession:
         """Set to check the shard's health."""
         self._longest_step_s = 0.0
         """Slowly forgotten."""
-        self._serving, self._hangs, self._leaves = True, False, False
+        self._serving, self._hangs, self._stopping = True, False, False
         self._unwanted = False
         self._eos_token_ids: tuple[int, ...] = ()
         self._own_cache = False
@@ -112,7 +112,7 @@ class ReplicaSession:
         self._steps = self._running = self._orders_sent = self._orders_applied = 0
         self._longest_step_s = 0.0
         self._reported = self._answered = True
-        self._serving, self._hangs, self._leaves = True, False, False
+        self._serving, self._hangs, self._stopping = True, False, False
         self._slots = info.spec.num_slots
         self._most_report = most_report(info.info)
         self._eos_token_ids = tuple(info.info.eos_token_ids)
@@ -194,13 +194,13 @@ class ReplicaSession:
         *,
         serving: bool | None = None,
         hangs: bool | None = None,
-        leaves: bool = False,
+        stopping: bool = False,
         unwanted: bool | None = None,
     ) -> None:
         before = self._is_good
         self._serving = self._serving if serving is None else serving
         self._hangs = self._hangs if hangs is None else hangs
-        self._leaves = self._leaves or leaves
+        self._stopping = self._stopping or stopping
         self._unwanted = self._unwanted if unwanted is None else unwanted
         good = self._is_good
         if good != before:
@@ -209,7 +209,7 @@ class ReplicaSession:
                 replica=self._number,
                 serving=self._serving,
                 hangs=self._hangs,
-                leaves=self._leaves,
+                stopping=self._stopping,
                 unwanted=self._unwanted,
             )
             self._context.scheduler.drain(self._number, draining=not good)
@@ -217,7 +217,7 @@ class ReplicaSession:
 
     @property
     def _is_good(self) -> bool:
-        return self._serving and not self._hangs and not self._leaves and not self._unwanted
+        return self._serving and not self._hangs and not self._stopping and not self._unwanted
 
     async def _send(self, call: RunCall) -> None:
         context = self._context
@@ -288,7 +288,7 @@ class ReplicaSession:
         context.dispatch()
         self._boundary.set()
         if report.draining:
-            self._set_health(leaves=True)
+            self._set_health(stopping=True)
             if (left := scheduler.replicas[self._number]) is not None and not left.occupied_slots:
                 self.stopped = True
                 raise ShardLost("it stops, and has no sequences left")
