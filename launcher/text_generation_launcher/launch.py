@@ -30,7 +30,7 @@ from text_generation_launcher.plan import (
     make_plan,
     members_file,
 )
-from text_generation_launcher.shard_group import StartShard
+from text_generation_launcher.shard_group import RunShard
 from text_generation_launcher.shard_restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
@@ -96,7 +96,7 @@ async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str]
 async def _serve(
     config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, notifier: Notifier
 ) -> None:
-    devices = await _find_places(config, environ)
+    devices = await _devices_for_shards(config, environ)
     stop.listen()  # again: Ray replaces the handlers
     if config.env:
         log.info("environment", **describe_environment(devices))
@@ -135,18 +135,18 @@ async def _serve(
             plan = make_plan(config, context)
             _claim_addresses(plan, folder)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
-            start_shard: StartShard = run_to_end
+            run_shard: RunShard = run_to_end
             if config.places == "ray":
                 from text_generation_launcher.ray_places import RayPlaces
 
                 places = RayPlaces(
                     members_file(folder), count_processes(config, devices), gpus_per_shard(config, devices)
                 )
-                start_shard = places.run_to_end
-            await Supervisor(plan, stop, restarts, notifier, start_shard, json_output=config.json_output).run()
+                run_shard = places.run_to_end
+            await Supervisor(plan, stop, restarts, notifier, run_shard, json_output=config.json_output).run()
 
 
-async def _find_places(config: LauncherConfig, environ: Mapping[str, str]) -> Devices:
+async def _devices_for_shards(config: LauncherConfig, environ: Mapping[str, str]) -> Devices:
     """Return the devices for shards: those of this host, or of the Ray cluster. Raises PlanError."""
     if config.places == "local":
         return await find_devices(environ)

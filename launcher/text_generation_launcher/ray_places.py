@@ -69,11 +69,6 @@ async def connect() -> Devices:
     return Devices(gpus, None)
 
 
-async def disconnect() -> None:
-    """Leave the cluster, which ends the actors."""
-    await asyncio.to_thread(ray.shutdown)
-
-
 class RayPlaces:
     """Starts shards in the cluster, and lists those that serve in a file for the router."""
 

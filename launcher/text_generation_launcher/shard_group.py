@@ -39,7 +39,7 @@ class RankExit:
     code: int
 
 
-class StartShard(Protocol):
+class RunShard(Protocol):
     """Runs a shard to its end, as `child.run_to_end` does."""
 
     async def __call__(
@@ -62,13 +62,13 @@ async def run_group(
     grace_period: GracePeriod,
     described: Sequence[asyncio.Future[pb.InfoResponse]],
     reserve: DescriptorReserve,
-    start: StartShard = run_to_end,
+    run_shard: RunShard = run_to_end,
     *,
     json_output: bool,
 ) -> RankExit:
     """Run the shards until one ends by itself and all have ended; return the exit that broke the group.
 
-    `described` gets the descriptions of the shards once they serve. `start` runs one of them. When cancelled, stop them
+    `described` gets the descriptions of the shards once they serve. `run_shard` runs one of them. When cancelled, stop them
     all first.
     """
     exits: list[RankExit] = []
@@ -80,7 +80,7 @@ async def run_group(
 
     async def run(spec: ShardSpec, description: asyncio.Future[pb.InfoResponse]) -> None:
         try:
-            code = await start(
+            code = await run_shard(
                 spec,
                 group_grace_period,
                 json_output=json_output,

@@ -32,7 +32,7 @@ import structlog
 
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.plan import ShardSpec
-from text_generation_launcher.shard_group import RankExit, StartShard, run_group
+from text_generation_launcher.shard_group import RankExit, RunShard, run_group
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.description import difference
 from text_generation_proto.descriptors import DescriptorReserve
@@ -125,7 +125,7 @@ class ReplicaSupervisor:
         policy: RestartPolicy,
         ready: asyncio.Event,
         reserve: DescriptorReserve,
-        start_shard: StartShard = run_to_end,
+        run_shard: RunShard = run_to_end,
         *,
         json_output: bool,
     ) -> None:
@@ -135,7 +135,7 @@ class ReplicaSupervisor:
         self._policy = policy
         self._ready = ready
         self._reserve = reserve
-        self._start_shard = start_shard
+        self._run_shard = run_shard
         self._json_output = json_output
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -184,7 +184,7 @@ class ReplicaSupervisor:
                         self._stop.grace_period,
                         described,
                         self._reserve,
-                        self._start_shard,
+                        self._run_shard,
                         json_output=self._json_output,
                     )
                 )

@@ -22,7 +22,7 @@ import structlog
 
 from text_generation_launcher.child import ChildFailed, ChildLost, run_to_end
 from text_generation_launcher.plan import ChildSpec, LaunchPlan
-from text_generation_launcher.shard_group import StartShard
+from text_generation_launcher.shard_group import RunShard
 from text_generation_launcher.shard_restarts import ReplicaSupervisor, RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.descriptors import DescriptorReserve
@@ -46,7 +46,7 @@ class Supervisor:
         stop: GracefulShutdown,
         restarts: RestartPolicy,
         notifier: Notifier,
-        start_shard: StartShard = run_to_end,
+        run_shard: RunShard = run_to_end,
         *,
         json_output: bool,
     ) -> None:
@@ -57,7 +57,7 @@ class Supervisor:
         self.ready = asyncio.Event()
         self._reserve = DescriptorReserve(RESERVED_DESCRIPTORS)
         self._replicas = ReplicaSupervisor(
-            plan.groups, stop, restarts, self.ready, self._reserve, start_shard, json_output=json_output
+            plan.groups, stop, restarts, self.ready, self._reserve, run_shard, json_output=json_output
         )
 
     async def run(self) -> None:

@@ -90,7 +90,7 @@ def test_short_flags_of_tgi_are_not_read_from_the_environment(monkeypatch: pytes
 
 
 def test_values_of_flags() -> None:
-    """As in TGI, `sharded` takes a value; lists are repeated flags or comma-separated."""
+    """`sharded` takes a value, as in TGI; lists are repeated flags or comma-separated."""
     values = [read_config((*MODEL, *argv), {}).sharded for argv in (("--sharded", "true"), ("--sharded", "false"), ())]
     assert values == [True, False, None]
     for argv in (("--cors-allow-origin", "a", "--cors-allow-origin", "b"), ("--cors-allow-origin", "a,b")):
