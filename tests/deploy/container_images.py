@@ -106,9 +106,10 @@ def import_base(podman: Podman) -> None:
         sources = [
             path for path in ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list") if Path(path).exists()
         ]
-        podman(
-            f"mmdebstrap --variant=minbase {suite} {file}.new {sources[0] if sources else ''} && mv {file}.new {file}"
-        )
+        new = file.with_name(
+            "base.new.tar"
+        )  # mmdebstrap makes a folder where a name does not end as that of an archive
+        podman(f"mmdebstrap --variant=minbase {suite} {new} {sources[0] if sources else ''} && mv {new} {file}")
     if not podman(f"podman images --quiet {BASE}"):
         podman(f"podman import --quiet {file} {BASE}")
 
