@@ -306,9 +306,10 @@ async def _serve_http(
         try:
             await _listen(server, config)
             log.info("ready", url=f"http://{listen_host(config.hostname)}:{server.port}")
-            notifier.ready()
             configure_collector()
             collecting = tasks.create_task(collect_growth(lambda: not cluster.scheduler.requests))
+            if config.peers or await _opened(cluster, signals):  # a router among peers may have no shard
+                notifier.ready()
             await signals.stop.wait()
             collecting.cancel()
         finally:
