@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -60,14 +61,17 @@ def cpu_image(podman: Podman, router_image: str) -> str:
 
 @pytest.fixture(scope="module")
 def files(podman: Podman, demo_model: Path) -> None:
-    """The model and the keys in the folder where the commands run."""
+    """The model and the secrets in the folder where the commands run."""
     shutil.copytree(demo_model, podman.folder / "models" / MODEL)
     for path in (podman.folder / "models").rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     keys = podman.folder / "secrets" / "keys.toml"
     keys.parent.mkdir()
     keys.write_text(f'[[keys]]\nkey = "{KEY}"\ntenant = "test"\n', "utf-8")
-    keys.chmod(0o640)
+    token = keys.with_name("shard-token")
+    token.write_text(secrets.token_hex(32), "ascii")
+    for path in (keys, token):
+        path.chmod(0o640)
 
 
 @pytest.fixture
@@ -145,15 +149,20 @@ def test_the_cpu_image_serves_without_privileges_and_drains(
     figures.append(("size of the CPU image", f"{podman.inspect(cpu_image)['Size'] / 1e6:.0f} MB"))
 
 
-def test_router_and_shard_serve_in_containers_of_their_own(
+def test_router_and_shards_serve_in_containers_of_their_own(
     podman: Podman, cpu_image: str, files: None, here: list[str]
 ) -> None:
-    shard, router, health, stop = (command.replace(*here) for command in commands("Router and shards apart"))
-    for command in (shard, router, health):
-        podman(command)
-    assert post(podman, here[1], "/generate", {"inputs": "One, two,", "parameters": {"max_new_tokens": 3}})
+    shards, router, health, stop = (command.replace(*here) for command in commands("Router and shards apart"))
+    launcher = "--entrypoint text-generation-launcher text-generation:router --parts router --model-id"
+    charts = router.replace("text-generation:router --model-path", launcher)
+    assert charts != router
+    podman(shards)
+    for command in (router, charts):
+        podman(f"podman rm --force --ignore router; {command}")
+        podman(health)
+        assert post(podman, here[1], "/generate", {"inputs": "One, two,", "parameters": {"max_new_tokens": 3}})
     podman(stop)
-    assert [podman.inspect(name)["State"]["ExitCode"] for name in ("router", "shard")] == [0, 0]
+    assert [podman.inspect(name)["State"]["ExitCode"] for name in ("router", "shards")] == [0, 0]
 
 
 def test_packages_of_the_base_stay_in_the_image_for_tensorrt_llm(podman: Podman, router_image: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from container import Container, until
 
-UNITS = ("text-generation@demo", "text-generation-router@front", "text-generation-shards@shard-0")
-DEMO, ROUTER, SHARD = UNITS
+UNITS = ("text-generation@demo", "text-generation-router@front", "text-generation-shards@back")
+DEMO, ROUTER, SHARDS = UNITS
 THRESHOLD = 20
 """Highest exposure, in tenths."""
 RESTART_S = 10.0
@@ -140,25 +140,26 @@ class Checks:
     def parts_serve(self, follow: Callable[[], object]) -> str:
         follow()
         assert "Paris" in self._generate("The capital of France is", 5, port=8081)
-        assert self.show(ROUTER, "StatusText") == "serving with 1 of 1 replicas"
-        assert self.show(SHARD, "StatusText").startswith("serving ")
-        return f"router: {self.show(ROUTER, 'StatusText')}; shard: {self.show(SHARD, 'StatusText')}"
+        for unit in (ROUTER, SHARDS):
+            assert self.show(unit, "StatusText") == "serving with 1 of 1 replicas"
+        return f"both: {self.show(SHARDS, 'StatusText')}"
 
     def parts_use_tls(self, follow: Callable[[], object]) -> str:
         follow()
         assert "Paris" in self._generate("The capital of France is", 5, port=8081)
-        token = self._run("cat /etc/text-generation/tls/shard-token").strip()
-        for unit in (ROUTER, SHARD):
-            shown = self._run(
-                f"tr '\\0' '\\n' < /proc/{self._main(unit)}/environ; tr '\\0' ' ' < /proc/{self._main(unit)}/cmdline"
-            )
-            assert "SHARD_TLS_CERT=/run/credentials/" in shown
-            assert token not in shown
+        token = self._run("cat /etc/text-generation/shard-token").strip()
+        processes = [pid for unit in (ROUTER, SHARDS) for pid in self._pids(unit)]
+        assert len(processes) >= 3, processes
+        shown = self._run(
+            f"for p in {' '.join(map(str, processes))}; do tr '\\0' '\\n' < /proc/$p/environ; tr '\\0' ' ' < /proc/$p/cmdline; done"
+        )
+        assert "SHARD_TLS_CERT=/run/credentials/" in shown
+        assert token not in shown
         plain = self._run(
             "curl -s --http2-prior-knowledge --max-time 5 http://127.0.0.1:50051/ 2>&1 || echo refused", check=False
         )
         assert plain.endswith("refused\n"), plain
-        return f"shard: {self.show(SHARD, 'StatusText')}"
+        return f"token in no argv and environment of {len(processes)} processes"
 
     def parts_return(self) -> str:
         self._watchdog("-router")
@@ -166,16 +167,27 @@ class Checks:
         self._run(f"kill -STOP {self._main(ROUTER)}")
         noticed = self._wait_for_watchdog(ROUTER, 0)
         self._wait_for_restart(ROUTER, 0, LOAD_S)
-        self._run(f"kill -KILL {self._main(SHARD)}")
-        until(lambda: self.show(ROUTER, "StatusText") == "serving with 0 of 1 replicas", 10, "the loss is shown")
-        lost = until(
+        shard = self._lose_shard(self._child(SHARDS, "text_generation_shard"))
+        assert self.show(SHARDS, "NRestarts") == "0"
+        launcher = self._lose_shard(self._main(SHARDS))
+        assert (self.show(SHARDS, "NRestarts"), self.show(ROUTER, "NRestarts")) == ("1", "1")
+        self._run("echo MAX_SHARD_RESTARTS=1 >> /etc/text-generation/back.env")
+        self._run(f"systemctl restart '{SHARDS}'")
+        self._kill_shards(SHARDS)
+        self._stays_failed(76, SHARDS)
+        self._run(f"systemctl disable --now '{ROUTER}' '{SHARDS}'")
+        assert self.show(ROUTER, "Result") == "success"
+        return f"ended after {noticed:.1f} s with WatchdogSec={WATCHDOG_S}; serving {shard:.1f}, {launcher:.1f} s after the kill; 76 stays"
+
+    def _lose_shard(self, pid: int) -> float:
+        """Kill a process of the shards' unit; return the seconds until the router serves again."""
+        self._run(f"kill -KILL {pid}")
+        until(lambda: self.show(ROUTER, "StatusText") != "serving with 1 of 1 replicas", 10, "the loss is shown")
+        seconds = until(
             lambda: self.show(ROUTER, "StatusText") == "serving with 1 of 1 replicas", LOAD_S, "the shard is back"
         )
         assert "Paris" in self._generate("The capital of France is", 5, port=8081)
-        assert self.show(ROUTER, "NRestarts") == "1"
-        self._run(f"systemctl disable --now '{ROUTER}' '{SHARD}'")
-        assert {self.show(unit, "Result") for unit in (ROUTER, SHARD)} == {"success"}
-        return f"router ended after {noticed:.1f} s with WatchdogSec={WATCHDOG_S}, shard again after {lost:.1f} s"
+        return seconds
 
     def use_echo(self) -> None:
         """Let the service run the echo engine, with the keys of the credential and a short watchdog."""
@@ -289,12 +301,12 @@ class Checks:
         assert "status=75" in log
         return f"{seconds:.1f} s"
 
-    def _stays_failed(self, code: int) -> str:
-        until(lambda: self.show(DEMO, "ActiveState") == "failed", 60, "failed")
+    def _stays_failed(self, code: int, unit: str = DEMO) -> str:
+        until(lambda: self.show(unit, "ActiveState") == "failed", 60, "failed")
         time.sleep(3)  # three times RestartSec: a restart would have begun
-        assert self.show(DEMO, "ActiveState") == "failed"
-        assert (self.show(DEMO, "ExecMainStatus"), self.show(DEMO, "NRestarts")) == (str(code), "0")
-        self._run("systemctl reset-failed text-generation@demo")
+        assert self.show(unit, "ActiveState") == "failed"
+        assert (self.show(unit, "ExecMainStatus"), self.show(unit, "NRestarts")) == (str(code), "0")
+        self._run(f"systemctl reset-failed '{unit}'")
         return "failed, NRestarts=0"
 
     def usage_error_stays(self) -> str:
@@ -309,16 +321,23 @@ class Checks:
         before = self._settings("")
         self._settings(f"{before}MAX_SHARD_RESTARTS=1\n")
         self._run("systemctl start text-generation@demo")
-        for _ in range(2):
-            until(lambda: bool(self._shard()), 30, "the shard runs")
-            self._run(f"kill -KILL {self._shard()}", check=False)
+        self._kill_shards(DEMO)
         result = self._stays_failed(76)
         self._settings(before)
         return result
 
-    def _shard(self) -> str:
-        script = f"pgrep --oldest --parent {self._main(DEMO)} --full 'm text_generation_shard '"
-        return self._run(script, check=False).strip()
+    def _kill_shards(self, unit: str) -> None:
+        """Kill the shard of a launcher, and its successor before that has served for long."""
+        script = f"pgrep --oldest --parent {self._main(unit)} --full 'm text_generation_shard '"
+        killed: list[str] = []
+
+        def runs() -> bool:
+            return self._run(script, check=False).strip() not in ("", *killed)
+
+        for _ in range(2):
+            until(runs, 30, "the shard runs")
+            killed.append(self._run(script).strip())
+            self._run(f"kill -KILL {killed[-1]}")
 
     def survives_reboot(self) -> str:
         self._run("systemctl start text-generation@demo")
