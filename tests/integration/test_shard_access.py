@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
+import struct
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -106,6 +108,31 @@ async def test_calls_without_the_token_take_neither_memory_nor_the_session() -> 
                     await attack(channel)
                 watching.cancel()
     assert most - before < 32 << 20
+
+
+def reset_calls(port: int, count: int) -> None:
+    """Open and reset calls, without waiting for the server, until it closes the connection or all are sent."""
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+    fields = {":method": "POST", ":scheme": "http", ":path": "/no.such/Method", ":authority": "a", "te": "trailers"}
+    fields["content-type"] = "application/grpc"
+    pairs = [(name.encode(), value.encode()) for name, value in fields.items()]
+    head = b"".join(b"\0%c%b%c%b" % (len(name), name, len(value), value) for name, value in pairs)
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection, suppress(OSError):
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b""))
+        for stream in range(1, 2 * count, 2):
+            connection.sendall(frame(1, 4, stream, head) + frame(3, 0, stream, b"\0\0\0\x08"))
+
+
+async def test_calls_that_are_reset_at_once_take_no_memory() -> None:
+    address = free_address()
+    async with shard(address, access=ACCESS) as (client, process):
+        before = psutil.Process(process.pid).memory_info().rss
+        await asyncio.to_thread(reset_calls, int(address.rpartition(":")[2]), 30_000)
+        assert psutil.Process(process.pid).memory_info().rss - before < 64 << 20
+        await client.info()
 
 
 async def test_unary_calls_are_short_and_one_warm_up_runs_at_a_time() -> None:
