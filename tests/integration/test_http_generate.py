@@ -192,6 +192,8 @@ async def test_info_lists_the_limits(stack: Stack) -> None:
         info = await response.json()
     fields = "model_id model_sha model_pipeline_tag max_concurrent_requests max_best_of max_stop_sequences "
     fields += "max_input_tokens max_total_tokens validation_workers max_client_batch_size router version sha "
-    fields += "docker_label model_dtype model_device_type engine unsupported replicas replicas_serving prefix_cache"
+    fields += (
+        "docker_label model_dtype model_device_type engine unsupported replicas replicas_serving shards prefix_cache"
+    )
     assert list(info) == fields.split()
     assert (info["model_id"], info["max_total_tokens"], info["router"]) == ("echo", 2048, "text-generation-router")
