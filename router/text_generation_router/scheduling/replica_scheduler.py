@@ -88,8 +88,9 @@ class ReplicaScheduler:
         return self.prompts.unscheduled < budget
 
     def has_blocks(self, sequence: ScheduledSequence) -> bool:
-        """Return True if there are blocks for all known tokens of `sequence`, even if none is cached."""
-        return self.cache.blocks_for(sequence.length) + self._growth_margin <= self.cache.available
+        """Return True if it can hold `sequence`, with blocks now for all its known tokens, even if none is cached."""
+        free = self.cache.available - self._growth_margin
+        return self.can_hold(sequence) and self.cache.blocks_for(sequence.length) <= free
 
     def can_hold(self, sequence: ScheduledSequence) -> bool:
         """Return True if `sequence` could run here alone, to its last token."""
