@@ -17,12 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shard_process import shard
 
-from text_generation_proto.client import ShardClient
+from text_generation_proto.client import SessionClosed, ShardClient
 from text_generation_proto.v1 import shard_pb2 as pb
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "orders"
 SLOTS, BLOCKS = 8, 20
 ENDS = (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+TAKEN = (grpc.StatusCode.RESOURCE_EXHAUSTED, "another Run session is open")
+"""The server has not yet noticed the end of the session before."""
+NOT_ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, SessionClosed)
+"""The errors of a session then, by the moment at which it is refused."""
 
 UINT32 = st.one_of(st.integers(0, 12), st.integers(0, 2**32 - 1))
 UINT64 = st.one_of(st.integers(0, 12), st.integers(0, 2**64 - 1))
@@ -104,20 +108,25 @@ class Target:
 
     async def _check(self, messages: Sequence[bytes]) -> None:
         async with asyncio.timeout(60):
-            call = self._run()
-            await call.wait_for_connection()
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                for message in messages:
-                    await call.write(message)
-                await call.done_writing()
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            # The client's library has a status of its own for a write at the moment of the end.
-            ended = await call.code(), await call.details()
+            ended = TAKEN
+            while ended == TAKEN:
+                call = self._run()
+                with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await call.wait_for_connection()
+                    for message in messages:
+                        await call.write(message)
+                    await call.done_writing()
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+                # The client's library has a status of its own for a write at the moment of the end.
+                ended = await call.code(), await call.details()
             assert ended[0] in ENDS or ended == (grpc.StatusCode.INTERNAL, "Internal error from Core"), ended
             size = self._pool.num_blocks * self._pool.block_size
-            async with self._client.session(self._pool, max_slots=SLOTS) as session:
-                answer = [token async for token in session.generate([1] * (size - 4), max_new_tokens=5)]
+            answer = []
+            while not answer:
+                with suppress(*NOT_ENDED):
+                    async with self._client.session(self._pool, max_slots=SLOTS) as session:
+                        answer = [token async for token in session.generate([1] * (size - 4), max_new_tokens=5)]
             assert len(answer) == 5
 
 
