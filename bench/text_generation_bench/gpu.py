@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from text_generation_bench.gpu_server import SHAPES, last_lines, launched, shaped_folder
-from text_generation_shard.engines.torch.model_config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.model.config import ModelConfig, read_model_config
 
 COPY_BYTES = 4 << 30
 COPIES = 20

@@ -38,14 +38,14 @@ from text_generation_bench.kernel_timing import (
     randn,
     timed,
 )
-from text_generation_shard.engines.torch.cuda.kernels import activation, embedding, matvec, norm, rope
-from text_generation_shard.engines.torch.cuda.kernels.decode_attention import (
+from text_generation_shard.engines.torch.kernels import activation, embedding, matvec, norm, rope
+from text_generation_shard.engines.torch.kernels.decode_attention import (
     DecodeAttention,
     DecodeStep,
     Merge,
     config_for,
 )
-from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedySampler
+from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 EPS = 1e-5

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.model_config import read_model_config
+from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.weights import load_weights
 
 FP8 = torch.float8_e4m3fn

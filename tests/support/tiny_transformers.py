@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from text_generation_shard.engines.torch.model_config import ARCHITECTURES
+from text_generation_shard.engines.torch.model.config import ARCHITECTURES
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 331,

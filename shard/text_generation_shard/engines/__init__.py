@@ -25,7 +25,7 @@ def build_engine(config: ShardConfig) -> Engine:
         raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
     if not config.model_path:
         raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
-    from text_generation_shard.engines.torch.model_config import read_model_config
+    from text_generation_shard.engines.torch.model.config import read_model_config
 
     # Checked before PyTorch is imported, which takes seconds.
     model_config = read_model_config(Path(config.model_path))

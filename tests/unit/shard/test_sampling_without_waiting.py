@@ -27,7 +27,7 @@ FILTERS = [Sampling(top_k=5), Sampling(top_p=0.5), Sampling(typical_p=0.5, greed
 """Sorting on a CPU reads its result; the GPU's search does not."""
 SEARCH = SORTING
 if HAS_GPU:
-    from text_generation_shard.engines.torch.cuda.kernels import threshold
+    from text_generation_shard.engines.torch.kernels import threshold
 
     SEARCH = ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
 

@@ -6,12 +6,12 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo, Scheduling
-from text_generation_shard.engines.torch.cpu_executor import CpuExecutor
+from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.memory import keep_freed_memory, total_memory
-from text_generation_shard.engines.torch.model import Decoder
-from text_generation_shard.engines.torch.model_config import ModelConfig
+from text_generation_shard.engines.torch.model.config import ModelConfig
+from text_generation_shard.engines.torch.model.decoder import Decoder
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars, load_grammars

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_proto.values import Sampling, Stopping
-from text_generation_shard.engines.torch.batch import (
+from text_generation_shard.engines.torch.cpu.batch import (
     GROUP_COST,
     MAX_GROUP_KEYS,
     MAX_GROUP_PAIRS,

@@ -26,8 +26,8 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.model_config import read_model_config
-from text_generation_shard.engines.torch.quantization import Fp8Scheme, UnsupportedSchemeError, read_scheme
+from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.quantization.schemes import Fp8Scheme, UnsupportedSchemeError, read_scheme
 
 GROUP = COMPRESSED_DYNAMIC["config_groups"]["group_0"]
 STATIC = {"input_activations": ACTIVATIONS | {"strategy": "tensor", "dynamic": False}}

@@ -10,15 +10,15 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.ops import Ops
-from text_generation_shard.engines.torch.cuda.parallel.follower import FollowerEngine
-from text_generation_shard.engines.torch.cuda.parallel.group import join_group
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.worker import TPWorker
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.kv_cache import CacheShape
-from text_generation_shard.engines.torch.model_config import ModelConfig
+from text_generation_shard.engines.torch.model.config import ModelConfig
+from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.ops.interface import Ops
+from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
+from text_generation_shard.engines.torch.parallel.group import join_group
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars
@@ -64,9 +64,9 @@ def build_on_cuda(
 
 def _ops(config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> Ops:
     if shape.device.type == "cpu":
-        from text_generation_shard.engines.torch.cuda.reference_ops import ReferenceOps
+        from text_generation_shard.engines.torch.ops.reference import ReferenceOps
 
         return ReferenceOps(config.head_dim)
-    from text_generation_shard.engines.torch.cuda.triton_ops import TritonOps
+    from text_generation_shard.engines.torch.ops.triton import TritonOps
 
     return TritonOps(config, weights, shape, max_slots)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
-from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.cuda.step_plan import (
     Ints,
@@ -22,6 +21,7 @@ from text_generation_shard.engines.torch.cuda.worker import ROW_RANGE, WorkerCom
 from text_generation_shard.engines.torch.device import EventRecorder, PinnedBuffers, upload
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.sampling.sampler import SORTING, ThresholdSearch
 from text_generation_shard.step.sequence import StepRow, StepRows
 
@@ -47,7 +47,7 @@ class CudaExecutor:
     def threshold_search(self) -> ThresholdSearch:
         if self._device.type != "cuda":
             return SORTING
-        from text_generation_shard.engines.torch.cuda.kernels import threshold
+        from text_generation_shard.engines.torch.kernels import threshold
 
         return ThresholdSearch(threshold.smallest_set_threshold, threshold.kth_largest)
 

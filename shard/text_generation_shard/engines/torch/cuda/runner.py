@@ -7,16 +7,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.forward import DeviceStep, Forward
-from text_generation_shard.engines.torch.cuda.graphs import DecodeGraphs, ForwardOutput, GraphPool
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.ops import Ops
-from text_generation_shard.engines.torch.cuda.parallel.channel import PeerLossTranslator
-from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.cuda.piecewise_graphs import Capture, PiecewiseGraphs
 from text_generation_shard.engines.torch.cuda.step_plan import ALIGNMENT, COLUMNS, StepPlan
+from text_generation_shard.engines.torch.graphs.decode import DecodeGraphs, ForwardOutput, GraphPool
+from text_generation_shard.engines.torch.graphs.piecewise import Capture, PiecewiseGraphs
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
-from text_generation_shard.engines.torch.model_config import ModelConfig
+from text_generation_shard.engines.torch.model.config import ModelConfig
+from text_generation_shard.engines.torch.model.forward import DeviceStep, Forward
+from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.ops.interface import Ops
+from text_generation_shard.engines.torch.parallel.channel import PeerLossTranslator
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 
 class Runner:

@@ -13,8 +13,8 @@ from reference_ops import relative_error as error
 from torch import Tensor
 from triton_interpreter import allow_computed_bounds
 
-from text_generation_shard.engines.torch.cuda.kernels import decode_attention
-from text_generation_shard.engines.torch.cuda.kernels.decode_attention import (
+from text_generation_shard.engines.torch.kernels import decode_attention
+from text_generation_shard.engines.torch.kernels.decode_attention import (
     DecodeAttention,
     DecodeStep,
     LaunchConfig,

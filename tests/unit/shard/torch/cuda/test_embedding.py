@@ -6,7 +6,7 @@ import pytest
 import torch
 from full_grid import full
 
-from text_generation_shard.engines.torch.cuda.kernels.embedding import embed
+from text_generation_shard.engines.torch.kernels.embedding import embed
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, full(torch.bfloat16), full(torch.float32)])

@@ -21,12 +21,12 @@ from tiny_checkpoint import (
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.fp8 import Fp8Linear
-from text_generation_shard.engines.torch.cuda.kernels.quantize import quantize_rows
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.linear import ParallelLinear
-from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.model_config import read_model_config
+from text_generation_shard.engines.torch.kernels.quantize import quantize_rows
+from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.model.linear import ParallelLinear
+from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.quantization.fp8 import Fp8Linear
 from text_generation_shard.engines.torch.weights import fill_dummy
 
 FP8 = torch.float8_e4m3fn

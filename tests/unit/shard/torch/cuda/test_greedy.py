@@ -7,8 +7,8 @@ import torch
 from reference_attention import greedy
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.kernels import greedy as kernel
-from text_generation_shard.engines.torch.cuda.kernels.greedy import GreedySampler
+from text_generation_shard.engines.torch.kernels import greedy as kernel
+from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 
 # The interpreter warns about infinities and NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

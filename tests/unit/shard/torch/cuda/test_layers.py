@@ -11,9 +11,9 @@ from tiny_checkpoint import load_for_cuda, random_tensors, write_checkpoint
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.layers import ModelWeights
-from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.model_config import read_model_config
+from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from reference_ops import relative_error as error
 
-from text_generation_shard.engines.torch.cuda.linear import LMHead, ParallelLinear, Projection, ShardRange
-from text_generation_shard.engines.torch.cuda.precision import Precision
+from text_generation_shard.engines.torch.model.linear import LMHead, ParallelLinear, Projection, ShardRange
+from text_generation_shard.engines.torch.model.precision import Precision
 
 PROJECTIONS = [
     Projection("a", ShardRange.whole(24), ShardRange.whole(40)),

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.kernels.low_latency import BLOCK, LowLatencyCollectives, inbox_shape
+from text_generation_shard.engines.torch.kernels.low_latency import BLOCK, LowLatencyCollectives, inbox_shape
 
 CAPACITY = 3 * BLOCK
 # Elements: part of a region, a whole one, several, one more element; a small collective does not use the last regions.

@@ -10,8 +10,8 @@ from full_grid import full
 from reference_ops import activate, rms_norm, rounded_once
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.kernels import matvec as kernels
-from text_generation_shard.engines.torch.cuda.kernels.matvec import (
+from text_generation_shard.engines.torch.kernels import matvec as kernels
+from text_generation_shard.engines.torch.kernels.matvec import (
     MAX_ROWS,
     MatvecConfig,
     config_for,

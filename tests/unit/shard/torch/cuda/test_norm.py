@@ -7,7 +7,7 @@ import torch
 from full_grid import full
 from reference_ops import rms_norm, rounded_once
 
-from text_generation_shard.engines.torch.cuda.kernels import norm
+from text_generation_shard.engines.torch.kernels import norm
 
 SHAPES = [full(1, 576), full(7, 576), full(3, 4096), full(2, 16384), (4, 577), (2, 1)]
 """Tokens and hidden size: real models, the longest, a prime number, the shortest."""

@@ -19,20 +19,20 @@ from text_generation_proto.values import Stopping
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import NewSequence, Orders
 from text_generation_shard.engines.torch.build import engine_info
-from text_generation_shard.engines.torch.cuda.graphs import ForwardOutput, GraphPool
-from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.cuda.piecewise_graphs import (
+from text_generation_shard.engines.torch.cuda.runner import Runner
+from text_generation_shard.engines.torch.cuda.step_plan import Padding, SlotTables, StepPlan, plan_chunks, plan_decoding
+from text_generation_shard.engines.torch.graphs.decode import ForwardOutput, GraphPool
+from text_generation_shard.engines.torch.graphs.piecewise import (
     CAPTURE_SIZES,
     PiecewiseGraphs,
     Work,
     capture_size_for,
 )
-from text_generation_shard.engines.torch.cuda.reference_ops import ReferenceOps
-from text_generation_shard.engines.torch.cuda.runner import Runner
-from text_generation_shard.engines.torch.cuda.step_plan import Padding, SlotTables, StepPlan, plan_chunks, plan_decoding
-from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
-from text_generation_shard.engines.torch.model_config import read_model_config
+from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.ops.reference import ReferenceOps
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.step.sequence import SamplerOutput, StepRows
 from text_generation_shard.step.table import SequenceTable
 

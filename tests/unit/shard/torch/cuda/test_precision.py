@@ -13,13 +13,13 @@ from structlog.testing import capture_logs
 from tiny_checkpoint import COMPRESSED_DYNAMIC, load_for_cuda, random_tensors, write_checkpoint
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.forward import DeviceStep, Forward
-from text_generation_shard.engines.torch.cuda.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.cuda.precision import MAX_NARROW_HIDDEN_SIZE, Precision
-from text_generation_shard.engines.torch.cuda.reference_ops import ReferenceOps
-from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.model_config import read_model_config
+from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.model.forward import DeviceStep, Forward
+from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE, Precision
+from text_generation_shard.engines.torch.ops.reference import ReferenceOps
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FINE = Precision(model=BF16, products=FP32, normed=FP16)

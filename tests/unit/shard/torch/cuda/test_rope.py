@@ -10,10 +10,10 @@ from full_grid import full
 from reference_ops import rms_norm, rotate, rounded_once
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.kernels.rope import RopeStep, rotary_table, rotate_and_append
+from text_generation_shard.engines.torch.kernels.rope import RopeStep, rotary_table, rotate_and_append
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.layers import RotaryEmbedding, inverse_frequencies
-from text_generation_shard.engines.torch.model_config import Rope
+from text_generation_shard.engines.torch.model.config import Rope
+from text_generation_shard.engines.torch.model.layers import RotaryEmbedding, inverse_frequencies
 
 SLOTS, POSITIONS = 4, 160
 DUMMY_BLOCK = SLOTS * POSITIONS // BLOCK_SIZE

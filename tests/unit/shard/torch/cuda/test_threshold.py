@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.cuda.kernels import threshold
-from text_generation_shard.engines.torch.cuda.kernels.threshold import kth_largest, smallest_set_threshold
+from text_generation_shard.engines.torch.kernels import threshold
+from text_generation_shard.engines.torch.kernels.threshold import kth_largest, smallest_set_threshold
 
 
 def sorted_threshold(keys: Tensor, weights: Tensor, mass: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import pytest
 
 from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.parallel.channel import (
+from text_generation_shard.engines.torch.parallel.channel import (
     GOODBYE,
     FollowerChannel,
     GroupBroken,
@@ -122,7 +122,7 @@ def test_lost_reports_the_lost_process(path: Path) -> None:
 FOLLOWER = """
 import sys
 from pathlib import Path
-from text_generation_shard.engines.torch.cuda.parallel.channel import connect_to_leader
+from text_generation_shard.engines.torch.parallel.channel import connect_to_leader
 follower = connect_to_leader(Path(sys.argv[1]), 1, 2, 30)
 while True:
     kind, payload = follower.receive()

@@ -17,8 +17,8 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, Orders
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.cuda.parallel.channel import LeaderChannel, accept_followers, connect_to_leader
-from text_generation_shard.engines.torch.cuda.parallel.follower import FollowerEngine
+from text_generation_shard.engines.torch.parallel.channel import LeaderChannel, accept_followers, connect_to_leader
+from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
 
 SOON = 10.0
 STUCK = 99
@@ -119,7 +119,7 @@ def test_a_lost_leader_ends_the_follower(unwatched: Pair, registered_first: bool
 
 
 def test_a_follower_blocked_in_a_step_ends_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("text_generation_shard.engines.torch.cuda.parallel.follower.STUCK_AFTER", 0.05)
+    monkeypatch.setattr("text_generation_shard.engines.torch.parallel.follower.STUCK_AFTER", 0.05)
     pair.leader.broadcast(STUCK)
     assert pair.worker.received.get(timeout=SOON)[0] == STUCK
     pair.leader.close()

@@ -14,14 +14,14 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.parallel.group import join_group
-from text_generation_shard.engines.torch.cuda.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.parallel.group import join_group
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 MEMBER = """
 import os, sys, torch
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engines.torch.cuda.parallel.group import join_group
-from text_generation_shard.engines.torch.cuda.parallel.symmetric import all_succeed
+from text_generation_shard.engines.torch.parallel.group import join_group
+from text_generation_shard.engines.torch.parallel.symmetric import all_succeed
 rank, size, address, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], torch.device(sys.argv[4])
 group = join_group(ShardConfig(rank=rank, world_size=size, group_address=address), device, 60)
 assert (group.tp.rank, group.tp.world_size) == (rank, size)

@@ -13,8 +13,8 @@ from certificates import write_certificates
 
 from text_generation_proto.access import ShardAccess
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.cuda.parallel import meeting
-from text_generation_shard.engines.torch.cuda.parallel.channel import GroupBroken, LeaderChannel
+from text_generation_shard.engines.torch.parallel import meeting
+from text_generation_shard.engines.torch.parallel.channel import GroupBroken, LeaderChannel
 
 SOON = 20.0
 """Seconds; far more than needed."""

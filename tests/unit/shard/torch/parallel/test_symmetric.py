@@ -12,7 +12,7 @@ from full_grid import full
 
 MEMBER = """
 import sys, torch, torch.distributed as dist
-from text_generation_shard.engines.torch.cuda.parallel import symmetric
+from text_generation_shard.engines.torch.parallel import symmetric
 rank, fault, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 mapped = []
 

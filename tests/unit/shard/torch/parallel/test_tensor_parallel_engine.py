@@ -18,7 +18,7 @@ from text_generation_proto.values import Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
-from text_generation_shard.engines.torch.cuda.parallel.channel import GroupBroken
+from text_generation_shard.engines.torch.parallel.channel import GroupBroken
 
 SAMPLED = Sampling(greedy=False, temperature=0.8, top_p=0.9, repetition_penalty=1.2, seed=7)
 KILLED_IN_A_STEP = """

@@ -1,0 +1,368 @@
+"""Attention of one query token per row over the paged cache: flash decoding, with the keys of a row split over programs.
+
+A program handles one KV head of one row and a range of its keys. All query heads that share the KV head are the rows of one
+matrix product (grouped-query attention, Ainslie et al. 2023), so keys and values are read once. If a row is split, each program
+writes its softmax-weighted mean and the log of its sum of weights, and these partial results are merged (Flash-Decoding, Dao et
+al. 2023; the running maximum and sum are from FlashAttention, Dao et al. 2022): by a second kernel if there are few programs,
+else by the last program of a row.
+
+Lengths and block tables are read on the device. The number of programs depends only on the number of rows, so that a CUDA graph
+can be replayed with other lengths, and the result of a row does not depend on the lengths of the others.
+"""
+
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.arrival import arrives_last
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+
+NO_WINDOW = 1 << 30
+"""A window longer than any sequence."""
+
+LOG2_E = math.log2(math.e)
+
+MAX_SPLITS = 32
+FLOATS_PER_WARP = 2048
+"""Results that a warp can hold in registers, and partial results that it merges at a time."""
+LONG_ROW_TOKENS = 1024
+"""Minimum split length when the rows alone occupy the device: shorter rows are not split."""
+LONG_ROW_SPLITS = 4
+SECOND_KERNEL_PROGRAMS = 64
+"""Rows times KV heads up to which a second kernel merges the partial results. Measured on an H200, 8 KV heads of 4 query heads,
+head_dim 128, 600 tokens: second kernel 6.8 µs and last arrival 11.4 µs at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12.
+3 KV heads of 3 query heads, head_dim 64: 4.4 and 5.1 at one row, 10.5 and 13.9 at 20, but 8.4 and 6.9 at 24."""
+
+Merge = Literal["second kernel", "last arrival"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """The inputs of decode attention that are the same in all layers of a step."""
+
+    positions: Tensor
+    """int32 [T]: the token attends to keys 0 … position."""
+    slots: Tensor
+    """int32 [T]: row of the block table."""
+    block_tables: Tensor
+    """int32 [slots, blocks of the longest sequence]."""
+    scale: float
+    """Factor of the products of query and key, usually 1 / √head_dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """Work distribution of a launch."""
+
+    splits: int
+    """Programs per (row, KV head). Those that a short row does not need exit immediately."""
+    min_blocks: int
+    """Minimum number of blocks per program."""
+    warps: int
+    stages: int
+    """Depth of the software pipeline: stages - 1 blocks are loading while one is processed."""
+    merge: Merge
+    """Merge of the partial results: by a second kernel, which merges the heads in parallel, or by the last program of the
+    row, which saves a launch."""
+
+
+def config_for(rows: int, num_heads: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> LaunchConfig:
+    """Return the launch configuration for a number of rows; it does not depend on lengths."""
+    programs = rows * num_kv_heads
+    results = _group_rows(num_heads, num_kv_heads) * triton.next_power_of_2(head_dim)
+    stages = 4 if head_dim > 64 else 6
+    # A single warp needs no synchronization, but must hold all results in its registers.
+    warps = min(4, -(-results // FLOATS_PER_WARP))
+    if programs >= 6 * multiprocessors:
+        return LaunchConfig(LONG_ROW_SPLITS, LONG_ROW_TOKENS // BLOCK_SIZE, warps, stages, "last arrival")
+    splits = min(MAX_SPLITS, triton.next_power_of_2(-(-4 * multiprocessors // programs)))
+    merge: Merge = "second kernel" if programs <= SECOND_KERNEL_PROGRAMS else "last arrival"
+    # With so few rows the device is not full: more warps start and merge the partial results sooner.
+    return LaunchConfig(splits, 1, warps if splits <= 8 else 4, stages, merge)
+
+
+def _group_rows(num_heads: int, num_kv_heads: int) -> int:
+    """Return the rows of the product of a KV head's queries and keys: at least the 16 of a matrix instruction."""
+    rows: int = triton.next_power_of_2(num_heads // num_kv_heads)
+    return max(16, rows)
+
+
+class DecodeAttention:
+    """Decode attention for layers of one shape, with the workspaces for split rows.
+
+    `config` replaces the result of `config_for` for every number of rows.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        device: torch.device,
+        *,
+        config: LaunchConfig | None = None,
+    ) -> None:
+        self._num_heads = num_heads
+        self._num_kv_heads = num_kv_heads
+        self._head_dim = head_dim
+        self._group_rows = _group_rows(num_heads, num_kv_heads)
+        self._width = triton.next_power_of_2(head_dim)
+        gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        multiprocessors = gpu.multi_processor_count if gpu else 1
+        self._configs = [
+            config or config_for(rows, num_heads, num_kv_heads, head_dim, multiprocessors)
+            for rows in range(1, max_rows + 1)
+        ]
+        parts = max(rows * config.splits for rows, config in enumerate(self._configs, start=1))
+        self._partials = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=device)
+        self._logs = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
+        self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
+
+    def run(self, queries: Tensor, cache_layer: Tensor, step: DecodeStep, window: int | None, out: Tensor) -> None:
+        """out = softmax(scale · q·kᵀ)·v, [T, num_heads · head_dim], in the dtype of `queries`.
+
+        `queries` [T, num_heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, num_kv_heads,
+        BLOCK_SIZE, head_dim], contiguous. With a `window`, only keys with position − window < key <= position.
+        """
+        rows = queries.shape[0]
+        config = self._configs[rows - 1]
+        _attend_kernel[(self._num_kv_heads, rows, config.splits)](
+            queries,
+            cache_layer,
+            step.positions,
+            step.slots,
+            step.block_tables,
+            out,
+            self._partials,
+            self._logs,
+            self._arrivals,
+            step.scale * LOG2_E,
+            NO_WINDOW if window is None else window,
+            config.min_blocks,
+            queries.stride(0),
+            step.block_tables.stride(0),
+            out.stride(0),
+            LAST_ARRIVAL_MERGES=config.merge == "last arrival",
+            HAS_WINDOW=window is not None,
+            MERGED=FLOATS_PER_WARP * config.warps,
+            KV_HEADS=self._num_kv_heads,
+            GROUP=self._num_heads // self._num_kv_heads,
+            GROUP_ROWS=self._group_rows,
+            HEAD_DIM=self._head_dim,
+            WIDTH=self._width,
+            BLOCK=BLOCK_SIZE,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+        if config.splits > 1 and config.merge == "second kernel":
+            _merge_kernel[(self._num_heads, rows)](
+                step.positions,
+                out,
+                self._partials,
+                self._logs,
+                NO_WINDOW if window is None else window,
+                config.splits,
+                config.min_blocks,
+                out.stride(0),
+                BLOCK=BLOCK_SIZE,
+                HEADS=self._num_heads,
+                HEAD_DIM=self._head_dim,
+                WIDTH=self._width,
+                MERGED=FLOATS_PER_WARP * 4,
+                num_warps=4,
+            )
+
+
+@triton.jit(do_not_specialize=["window", "min_blocks", "table_stride"])
+def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
+    queries: tl.tensor,
+    cache_layer: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    block_tables: tl.tensor,
+    out: tl.tensor,
+    partials: tl.tensor,
+    logs: tl.tensor,
+    arrivals: tl.tensor,
+    scale: float,
+    window: int,
+    min_blocks: int,
+    query_stride: int,
+    table_stride: int,
+    out_stride: int,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MERGED: tl.constexpr,
+    LAST_ARRIVAL_MERGES: tl.constexpr,
+) -> None:
+    # The split is the slowest dimension: programs without work come last and do not delay others.
+    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(2)
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row)
+    first_block, end_block, blocks_per_part, parts = _row_parts(position, window, splits, min_blocks, BLOCK)
+    # No slot is negative: the condition makes the compiler load the slot together with the position.
+    if (split >= parts) | (slot < 0):
+        return
+
+    heads = kv_head * GROUP + tl.arange(0, GROUP_ROWS)
+    dims = tl.arange(0, WIDTH)
+    is_head = tl.arange(0, GROUP_ROWS)[:, None] < GROUP
+    is_dim = (dims < HEAD_DIM)[None, :]
+    query = tl.load(
+        queries + row * query_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_head & is_dim, other=0.0
+    )
+    offsets = tl.arange(0, BLOCK)
+    element_offsets = offsets[:, None] * HEAD_DIM + dims[None, :]
+    keys_of_head = cache_layer + kv_head * (BLOCK * HEAD_DIM)
+    table = block_tables + slot.to(tl.int64) * table_stride
+    begin = first_block + split * blocks_per_part
+    end = min(begin + blocks_per_part, end_block)
+
+    # Scores are in units of log 2, because the hardware computes exp2.
+    maximum = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    mean = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
+    # Block numbers are loaded one iteration ahead.
+    number = tl.load(table + begin)
+    for block in range(begin, end):
+        next_number = tl.load(table + tl.minimum(block + 1, end - 1))
+        # A block has at least one visible key, so the maximum is finite. Masked keys are not loaded: they may be NaN.
+        visible = offsets <= position - block * BLOCK
+        if HAS_WINDOW:
+            visible &= offsets > position - window - block * BLOCK
+        sources = keys_of_head + number.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + element_offsets
+        key = tl.load(sources, mask=visible[:, None] & is_dim, other=0.0)
+        value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=visible[:, None] & is_dim, other=0.0)
+        scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=1)
+        mean = tl.dot(weights.to(value.dtype), value, mean * decay[:, None])
+        maximum = new_maximum
+        number = next_number
+    mean = mean / total[:, None]
+
+    if parts == 1:
+        targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(targets, mean.to(out.dtype.element_ty), mask=is_head & is_dim)
+    else:
+        lines = (row * splits + split) * (KV_HEADS * GROUP) + heads
+        tl.store(partials + lines[:, None] * HEAD_DIM + dims[None, :], mean, mask=is_head & is_dim)
+        tl.store(logs + lines, maximum + tl.log2(total), mask=tl.arange(0, GROUP_ROWS) < GROUP)
+        if LAST_ARRIVAL_MERGES:  # noqa: SIM102 – the outer condition is evaluated at compile time
+            if arrives_last(arrivals + row * KV_HEADS + kv_head, parts):
+                _merge(
+                    partials,
+                    logs,
+                    out,
+                    row,
+                    splits,
+                    parts,
+                    kv_head * GROUP,
+                    out_stride,
+                    KV_HEADS * GROUP,
+                    GROUP,
+                    HEAD_DIM,
+                    WIDTH,
+                    MERGED,
+                )
+
+
+@triton.jit(do_not_specialize=["window", "splits", "min_blocks"])
+def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    positions: tl.tensor,
+    out: tl.tensor,
+    partials: tl.tensor,
+    logs: tl.tensor,
+    window: int,
+    splits: int,
+    min_blocks: int,
+    out_stride: int,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MERGED: tl.constexpr,
+) -> None:
+    head, row = tl.program_id(0), tl.program_id(1)
+    _, _, _, parts = _row_parts(tl.load(positions + row), window, splits, min_blocks, BLOCK)
+    if parts > 1:
+        _merge(partials, logs, out, row, splits, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
+
+
+@triton.jit
+def _row_parts(
+    position: tl.tensor, window: int, splits: int, min_blocks: int, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return how a row is split: first block, end block, blocks per part, number of parts."""
+    first_block = tl.maximum(position - window + 1, 0) // BLOCK
+    end_block = position // BLOCK + 1
+    blocks = end_block - first_block
+    blocks_per_part = tl.maximum(tl.cdiv(blocks, splits), min_blocks)
+    return first_block, end_block, blocks_per_part, tl.cdiv(blocks, blocks_per_part)
+
+
+@triton.jit
+def _merge(  # noqa: PLR0913 – called from kernels only, whose arguments are flat
+    partials: tl.tensor,
+    logs: tl.tensor,
+    out: tl.tensor,
+    row: tl.tensor,
+    splits: int,
+    parts: tl.tensor,
+    first_head: tl.tensor,
+    out_stride: int,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MERGED: tl.constexpr,
+) -> None:
+    """Write the mean of the parts' means for `GROUP` heads of a row, weighted with the sums, whose log 2 is in `logs`."""
+    rows: tl.constexpr = triton.next_power_of_2(GROUP)
+    chunk: tl.constexpr = MERGED // (rows * WIDTH) if rows * WIDTH < MERGED else 1
+    group = tl.arange(0, rows)
+    # Positions beyond the group repeat its last head.
+    heads = first_head + tl.minimum(group, GROUP - 1)
+    dims = tl.arange(0, WIDTH)
+    is_dim = dims < HEAD_DIM
+    maximum = tl.full([rows], float("-inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    mean = tl.zeros([rows, WIDTH], tl.float32)
+    for first in range(0, parts, chunk):
+        part = first + tl.arange(0, chunk)
+        is_part = part < parts
+        lines = (row * splits + part)[:, None] * HEADS + heads[None, :]
+        # Other programs may have just written these: bypass this multiprocessor's L1 cache.
+        log = tl.load(logs + lines, mask=is_part[:, None], other=float("-inf"), cache_modifier=".cg")
+        partial = tl.load(
+            partials + lines[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=is_part[:, None, None] & is_dim[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_maximum = tl.maximum(maximum, tl.max(log, axis=0))
+        weights = tl.exp2(log - new_maximum[None, :])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=0)
+        mean = mean * decay[:, None] + tl.sum(weights[:, :, None] * partial, axis=0)
+        maximum = new_maximum
+    mean = mean / total[:, None]
+    targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(targets, mean.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & is_dim[None, :])

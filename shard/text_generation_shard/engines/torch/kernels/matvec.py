@@ -1,0 +1,295 @@
+"""Products of a weight with one to four rows, for decode steps with few sequences.
+
+Such a product takes as long as reading its weight, and every kernel next to it adds its start and end. So the norm before a
+product, the gated activation after it and the addition to the residual stream are fused into it.
+
+A program owns some rows of the weight over all of K. It loads them before x, so that the longest wait starts first; with
+programmatic dependent launch, even before the kernel that computes x has ended (see pdl.py). Each result is the sum of one
+program in a fixed order: the same inputs give the same bits.
+"""
+
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.activation import activated
+from text_generation_shard.engines.torch.kernels.norm import norm_scale
+from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
+
+MAX_ROWS = 4
+"""Above this, a matrix product is faster."""
+
+Order = Literal["free", "ahead", "pdl"]
+
+_ELEMENTS_PER_LOAD = 8
+"""16 bytes of a 16-bit weight."""
+_PROGRAMS_WANTED = 264
+"""Two for each of an H200's 132 multiprocessors."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatvecConfig:
+    """Tiling of a product: weight rows per program (of gate and of up each, if gated), and warps per program."""
+
+    block_n: int
+    num_warps: int
+    order: Order = "free"
+    """Order of the loads of weight and x. "free": chosen by the compiler, which saves registers. "ahead": all of the weight
+    before any of x. "pdl": also before the previous kernel has ended, so no kernel may write weights while steps run."""
+
+
+TUNED: dict[tuple[int, int, int], MatvecConfig] = {
+    (1, 6144, 4096): MatvecConfig(8, 8, "pdl"),
+    (1, 4096, 4096): MatvecConfig(2, 8, "pdl"),
+    (1, 28672, 4096): MatvecConfig(2, 4, "pdl"),
+    (1, 4096, 14336): MatvecConfig(2, 16, "pdl"),
+    (1, 49152, 4096): MatvecConfig(2, 2, "pdl"),
+    # The same for one of two ranks.
+    (1, 3072, 4096): MatvecConfig(4, 8, "pdl"),
+    (1, 4096, 2048): MatvecConfig(8, 4, "pdl"),
+    (1, 4096, 7168): MatvecConfig(2, 8, "pdl"),
+}
+"""By (rows, outputs, inputs): the best of -m text_generation_bench.kernels --sweep, where `config_for` derives another one."""
+
+
+def config_for(rows: int, outputs: int, inputs: int, *, gated: bool = False) -> MatvecConfig:
+    """Return the tiling of weight[outputs, inputs] for `rows` rows of x; if `gated`, `outputs` counts gate and up rows."""
+    if tuned := TUNED.get((rows, outputs, inputs)):
+        return tuned
+    # Up to sixteen warps, so that a thread loads at most four times from each weight row; in total 16 loads per thread for one
+    # row of x, 8 for more rows, whose sums need registers too.
+    loads_of_a_row = max(triton.next_power_of_2(inputs) // (32 * _ELEMENTS_PER_LOAD), 1)
+    num_warps = min(max(loads_of_a_row // 4, 1), 16)
+    parts = 2 if gated else 1
+    block_n = max((16 if rows == 1 else 8) * num_warps // loads_of_a_row // parts, 1)
+    while block_n > 1 and outputs // parts < block_n * _PROGRAMS_WANTED:
+        block_n //= 2
+    return MatvecConfig(block_n, num_warps, "pdl" if rows == 1 else "free")
+
+
+def _order(config: MatvecConfig, weight: Tensor) -> Order:
+    """Return the order of the config, or the best one that the device supports."""
+    if not weight.is_cuda:
+        return "free"
+    return config.order if config.order != "pdl" or supports_pdl(weight) else "ahead"
+
+
+def matvec(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """out = x · weightᵀ (+ bias), computed in float32 and rounded once to the dtype of `out`.
+
+    `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]. At most
+    MAX_ROWS rows, here and below. The weight is contiguous; x and out may be slices of wider tensors.
+    """
+    _launch(x, weight, out, bias)
+
+
+def matvec_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
+    """residual += x · weightᵀ (+ bias), in place: `residual` float32 [rows, outputs], the rest as for `matvec`."""
+    _launch(x, weight, residual, bias, add=True)
+
+
+def norm_matvec(
+    residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out: Tensor, bias: Tensor | None = None
+) -> None:
+    """out = rms_norm(residual) · weightᵀ (+ bias), with the norm kept in float32; see norm.py for its formula.
+
+    `residual` float32 [rows, inputs], `norm_weight` [inputs], the rest as for `matvec`.
+    """
+    _launch(residual, weight, out, bias, norm=(norm_weight, eps))
+
+
+def norm_matvec_activate(
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    kind: str,
+    out: Tensor,
+    bias: Tensor | None = None,
+) -> None:
+    """out = act(gate) · up of rms_norm(residual) · weightᵀ (+ bias), all in float32, rounded once.
+
+    `weight` [2·inner, inputs] with the gate's rows first, as is `bias` [2·inner]; `out` [rows, inner] in any float dtype; `kind`
+    as for `activate`; the rest as for `norm_matvec`.
+    """
+    rows, inputs = residual.shape
+    inner = out.shape[1]
+    config = config_for(rows, 2 * inner, inputs, gated=True)
+    order = _order(config, weight)
+    _gated_kernel[(triton.cdiv(inner, config.block_n),)](
+        residual,
+        norm_weight,
+        weight,
+        bias,
+        out,
+        residual.stride(0),
+        out.stride(0),
+        inner,
+        eps,
+        ROWS=rows,
+        K=inputs,
+        KIND=kind,
+        ORDER=order,
+        BLOCK_N=config.block_n,
+        BLOCK_K=triton.next_power_of_2(inputs),
+        num_warps=config.num_warps,
+        launch_pdl=order == "pdl",
+    )
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    *,
+    norm: tuple[Tensor | None, float] = (None, 0.0),
+    add: bool = False,
+) -> None:
+    outputs, inputs = weight.shape
+    config = config_for(len(x), outputs, inputs)
+    order = _order(config, weight)
+    _matvec_kernel[(triton.cdiv(outputs, config.block_n),)](
+        x,
+        norm[0],
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        out.stride(0),
+        outputs,
+        norm[1],
+        ROWS=len(x),
+        K=inputs,
+        ADD=add,
+        ORDER=order,
+        BLOCK_N=config.block_n,
+        BLOCK_K=triton.next_power_of_2(inputs),
+        num_warps=config.num_warps,
+        launch_pdl=order == "pdl",
+    )
+
+
+@triton.jit
+def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    x: tl.tensor,
+    norm_weight: tl.tensor | None,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    out: tl.tensor,
+    x_stride: int,
+    out_stride: int,
+    outputs: int,
+    eps: float,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    ADD: tl.constexpr,
+    ORDER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    launch_dependents(ORDER == "pdl")
+    first = tl.program_id(0) * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)
+    inside = columns < outputs
+    tile = _weight_rows(weight, first, outputs, K, BLOCK_N, BLOCK_K)
+    if norm_weight is not None:
+        factors = _vector(norm_weight, K, BLOCK_K)
+    _wait_for_x(ORDER)
+    for row in tl.static_range(ROWS):
+        targets = out + row * out_stride + columns
+        addend = tl.zeros((BLOCK_N,), tl.float32)
+        if ADD:
+            addend += tl.load(targets, mask=inside, other=0.0)
+        if bias is not None:
+            addend += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        values = _vector(x + row * x_stride, K, BLOCK_K)
+        if norm_weight is not None:
+            # The scale depends on the whole row, so it is applied last.
+            sums = _times(tile, values * factors) * norm_scale(values, eps, K)
+        else:
+            sums = _times(tile, values)
+        tl.store(targets, (sums + addend).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    x: tl.tensor,
+    norm_weight: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    out: tl.tensor,
+    x_stride: int,
+    out_stride: int,
+    inner: int,
+    eps: float,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    ORDER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    launch_dependents(ORDER == "pdl")
+    first = tl.program_id(0) * BLOCK_N
+    columns = first + tl.arange(0, BLOCK_N)
+    inside = columns < inner
+    gate_tile = _weight_rows(weight, first, inner, K, BLOCK_N, BLOCK_K)
+    up_tile = _weight_rows(weight + tl.cast(inner, tl.int64) * K, first, inner, K, BLOCK_N, BLOCK_K)
+    factors = _vector(norm_weight, K, BLOCK_K)
+    _wait_for_x(ORDER)
+    for row in tl.static_range(ROWS):
+        values = _vector(x + row * x_stride, K, BLOCK_K)
+        scale = norm_scale(values, eps, K)
+        gate = _times(gate_tile, values * factors) * scale
+        up = _times(up_tile, values * factors) * scale
+        if bias is not None:
+            gate += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(bias + inner + columns, mask=inside, other=0.0).to(tl.float32)
+        gated = activated(gate, KIND) * up
+        tl.store(out + row * out_stride + columns, gated.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _wait_for_x(ORDER: tl.constexpr) -> None:
+    """Wait until x may be read. No load is moved across it."""
+    wait_for_previous(ORDER == "pdl")
+    if ORDER == "ahead":
+        tl.debug_barrier()
+
+
+@triton.jit
+def _weight_rows(
+    weight: tl.tensor,
+    first: tl.tensor,
+    outputs: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Load [BLOCK_N, BLOCK_K] of the weight, zero beyond K; rows beyond the last repeat it. Not cached: it is read once."""
+    rows = tl.minimum(first + tl.arange(0, BLOCK_N), outputs - 1)
+    inputs = tl.arange(0, BLOCK_K)
+    pointers = weight + rows.to(tl.int64)[:, None] * K + inputs[None, :]  # a weight may have more than 2³¹ elements
+    if K == BLOCK_K:
+        return tl.load(pointers, eviction_policy="evict_first")
+    return tl.load(pointers, mask=inputs[None, :] < K, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _vector(start: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """Load [BLOCK_K] as float32, zero beyond K."""
+    inputs = tl.arange(0, BLOCK_K)
+    return tl.load(start + inputs, mask=inputs < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _times(tile: tl.tensor, vector: tl.tensor) -> tl.tensor:
+    """Return tile [BLOCK_N, BLOCK_K] · vector [BLOCK_K], in float32."""
+    return tl.sum(tile.to(tl.float32) * vector[None, :], axis=1)

@@ -1,0 +1,77 @@
+"""RMS norm of the residual stream (Zhang and Sennrich 2019, arXiv 1910.07467), optionally after an addition to it.
+
+One program per row. The row stays in registers between the sum of squares and the scaling, so it is read once.
+"""
+
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.rows import row_tile
+
+_ELEMENTS_PER_THREAD = 8
+
+
+def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """out = residual · rsqrt(mean(residual²) + eps) · weight, computed in float32 and rounded once.
+
+    `residual` float32 [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype.
+    """
+    _launch(None, residual, weight, eps, out)
+
+
+def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """residual += update, in place; then `rms_norm`. `update` [tokens, hidden] has any float dtype."""
+    _launch(update, residual, weight, eps, out)
+
+
+def _launch(update: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    tokens, hidden = residual.shape
+    block, num_warps = row_tile(hidden, _ELEMENTS_PER_THREAD)
+    _norm_kernel[(tokens,)](
+        update,
+        residual,
+        weight,
+        out,
+        0 if update is None else update.stride(0),
+        residual.stride(0),
+        out.stride(0),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+
+
+@triton.jit
+def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    update: tl.tensor | None,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    update_stride: int,
+    residual_stride: int,
+    out_stride: int,
+    eps: float,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < HIDDEN
+    values = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+    factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if update is not None:
+        values += tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(residual + row * residual_stride + columns, values, mask=inside)
+    normed = values * norm_scale(values, eps, HIDDEN) * factors
+    tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_scale(values: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr) -> tl.tensor:
+    """Return rsqrt(mean(values²) + eps) of a row of HIDDEN float32 values, padded with zeros."""
+    return tl.rsqrt(tl.sum(values * values) / HIDDEN + eps)

@@ -1,0 +1,119 @@
+"""y = x·Wᵀ + b on a GPU, for the part of a projection that one rank computes.
+
+Nothing here waits for the device, so that everything can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.model.precision import Precision
+from text_generation_shard.engines.torch.weights import ParameterShard
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRange:
+    """The range [start, start + length) of the `total` rows or columns of a checkpoint tensor."""
+
+    start: int
+    length: int
+    total: int
+
+    @classmethod
+    def whole(cls, total: int) -> ShardRange:
+        return cls(0, total, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A projection of the checkpoint, and this rank's ranges of its outputs and inputs."""
+
+    name: str
+    outputs: ShardRange
+    inputs: ShardRange
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the whole weight."""
+        return self.outputs.total, self.inputs.total
+
+    @property
+    def starts(self) -> tuple[int, int]:
+        return self.outputs.start, self.inputs.start
+
+
+class ParallelLinear:
+    """Fused projections with the same input: a weight [outputs, inputs], an optional bias [outputs].
+
+    The output dtype is `precision.products`: that of the weight, or float32.
+    """
+
+    def __init__(
+        self, projections: Sequence[Projection], device: torch.device, precision: Precision, *, bias: bool
+    ) -> None:
+        self.projections = tuple(projections)
+        self._products, dtype = precision.products, precision.model
+        rows = sum(projection.outputs.length for projection in projections)
+        self.weight = torch.empty(rows, projections[0].inputs.length, device=device, dtype=dtype)
+        self.bias = torch.empty(rows, device=device, dtype=dtype) if bias else None
+
+    def named_parameters(self) -> dict[str, ParameterShard]:
+        return weight_parameters(self.projections, self.weight) | bias_parameters(self.projections, self.bias)
+
+    def process_weights_after_loading(self) -> None:
+        """Nothing to prepare."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return y [rows, outputs] for x [rows, inputs] in the dtype of the weight, written to `out` if given."""
+        if self._products != self.weight.dtype:
+            y = float32_product(x, self.weight, out)
+            return y if self.bias is None else y.add_(self.bias)
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
+
+
+class LMHead:
+    """This rank's rows of the LM head: `weight` [rows, hidden], which may be a view of the embedding."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return float32 logits [tokens, rows] for x [tokens, hidden], summed in float32 and not rounded."""
+        return float32_product(x, self.weight, out)
+
+
+def float32_product(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+    """Return x · weightᵀ in float32 for x and weight of one dtype, written to `out` if given."""
+    if x.dtype == torch.float32 or x.device.type == "cpu":
+        return torch.mm(x.float(), weight.float().t(), out=out)
+    if out is None:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+
+
+def weight_parameters(projections: Sequence[Projection], weight: Tensor) -> dict[str, ParameterShard]:
+    """Return the rows of a fused weight under the checkpoint names of its projections."""
+    return {
+        f"{projection.name}.weight": ParameterShard(rows, projection.shape, projection.starts)
+        for projection, rows in zip(projections, fused_rows(projections, weight), strict=True)
+    }
+
+
+def bias_parameters(projections: Sequence[Projection], bias: Tensor | None) -> dict[str, ParameterShard]:
+    if bias is None:
+        return {}
+    return {
+        f"{projection.name}.bias": ParameterShard(rows, projection.shape[:1], projection.starts[:1])
+        for projection, rows in zip(projections, fused_rows(projections, bias), strict=True)
+    }
+
+
+def fused_rows(projections: Sequence[Projection], fused: Tensor) -> tuple[Tensor, ...]:
+    """Return views of the rows of each projection."""
+    return torch.split(fused, [projection.outputs.length for projection in projections])

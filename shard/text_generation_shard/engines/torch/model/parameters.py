@@ -1,0 +1,140 @@
+"""The weights of a decoder, or of one rank's part of it, for the CUDA path.
+
+Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): a rank has some of the heads and some columns of
+the MLP, so each layer has two all-reduces. Norms and the embedding are replicated; the rows of the LM head are divided and the
+logits gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.model.config import ModelConfig
+from text_generation_shard.engines.torch.model.linear import LMHead, ParallelLinear, Projection, ShardRange
+from text_generation_shard.engines.torch.model.precision import Precision
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.quantization.fp8 import Fp8Linear, can_multiply
+from text_generation_shard.engines.torch.weights import ParameterShard
+
+
+class LayerWeights:
+    """Weights of one layer: the projections `qkv`, `output`, `gate_up` and `down`, and the norm weights."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, tp: TensorParallelRank, device: torch.device, precision: Precision
+    ) -> None:
+        self.window = config.windows[index]
+        self._prefix = f"model.layers.{index}."
+        self._config, self._device, self._precision = config, device, precision
+        hidden = ShardRange.whole(config.hidden_size)
+        queries = _of_heads(tp.even(config.num_heads, "attention heads"), config.head_dim)
+        keys = _of_heads(tp.kv_heads(config.num_kv_heads), config.head_dim)
+        inner = tp.even(config.intermediate_size, "inner values of the MLP")
+        attention = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
+        mlp = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
+        self.qkv = self._linear([(name, rows, hidden) for name, rows in attention], bias=config.qkv_bias)
+        self.gate_up = self._linear([(name, rows, hidden) for name, rows in mlp], bias=config.mlp_bias)
+        # The outputs of the ranks are summed, so only one rank adds the bias.
+        first = tp.rank == 0
+        self.output = self._linear([("self_attn.o_proj", hidden, queries)], bias=config.output_bias and first)
+        self.down = self._linear([("mlp.down_proj", hidden, inner)], bias=config.mlp_bias and first)
+        self.input_norm = torch.empty(config.hidden_size, device=device, dtype=precision.model)
+        self.mlp_norm = torch.empty_like(self.input_norm)
+        self.head_norms: tuple[Tensor, Tensor] | None = None
+        """Weights [head_dim] of the query norm and the key norm."""
+        if config.query_key_norm:
+            query_norm = torch.empty(config.head_dim, device=device, dtype=precision.model)
+            self.head_norms = query_norm, torch.empty_like(query_norm)
+
+    @property
+    def linears(self) -> tuple[ParallelLinear | Fp8Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        parameters: dict[str, ParameterShard | Tensor] = {
+            f"{self._prefix}input_layernorm.weight": self.input_norm,
+            f"{self._prefix}post_attention_layernorm.weight": self.mlp_norm,
+        }
+        if self.head_norms is not None:
+            names = (f"{self._prefix}self_attn.q_norm.weight", f"{self._prefix}self_attn.k_norm.weight")
+            parameters |= dict(zip(names, self.head_norms, strict=True))
+        for linear in self.linears:
+            parameters |= linear.named_parameters()
+        return parameters
+
+    def process_weights_after_loading(self) -> None:
+        for linear in self.linears:
+            linear.process_weights_after_loading()
+
+    def _linear(self, parts: Sequence[tuple[str, ShardRange, ShardRange]], *, bias: bool) -> ParallelLinear | Fp8Linear:
+        projections = [Projection(f"{self._prefix}{name}", outputs, inputs) for name, outputs, inputs in parts]
+        scheme = self._config.quantization
+        if scheme is None or not can_multiply(projections, self._device):
+            return ParallelLinear(projections, self._device, self._precision, bias=bias)
+        covered = {scheme.covers(projection.name) for projection in projections}
+        if len(covered) > 1:
+            names = ", ".join(projection.name for projection in projections)
+            raise EngineError(f"{names} are one product here: all of them must be in FP8, or none")
+        if covered == {False}:
+            return ParallelLinear(projections, self._device, self._precision, bias=bias)
+        return Fp8Linear(projections, scheme, self._device, self._precision.model, bias=bias)
+
+
+class ModelWeights:
+    """All weights of a rank. Created empty: fill `named_parameters`, then call `process_weights_after_loading`."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallelRank, device: torch.device, dtype: torch.dtype) -> None:
+        self.num_heads = tp.even(config.num_heads, "attention heads").length
+        self.num_kv_heads = tp.kv_heads(config.num_kv_heads).length
+        self.precision = Precision.of(config, dtype)
+        """Final after `process_weights_after_loading`."""
+        self.layers = [LayerWeights(config, index, tp, device, self.precision) for index in range(config.num_layers)]
+        self.norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
+        self._vocabulary = tp.padded(config.vocab_size)
+        rows = -(-config.vocab_size // tp.world_size)
+        # Padding rows are zero, and so are their logits; the gather of logits drops them.
+        table = torch.zeros(rows * tp.world_size, config.hidden_size, device=device, dtype=dtype)
+        self.embedding = table[: config.vocab_size]
+        self.tied = config.tie_word_embeddings
+        own_rows = slice(tp.rank * rows, (tp.rank + 1) * rows)
+        self.head = LMHead(table[own_rows] if self.tied else torch.zeros_like(table[own_rows]))
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        """Return the tensors to fill, by checkpoint name."""
+        parameters: dict[str, ParameterShard | Tensor] = {
+            "model.embed_tokens.weight": self.embedding,
+            "model.norm.weight": self.norm,
+        }
+        own = self._vocabulary
+        if not self.tied and own.length:
+            shape = (own.total, self.embedding.shape[1])
+            parameters["lm_head.weight"] = ParameterShard(self.head.weight[: own.length], shape, (own.start, 0))
+        for layer in self.layers:
+            parameters |= layer.named_parameters()
+        return parameters
+
+    @property
+    def linears(self) -> Iterator[ParallelLinear | Fp8Linear]:
+        """The projections of all layers."""
+        for layer in self.layers:
+            yield from layer.linears
+
+    def process_weights_after_loading(self) -> None:
+        """Prepare the loaded weights for use. A tied LM head that needs another dtype than the embedding becomes a copy."""
+        for layer in self.layers:
+            layer.process_weights_after_loading()
+        norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
+        after_norms = [self.head, *(linear for layer in self.layers for linear in (layer.qkv, layer.gate_up))]
+        after_loading = self.precision.after_loading(norms, [each.weight for each in after_norms])
+        if after_loading != self.precision:
+            self.precision = after_loading
+            for each in after_norms:
+                each.weight = each.weight.to(after_loading.normed)
+
+
+def _of_heads(heads: ShardRange, head_dim: int) -> ShardRange:
+    return ShardRange(heads.start * head_dim, heads.length * head_dim, heads.total * head_dim)

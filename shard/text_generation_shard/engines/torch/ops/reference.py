@@ -1,0 +1,163 @@
+"""The reference implementation of `Ops` in plain torch: for groups on CPUs, and for the tests of the kernels.
+
+Computes in the dtype of its inputs, including float64, but at least in float32; rounds once, like the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.model.decoder import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
+    from text_generation_shard.engines.torch.kernels.rope import RopeStep
+
+
+class ReferenceOps:
+    """Implements `Ops`."""
+
+    fused_tokens = 1
+
+    def __init__(self, head_dim: int) -> None:
+        self._scale = head_dim**-0.5
+        self._chunks: list[tuple[int, Tensor, int]] = []
+        """For each planned chunk: its tokens, its pages, the number of tokens in the pages."""
+
+    def update_tables(self, cells: Tensor, blocks: Tensor, tables: Tensor) -> None:
+        tables.view(-1)[cells.long()] = blocks
+
+    def embed(self, ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor) -> None:
+        known = torch.where(ids >= 0, ids, last_tokens[slots.long()])
+        residual.copy_(table[known.long()])
+
+    def rms_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        out.copy_(_normed(residual, eps) * weight)
+
+    def add_rms_norm(self, update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        residual += update
+        self.rms_norm(residual, weight, eps, out)
+
+    def rotate_and_append(
+        self,
+        qkv: Tensor,
+        queries: Tensor,
+        step: RopeStep,
+        cache_layer: Tensor,
+        head_norms: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        heads = qkv.view(qkv.shape[0], -1, step.head_dim)
+        unrotated, keys, values = torch.split(heads, [step.num_heads, step.num_kv_heads, step.num_kv_heads], dim=1)
+        positions = step.positions.long()
+        cos, sin = step.table[positions].to(torch.promote_types(qkv.dtype, torch.float32)).unsqueeze(2).unbind(1)
+        if head_norms is None:
+            rotated_queries, rotated_keys = _rotated(unrotated, cos, sin), _rotated(keys, cos, sin)
+        else:
+            query_weight, key_weight = head_norms
+            rotated_queries = _rotated(_normed(unrotated.to(cos.dtype), step.eps) * query_weight, cos, sin)
+            rotated_keys = _rotated(_normed(keys.to(cos.dtype), step.eps) * key_weight, cos, sin)
+        queries.copy_(rotated_queries.flatten(1))
+        blocks = step.block_tables[step.slots.long(), positions // BLOCK_SIZE].long()
+        cache_layer[blocks, 0, :, positions % BLOCK_SIZE] = rotated_keys.to(cache_layer.dtype)
+        cache_layer[blocks, 1, :, positions % BLOCK_SIZE] = values.to(cache_layer.dtype)
+
+    def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
+        gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+        out.copy_(ACTIVATIONS[kind](gate) * up)
+
+    def norm_matvec(
+        self, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out: Tensor, bias: Tensor | None
+    ) -> None:
+        out.copy_(_product(_normed(residual, eps) * norm_weight, weight, bias))
+
+    def norm_matvec_activate(
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        kind: str,
+        out: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        self.activate(_product(_normed(residual, eps) * norm_weight, weight, bias), kind, out)
+
+    def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        out.copy_(_product(x.to(out.dtype), weight, bias))
+
+    def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> None:
+        residual += _product(x.to(residual.dtype), weight, bias)
+
+    def decode_attention(
+        self, queries: Tensor, cache_layer: Tensor, step: DecodeStep, window: int | None, out: Tensor
+    ) -> None:
+        for row, (position, slot) in enumerate(zip(step.positions.tolist(), step.slots.tolist(), strict=True)):
+            table = step.block_tables[slot]
+            out[row] = _attend(queries[row : row + 1], cache_layer, table, position + 1, window, step.scale)
+
+    def plan_chunks(self, plan: StepPlan, pages: Tensor) -> None:
+        queries, ends = plan.column("query_indptr").tolist(), plan.column("page_indptr").tolist()
+        rests = plan.column("last_pages").tolist()
+        self._chunks = [
+            (
+                queries[chunk + 1] - queries[chunk],
+                pages[ends[chunk] : ends[chunk + 1]],
+                (ends[chunk + 1] - ends[chunk] - 1) * BLOCK_SIZE + rest,
+            )
+            for chunk, rest in enumerate(rests)
+        ]
+
+    def chunk_attention(self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor) -> None:
+        at = 0
+        for tokens, pages, length in self._chunks:
+            own = queries[at : at + tokens]
+            out[at : at + tokens] = _attend(own, cache_layer, pages, length, window, self._scale)
+            at += tokens
+
+    def sample_greedy(
+        self, logits: Tensor, slots: Tensor, last_tokens: Tensor, token_ids: Tensor, logprobs: Tensor
+    ) -> None:
+        best = logits.max(1, keepdim=True).values
+        chosen = (logits == best).int().argmax(1)
+        token_ids.copy_(chosen)
+        logprobs.copy_(logits.log_softmax(1).gather(1, chosen[:, None]).squeeze(1))
+        last_tokens[slots.long()] = chosen.int()
+
+
+def _normed(values: Tensor, eps: float) -> Tensor:
+    """Return `values` [..., width] scaled so that each row has a root mean square of 1."""
+    return values * (values.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x · weightᵀ (+ bias) in the dtype of x."""
+    product = x @ weight.to(x.dtype).t()
+    return product if bias is None else product + bias
+
+
+def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x·cos + rotate_half(x)·sin for `heads` [tokens, heads, head_dim]; cos and sin [tokens, 1, head_dim / 2]."""
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _attend(
+    queries: Tensor, cache_layer: Tensor, table: Tensor, length: int, window: int | None, scale: float
+) -> Tensor:
+    """Attend with the last tokens of a sequence of `length`: `queries` [tokens, heads, head_dim] → [tokens, heads · head_dim]."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    queries, blocks = queries.to(dtype), cache_layer[table[: -(-length // BLOCK_SIZE)].long()].to(dtype)
+    keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+    share = queries.shape[1] // keys.shape[0]
+    keys, values = keys.repeat_interleave(share, dim=0), values.repeat_interleave(share, dim=0)
+    own = torch.arange(length - queries.shape[0], length, device=queries.device).unsqueeze(1)
+    seen = torch.arange(length, device=queries.device)
+    hidden = seen > own if window is None else (seen > own) | (seen <= own - window)
+    scores = torch.einsum("thd,hkd->htk", queries, keys) * scale
+    result = torch.einsum("htk,hkd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    return result.flatten(1)

@@ -1,0 +1,264 @@
+"""The meeting of a group whose ranks are on several hosts: rank 0 listens on a TCP port, the others connect.
+
+    rank 0                            another rank
+           ◄──── connects ──────────
+           ──── challenge ─────────►
+           ◄─── rank, size, challenge, proof
+           ──── proof ─────────────►
+
+A proof is an HMAC of both challenges with the shard token, so each side shows that it has the token without sending it. A
+connection without a valid proof is closed and logged, and the meeting goes on. With certificates (--shard-tls-cert) the
+connection is mutual TLS. Without them the commands that follow are neither encrypted nor authenticated.
+
+The listener closes when all ranks have connected.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import queue
+import secrets
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from contextvars import copy_context
+
+import structlog
+
+from text_generation_proto.access import ShardAccess
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.parallel.channel import (
+    GREETING,
+    FollowerChannel,
+    LeaderChannel,
+    greeted_by,
+    greeting,
+    missing_ranks,
+)
+
+HANDSHAKE_TIMEOUT = 5.0
+"""Seconds in which a connection must show that it belongs to the group."""
+MAX_HANDSHAKES = 64
+"""Connections to the meeting that may be without proof at once; further ones are closed."""
+RETRY_EVERY = 0.2
+"""Seconds between two attempts to connect to rank 0, whose host may start later."""
+LOST_AFTER_S = 5
+"""Seconds without an answer of the other host's kernel after which a connection counts as lost."""
+
+_SIOCGIFADDR = 0x8915
+"""Linux' request for the IPv4 address of an interface."""
+_CHALLENGE_BYTES = 32
+_PROOF_BYTES = 32
+
+log = structlog.get_logger()
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the parts of a host:port address. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def accept_hosts(address: str, size: int, timeout: float, access: ShardAccess) -> LeaderChannel:
+    """Listen at `address` until `size` - 1 ranks have connected. Raises EngineError after `timeout` seconds."""
+    until = time.monotonic() + timeout
+    arrived: queue.SimpleQueue[tuple[bytes, socket.socket]] = queue.SimpleQueue()
+    followers: dict[int, socket.socket] = {}
+    try:
+        tls = _server_tls(access)
+        listener = listen(host_and_port(address))
+    except OSError as error:
+        raise EngineError(f"cannot listen at {address} for the group: {error}") from error
+    meeting = _MeetingListener(listener, access.shard_token, tls, arrived)
+    meeting.start()
+    try:
+        while len(followers) < size - 1:
+            try:
+                message, connection = arrived.get(timeout=max(until - time.monotonic(), 1e-3))
+            except queue.Empty:
+                raise EngineError(f"{missing_ranks(size, followers)} did not connect within {timeout:g} s") from None
+            for rank in [rank for rank, earlier in followers.items() if _has_ended(earlier)]:
+                followers.pop(rank).close()  # it was restarted before the group was complete
+            followers[greeted_by(message, connection, size, followers)] = connection
+    except BaseException:
+        for connection in followers.values():
+            connection.close()
+        raise
+    finally:
+        meeting.stop()
+    return LeaderChannel(followers)
+
+
+def connect_to_host(address: str, rank: int, size: int, timeout: float, access: ShardAccess) -> FollowerChannel:
+    """Connect to the leader at `address` as `rank` of `size`. Raises EngineError after `timeout` seconds."""
+    until = time.monotonic() + timeout
+    target = host_and_port(address)
+    while True:
+        try:
+            return FollowerChannel(_introduce(target, rank, size, access))
+        except (OSError, EngineError) as error:
+            if time.monotonic() > until:
+                raise EngineError(f"rank 0 could not be met at {address} within {timeout:g} s: {error}") from error
+        time.sleep(RETRY_EVERY)
+
+
+class _MeetingListener:
+    """Accepts connections, each in a thread of its own until it has proven that it belongs to the group."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: str,
+        tls: ssl.SSLContext | None,
+        arrived: queue.SimpleQueue[tuple[bytes, socket.socket]],
+    ) -> None:
+        self._listener = listener
+        self._token = token
+        self._tls = tls
+        self._arrived = arrived
+        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._stopped = False
+
+    def start(self) -> None:
+        threading.Thread(target=copy_context().run, args=(self._accept,), name="group meeting", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop to listen; also wakes the thread that accepts."""
+        self._stopped = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._stopped:
+            try:
+                connection, peer = self._listener.accept()
+            except OSError:  # closed, or no descriptor is left for another connection
+                time.sleep(RETRY_EVERY)
+                continue
+            if not self._handshakes.acquire(blocking=False):
+                connection.close()
+                continue
+            arguments = (self._verify, connection, peer[0])
+            threading.Thread(target=copy_context().run, args=arguments, name="group handshake", daemon=True).start()
+
+    def _verify(self, connection: socket.socket, host: str) -> None:
+        try:
+            connection.settimeout(HANDSHAKE_TIMEOUT)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+            challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+            connection.sendall(challenge)
+            message = _receive(connection, GREETING.size + _CHALLENGE_BYTES + _PROOF_BYTES)
+            introduction, proof = message[:-_PROOF_BYTES], message[-_PROOF_BYTES:]
+            if not hmac.compare_digest(proof, _proof(self._token, b"rank", challenge, introduction)):
+                raise EngineError("it does not have this group's token")
+            connection.sendall(_proof(self._token, b"rank 0", introduction, challenge))
+        except (OSError, EngineError) as error:
+            log.warning("a connection to the group was refused", host=host, reason=str(error))
+            connection.close()
+        else:
+            _watch_host(connection)
+            self._arrived.put((introduction[: GREETING.size], connection))
+        finally:
+            self._handshakes.release()
+
+
+def _introduce(target: tuple[str, int], rank: int, size: int, access: ShardAccess) -> socket.socket:
+    """Return a connection to the leader on which both sides have proven themselves. Raises OSError or EngineError."""
+    connection = socket.create_connection(target, timeout=HANDSHAKE_TIMEOUT)
+    try:
+        if access.shard_tls_cert:
+            context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=access.shard_tls_ca)
+            context.load_cert_chain(access.shard_tls_cert, access.shard_tls_key)
+            connection = context.wrap_socket(connection, server_hostname=access.shard_tls_name or target[0])
+        challenge = _receive(connection, _CHALLENGE_BYTES)
+        introduction = greeting(rank, size) + secrets.token_bytes(_CHALLENGE_BYTES)
+        connection.sendall(introduction + _proof(access.shard_token, b"rank", challenge, introduction))
+        proof = _receive(connection, _PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(access.shard_token, b"rank 0", introduction, challenge)):
+            raise EngineError("rank 0 does not have this group's token")
+        _watch_host(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _proof(token: str, role: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(token.encode(), b"|".join((b"text-generation group", role, *parts)), hashlib.sha256)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        if not (more := connection.recv(size - len(received))):
+            raise EngineError("the connection was closed: is SHARD_TOKEN the same on every host?")
+        received += more
+    return received
+
+
+def listen(address: tuple[str, int]) -> socket.socket:
+    """Return a listening socket at a host, by name or number, and a port. Raises OSError."""
+    family, _, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(target[:2], family=family, backlog=MAX_HANDSHAKES)
+
+
+def network_interface(host: str) -> str | None:
+    """Return the network interface that reaches `host`, for gloo and NCCL; None if it has a secondary or IPv6 address."""
+    family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with suppress(OSError):  # an interface without an IPv4 address
+                if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == own:
+                    return name
+    return None
+
+
+def _server_tls(access: ShardAccess) -> ssl.SSLContext | None:
+    if not access.shard_tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(access.shard_tls_cert, access.shard_tls_key)
+    context.load_verify_locations(access.shard_tls_ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _watch_host(connection: socket.socket) -> None:
+    """Let the connection end if the other host vanishes, and send each command at once."""
+    options: Sequence[tuple[int, str, int]] = (
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 2),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", LOST_AFTER_S - 2),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", LOST_AFTER_S * 1000),
+        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+    )
+    for level, name, value in options:
+        if (option := getattr(socket, name, None)) is not None:  # Linux has them all
+            connection.setsockopt(level, option, value)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Return True if the other side, which sends nothing before the group is complete, has closed the connection."""
+    connection.settimeout(0.0)
+    try:
+        return not connection.recv(1)
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return False
+    except OSError:
+        return True
+    finally:
+        connection.settimeout(HANDSHAKE_TIMEOUT)
