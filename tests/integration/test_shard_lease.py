@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from network_namespaces import ip, two_hosts
 
 FREE_AFTER_S = 10.0
 SHARD, ROUTER = "10.89.14.1", "10.89.14.2"
@@ -54,36 +53,9 @@ asyncio.run(main())
 """
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(("ip", *arguments), check=True, capture_output=True)
-
-
-@pytest.fixture
-def namespaces() -> Iterator[tuple[str, str]]:
-    """Network namespaces of a shard and of a router, with a link between them."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the command ip (iproute2)")
-    names = (f"shard-{os.getpid()}", f"router-{os.getpid()}")
-    with ExitStack() as undo:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                undo.callback(ip, "netns", "delete", name)
-            ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made: {error.stderr.decode().strip()}")
-        for name, address in zip(names, (SHARD, ROUTER), strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            for link in ("eth0", "lo"):
-                ip("-n", name, "link", "set", link, "up")
-        yield names
-
-
 @contextmanager
-def started(namespace: str, *command: str | Path) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        ("ip", "netns", "exec", namespace, *command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+def started(host: tuple[str, ...], *command: str | Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen((*host, *command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield process
     finally:
@@ -100,11 +72,11 @@ def wait_for(process: subprocess.Popen[str], line: str) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("load", ["idle", "streaming"])
-def test_a_shard_is_free_soon_after_the_host_of_its_router_vanished(namespaces: tuple[str, str], load: str) -> None:
-    shard_host, router_host = namespaces
+def test_a_shard_is_free_soon_after_the_host_of_its_router_vanished(load: str) -> None:
     shard = Path(sys.executable).with_name("text-generation-shard")
     flags = ("--engine=echo", "--echo-step-ms=5", f"--address={ADDRESS}", "--insecure")
     with (
+        two_hosts(SHARD, ROUTER) as (shard_host, router_host),
         started(shard_host, shard, *flags),
         started(router_host, sys.executable, "-c", HOLDER, ADDRESS, load) as holder,
     ):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from byte_tokenizer import write_tokenizer
+from network_namespaces import ip, two_hosts
 from stack import Stack, running, still_running
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig
@@ -34,29 +33,11 @@ print(urllib.request.urlopen(request, timeout=120).read().decode())
 """
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(("ip", *arguments), check=True, capture_output=True)
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[tuple[str, ...]]]:
-    """The commands that run a command on each of two hosts with a network between them."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the command ip (iproute2)")
-    names = (f"node0-{os.getpid()}", f"node1-{os.getpid()}")
-    with ExitStack() as undo:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                undo.callback(ip, "netns", "delete", name)
-            ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made: {error.stderr.decode().strip()}")
-        for name, address in zip(names, (LEADER, OTHER), strict=True):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            for link in ("eth0", "lo"):
-                ip("-n", name, "link", "set", link, "up")
-        yield [("ip", "netns", "exec", name) for name in names]
+    """The commands that run a command on each of two hosts."""
+    with two_hosts(LEADER, OTHER) as commands:
+        yield commands
 
 
 def answer(url: str, within: tuple[str, ...] = ()) -> str:
