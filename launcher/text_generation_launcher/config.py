@@ -13,9 +13,9 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
 from text_generation_proto.settings import ProcessConfig, exit_with_usage_error, parse_config
-from text_generation_proto.sockets import is_local, join_host_port
+from text_generation_proto.sockets import join_host_port, split_host_port
 from text_generation_router.config import RouterSettings
-from text_generation_shard.config import NEEDS_TLS, ShardSettings
+from text_generation_shard.config import ShardSettings
 
 UNSUPPORTED = frozenset(
     {
@@ -155,9 +155,9 @@ class LauncherConfig(
                 f"`parts` is {self.parts}: the launchers of shards and routers need the same SHARD_TOKEN, or mutual TLS, "
                 "or --insecure"
             )
-        address = self.shard_tcp_address(0)
-        if self.shard_tcp_port and not is_local(address) and not self.shard_tls_cert and not self.insecure:
-            raise ValueError(NEEDS_TLS.format(address))
+        if self.shard_tcp_port:
+            split_host_port(self.shard_tcp_address(0))
+            self.check_tls(self.shard_tcp_address(0))
 
     def shard_tcp_address(self, number: int) -> str:
         """Return the address of the shard with this number, with shard_tcp_port."""
@@ -169,8 +169,7 @@ class LauncherConfig(
         for name in ("parts", "nodes", "shard_tcp_port", "shard_uds_path"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"`places` is {self.places}: --{name.replace('_', '-')} is not supported with it")
-        if not self.shard_tls_cert and not self.insecure:
-            raise ValueError(NEEDS_TLS.format("shards on other nodes"))
+        self.check_tls("shards on other nodes")
 
     def _check_nodes(self) -> None:
         if self.node_rank >= self.nodes:
@@ -181,8 +180,8 @@ class LauncherConfig(
             raise ValueError(f"`nodes` is {self.nodes}: --leader-address (or LEADER_ADDRESS) is missing")
         if not self.shard_token:
             raise ValueError(f"`nodes` is {self.nodes}: the launchers of all nodes need the same SHARD_TOKEN")
-        if not is_local(self.group_address) and not self.shard_tls_cert and not self.insecure:
-            raise ValueError(NEEDS_TLS.format(self.group_address))
+        split_host_port(self.group_address)
+        self.check_tls(self.group_address)
         if self.num_replicas > 1:
             raise ValueError(f"`nodes` is {self.nodes}: `num_replicas` must be 1; a group of nodes is one replica")
 

@@ -40,7 +40,7 @@ from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.lifeline import open_lifeline
 from text_generation_proto.logs import share_dropped_lines
 from text_generation_proto.notify import Notifier
-from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket, socket_path
+from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket, socket_path, split_host_port
 from text_generation_router.config import listen_host
 from text_generation_shard.config import choose_engine
 
@@ -169,8 +169,7 @@ def _claim_addresses(plan: LaunchPlan, folder: Path) -> None:
     for shard in plan.shards:
         path = socket_path(shard.address)
         if path is None:
-            host, port = shard.address.rsplit(":", 1)
-            _check_port(host.strip("[]"), int(port))
+            _check_port(*split_host_port(shard.address))
         elif path.parent != folder:
             claim_socket(path)
 

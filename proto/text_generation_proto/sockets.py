@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 from pathlib import Path
 
 PRIVATE_FOLDER_PREFIX = "tgi-sockets-"
 """Prefix of the name of a folder that holds only the sockets of one launcher's shards."""
+
+
+_HOST_PORT = re.compile(
+    r"(?:\[(?P<ip_v6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_.])?)):(?P<port>[0-9]{1,5})",
+    re.ASCII,
+)
 
 
 class SocketInUse(Exception):
@@ -23,6 +30,14 @@ class SocketInUse(Exception):
 def socket_path(address: str) -> Path | None:
     """Return the path of a unix:///path address; None for host:port."""
     return Path(address.removeprefix("unix://")) if address.startswith("unix://") else None
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Return the host, without brackets, and the port of a host:port address. Raises ValueError."""
+    match = _HOST_PORT.fullmatch(address)
+    if match is None or not 0 < int(match["port"]) < 1 << 16:
+        raise ValueError(f"{address!r} is not host:port")
+    return match["ip_v6"] or match["host"], int(match["port"])
 
 
 def host_of(address: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib.util import find_spec
 from typing import Annotated, Literal, Self
 
@@ -10,14 +9,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 
 from text_generation_proto.access import ShardAccess
 from text_generation_proto.settings import ChildConfig, HangSettings
-from text_generation_proto.sockets import is_local, socket_path
+from text_generation_proto.sockets import is_local, socket_path, split_host_port
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 DType = Literal["float16", "bfloat16", "float32"]
-
-NEEDS_TLS = "other machines reach {}: give --shard-tls-cert, --shard-tls-key and --shard-tls-ca, or --insecure"
-"""The error for an address without TLS."""
 
 
 class ShardSettings(HangSettings, ShardAccess):
@@ -79,6 +75,13 @@ class ShardSettings(HangSettings, ShardAccess):
     """Echo engine: a step never ends when a sequence in it would repeat this token id, unless it has new tokens from another
     replica."""
 
+    def check_tls(self, address: str) -> None:
+        """Raise ValueError if other machines reach `address` without TLS, unless `insecure` allows that."""
+        if not is_local(address) and not self.shard_tls_cert and not self.insecure:
+            raise ValueError(
+                f"other machines reach {address}: give --shard-tls-cert, --shard-tls-key and --shard-tls-ca, or --insecure"
+            )
+
 
 class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-shard"):
     """Serve one engine on one device over gRPC."""
@@ -105,16 +108,19 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     def _check_group(self) -> Self:
         if self.rank >= self.world_size:
             raise ValueError(f"`rank`({self.rank}) must be < `world_size`({self.world_size})")
-        has_address = socket_path(self.group_address) is not None or re.fullmatch(r".+:\d+", self.group_address)
-        if self.world_size > 1 and not has_address:
-            raise ValueError(f"`world_size` is {self.world_size}: `group_address` must be unix:///path or host:port")
+        if self.world_size > 1 and socket_path(self.group_address) is None:
+            try:
+                split_host_port(self.group_address)
+            except ValueError:
+                raise ValueError(
+                    f"`world_size` is {self.world_size}: `group_address` must be unix:///path or host:port"
+                ) from None
         return self
 
     @model_validator(mode="after")
     def _check_address(self) -> Self:
         for address in (self.address, *((self.group_address,) if self.world_size > 1 else ())):
-            if not is_local(address) and not self.shard_tls_cert and not self.insecure:
-                raise ValueError(NEEDS_TLS.format(address))
+            self.check_tls(address)
         return self
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from text_generation_proto.sockets import split_host_port
 from text_generation_router.discovery.dns import DnsSource
 from text_generation_router.discovery.file import FileSource
 from text_generation_router.discovery.kubernetes import KubernetesApi, KubernetesSource
@@ -22,8 +23,7 @@ def parse_source(text: str) -> Source:
     kind, _, rest = text.partition("://")
     match kind:
         case "dns":
-            name, _, port = check_address(rest).rpartition(":")
-            return DnsSource(name.strip("[]"), int(port))
+            return DnsSource(*split_host_port(check_address(rest)))
         case "file":
             if not rest.startswith("/"):
                 raise ValueError(f"{text!r}: expected file:///path")

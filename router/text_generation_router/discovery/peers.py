@@ -18,7 +18,7 @@ from contextlib import suppress
 import aiohttp
 import structlog
 
-from text_generation_proto.sockets import join_host_port
+from text_generation_proto.sockets import host_of, join_host_port
 from text_generation_router.discovery.assign import assign
 from text_generation_router.discovery.source import Address, Source
 
@@ -114,10 +114,9 @@ class SharedShards:
 
 def is_here(address: Address, port: int) -> bool:
     """Return True if `address` is `port` at an IP address of this machine."""
-    host, _, number = address.rpartition(":")
-    if number != str(port):
+    if not address.endswith(f":{port}"):
         return False
-    host = host.strip("[]")
+    host = host_of(address)
     with (
         suppress(OSError),
         socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe,

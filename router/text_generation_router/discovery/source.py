@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 import structlog
 
-from text_generation_proto.sockets import socket_path
+from text_generation_proto.sockets import socket_path, split_host_port
 
 Address = str
 """unix:///path or host:port; an IPv6 address in brackets."""
-_HOST_PORT = re.compile(
-    r"(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_.])?):([0-9]{1,5})", re.ASCII
-)
 
 log = structlog.get_logger()
 
@@ -36,11 +32,11 @@ async def known(source: Source) -> AsyncIterator[frozenset[Address] | None]:
 
 def check_address(text: str) -> Address:
     """Return the address that `text` is. Raises ValueError."""
-    if socket_path(text) is not None:
-        return text
-    match = _HOST_PORT.fullmatch(text)
-    if match is None or not 0 < int(match[1]) < 1 << 16:
-        raise ValueError(f"{text!r} is no address: expected host:port or unix:///path")
+    if socket_path(text) is None:
+        try:
+            split_host_port(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is no address: expected host:port or unix:///path") from None
     return text
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from text_generation_proto.sockets import PRIVATE_FOLDER_PREFIX, SocketInUse, claim_socket, remove_socket, socket_path
+from text_generation_proto.sockets import (
+    PRIVATE_FOLDER_PREFIX,
+    SocketInUse,
+    claim_socket,
+    join_host_port,
+    remove_socket,
+    socket_path,
+    split_host_port,
+)
 
 
 @pytest.fixture
@@ -26,6 +34,19 @@ def stale_socket(path: Path) -> Path:
 def test_only_unix_addresses_have_a_path() -> None:
     assert socket_path("unix:///tmp/x") == Path("/tmp/x")
     assert socket_path("127.0.0.1:5000") is None
+
+
+@pytest.mark.parametrize(("host", "port"), [("10.0.0.1", 1), ("head.set", 65535), ("::1", 80), ("fe80::1%eth0", 80)])
+def test_an_address_is_split_into_the_host_and_port_it_was_joined_of(host: str, port: int) -> None:
+    assert split_host_port(join_host_port(host, port)) == (host, port)
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", ":80", "a:0", "a:65536", "a:x", "::1:80", "[x]:80", "a b:80", "a:80\n"]
+)
+def test_other_texts_are_no_host_and_port(address: str) -> None:
+    with pytest.raises(ValueError, match="is not host:port"):
+        split_host_port(address)
 
 
 def test_claim_socket_removes_a_stale_socket(folder: Path) -> None:

@@ -24,7 +24,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from text_generation_proto.sockets import socket_path
+from text_generation_proto.sockets import socket_path, split_host_port
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.parallel.channel import (
@@ -37,7 +37,6 @@ from text_generation_shard.engines.torch.parallel.channel import (
 from text_generation_shard.engines.torch.parallel.meeting import (
     accept_hosts,
     connect_to_host,
-    host_and_port,
     listen,
     network_interface,
 )
@@ -181,7 +180,7 @@ def _meet(
     timeout = JOIN_HOSTS_TIMEOUT if timeout is None else timeout
     if not config.shard_token:
         raise EngineError(f"a group that meets at {address} needs a token: set the same SHARD_TOKEN on all hosts")
-    host, _ = host_and_port(address)
+    host, _ = split_host_port(address)
     if tp.rank == 0:
         return accept_hosts(address, size, timeout, config), host
     return connect_to_host(address, tp.rank, size, timeout, config), host

@@ -32,6 +32,7 @@ from contextvars import copy_context
 import structlog
 
 from text_generation_proto.access import ShardAccess
+from text_generation_proto.sockets import split_host_port
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.parallel.channel import (
     GREETING,
@@ -59,14 +60,6 @@ _PROOF_BYTES = 32
 log = structlog.get_logger()
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Return the parts of a host:port address. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ValueError(f"{address!r} is not host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
 def accept_hosts(address: str, size: int, timeout: float, access: ShardAccess) -> LeaderChannel:
     """Listen at `address` until `size` - 1 ranks have connected. Raises EngineError after `timeout` seconds."""
     until = time.monotonic() + timeout
@@ -74,7 +67,7 @@ def accept_hosts(address: str, size: int, timeout: float, access: ShardAccess) -
     followers: dict[int, socket.socket] = {}
     try:
         tls = _server_tls(access)
-        listener = listen(host_and_port(address))
+        listener = listen(split_host_port(address))
     except OSError as error:
         raise EngineError(f"cannot listen at {address} for the group: {error}") from error
     meeting = _MeetingListener(listener, access.shard_token, tls, arrived)
@@ -100,7 +93,7 @@ def accept_hosts(address: str, size: int, timeout: float, access: ShardAccess) -
 def connect_to_host(address: str, rank: int, size: int, timeout: float, access: ShardAccess) -> FollowerChannel:
     """Connect to the leader at `address` as `rank` of `size`. Raises EngineError after `timeout` seconds."""
     until = time.monotonic() + timeout
-    target = host_and_port(address)
+    target = split_host_port(address)
     while True:
         try:
             return FollowerChannel(_introduce(target, rank, size, access))

@@ -12,6 +12,7 @@ import pytest
 from certificates import write_certificates
 
 from text_generation_proto.access import ShardAccess
+from text_generation_proto.sockets import split_host_port
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.parallel import meeting
 from text_generation_shard.engines.torch.parallel.channel import GroupBroken, LeaderChannel
@@ -41,7 +42,7 @@ def stranger(address: str, *sends: bytes) -> socket.socket:
     """Return a connection to the meeting, once rank 0 listens, that has sent this."""
     while True:
         try:
-            connection = socket.create_connection(meeting.host_and_port(address), timeout=SOON)
+            connection = socket.create_connection(split_host_port(address), timeout=SOON)
         except ConnectionRefusedError:
             continue
         for message in sends:
@@ -71,7 +72,7 @@ def test_members_meet_and_talk_among_strangers(
             follower.answer(number)
         assert leader.result().gather() == [0, 1]
     with pytest.raises(ConnectionRefusedError):  # complete: rank 0 listens no more
-        socket.create_connection(meeting.host_and_port(address), timeout=SOON)
+        socket.create_connection(split_host_port(address), timeout=SOON)
     for channel in (leader.result(), *followers):
         channel.close()
 
