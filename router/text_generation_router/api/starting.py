@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from text_generation_router.api.http.dialects import dialect_of_path, error_response
 from text_generation_router.errors import Unhealthy
 
 
@@ -14,10 +15,9 @@ def create_starting_app() -> web.Application:
         return web.Response()
 
     async def refuse(request: web.Request) -> web.StreamResponse:
-        error = Unhealthy("no shard has joined yet")
-        return web.json_response(
-            {"error": str(error), "error_type": error.error_type}, status=503, headers={"Connection": "close"}
-        )
+        response = error_response(dialect_of_path(request.path), Unhealthy("no shard has joined yet"))
+        response.force_close()
+        return response
 
     app = web.Application()
     app.router.add_get("/health/live", live)

@@ -39,10 +39,6 @@ WAIT_TOLERANCE = 1.5
 log = structlog.get_logger()
 
 
-def _nothing() -> None:
-    """Do nothing: there are no members yet."""
-
-
 class Cluster:
     """The replicas, and the listeners of their requests."""
 
@@ -61,7 +57,8 @@ class Cluster:
         self._by_number: dict[int, ShardMember] = {}
         self._wanted: frozenset[str] | None = None
         """The addresses of the shards that are to be driven; None if none is known."""
-        self._reconcile: Callable[[], None] = _nothing
+        self._reconcile: Callable[[], None]
+        """Starts and stops members so that they become the wanted ones; set by `run`."""
         self._deadlines = asyncio.Event()
         """Set when there may be an earlier deadline than the one waited for."""
         self._opened = asyncio.Event()
