@@ -16,6 +16,9 @@ from text_generation_proto.settings import ProcessConfig
 TOKEN_KEY = "x-shard-token"
 """Metadata key of the token."""
 
+MAX_TOKEN_BYTES = 4096
+"""Bytes of the file with the token; gRPC refuses calls with more than 8 kB of metadata."""
+
 
 class ShardAccess(ProcessConfig):
     """The settings for access to shards. `ShardAccess()` reads them from the environment."""
@@ -24,7 +27,8 @@ class ShardAccess(ProcessConfig):
     """Token that every gRPC call to a shard must carry. The launcher makes a random one by default. A shard started alone
     without a token accepts every call. Use SHARD_TOKEN in the environment: command lines are visible to all users."""
     shard_token_file: str = ""
-    """File with the token, such as a credential of systemd or a Secret of Kubernetes. It replaces shard_token."""
+    """File with the token, such as a credential of systemd or a Secret of Kubernetes. It replaces shard_token. A
+    pipe is read to its end: `<(command)` of a shell is possible."""
     shard_tls_cert: str = ""
     """PEM file with the certificate chain of both sides of connections to shards over TCP (mutual TLS). Files that change
     are read again."""
@@ -43,10 +47,16 @@ class ShardAccess(ProcessConfig):
         if not file:
             return settings
         try:
-            token = Path(str(file)).read_text(encoding="ascii").strip()
+            with Path(str(file)).open("rb") as opened:
+                content = opened.read(MAX_TOKEN_BYTES + 1)
+            token = content.decode("ascii").strip()
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or "it has characters that are not ASCII"
             raise ValueError(f"--shard-token-file (or SHARD_TOKEN_FILE): {file} cannot be read: {reason}") from None
+        if len(content) > MAX_TOKEN_BYTES:
+            raise ValueError(
+                f"--shard-token-file (or SHARD_TOKEN_FILE): {file} is larger than {MAX_TOKEN_BYTES:,} bytes"
+            )
         if not token:
             raise ValueError(f"--shard-token-file (or SHARD_TOKEN_FILE): {file} is empty")
         return settings | {"shard_token": token, "shard_token_file": ""}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -193,10 +194,16 @@ def test_the_token_for_the_shards_comes_from_a_file(tmp_path: Path, capsys: pyte
     file.write_text("secret-token\n")
     config = read_config([*MODEL, "--shard-token-file", str(file)], {})
     assert (config.shard_token, config.shard_token_file) == ("secret-token", "")
+    read_end, write_end = os.pipe()  # as a shell's <(command)
+    with os.fdopen(read_end):
+        with os.fdopen(write_end, "w") as pipe:
+            pipe.write("piped-token\n")
+        assert read_config([*MODEL, f"--shard-token-file=/dev/fd/{read_end}"], {}).shard_token == "piped-token"
     for content, reason in (
         (b"\n", "is empty"),
         (b"t\xc3\xb6", "not ASCII"),
         (b"two words", "--shard-token (or SHARD_TOKEN)"),
+        (b"t" * 4097, "is larger than 4,096 bytes"),
     ):
         file.write_bytes(content)
         message = usage_error(capsys, *MODEL, "--shard-token-file", str(file))
