@@ -60,7 +60,7 @@ def by_average(read: Callable[[Load], float], target: float) -> Rule:
 
 
 @dataclass(slots=True)
-class _Place:
+class _ScaledReplica:
     """One replica that may run."""
 
     number: int
@@ -73,10 +73,10 @@ class _Place:
 class Autoscaler:
     """Starts, drains and stops the replicas of a scheduler."""
 
-    def __init__(self, rules: Sequence[Rule], scheduler: Scheduler, places: int) -> None:
+    def __init__(self, rules: Sequence[Rule], scheduler: Scheduler, max_replicas: int) -> None:
         self._rules = rules
         self._scheduler = scheduler
-        self._places = [_Place(0, started=0.0, serving=True), *map(_Place, range(1, places))]
+        self._replicas = [_ScaledReplica(0, started=0.0, serving=True), *map(_ScaledReplica, range(1, max_replicas))]
         """By number. The first one serves from the start."""
         self._proposals: deque[tuple[float, int]] = deque()
         self._steps: deque[tuple[float, float]] = deque([(0.0, 0.0)])
@@ -87,26 +87,26 @@ class Autoscaler:
 
     def replica_seconds(self, now: float) -> float:
         """Return the time that replicas ran, in sum."""
-        return self._stopped_s + sum(now - place.started for place in self._places if place.started is not None)
+        return self._stopped_s + sum(now - replica.started for replica in self._replicas if replica.started is not None)
 
     def step(self, now: float, step_s: float) -> tuple[list[int], list[int]]:
         """Decide; `step_s` is the step time of all replicas so far. Return the replicas to open and those to close."""
         opened, closed = [], []
-        for place in self._places:
-            if place.started is None:
+        for replica in self._replicas:
+            if replica.started is None:
                 continue
-            if not place.serving and now >= place.started + START_UP_S:
-                place.serving = True
-                opened.append(place.number)
-            elif place.draining and not self._occupied(place.number):
-                self._stop(place, now)
-                closed.append(place.number)
+            if not replica.serving and now >= replica.started + START_UP_S:
+                replica.serving = True
+                opened.append(replica.number)
+            elif replica.draining and not self._occupied(replica.number):
+                self._stop(replica, now)
+                closed.append(replica.number)
         self._scale(now, self._load(now, step_s))
         return opened, closed
 
-    def _stop(self, place: _Place, now: float) -> None:
-        self._stopped_s += now - (place.started or 0.0)
-        self._places[place.number] = _Place(place.number)
+    def _stop(self, replica: _ScaledReplica, now: float) -> None:
+        self._stopped_s += now - (replica.started or 0.0)
+        self._replicas[replica.number] = _ScaledReplica(replica.number)
 
     def _occupied(self, number: int) -> bool:
         replica = self._scheduler.replicas[number]
@@ -122,21 +122,21 @@ class Autoscaler:
         return Load(stats.serving_replicas, stats.waiting, stats.queue_seconds, stats.busy_ratio, cpu_use)
 
     def _scale(self, now: float, load: Load) -> None:
-        proposal = max(1, min(len(self._places), max(rule(load) for rule in self._rules)))
+        proposal = max(1, min(len(self._replicas), max(rule(load) for rule in self._rules)))
         self._proposals.append((now, proposal))
         while self._proposals[0][0] < now - DOWN_WINDOW_S:
             self._proposals.popleft()
-        running = [place for place in self._places if place.started is not None and not place.draining]
+        running = [replica for replica in self._replicas if replica.started is not None and not replica.draining]
         if proposal > len(running) and now >= self._added_at + UP_S:
             self._added_at = now
-            idle = [place for place in self._places if place.started is None]
-            for place in idle[: min(proposal - len(running), max(2, len(running)))]:
-                place.started = now
+            idle = [replica for replica in self._replicas if replica.started is None]
+            for replica in idle[: min(proposal - len(running), max(2, len(running)))]:
+                replica.started = now
         elif max(number for _, number in self._proposals) < len(running) and now >= self._removed_at + DOWN_S:
             self._removed_at = now
-            place = max(running, key=lambda place: (not place.serving, place.number))
-            if place.serving:
-                place.draining = True
-                self._scheduler.drain(place.number)
+            replica = max(running, key=lambda replica: (not replica.serving, replica.number))
+            if replica.serving:
+                replica.draining = True
+                self._scheduler.drain(replica.number)
             else:
-                self._stop(place, now)
+                self._stop(replica, now)
