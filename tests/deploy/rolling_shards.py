@@ -11,7 +11,7 @@ import asyncio
 import sys
 
 import aiohttp
-from servers import Answer, split, stream
+from servers import split, streaming_clients
 
 SHARDS, STREAMS, NEW_TOKENS = 3, 12, 300
 LONGEST_GAP_S = 1.0
@@ -24,21 +24,11 @@ async def main() -> int:
     parser.add_argument("--drain-timeout", type=float, default=0.0)
     options = parser.parse_args()
     flags = ("--echo-step-ms=10", f"--drain-timeout={options.drain_timeout}")
-    answers: list[Answer] = []
-    over = asyncio.Event()
     async with split(SHARDS, shard_flags=flags) as server, aiohttp.ClientSession() as session:
-
-        async def client(number: int) -> None:
-            while not over.is_set():
-                answers.append(await stream(session, server.url, f"client {number} says ", NEW_TOKENS))
-
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(STREAMS):
-                tasks.create_task(client(number))
+        async with streaming_clients(session, server.url, STREAMS, NEW_TOKENS) as answers:
             await asyncio.sleep(1)
             for restart in range(options.rounds * SHARDS):
                 await server.restart(restart % SHARDS)
-            over.set()
         async with session.get(f"{server.url}/metrics") as response:
             lines = (await response.text()).splitlines()
     moves = next(float(line.split()[1]) for line in lines if line.startswith("text_generation_request_moves_total "))

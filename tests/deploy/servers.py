@@ -191,6 +191,25 @@ async def stream(session: aiohttp.ClientSession, url: str, prompt: str, new_toke
     return answer
 
 
+@asynccontextmanager
+async def streaming_clients(
+    session: aiohttp.ClientSession, url: str, clients: int, new_tokens: int
+) -> AsyncIterator[list[Answer]]:
+    """Let clients read one stream after the other while the block runs; yield their answers, complete after the block."""
+    answers: list[Answer] = []
+    over = asyncio.Event()
+
+    async def client(number: int) -> None:
+        while not over.is_set():
+            answers.append(await stream(session, url, f"client {number} says ", new_tokens))
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(clients):
+            tasks.create_task(client(number))
+        yield answers
+        over.set()
+
+
 async def until_open(session: aiohttp.ClientSession, url: str, path: str = "/health") -> None:
     """Wait until the server answers 200."""
     async with asyncio.timeout(START_S):

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import aiohttp
-from servers import Answer, split, stream, tls_arguments, write_certificates
+from servers import split, stream, streaming_clients, tls_arguments, write_certificates
 
 from text_generation_proto.access import ShardAccess
 
@@ -26,26 +26,18 @@ BAR = 1.1
 
 async def rotate(access: ShardAccess, folder: Path) -> str:
     """Replace the certificates under streams, and restart the shards; return the problem."""
-    flags, answers, over = tls_arguments(access), list[Answer](), asyncio.Event()
+    flags = tls_arguments(access)
     async with (
         split(
             2, shard_flags=("--echo-step-ms=10", *flags), router_flags=flags, tcp=True, environ=access.environ
         ) as server,
         aiohttp.ClientSession() as session,
+        streaming_clients(session, server.url, STREAMS, NEW_TOKENS) as answers,
     ):
-
-        async def client(number: int) -> None:
-            while not over.is_set():
-                answers.append(await stream(session, server.url, f"client {number} says ", NEW_TOKENS))
-
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(STREAMS):
-                tasks.create_task(client(number))
-            for shard in (0, 1, 0):
-                await asyncio.sleep(1)
-                await asyncio.to_thread(write_certificates, folder)
-                await server.restart(shard)
-            over.set()
+        for shard in (0, 1, 0):
+            await asyncio.sleep(1)
+            await asyncio.to_thread(write_certificates, folder)
+            await server.restart(shard)
     wrong = [answer for answer in answers if not answer.is_right(NEW_TOKENS)]
     print(f"3 new CAs, 3 restarts: {len(wrong)} of {len(answers)} streams failed")
     return "; ".join(answer.error or "a wrong text" for answer in wrong)

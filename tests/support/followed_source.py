@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
+from text_generation_router.discovery.peers import SharedShards
 from text_generation_router.discovery.source import Source
 
 
@@ -24,13 +25,13 @@ class Followed:
 
 
 @asynccontextmanager
-async def followed(source: Source) -> AsyncIterator[Followed]:
+async def followed(source: Source | SharedShards) -> AsyncIterator[Followed]:
     record = Followed()
 
     async def follow() -> None:
         async with aclosing(source.members()) as members:  # type: ignore[type-var]
             async for each in members:
-                record.sets.append(each)
+                record.sets.append(each or frozenset())
                 record.changed.set()
 
     async with asyncio.TaskGroup() as tasks:

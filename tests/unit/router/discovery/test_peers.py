@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
-from followed_source import Followed
+from followed_source import Followed, followed
 from http_stack import until
 
 from text_generation_router.api.starting import create_starting_app
@@ -31,18 +31,10 @@ async def answering(port: int = 0) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def driven(shared: SharedShards) -> AsyncIterator[Followed]:
-    record = Followed()
-
-    async def follow() -> None:
-        async with aclosing(shared.members()) as members:  # type: ignore[type-var]
-            async for each in members:
-                record.sets.append(each or frozenset())
-
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(shared.run()), tasks.create_task(follow())]
+    async with asyncio.TaskGroup() as tasks, followed(shared) as record:
+        running = tasks.create_task(shared.run())
         yield record
-        for task in running:
-            task.cancel()
+        running.cancel()
 
 
 async def test_routers_share_the_shards_and_take_over_those_of_one_that_does_not_answer() -> None:
