@@ -230,8 +230,11 @@ async def test_a_server_that_leaves_is_unready_and_serves_until_load_balancers_h
 ) -> None:
     body = {"inputs": "a b", "parameters": {"max_new_tokens": 3}}
     flags = ("--echo-step-ms", "5", "--shutdown-delay", "2", "--drain-timeout", "1", "-g", "1")
+    long = {"inputs": "a b", "parameters": {"max_new_tokens": 900}}
     with running(demo_model, *flags) as stack:
         loop = asyncio.get_running_loop()
+        # The router drains until this stream ends: in that time it refuses others by name.
+        stream = await session.post(f"{stack.url}/generate_stream", json=long)
         stack.launcher.send_signal(signal.SIGTERM)
         left = loop.time()
         await asyncio.to_thread(stack.wait_for, "not ready, still accepting", "router")
@@ -245,6 +248,7 @@ async def test_a_server_that_leaves_is_unready_and_serves_until_load_balancers_h
         assert len(answers) > 10
         assert set(answers[:-1]) == {(503, 200, "close")}
         assert answers[-1] == (503, 503, "close")
+        stream.close()
         assert await asyncio.to_thread(stack.wait) == 0
 
 

@@ -37,6 +37,7 @@ async def test_shards_start_before_the_router_and_outlive_it(server: FakeServer)
         await server.wait_for("router-stops")
         server.kill(0)
         await server.log.next("shard serves again")
+        await server.wait_for("shard-0 serves")
         await asyncio.to_thread(drained.write_text, "")
         await server.wait_for("shard-0 stops")
     starts = [["shard-listens", f"shard-0 serves {pid}"] for pid in (first, server.pids["shard-0"])]
