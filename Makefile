@@ -12,7 +12,11 @@ PY := $(BIN)/python
 STAMP := $(VENV)/.installed
 # Packages for GPUs are installed only if there is a GPU.
 EXTRAS := torch,dev$(if $(wildcard /dev/nvidiactl),$(shell echo ,cuda))
+# A demo model by its name, or a folder: make run MODEL=gemma3-270m.
 MODEL := .cache/models/SmolLM2-135M-Instruct
+ifeq ($(MODEL),gemma3-270m)
+override MODEL := .cache/models/gemma3-270m
+endif
 NODE := .cache/node
 PROTOS := text_generation_proto/v1/shard.proto \
 	text_generation_proto/gateway/trtllm_service.proto text_generation_proto/gateway/common.proto
@@ -41,11 +45,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 .PHONY: model
-model: $(STAMP) ## Download and convert the demo model, SmolLM2-135M-Instruct
+model: $(STAMP) ## Download and convert the demo model, SmolLM2-135M-Instruct (MODEL=gemma3-270m: Gemma 3 270M)
 	@$(PY) scripts/prepare_demo_model.py $(MODEL)
 
 .PHONY: run
-run: model ## Serve the demo model on 127.0.0.1:3000 (PORT=…, ARGS="…")
+run: model ## Serve the demo model on 127.0.0.1:3000 (MODEL=gemma3-270m or a folder, PORT=…, ARGS="…")
 	@$(PY) scripts/run_demo.py --model-id $(MODEL) --hostname 127.0.0.1 --port $(PORT) $(ARGS)
 
 .PHONY: node-packages
@@ -218,8 +222,8 @@ bench-scheduling: model ## Measure the effect of scheduling on clients (ARGS="ch
 
 # Another load generator: LOAD=…, with the arguments and output of bench/text_generation_bench/stream_load.py.
 LOAD ?=
-# A model given on the command line is not downloaded.
-MADE := $(if $(filter file,$(origin MODEL)),model,$(STAMP))
+# A folder given on the command line is not made.
+MADE := $(if $(filter file override,$(origin MODEL)),model,$(STAMP))
 
 .PHONY: bench-gpu
 bench-gpu: $(MADE) ## Measure the torch engine on a GPU (MODEL=folder ARGS="--shape llama-8b --streams 1,32 --num-shard 2 …")

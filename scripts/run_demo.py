@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from prepare_demo_model import MODELS
+
 READY = re.compile(rb"\] ready .*process=launcher .*url=(?P<url>\S+)")
-PROMPT = "<|im_start|>user\\nWhat is the capital of France?<|im_end|>\\n<|im_start|>assistant\\n"
+PROMPT = "The capital of France is"
+"""For a model that is not a demo model."""
 
 
 def main() -> int:
@@ -23,6 +26,8 @@ def main() -> int:
     launcher = Path(sys.executable).with_name("text-generation-launcher")
     # In its own process group: it gets exactly one signal per Ctrl-C, the one forwarded below.
     command = [str(launcher), *sys.argv[1:]]
+    folder = Path(sys.argv[sys.argv.index("--model-id") + 1])
+    prompt = MODELS[folder.name].prompt if folder.name in MODELS else PROMPT
     with foreground(), subprocess.Popen(command, stderr=subprocess.PIPE, process_group=0) as process:
         assert process.stderr is not None
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -31,13 +36,13 @@ def main() -> int:
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
             if match := READY.search(line):
-                print(how_to_call(match["url"].decode()), flush=True)
+                print(how_to_call(match["url"].decode(), prompt), flush=True)
         return process.wait()
 
 
-def how_to_call(url: str) -> str:
+def how_to_call(url: str, prompt: str) -> str:
     """Return a curl command."""
-    body = f'{{"inputs": "{PROMPT}", "parameters": {{"max_new_tokens": 32}}}}'
+    body = f'{{"inputs": "{prompt}", "parameters": {{"max_new_tokens": 32}}}}'
     return f"\nReady. In another terminal:\n\n  curl {url}/generate -H 'Content-Type: application/json' \\\n    -d '{body}'\n"
 
 
