@@ -44,14 +44,8 @@ def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine
     keep_freed_memory()
     executor = CpuExecutor(
         _decoder(config, model_config, device, info.dtype),
-        model_config,
-        CacheShape(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            device=device,
-            dtype=getattr(torch, info.dtype),
-        ),
+        CacheShape(model_config.layer_shapes(), device, getattr(torch, info.dtype)),
+        info.max_sequence_length,
         info.max_slots,
         config.cpu_memory_fraction,
     )

@@ -10,67 +10,85 @@ sequence is padded to the length of another, it reads its own last block again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.step.sequence import StepRow
 
 BLOCK_SIZE = 16
 """Tokens in a block."""
 
 
+WriteIndex = Mapping[int, Tensor]
+"""The index that `PagedKVCache.write` needs, by the number of KV heads of the layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Shape and dtype of the KV cache."""
+    """Shape of the KV cache, layer by layer, and its dtype."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerShape, ...]
     device: torch.device
     dtype: torch.dtype
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * BLOCK_SIZE * self.head_dim * self.dtype.itemsize
+        head_dims = sum(layer.num_kv_heads * layer.head_dim for layer in self.layers)
+        return 2 * BLOCK_SIZE * head_dims * self.dtype.itemsize
 
 
 class PagedKVCache:
-    """The pool of blocks, numbered 0 <= block < num_blocks."""
+    """The pool of blocks, numbered 0 <= block < num_blocks. Layers of the same shape share one tensor."""
 
     def __init__(self, shape: CacheShape, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.pairs_per_block = 2 * shape.num_kv_heads
-        """(key or value, KV head) pairs in a block."""
+        sizes = [(layer.num_kv_heads, layer.head_dim) for layer in shape.layers]
+        self._num_kv_heads = [num_kv_heads for num_kv_heads, _ in sizes]
         # Not zeroed: every block is written or cleared before it is read, and on CPU an unused block is never committed.
-        self._pool = torch.empty(
-            shape.num_layers,
-            num_blocks,
-            self.pairs_per_block * BLOCK_SIZE * shape.head_dim,
-            device=shape.device,
-            dtype=shape.dtype,
-        )
-        self._tokens = [layer.view(-1, shape.head_dim) for layer in self._pool]
-        self._pairs = [layer.view(-1, BLOCK_SIZE * shape.head_dim) for layer in self._pool]
-        device = shape.device
-        self._pair_offsets = torch.arange(self.pairs_per_block, device=device) * BLOCK_SIZE
-        self._head_offsets = torch.arange(self.pairs_per_block, device=device).view(2, 1, shape.num_kv_heads, 1)
+        self.pools = {
+            (num_kv_heads, head_dim): torch.empty(
+                sizes.count((num_kv_heads, head_dim)),
+                num_blocks,
+                2 * num_kv_heads * BLOCK_SIZE * head_dim,
+                device=shape.device,
+                dtype=shape.dtype,
+            )
+            for num_kv_heads, head_dim in dict.fromkeys(sizes)
+        }
+        """[layers, blocks, numbers of a block] for each pair of KV heads and head_dim."""
+        layers = [self.pools[size][sizes[:index].count(size)] for index, size in enumerate(sizes)]
+        self._tokens = [layer.view(-1, head_dim) for layer, (_, head_dim) in zip(layers, sizes, strict=True)]
+        self._pairs = [
+            layer.view(-1, BLOCK_SIZE * head_dim) for layer, (_, head_dim) in zip(layers, sizes, strict=True)
+        ]
+        self._pair_offsets = {
+            heads: torch.arange(2 * heads, device=shape.device) * BLOCK_SIZE for heads in set(self._num_kv_heads)
+        }
+        self._head_offsets = {
+            heads: torch.arange(2 * heads, device=shape.device).view(2, 1, heads, 1)
+            for heads in set(self._num_kv_heads)
+        }
 
-    def write_index(self, blocks: Tensor, offsets: Tensor) -> Tensor:
+    def write_index(self, blocks: Tensor, offsets: Tensor) -> WriteIndex:
         """Return the index that `write` needs for tokens [tokens], each at an offset of a block."""
-        first = blocks * (self.pairs_per_block * BLOCK_SIZE) + offsets
-        return (first.unsqueeze(1) + self._pair_offsets).flatten()
+        return {
+            heads: ((blocks * (2 * heads * BLOCK_SIZE) + offsets).unsqueeze(1) + pairs).flatten()
+            for heads, pairs in self._pair_offsets.items()
+        }
 
-    def write(self, layer: int, index: Tensor, keys_values: Tensor) -> None:
+    def write(self, layer: int, index: WriteIndex, keys_values: Tensor) -> None:
         """Store `keys_values` [tokens, 2 · KV heads, head_dim], keys first."""
         tokens = self._tokens[layer]
-        tokens.index_copy_(0, index, keys_values.reshape(-1, tokens.shape[1]))
+        tokens.index_copy_(0, index[self._num_kv_heads[layer]], keys_values.reshape(-1, tokens.shape[1]))
 
-    def read_index(self, blocks: Tensor) -> Tensor:
-        """Return the index that `read` needs for block tables [sequences, blocks]."""
-        return (blocks.unsqueeze(1) * self.pairs_per_block + self._head_offsets).flatten()
+    def read_index(self, blocks: Tensor, num_kv_heads: int) -> Tensor:
+        """Return the index that `read` needs for block tables [sequences, blocks], in layers with that many KV heads."""
+        return (blocks.unsqueeze(1) * (2 * num_kv_heads) + self._head_offsets[num_kv_heads]).flatten()
 
     def read(self, layer: int, index: Tensor, out: Tensor) -> None:
         """Copy keys and values to `out`, which has the layout [2, sequences, KV heads, tokens, head_dim]."""
@@ -79,7 +97,8 @@ class PagedKVCache:
 
     def clear(self, blocks: Tensor) -> None:
         """Zero the given blocks in every layer."""
-        self._pool.index_fill_(1, blocks, 0.0)
+        for pool in self.pools.values():
+            pool.index_fill_(1, blocks, 0.0)
 
 
 class BlockTables:

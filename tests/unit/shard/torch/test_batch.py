@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_proto.values import Sampling, Stopping
+from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.cpu.batch import (
     GROUP_COST,
     MAX_GROUP_KEYS,
@@ -35,7 +36,7 @@ def make_batch(sizes: list[tuple[int, int]], window: int | None = None) -> tuple
     for slot, (start, length) in enumerate(sizes):
         rows.append(a_row(slot, start, length, first_block))
         first_block += len(rows[-1].sequence.blocks)
-    cache = PagedKVCache(CacheShape(1, 1, 2, CPU, torch.float32), first_block)
+    cache = PagedKVCache(CacheShape((LayerShape(1, 1, 2),), CPU, torch.float32), first_block)
     return rows, build_batch(rows, BlockTables(64, 8192, CPU), cache, window, CPU)
 
 
@@ -95,7 +96,7 @@ def test_write_indices_follow_the_block_table() -> None:
     order = [
         index for tiles in batch.offsets for offset, tile in tiles for index in range(offset, offset + tile.length)
     ]
-    assert torch.equal(batch.write_index.view(-1, 2)[order].flatten(), expected)
+    assert torch.equal(batch.write_index[1].view(-1, 2)[order].flatten(), expected)
 
 
 def test_only_blocks_started_and_not_filled_are_cleared() -> None:

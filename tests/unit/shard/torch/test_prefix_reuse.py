@@ -52,14 +52,20 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def driver(engine: TorchEngine) -> Driver:
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
     # A read of a position that was not written gives NaN.
-    engine._executor._cache._pool.fill_(torch.nan)
+    only_pool(engine).fill_(torch.nan)
     return driver
+
+
+def only_pool(engine: TorchEngine) -> Tensor:
+    """Return the KV cache of an engine whose layers have one shape."""
+    (pool,) = engine._executor._cache.pools.values()
+    return pool
 
 
 def blocks_of(driver: Driver, blocks: list[int]) -> Tensor:
     """Return a copy of blocks in every layer."""
     assert isinstance(driver.engine, TorchEngine)
-    return driver.engine._executor._cache._pool[:, blocks].clone()
+    return only_pool(driver.engine)[:, blocks].clone()
 
 
 def without_reuse(driver: Driver, prompts: list[tuple[int, ...]], new: int, sampling: Sampling) -> list[list[int]]:

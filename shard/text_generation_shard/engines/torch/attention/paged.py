@@ -1,22 +1,23 @@
 """Attention of a step over the paged KV cache: one batched matrix product per tile group.
 
 The query heads that share a KV head are folded into the query dimension (grouped-query attention, Ainslie et al. 2023), so
-the keys and values of a KV head are read once. The indices and the mask of a group are the same in all layers with the same
-window, so they are computed once per step. Measured on CPU, plain matrix products are two to four times as fast as
+the keys and values of a KV head are read once. The indices and the mask of a group are the same in all layers of the same
+shape, so they are computed once per step. Measured on CPU, plain matrix products are two to four times as fast as
 `scaled_dot_product_attention`, except for very small inputs, where the launch overhead dominates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.cpu.batch import StepBatch, TileGroup
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, PagedKVCache
-from text_generation_shard.engines.torch.model.config import ModelConfig
 
 FEW_KEYS = 512
 """Up to this many keys in a group of decode rows, one fused call is faster than three products."""
@@ -24,7 +25,7 @@ FEW_KEYS = 512
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Indices and mask of a group for the layers with one window size."""
+    """Indices and mask of a group for the layers of one shape."""
 
     read_index: Tensor
     keys: int
@@ -37,7 +38,7 @@ class _View:
 @dataclass(frozen=True, slots=True)
 class _PlannedGroup:
     group: TileGroup
-    views: dict[int | None, _View]
+    views: dict[LayerShape, _View]
     query_index: Tensor | None
     """[sequences · queries]: the token of the group at each padded position; None without padding."""
     result_index: Tensor | None
@@ -47,53 +48,75 @@ class _PlannedGroup:
 class AttentionPlan:
     """Precomputed attention indices and masks of one step."""
 
-    def __init__(
-        self,
-        batch: StepBatch,
-        tables: BlockTables,
-        cache: PagedKVCache,
-        shape: CacheShape,
-        config: ModelConfig,
-    ) -> None:
+    def __init__(self, batch: StepBatch, tables: BlockTables, cache: PagedKVCache, shape: CacheShape) -> None:
         self._cache = cache
-        self._shape = shape
-        self._share = config.num_heads // config.num_kv_heads
-        self._scale = shape.head_dim**-0.5
-        windows = frozenset(config.windows)
-        self._groups = [self._plan(group, tables, windows) for group in batch.groups]
-        largest = max(view.read_index.numel() for planned in self._groups for view in planned.views.values())
+        self._layers = shape.layers
+        self._device, self._dtype = shape.device, shape.dtype
+        layers = dict.fromkeys(shape.layers)
+        self._groups = [self._plan(group, tables, layers) for group in batch.groups]
+        largest = max(
+            view.read_index.numel() * layer.head_dim
+            for planned in self._groups
+            for layer, view in planned.views.items()
+        )
         # One buffer for all reads of the step: a fresh allocation would be page-faulted in again in every layer.
-        self._buffer = torch.empty(largest * BLOCK_SIZE * shape.head_dim, device=shape.device, dtype=shape.dtype)
+        self._buffer = torch.empty(largest * BLOCK_SIZE, device=shape.device, dtype=shape.dtype)
 
-    def attend(self, queries: Tensor, layer: int, window: int | None) -> Tensor:
-        """Return softmax(q·kᵀ / √head_dim)·v as [tokens, heads · head_dim]; `queries` is [tokens, heads, head_dim]."""
-        results = [self._attend(planned, queries, layer, window) for planned in self._groups]
+    def attend(
+        self, queries: Tensor, layer: int, scale: float, *, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Return softmax(scale · q·kᵀ)·v as [tokens, heads · head_dim]; `queries` is [tokens, heads, head_dim].
+
+        With a `softcap` c the scores s become c·tanh(s / c). `sinks` [heads] are scores of keys without values.
+        """
+        results = [self._attend(planned, queries, layer, scale, softcap, sinks) for planned in self._groups]
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _attend(self, planned: _PlannedGroup, queries: Tensor, layer: int, window: int | None) -> Tensor:
-        group, view = planned.group, planned.views[window]
-        size, kv_heads, head_dim = len(group.tiles), self._shape.num_kv_heads, self._shape.head_dim
+    def _attend(
+        self,
+        planned: _PlannedGroup,
+        queries: Tensor,
+        layer: int,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        shape = self._layers[layer]
+        group, view = planned.group, planned.views[shape]
+        size, kv_heads, head_dim = len(group.tiles), shape.num_kv_heads, shape.head_dim
         own = queries[group.first : group.first + group.tokens]
         buffer = self._buffer[: view.read_index.numel() * BLOCK_SIZE * head_dim]
         self._cache.read(layer, view.read_index, buffer)
         keys, values = buffer.view(2, size, kv_heads, view.keys, head_dim)
-        if group.queries == 1 and size * view.keys <= FEW_KEYS:
+        is_plain = softcap is None and sinks is None
+        if is_plain and group.queries == 1 and size * view.keys <= FEW_KEYS:
             mask = view.mask.view(size, kv_heads, 1, view.keys)[:, :1]
-            fused = functional.scaled_dot_product_attention(own.unsqueeze(2), keys, values, mask, enable_gqa=True)
+            fused = functional.scaled_dot_product_attention(
+                own.unsqueeze(2), keys, values, mask, scale=scale, enable_gqa=True
+            )
             return fused.flatten(1)
         if planned.query_index is not None:
             own = own[planned.query_index]
         # [sequences · KV heads, queries · heads per KV head, head_dim]
-        folded = own.reshape(size, group.queries, kv_heads, self._share, head_dim).transpose(1, 2)
-        folded = folded.reshape(size * kv_heads, group.queries * self._share, head_dim)
-        scores = torch.baddbmm(view.mask, folded, keys.flatten(0, 1).transpose(1, 2), alpha=self._scale)
-        result = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1))
-        result = result.view(size, kv_heads, group.queries, self._share * head_dim).transpose(1, 2)
-        result = result.reshape(size * group.queries, kv_heads * self._share * head_dim)
+        share = shape.num_heads // kv_heads
+        folded = own.reshape(size, group.queries, kv_heads, share, head_dim).transpose(1, 2)
+        folded = folded.reshape(size * kv_heads, group.queries * share, head_dim)
+        keys, values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
+        if softcap is None:
+            scores = torch.baddbmm(view.mask, folded, keys, alpha=scale)
+        else:
+            scores = torch.bmm(folded, keys).mul_(scale / softcap).tanh_().mul_(softcap).add_(view.mask)
+        if sinks is not None:
+            column = sinks.to(scores.dtype).view(1, kv_heads, 1, share).expand(size, -1, group.queries, -1)
+            scores = torch.cat((scores, column.reshape(*scores.shape[:2], 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : view.keys]
+        result = torch.bmm(weights, values)
+        result = result.view(size, kv_heads, group.queries, share * head_dim).transpose(1, 2)
+        result = result.reshape(size * group.queries, kv_heads * share * head_dim)
         return result if planned.result_index is None else result[planned.result_index]
 
-    def _plan(self, group: TileGroup, tables: BlockTables, windows: frozenset[int | None]) -> _PlannedGroup:
-        device = self._shape.device
+    def _plan(self, group: TileGroup, tables: BlockTables, layers: Iterable[LayerShape]) -> _PlannedGroup:
+        device = self._device
         starts, lengths, slots = torch.tensor(
             [(tile.start, tile.length, tile.slot) for tile in group.tiles], device=device
         ).T.unsqueeze(2)
@@ -103,14 +126,14 @@ class AttentionPlan:
         if group.is_padded:
             query_index = (lengths.cumsum(0) - lengths + offsets).flatten()
             result_index = (torch.arange(group.queries, device=device) < lengths).flatten().nonzero().squeeze(1)
-        views = {window: self._view(group, starts + offsets, slots, tables, window) for window in windows}
+        views = {layer: self._view(group, starts + offsets, slots, tables, layer) for layer in layers}
         return _PlannedGroup(group, views, query_index, result_index)
 
     def _view(
-        self, group: TileGroup, positions: Tensor, slots: Tensor, tables: BlockTables, window: int | None
+        self, group: TileGroup, positions: Tensor, slots: Tensor, tables: BlockTables, layer: LayerShape
     ) -> _View:
         """Build the view of a group; `positions` [sequences, queries], `slots` [sequences, 1]."""
-        device = self._shape.device
+        device, window = self._device, layer.window
         first_blocks = [0 if window is None else max(0, tile.start - window + 1) // BLOCK_SIZE for tile in group.tiles]
         end_blocks = [-(-tile.end // BLOCK_SIZE) for tile in group.tiles]
         count = max(end - first for first, end in zip(first_blocks, end_blocks, strict=True))
@@ -124,8 +147,8 @@ class AttentionPlan:
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= key_positions <= query_positions - window
-        mask = torch.zeros(hidden.shape, device=device, dtype=self._shape.dtype).masked_fill_(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, device=device, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
         if group.queries > 1:
-            mask = mask.repeat_interleave(self._share, dim=1)
-        mask = mask.unsqueeze(1).expand(-1, self._shape.num_kv_heads, -1, -1).reshape(-1, *mask.shape[1:])
-        return _View(self._cache.read_index(blocks), keys, mask)
+            mask = mask.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+        mask = mask.unsqueeze(1).expand(-1, layer.num_kv_heads, -1, -1).reshape(-1, *mask.shape[1:])
+        return _View(self._cache.read_index(blocks, layer.num_kv_heads), keys, mask)

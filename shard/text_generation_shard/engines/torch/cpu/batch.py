@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, PagedKVCache
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, PagedKVCache, WriteIndex
 from text_generation_shard.step.sequence import StepRow
 
 TILE_TOKENS = 128
@@ -61,7 +61,7 @@ class StepBatch:
     """[n]"""
     positions: Tensor
     """[n]"""
-    write_index: Tensor
+    write_index: WriteIndex
     """Cache positions of the tokens' keys and values: see `PagedKVCache.write`."""
     entered_blocks: Tensor
     """Blocks that a row starts but does not fill in this step: to be cleared first."""

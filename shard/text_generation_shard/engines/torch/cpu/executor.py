@@ -13,7 +13,6 @@ from text_generation_shard.engines.torch.device import CpuEvent
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape, PagedKVCache
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
-from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.decoder import Decoder
 from text_generation_shard.engines.torch.sampling.sampler import SORTING
 from text_generation_shard.step.sequence import StepRows
@@ -26,16 +25,15 @@ class CpuExecutor:
     threshold_search = SORTING
 
     def __init__(
-        self, model: Decoder, config: ModelConfig, shape: CacheShape, max_slots: int, memory_fraction: float
+        self, model: Decoder, shape: CacheShape, max_sequence_length: int, max_slots: int, memory_fraction: float
     ) -> None:
         self._model = model
-        self._config = config
         self._shape = shape
         self._memory_fraction = memory_fraction
-        widths = [window for window in config.windows if window is not None]
-        self._window = max(widths) if len(widths) == config.num_layers else None
+        widths = [layer.window for layer in shape.layers if layer.window is not None]
+        self._window = max(widths) if len(widths) == len(shape.layers) else None
         self._cache = PagedKVCache(shape, 0)
-        self._block_tables = BlockTables(max_slots, config.max_sequence_length, shape.device)
+        self._block_tables = BlockTables(max_slots, max_sequence_length, shape.device)
 
     @property
     def block_bytes(self) -> int:
@@ -47,7 +45,7 @@ class CpuExecutor:
         batch = build_batch(rows.others, self._block_tables, self._cache, self._window, device)
         if batch.entered_blocks.numel():
             self._cache.clear(batch.entered_blocks)
-        plan = AttentionPlan(batch, self._block_tables, self._cache, self._shape, self._config)
+        plan = AttentionPlan(batch, self._block_tables, self._cache, self._shape)
         started = CpuEvent()
         hidden = self._model.forward(batch, plan, self._cache)
         sampling = [batch.last_token_index(index) for index, row in enumerate(rows.others) if row.samples]

@@ -45,13 +45,7 @@ def build_on_cuda(
     weights = ModelWeights(model_config, group.tp, device, dtype)
     load(config, weights.named_parameters())
     weights.process_weights_after_loading()
-    shape = CacheShape(
-        num_layers=model_config.num_layers,
-        num_kv_heads=weights.num_kv_heads,
-        head_dim=model_config.head_dim,
-        device=device,
-        dtype=dtype,
-    )
+    shape = CacheShape(model_config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, dtype)
     ops = _ops(model_config, weights, shape, info.max_slots)
     runner = Runner(model_config, weights, ops, group, shape, info.max_slots)
     on_cuda = device.type == "cuda"

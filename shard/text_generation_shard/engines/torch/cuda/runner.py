@@ -112,12 +112,14 @@ class Runner:
 
     def _pool(self, num_blocks: int) -> tuple[Tensor, ...]:
         """Allocate the cache: per layer [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]. Zeroed, so it is finite."""
-        shape = self._shape
-        return torch.zeros(
-            (shape.num_layers, num_blocks, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim),
-            dtype=shape.dtype,
-            device=shape.device,
-        ).unbind()
+        return tuple(
+            torch.zeros(
+                (num_blocks, 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim),
+                dtype=self._shape.dtype,
+                device=self._device,
+            )
+            for layer in self._shape.layers
+        )
 
     def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
         """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""

@@ -13,6 +13,7 @@ from reprlib import repr as shortened
 import structlog
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.quantization.schemes import (
     KV_KEYS,
     Fp8Scheme,
@@ -80,6 +81,11 @@ class ModelConfig:
     """For each layer, the number of positions it attends to, including the token's own; None: all."""
     eos_token_ids: tuple[int, ...]
     quantization: Fp8Scheme | None = None
+
+    def layer_shapes(self, num_heads: int = 0, num_kv_heads: int = 0) -> tuple[LayerShape, ...]:
+        """Return the shape of the attention of each layer, for all heads or those of one rank."""
+        heads = num_heads or self.num_heads, num_kv_heads or self.num_kv_heads
+        return tuple(LayerShape(*heads, self.head_dim, window) for window in self.windows)
 
     @property
     def projection_weights(self) -> int:

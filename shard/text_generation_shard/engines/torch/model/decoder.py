@@ -29,8 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class _Layer:
     """Weights of one layer; `named_parameters` returns the parts of fused weights under their checkpoint names."""
 
-    def __init__(self, config: ModelConfig, index: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.window = config.windows[index]
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, inner = config.hidden_size, config.intermediate_size
         self._qkv_sizes = (query_size, kv_size, kv_size)
@@ -77,7 +76,7 @@ class Decoder:
         self._activation = ACTIVATIONS[config.activation]
         self._rope = RotaryEmbedding(config.rope, config.head_dim, device, dtype)
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        self._layers = [_Layer(config, index, device, dtype) for index in range(config.num_layers)]
+        self._layers = [_Layer(config, device, dtype) for _ in range(config.num_layers)]
         self._norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
         self._head = CpuLinear(config.vocab_size, config.hidden_size, device, dtype)
         if config.tie_word_embeddings:
@@ -130,7 +129,7 @@ class Decoder:
             rotated.copy_(functional.rms_norm(rotated, (head_dim,), None, self._config.rms_norm_eps) * layer.head_norms)
         self._rope.rotate(rotated, rotation)
         cache.write(index, batch.write_index, qkv[:, heads:])
-        return layer.output(plan.attend(qkv[:, :heads], index, layer.window))
+        return layer.output(plan.attend(qkv[:, :heads], index, head_dim**-0.5))
 
     def _mlp(self, layer: _Layer, normed: Tensor) -> Tensor:
         gate, up = layer.gate_up(normed).chunk(2, dim=-1)

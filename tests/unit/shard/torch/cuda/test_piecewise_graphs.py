@@ -151,7 +151,7 @@ class Rig:
 def make_runner(folder: Path, device: torch.device) -> Runner:
     config = read_model_config(folder)
     weights = load_for_cuda(folder, device, torch.float32)
-    shape = CacheShape(LAYERS, weights.num_kv_heads, config.head_dim, device, torch.float32)
+    shape = CacheShape(config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, torch.float32)
     runner = Runner(config, weights, ReferenceOps(config.head_dim), ParallelGroup(TensorParallelRank()), shape, SLOTS)
     runner.allocate(BLOCKS)
     return runner
