@@ -28,14 +28,13 @@ from text_generation_launcher.plan import (
     count_processes,
     gpus_per_shard,
     make_plan,
-    members_file,
 )
 from text_generation_launcher.shard_group import RunShard
 from text_generation_launcher.shard_restarts import RestartPolicy
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_launcher.supervisor import Supervisor
 from text_generation_proto.channel import read_certificates
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.lifeline import open_lifeline
 from text_generation_proto.logs import share_dropped_lines
@@ -78,7 +77,7 @@ async def _serve_until_signal(config: LauncherConfig, environ: Mapping[str, str]
     except* PlanError as errors:
         log.error("settings refused", reason=_first_message(errors))
         code = ExitCode.USAGE
-    except* (ModelError, SocketInUse, PortInUse) as errors:
+    except* (CannotServe, ModelError, SocketInUse, PortInUse) as errors:
         log.error("cannot start", reason=_first_message(errors))
         code = ExitCode.FAILED
     except* ChildFailed:
@@ -121,6 +120,13 @@ async def _serve(
     with open_lifeline() as lifeline_fd:
         log.info("starting", model_id=config.model_id, revision=config.revision, engine=config.engine)
         model_path = await resolve_model(config, environ, stop, lifeline_fd)
+        run_shard: RunShard = run_to_end
+        members_file = None
+        if config.places == "ray":
+            from text_generation_launcher.ray_places import RayPlaces
+
+            places = RayPlaces(count_processes(config, devices), gpus_per_shard(config, devices))
+            run_shard, members_file = places.run_to_end, places.members_file
         with _socket_folder(environ) as folder:
             context = LaunchContext(
                 devices,
@@ -131,23 +137,16 @@ async def _serve(
                 share_dropped_lines(),
                 environ,
                 is_root=os.geteuid() == 0,
+                members_file=members_file,
             )
             plan = make_plan(config, context)
             _claim_addresses(plan, folder)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
-            run_shard: RunShard = run_to_end
-            if config.places == "ray":
-                from text_generation_launcher.ray_places import RayPlaces
-
-                places = RayPlaces(
-                    members_file(folder), count_processes(config, devices), gpus_per_shard(config, devices)
-                )
-                run_shard = places.run_to_end
             await Supervisor(plan, stop, restarts, notifier, run_shard, json_output=config.json_output).run()
 
 
 async def _devices_for_shards(config: LauncherConfig, environ: Mapping[str, str]) -> Devices:
-    """Return the devices for shards: those of this host, or of the Ray cluster. Raises PlanError."""
+    """Return the devices for shards: those of this host, or of the Ray cluster. Raises PlanError, CannotServe."""
     if config.places == "local":
         return await find_devices(environ)
     if find_spec("ray") is None:

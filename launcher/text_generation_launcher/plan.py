@@ -114,6 +114,8 @@ class LaunchContext:
     environ: Mapping[str, str]
     is_root: bool = False
     """True if the launcher, and so every child, runs as root."""
+    members_file: Path | None = None
+    """The file from which the router reads the addresses of shards on other hosts."""
 
     @property
     def inherited_fds(self) -> tuple[int, ...]:
@@ -167,11 +169,6 @@ def _on_devices(config: LauncherConfig, devices: Devices) -> bool:
 def gpus_per_shard(config: LauncherConfig, devices: Devices) -> int:
     """Return the number of GPUs that one shard process uses. Raises PlanError."""
     return count_shards(config, devices) // count_processes(config, devices) if _on_devices(config, devices) else 0
-
-
-def members_file(folder: Path) -> Path:
-    """Return the path of the file that lists the addresses of shards on other hosts."""
-    return folder / "members.yaml"
 
 
 def _device_number(config: LauncherConfig) -> int | None:
@@ -380,7 +377,7 @@ def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardS
         "shard_token": "",
     }
     if config.places == "ray":
-        settings["shards"] = f"file://{members_file(context.socket_folder)}"
+        settings["shards"] = f"file://{context.members_file}"
     env = child_env(context.environ, RouterConfig) | config.environ
     if config.api_key:
         env["API_KEY"] = ",".join(config.api_key)

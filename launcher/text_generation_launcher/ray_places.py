@@ -2,7 +2,7 @@
 
     launcher ──► placement group, one a replica: a bundle for each shard, all on one node
         └─────► actor, one a shard: starts the shard with a lifeline, forwards its log, reports its end
-    router ────► shards, directly; their addresses are in a file that this module writes
+    router ────► shards, directly; their addresses are in a file in memory that this module writes
 
 Ray carries no request and no answer. An actor that ends closes the lifeline of its shard. Ray ends the actors when the
 launcher ends.
@@ -17,8 +17,9 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, redirect_stderr, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager, redirect_stderr, suppress
 from functools import partial
 from io import BufferedIOBase, TextIOWrapper
 from pathlib import Path
@@ -34,9 +35,9 @@ from typing_extensions import Buffer
 
 from text_generation_launcher.child import label, run_to_end
 from text_generation_launcher.devices import Devices
-from text_generation_launcher.plan import STOP_MARGIN, PlanError, ShardSpec
+from text_generation_launcher.plan import STOP_MARGIN, ShardSpec
 from text_generation_launcher.shutdown import GracePeriod
-from text_generation_proto.exit_codes import ExitCode
+from text_generation_proto.exit_codes import CannotServe, ExitCode
 from text_generation_proto.lifeline import open_lifeline
 from text_generation_proto.sockets import join_host_port
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -45,6 +46,8 @@ NODE_VARIABLES = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "CUDA_VISIBLE_DEV
 """Variables that a shard takes from its node. CUDA_VISIBLE_DEVICES is what Ray assigned."""
 Handle = Any
 """An object of Ray, which has no types."""
+CONNECT_TIMEOUT_S = 20.0
+"""Seconds for the cluster to answer."""
 PATIENCE_S = 10.0
 """Seconds without room in the cluster after which the log says so."""
 
@@ -52,16 +55,35 @@ log = structlog.get_logger()
 
 
 async def connect() -> Devices:
-    """Connect to the cluster that RAY_ADDRESS names, or to the one of this host; return its GPUs. Raises PlanError."""
+    """Connect to the cluster that RAY_ADDRESS names, or to the one of this host; return its GPUs. Raises CannotServe."""
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it would write to our log, and not as JSON
+    connected: Future[None] = Future()
+    connected.set_running_or_notify_cancel()
+
+    def connect() -> None:
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # noqa: BLE001  (raised below)
+            connected.set_exception(error)
+        else:
+            connected.set_result(None)
+
     ours = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: ASYNC230 - it does not block
         os.dup2(nowhere.fileno(), 2)  # until Ray has read that level
+    # In a thread: it waits for the cluster, and in the main thread it would take our handler of SIGTERM. A daemon, because
+    # Ray waits for minutes for a cluster that does not answer, and cannot be interrupted.
+    threading.Thread(target=connect, daemon=True).start()
     try:
-        # In a thread: it waits for the cluster, and in the main thread it would take our handler of SIGTERM.
-        await asyncio.to_thread(ray.init, address="auto", log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise PlanError(f"no Ray cluster was found (RAY_ADDRESS): {' '.join(str(error).split())}") from error
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await asyncio.wrap_future(connected)
+    except TimeoutError as error:
+        address = os.environ.get("RAY_ADDRESS", "the address of this host's")
+        raise CannotServe(
+            f"no Ray cluster answers within {CONNECT_TIMEOUT_S:g} s at {address} (RAY_ADDRESS)"
+        ) from error
+    except Exception as error:
+        raise CannotServe(f"no Ray cluster was found (RAY_ADDRESS): {' '.join(str(error).split())}") from error
     finally:
         os.dup2(ours, 2)
         os.close(ours)
@@ -72,8 +94,8 @@ async def connect() -> Devices:
 class RayPlaces:
     """Starts shards in the cluster, and lists those that serve in a file for the router."""
 
-    def __init__(self, members: Path, shards_per_replica: int, gpus_per_shard: int) -> None:
-        self._members = members
+    def __init__(self, shards_per_replica: int, gpus_per_shard: int) -> None:
+        self._members_fd = os.memfd_create("members")
         self._shards_per_replica = shards_per_replica
         self._gpus_per_shard = gpus_per_shard
         self._groups: dict[int, Handle] = {}
@@ -83,6 +105,11 @@ class RayPlaces:
         """The ranks that use the placement group of a replica."""
         self._serving: dict[int, str] = {}
         """Addresses of the replicas that serve."""
+
+    @property
+    def members_file(self) -> Path:
+        """The list of the shards that serve, for the router. It is in memory, and ends with this process."""
+        return Path(f"/proc/{os.getpid()}/fd/{self._members_fd}")
 
     async def run_to_end(
         self,
@@ -182,10 +209,11 @@ class RayPlaces:
             self._write()
 
     def _write(self) -> None:
-        self._members.parent.mkdir(mode=0o700, exist_ok=True)
-        draft = self._members.with_suffix(".new")
-        draft.write_text(yaml.safe_dump(sorted(self._serving.values())))
-        draft.replace(self._members)
+        """Replace the list at once: a reader sees the old one or the new one."""
+        new = os.memfd_create("members")
+        os.write(new, yaml.safe_dump(sorted(self._serving.values())).encode())
+        os.dup2(new, self._members_fd, inheritable=False)
+        os.close(new)
 
 
 async def _stop(actor: Handle, following: asyncio.Task[int], spec: ShardSpec, grace_period: GracePeriod) -> None:
@@ -264,9 +292,9 @@ class ShardActor:
 
         described.add_done_callback(serves)
         host = ray.util.get_node_ip_address()
-        address = join_host_port(host, _free_port(host))
         log_writer = TextIOWrapper(_LogEvents(report), write_through=True)  # type: ignore[type-var]
-        with open_lifeline() as lifeline_fd, redirect_stderr(log_writer):
+        with _reserved_port(host) as port, open_lifeline() as lifeline_fd, redirect_stderr(log_writer):
+            address = join_host_port(host, port)
             report(("address", address))
             here = _on_this_node(spec, address, lifeline_fd, os.environ)
             async with asyncio.TaskGroup() as tasks:
@@ -296,7 +324,11 @@ def _on_this_node(spec: ShardSpec, address: str, lifeline_fd: int, environ: Mapp
     )
 
 
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def _reserved_port(host: str) -> Iterator[int]:
+    """Yield a port that only a process that listens with SO_REUSEADDR gets, as gRPC does: no other one is given it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, 0))
+        port: int = holder.getsockname()[1]
+        yield port

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -19,12 +18,15 @@ ENVIRON = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 FOREIGN_UNITS = ("etc/systemd/system/*.wants/*", "etc/systemd/system/text-generation*", "etc/rc?.d/*")
 """Services of this machine, which are no part of the test."""
 
+ENDS_WITH_ITS_PARENT = ("setpriv", "--pdeathsig=KILL", "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Starts a command whose processes all end with this process, also if it is killed: systemd-nspawn alone would leave them."""
+
 
 def reason_to_skip() -> str:
     """Return the reason why this machine cannot run containers; "" if it can."""
     if os.geteuid() != 0:
         return "root is needed"
-    for program in ("systemd-nspawn", "nsenter", "systemd-analyze"):
+    for program in ("systemd-nspawn", "nsenter", "setpriv", "systemd-analyze"):
         if shutil.which(program) is None:
             return f"{program} is missing: apt-get install systemd systemd-container"
     if not Path("/usr/bin/python3").exists():
@@ -76,7 +78,8 @@ class Container:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._nspawn: subprocess.Popen[bytes] | None = None
-        self._leader = 0
+        self.leader = 0
+        """Its first process, as this machine numbers it."""
         for pattern in FOREIGN_UNITS:
             for path in root.glob(pattern):
                 path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
@@ -85,18 +88,17 @@ class Container:
         """Boot; return the seconds."""
         command = ["systemd-nspawn", "--quiet", "--register=no", "--keep-unit", "--private-network", "--console=pipe"]
         self._nspawn = subprocess.Popen(
-            [*command, f"--directory={self.root}", "--boot"],
+            [*ENDS_WITH_ITS_PARENT, *command, f"--directory={self.root}", "--boot"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
         )
-        children = Path(f"/proc/{self._nspawn.pid}/task/{self._nspawn.pid}/children")
+        unshare = self._nspawn.pid
 
         def booted() -> bool:
-            if not (pids := children.read_text().split()):
+            if not (leader := _only_child(_only_child(unshare))):
                 return False
-            self._leader = int(pids[0])
+            self.leader = leader
             state = self.run("systemctl is-system-running", check=False).strip()
             return state in ("running", "degraded")
 
@@ -111,24 +113,18 @@ class Container:
 
     def close(self) -> None:
         """Power off at once."""
-        if self._nspawn is None:
-            return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            os.killpg(self._nspawn.pid, number)
-            try:
-                self._nspawn.wait(20)
-                break
-            except subprocess.TimeoutExpired:
-                pass
+        if self._nspawn is not None:
+            self._nspawn.kill()
+            self._nspawn.wait()
 
     def run(self, script: str, *, check: bool = True, timeout: float = 300) -> str:
         """Run a script in the container; return what it prints. Raises AssertionError if it fails."""
-        inside = ["nsenter", "--target", str(self._leader), "--all", "env", "--chdir=/root"]
+        inside = ["nsenter", "--target", str(self.leader), "--all", "env", "--chdir=/root"]
         return _run([*inside, "bash", "-euo", "pipefail", "-c", script], ENVIRON, timeout, check=check)
 
     def start(self, script: str) -> subprocess.Popen[str]:
         """Start a script in the container."""
-        inside = ["nsenter", "--target", str(self._leader), "--all", "env", "--chdir=/root"]
+        inside = ["nsenter", "--target", str(self.leader), "--all", "env", "--chdir=/root"]
         return subprocess.Popen([*inside, "bash", "-c", script], env=ENVIRON, stdout=subprocess.PIPE, text=True)
 
     def run_with_network(self, script: str, timeout: float = 900) -> str:
@@ -138,6 +134,14 @@ class Container:
         }
         settings |= {"PIP_NO_CACHE_DIR": "1", "DEBIAN_FRONTEND": "noninteractive"}
         return _run(["chroot", str(self.root), "bash", "-euo", "pipefail", "-c", script], ENVIRON | settings, timeout)
+
+
+def _only_child(pid: int) -> int:
+    """Return the process that `pid` started; 0 if there is none."""
+    try:
+        return int((Path(f"/proc/{pid}/task/{pid}/children").read_text().split() or ["0"])[0])
+    except OSError:
+        return 0
 
 
 def _run(command: list[str], environ: Mapping[str, str], timeout: float, *, check: bool = True) -> str:
