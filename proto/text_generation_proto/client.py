@@ -239,7 +239,7 @@ class Session:
         try:
             while True:
                 read = await self._call.read()
-                if not isinstance(read, pb.StepReport):
+                if not isinstance(read, pb.StepReport) or read.closing:
                     raise SessionClosed("the shard closed its stream")
                 if (report := parts.join(read)) is not None:
                     await self._handle(report)

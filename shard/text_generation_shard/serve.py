@@ -32,8 +32,6 @@ from text_generation_shard.session import EngineThread, SessionOwner
 
 DRAIN_POLL_S = 0.05
 """Seconds between two looks at a session that drains."""
-LINGER_S = 0.25
-"""Seconds for a router to read that its session ended in order: what it writes to a closed socket would hide that."""
 IDLE_S = 1.0
 """Seconds without a sequence after which a draining session is ended for a client that does not end it."""
 
@@ -65,8 +63,6 @@ async def serve(config: ShardConfig) -> ExitCode:
         owner.stop()
         for each in (server, *probes):
             await each.stop(grace=1.0 if each is server else None)
-        if owner.cut_off:
-            await asyncio.sleep(LINGER_S)
         thread.close()
         return code
 

@@ -21,6 +21,9 @@ from text_generation_shard.session import EngineSession, SessionOwner
 
 log = structlog.get_logger()
 
+CLOSING_S = 0.9
+"""Seconds for a router to end the stream of a shard that stops; less than the time that calls have to end."""
+
 RunContext = grpc.aio.ServicerContext[pb.Orders, pb.StepReport]
 
 
@@ -98,6 +101,10 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
                     # Nothing else in a report is large; to measure each would cost time.
                     for part in split(message) if report.prompt_logprobs else (message,):
                         await context.write(part)
+                if owner.stopping and not owner.crashed.is_set():
+                    # A router that wrote to a closed stream would see a broken pipe, and wait for a restart.
+                    await context.write(pb.StepReport(closing=True))
+                    await asyncio.wait((reader,), timeout=CLOSING_S)
                 reader.cancel()
         except* (InvalidOrders, BadParts) as group:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(group.exceptions[0]))

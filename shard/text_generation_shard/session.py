@@ -156,8 +156,7 @@ class SessionOwner:
         self.draining = False
         """True after `drain`. Reports carry it, and the client should end its session when it has no sequences left."""
         self.stopping = False
-        self.cut_off = False
-        """True if `stop` ended an open session."""
+        """True after `stop`."""
         self.monitor = StepMonitor()
         self.crashed = asyncio.Event()
         """Set when the engine failed for good."""
@@ -260,7 +259,6 @@ class SessionOwner:
     def stop(self) -> None:
         """End the open session: the shard is stopping."""
         self.stopping = True
-        self.cut_off = self.cut_off or self.session is not None
         self.end_session()
 
 

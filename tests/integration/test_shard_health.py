@@ -10,7 +10,7 @@ import grpc
 import pytest
 from certificates import tls_arguments, write_certificates
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from shard_process import shard
+from shard_process import report, running, shard
 
 from text_generation_proto.client import SessionClosed
 from text_generation_proto.v1 import shard_pb2 as pb
@@ -85,3 +85,18 @@ async def test_a_drain_ends_after_its_time_or_a_second_signal(tmp_path: Path, si
                     pass
         assert await process.wait() == 0
         assert asyncio.get_running_loop().time() - began < 10
+
+
+async def test_a_shard_that_stops_lets_its_router_end_the_session(tmp_path: Path) -> None:
+    """A router that wrote to a closed socket could not tell the stop from a crash."""
+    async with shard(f"unix://{tmp_path}/s") as (client, process):
+        await client.warm_up()
+        async with running(client) as call:
+            await client.opened(call)
+            process.terminate()
+            assert (await report(call)).closing
+            await call.write(pb.Orders(number=1))
+            await call.done_writing()
+            assert await call.read() is grpc.aio.EOF
+            assert await call.code() is grpc.StatusCode.OK
+            assert await process.wait() == 0

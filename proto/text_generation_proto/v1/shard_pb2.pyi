@@ -616,6 +616,7 @@ class StepReport(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     PART_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
+    CLOSING_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges orders"""
     orders_applied: builtins.int
@@ -634,6 +635,8 @@ class StepReport(google.protobuf.message.Message):
     """The shard stops: send it nothing new, and end the session when none of its sequences is left."""
     part: builtins.bytes
     more: builtins.bool
+    closing: builtins.bool
+    """The session is over, because the shard stops. The last report: end the stream. Without an answer the shard ends it."""
     @property
     def slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -687,8 +690,9 @@ class StepReport(google.protobuf.message.Message):
         draining: builtins.bool = ...,
         part: builtins.bytes = ...,
         more: builtins.bool = ...,
+        closing: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["closing", b"closing", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

@@ -248,7 +248,7 @@ class ReplicaSession:
         parts = Joiner[pb.StepReport](self._most_report)
         while True:
             read = await call.read()
-            if not isinstance(read, pb.StepReport):
+            if not isinstance(read, pb.StepReport) or read.closing:
                 self.stopped = True
                 raise ShardLost("the shard closed its stream")
             try:
