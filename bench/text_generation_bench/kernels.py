@@ -47,6 +47,7 @@ from text_generation_shard.engines.torch.kernels.decode_attention import (
 )
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.model.rope import rotary_table
 
 EPS = 1e-5
 FEW_ROWS = (1, 2, 3, 4)
@@ -193,7 +194,7 @@ def flashinfer_launches(
 
 def elementwise(table: Table) -> None:
     """Time the kernels of a Llama-8B layer besides its products, and greedy sampling over SmolLM2's vocabulary."""
-    angles = rope.rotary_table(torch.rand(64, device=DEVICE), 1.0, 8192, DEVICE)
+    angles = rotary_table(torch.rand(64, device=DEVICE), 1.0, 8192, DEVICE)
     embeddings = randn(49152, 4096)
     for rows in (1, 32, 256, 8192):
         layer_kernels(table, rows, angles, embeddings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from text_generation_shard.config import ShardConfig
@@ -12,6 +14,11 @@ from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.memory import keep_freed_memory, total_memory
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.decoder import Decoder
+from text_generation_shard.engines.torch.model.parameters import ModelWeights
+from text_generation_shard.engines.torch.model.precision import Precision
+from text_generation_shard.engines.torch.ops.cpu import CpuOps
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars, load_grammars
@@ -43,7 +50,7 @@ def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine
         return build_on_cuda(config, model_config, info, grammars)
     keep_freed_memory()
     executor = CpuExecutor(
-        _decoder(config, model_config, device, info.dtype),
+        _decoder(config, model_config, device, getattr(torch, info.dtype)),
         CacheShape(model_config.layer_shapes(), device, getattr(torch, info.dtype)),
         info.max_sequence_length,
         info.max_slots,
@@ -52,12 +59,15 @@ def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine
     return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps) if config.trace_steps else None)
 
 
-def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.device, dtype: str) -> Decoder:
-    with torch.inference_mode():
-        model = Decoder(model_config, device, getattr(torch, dtype))
-        load(config, model.named_parameters())
-        model.process_weights_after_loading()
-    return model
+@torch.inference_mode()
+def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Build the decoder of a single rank on a CPU, which has no FP8 products: FP8 weights are widened while they load."""
+    model_config = replace(model_config, quantization=None)
+    weights = ModelWeights(model_config, TensorParallelRank(), device, dtype, Precision.uniform(dtype))
+    load(config, weights.named_parameters())
+    weights.process_weights_after_loading()
+    weights.pack()
+    return Decoder(model_config, weights, CpuOps(), ParallelGroup(TensorParallelRank()))
 
 
 def _check_memory(config: ModelConfig, itemsize: int, device: torch.device, ranks: int) -> None:

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.model.config import ModelConfig, read_model_config
-from text_generation_shard.engines.torch.model.layers import inverse_frequencies
+from text_generation_shard.engines.torch.model.rope import inverse_frequencies
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -50,7 +50,7 @@ class AttentionPlan:
 
     def __init__(self, batch: StepBatch, tables: BlockTables, cache: PagedKVCache, shape: CacheShape) -> None:
         self._cache = cache
-        self._layers = shape.layers
+        self.layers = shape.layers
         self._device, self._dtype = shape.device, shape.dtype
         layers = dict.fromkeys(shape.layers)
         self._groups = [self._plan(group, tables, layers) for group in batch.groups]
@@ -81,7 +81,7 @@ class AttentionPlan:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        shape = self._layers[layer]
+        shape = self.layers[layer]
         group, view = planned.group, planned.views[shape]
         size, kv_heads, head_dim = len(group.tiles), shape.num_kv_heads, shape.head_dim
         own = queries[group.first : group.first + group.tokens]

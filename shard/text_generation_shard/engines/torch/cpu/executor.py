@@ -9,11 +9,12 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
 from text_generation_shard.engines.torch.cpu.batch import build_batch
+from text_generation_shard.engines.torch.cpu.step import CpuStep
 from text_generation_shard.engines.torch.device import CpuEvent
 from text_generation_shard.engines.torch.executor import Launched
 from text_generation_shard.engines.torch.kv_cache import BlockTables, CacheShape, PagedKVCache
 from text_generation_shard.engines.torch.memory import peak_memory, reset_peak, total_memory
-from text_generation_shard.engines.torch.model.decoder import Decoder
+from text_generation_shard.engines.torch.model.interface import Model
 from text_generation_shard.engines.torch.sampling.sampler import SORTING
 from text_generation_shard.step.sequence import StepRows
 
@@ -25,7 +26,7 @@ class CpuExecutor:
     threshold_search = SORTING
 
     def __init__(
-        self, model: Decoder, shape: CacheShape, max_sequence_length: int, max_slots: int, memory_fraction: float
+        self, model: Model, shape: CacheShape, max_sequence_length: int, max_slots: int, memory_fraction: float
     ) -> None:
         self._model = model
         self._shape = shape
@@ -47,7 +48,7 @@ class CpuExecutor:
             self._cache.clear(batch.entered_blocks)
         plan = AttentionPlan(batch, self._block_tables, self._cache, self._shape)
         started = CpuEvent()
-        hidden = self._model.forward(batch, plan, self._cache)
+        hidden = self._model.forward(CpuStep(batch, plan, self._cache))
         sampling = [batch.last_token_index(index) for index, row in enumerate(rows.others) if row.samples]
         logits = self._model.logits(hidden[torch.tensor(sampling, device=device)]) if sampling else None
         return Launched(

@@ -15,8 +15,10 @@ from text_generation_shard.engines.torch.cuda.worker import TPWorker
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model.config import ModelConfig
+from text_generation_shard.engines.torch.model.decoder import Decoder
 from text_generation_shard.engines.torch.model.parameters import ModelWeights
-from text_generation_shard.engines.torch.ops.interface import Ops
+from text_generation_shard.engines.torch.ops.device import DeviceOps
+from text_generation_shard.engines.torch.ops.interface import Kernels
 from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
 from text_generation_shard.engines.torch.parallel.group import join_group
 from text_generation_shard.engines.torch.trace import StepTrace
@@ -28,7 +30,7 @@ from text_generation_shard.grammar import Grammars
 def build_on_cuda(
     config: ShardConfig, model_config: ModelConfig, info: EngineInfo, grammars: Grammars | None
 ) -> Engine:
-    """Build the engine of rank 0, or of a follower. A group on CPUs uses the reference ops: slow, but the same results."""
+    """Build the engine of rank 0, or of a follower. A group on CPUs uses the reference kernels: slow, but the same results."""
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
     if device.type == "cuda" and dtype == torch.float32:
         raise EngineError("dtype float32 is not served on CUDA: --dtype bfloat16 or float16")
@@ -46,8 +48,9 @@ def build_on_cuda(
     load(config, weights.named_parameters())
     weights.process_weights_after_loading()
     shape = CacheShape(model_config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, dtype)
-    ops = _ops(model_config, weights, shape, info.max_slots)
-    runner = Runner(model_config, weights, ops, group, shape, info.max_slots)
+    kernels = _kernels(model_config, shape, info.max_slots)
+    decoder = Decoder(model_config, weights, DeviceOps(kernels, group, dtype), group)
+    runner = Runner(decoder, kernels, group, shape, info.max_slots, info.max_sequence_length)
     on_cuda = device.type == "cuda"
     memory = DeviceMemory(device, config.cuda_memory_fraction if on_cuda else config.cpu_memory_fraction)
     if config.rank > 0:
@@ -56,11 +59,11 @@ def build_on_cuda(
     return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps) if config.trace_steps else None)
 
 
-def _ops(config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> Ops:
+def _kernels(config: ModelConfig, shape: CacheShape, max_slots: int) -> Kernels:
     if shape.device.type == "cpu":
-        from text_generation_shard.engines.torch.ops.reference import ReferenceOps
+        from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 
-        return ReferenceOps(config.head_dim)
-    from text_generation_shard.engines.torch.ops.triton import TritonOps
+        return ReferenceKernels(config.head_dim)
+    from text_generation_shard.engines.torch.ops.triton import TritonKernels
 
-    return TritonOps(config, weights, shape, max_slots)
+    return TritonKernels(config, shape, max_slots)

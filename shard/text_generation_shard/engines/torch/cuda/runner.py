@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.cuda.step_plan import ALIGNMENT, COLUMNS, StepPlan
 from text_generation_shard.engines.torch.graphs.decode import DecodeGraphs, ForwardOutput, GraphPool
 from text_generation_shard.engines.torch.graphs.piecewise import Capture, PiecewiseGraphs
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
-from text_generation_shard.engines.torch.model.config import ModelConfig
-from text_generation_shard.engines.torch.model.forward import DeviceStep, Forward
-from text_generation_shard.engines.torch.model.parameters import ModelWeights
-from text_generation_shard.engines.torch.ops.interface import Ops
+from text_generation_shard.engines.torch.model.decoder import Decoder
+from text_generation_shard.engines.torch.model.interface import Model
+from text_generation_shard.engines.torch.ops.interface import Kernels
 from text_generation_shard.engines.torch.parallel.channel import PeerLossTranslator
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
@@ -28,37 +29,42 @@ class Runner:
 
     def __init__(
         self,
-        config: ModelConfig,
-        weights: ModelWeights,
-        ops: Ops,
+        model: Model,
+        kernels: Kernels,
         group: ParallelGroup,
         shape: CacheShape,
         max_slots: int,
+        max_sequence_length: int,
     ) -> None:
-        self._ops = ops
+        self._model = model
+        self._kernels = kernels
         self._group = group
         self._translate_peer_loss = PeerLossTranslator(group.channel)
         self._shape = shape
         self._device = shape.device
         self._max_slots = max_slots
-        self.max_blocks = -(-config.max_sequence_length // BLOCK_SIZE)
+        self.max_blocks = -(-max_sequence_length // BLOCK_SIZE)
         """Blocks of the longest sequence."""
         self._tables = torch.zeros(max_slots + 1, self.max_blocks, dtype=torch.int32, device=self._device)
         self._last_tokens = torch.zeros(max_slots + 1, dtype=torch.int32, device=self._device)
-        self._forward = Forward(config, weights, ops, group, self._tables, self._last_tokens)
-        self._cache = self._pool(0)
+        self._context = self._step_context(0)
         self.graphs: DecodeGraphs | None = None
         self._piecewise: PiecewiseGraphs | None = None
+
+    @property
+    def cache(self) -> Sequence[Tensor]:
+        """The KV cache, per layer."""
+        return self._context.cache
 
     @torch.inference_mode()
     def allocate(self, num_blocks: int) -> None:
         """Replace the KV cache by one of `num_blocks` blocks; drops the graphs."""
         self.drop_graphs()
         # The old pool is freed first: both need not fit at once.
-        self._cache = self._pool(0)
+        self._context = self._step_context(0)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        self._cache = self._pool(num_blocks + 1)
+        self._context = self._step_context(num_blocks + 1)
         self._tables[self._max_slots] = num_blocks
 
     @torch.inference_mode()
@@ -68,19 +74,22 @@ class Runner:
             return 0
         self.drop_graphs()
         pool = GraphPool()
-        dummy_update = (self._max_slots * self.max_blocks, len(self._cache[0]) - 1)
+        dummy_update = (self._max_slots * self.max_blocks, len(self.cache[0]) - 1)
         # The decode graphs share one logits buffer: one per graph would take gigabytes.
-        run = partial(self._run, logits=self._forward.logits_memory(self._max_slots))
+        run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
         self.graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
         self.graphs.capture(pool, only_largest=only_largest)
+        if not isinstance(self._model, Decoder):
+            return len(self.graphs)
         pieces = self.capture_pieces(
             lambda works: [graph.replay for graph, _ in pool.record(works)], only_largest=only_largest
         )
         return len(self.graphs) + len(pieces)
 
     def capture_pieces(self, record: Capture, *, only_largest: bool = False) -> PiecewiseGraphs:
-        """Capture the pieces with `record`; later steps with chunks use them where a capture size fits."""
-        self._piecewise = PiecewiseGraphs(self._forward, self._cache, self._max_slots)
+        """Capture the pieces of a decoder with `record`; later steps with chunks use them where a capture size fits."""
+        assert isinstance(self._model, Decoder)
+        self._piecewise = PiecewiseGraphs(self._model, self._context, self._max_slots)
         self._piecewise.record(record, only_largest=only_largest)
         return self._piecewise
 
@@ -108,11 +117,11 @@ class Runner:
     def logits(self, normed: Tensor) -> Tensor:
         """Return logits, float32 [rows, vocabulary], for some hidden states of the last step."""
         with self._translate_peer_loss:
-            return self._forward.logits(normed)
+            return self._model.logits(normed)
 
-    def _pool(self, num_blocks: int) -> tuple[Tensor, ...]:
-        """Allocate the cache: per layer [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]. Zeroed, so it is finite."""
-        return tuple(
+    def _step_context(self, num_blocks: int) -> StepContext:
+        """Allocate a KV cache. It is zeroed, so that it is finite."""
+        cache = tuple(
             torch.zeros(
                 (num_blocks, 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim),
                 dtype=self._shape.dtype,
@@ -120,14 +129,15 @@ class Runner:
             )
             for layer in self._shape.layers
         )
+        return StepContext(self._kernels, cache, self._shape.layers, self._tables, self._last_tokens)
 
     def _run(self, plan: StepPlan, numbers: Tensor, logits: Tensor | None = None) -> ForwardOutput:
         """Compute a step whose plan is in device memory `numbers`; writes the logits to `logits` if given."""
         columns = {name: numbers[start:end] for name, (start, end) in zip(COLUMNS, plan.bounds, strict=True)}
         if plan.sizes.updates:
-            self._ops.update_tables(columns["cells"], columns["blocks"], self._tables)
+            self._kernels.update_tables(columns["cells"], columns["blocks"], self._tables)
         if plan.sizes.chunks:
-            self._ops.plan_chunks(plan, columns["pages"])
+            self._kernels.plan_chunks(plan, columns["pages"])
         normed = self._normed(plan, numbers)
         if not plan.num_sampling:
             return ForwardOutput(normed, None, None)
@@ -137,23 +147,23 @@ class Runner:
                 normed.index_select(0, columns["sampling"]),
                 slots.index_select(0, columns["sampling"]),
             )
-        logits = self._forward.logits(num_sampling, logits)
+        logits = self._model.logits(num_sampling, logits)
         if not plan.greedy:
             return ForwardOutput(normed, logits, None)
         # Aligned like the columns of a plan.
         width = -(-plan.num_sampling // ALIGNMENT) * ALIGNMENT
         sampled = torch.empty(2 * width, dtype=torch.int32, device=self._device)
         token_ids, bits = sampled.view(2, width)[:, : plan.num_sampling]
-        self._ops.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
+        self._kernels.sample_greedy(logits, slots, self._last_tokens, token_ids, bits.view(torch.float32))
         return ForwardOutput(normed, logits, sampled)
 
     def _normed(self, plan: StepPlan, numbers: Tensor) -> Tensor:
         # The first three columns are those of the tokens; they have equal lengths and distances.
         (start, _), (second, _), *_ = plan.bounds
         columns = numbers[start:].as_strided((3, plan.sizes.tokens), (second - start, 1))
-        step = DeviceStep(columns, plan.num_decoding)
+        step = DeviceStep(columns, plan.num_decoding, self._context)
         if self._piecewise is not None and plan.sizes.chunks:
             normed = self._piecewise.run(step)
             if normed is not None:
                 return normed
-        return self._forward(step, self._cache)
+        return self._model.forward(step)

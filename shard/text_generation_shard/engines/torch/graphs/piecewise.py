@@ -1,4 +1,4 @@
-"""Piecewise CUDA graphs, for steps with prompt chunks: see `forward`.
+"""Piecewise CUDA graphs, for steps with prompt chunks: see `model/decoder.py`.
 
 For a step of a few hundred tokens, launching its hundreds of kernels takes longer than computing them. Only attention has to be
 launched: its shapes differ in each step, and FlashInfer plans it on the host. The pieces between attentions are graphs, one set
@@ -8,14 +8,15 @@ Steps above the largest capture size keep the device busy without graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.model.forward import DeviceStep, Forward, ForwardPass
+from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
+from text_generation_shard.engines.torch.model.decoder import Decoder, ForwardPass
 
 CAPTURE_SIZES = (16, 32, 64, *range(128, 1025, 64))
 """Numbers of tokens to capture; a step is padded to the next one."""
@@ -35,31 +36,33 @@ class _CapturedPass:
 
 
 class PiecewiseGraphs:
-    """Sets of captured pieces that share memory. `cache` has one tensor per layer. Call everything in inference mode."""
+    """Sets of captured pieces that share memory. Call everything in inference mode."""
 
-    def __init__(self, forward: Forward, cache: Sequence[Tensor], dummy_slot: int) -> None:
-        self._forward = forward
-        self._cache = cache
-        self._padding = torch.tensor([[0], [0], [dummy_slot]], dtype=torch.int32, device=cache[0].device)
+    def __init__(self, decoder: Decoder, context: StepContext, dummy_slot: int) -> None:
+        self._decoder = decoder
+        self._context = context
+        self._padding = torch.tensor([[0], [0], [dummy_slot]], dtype=torch.int32, device=context.block_tables.device)
         """A padding token: id, position, slot."""
         self._columns = self._padding.repeat(1, CAPTURE_SIZES[-1])
-        self._activations = forward.activations(CAPTURE_SIZES[-1])
-        # Attention skips the padding rows, so any finite values do; later steps leave theirs.
-        self._activations.attended.zero_()
+        self._activations = decoder.activations(CAPTURE_SIZES[-1])
+        if self._activations.attended is not None:
+            # Attention skips the padding rows, so any finite values do; later steps leave theirs.
+            self._activations.attended.zero_()
         self._captured: dict[int, _CapturedPass] = {}
 
     def record(self, record: Capture, *, only_largest: bool = False) -> None:
         """Capture all sizes, or only the largest to measure its memory. It comes first: the others reuse its memory."""
         for tokens in [CAPTURE_SIZES[-1]] if only_largest else reversed(CAPTURE_SIZES):
-            state = self._forward.prepare(self._columns[:, :tokens], self._cache, self._activations.first(tokens))
+            step = DeviceStep(self._columns[:, :tokens], tokens, self._context)
+            state = ForwardPass(step, self._activations.first(tokens))
             pieces: list[Work] = [
-                partial(self._forward.piece, index, state) for index in range(self._forward.num_pieces)
+                partial(self._decoder.piece, index, state) for index in range(self._decoder.num_pieces)
             ]
             self._captured[tokens] = _CapturedPass(state, record(pieces))
 
     def run(self, step: DeviceStep) -> Tensor | None:
-        """Return the same as `Forward`, valid until the next step; None if no capture size fits."""
-        tokens = step.tokens
+        """Return the same as the decoder's `forward`, valid until the next step; None if no capture size fits."""
+        tokens = step.num_tokens
         size = capture_size_for(tokens)
         if size not in self._captured:
             return None
@@ -67,16 +70,17 @@ class PiecewiseGraphs:
         self._columns[:, :tokens].copy_(step.columns)
         if tokens < size:
             self._columns[:, tokens:size].copy_(self._padding)
-        attend = self._forward.attention(captured.state, tokens, step.num_decoding)
+        state = ForwardPass(step, captured.state.buffers.first(tokens))
+        state.queries = captured.state.queries[:tokens]
         for index, piece in enumerate(captured.pieces):
             if index:
-                attend(index - 1)
+                self._decoder.attend(index - 1, state)
             piece()
-        return self._activations.normed[:tokens]
+        return captured.state.normed[:tokens]
 
     def __len__(self) -> int:
         """Memory weight of all sets, in whole-step graphs."""
-        return len(CAPTURE_SIZES) * -(-self._forward.num_pieces // PIECES_PER_GRAPH)
+        return len(CAPTURE_SIZES) * -(-self._decoder.num_pieces // PIECES_PER_GRAPH)
 
 
 def capture_size_for(tokens: int) -> int:

@@ -10,15 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
-_TABLE_CHUNK = 4096
-"""Positions whose angles are held at once while a table is computed."""
 _MANY_TOKENS = 128
 """From this number of tokens on there are enough programs, even with many heads per program."""
 _ELEMENTS_PER_THREAD = 8
@@ -36,29 +33,12 @@ class RopeStep:
     block_tables: Tensor
     """int32 [slots, blocks]."""
     table: Tensor
-    """float32 [max_positions, 2, head_dim / 2], of `rotary_table`."""
+    """float32 [max_positions, 2, head_dim / 2], of `RotaryEmbedding`."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     eps: float
     """Epsilon of the query and key norms."""
-
-
-def rotary_table(frequencies: Tensor, scale: float, max_positions: int, device: torch.device) -> Tensor:
-    """Return cos and sin times `scale` for positions 0..max_positions - 1: float32 [max_positions, 2, head_dim / 2].
-
-    `frequencies` float32 [head_dim / 2] and `scale` come from `inverse_frequencies`. An angle is the float32 product of position
-    and frequency, as in transformers: a more precise one would give different results at high positions.
-    """
-    frequencies = frequencies.to(device)
-    table = torch.empty(max_positions, 2, len(frequencies), dtype=torch.float32, device=device)
-    for start in range(0, max_positions, _TABLE_CHUNK):
-        chunk = table[start : start + _TABLE_CHUNK]
-        positions = torch.arange(start, start + len(chunk), device=device).unsqueeze(1).float()
-        angles = positions * frequencies
-        torch.cos(angles, out=chunk[:, 0])
-        torch.sin(angles, out=chunk[:, 1])
-    return table.mul_(scale)
 
 
 def rotate_and_append(
@@ -70,8 +50,8 @@ def rotate_and_append(
 ) -> None:
     """Write rotated queries, x·cos + rotate_half(x)·sin, to `queries`; rotated keys and unchanged values to the cache.
 
-    `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads. `queries` [tokens,
-    num_heads·head_dim] may be the query heads of `qkv` itself. `cache_layer` [blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim],
+    `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads. `queries` [tokens, num_heads,
+    head_dim], heads contiguous, may be the query heads of `qkv` itself. `cache_layer` [blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim],
     contiguous. Each of these in any float dtype. `head_norms`: optional weights [head_dim] of the RMS norms of each query head
     and each key head before the rotation. Norm and rotation are computed in float32 and rounded once. If tokens share a slot and
     a position, the keys and values of any one of them remain.

@@ -83,7 +83,7 @@ class ModelConfig:
     quantization: Fp8Scheme | None = None
 
     def layer_shapes(self, num_heads: int = 0, num_kv_heads: int = 0) -> tuple[LayerShape, ...]:
-        """Return the shape of the attention of each layer, for all heads or those of one rank."""
+        """Return the shape of the attention of each layer, for all heads or for the heads of a rank."""
         heads = num_heads or self.num_heads, num_kv_heads or self.num_kv_heads
         return tuple(LayerShape(*heads, self.head_dim, window) for window in self.windows)
 

@@ -1,147 +1,151 @@
-"""A Llama-family decoder, shaped by its config: Llama, Mistral, Qwen2, Qwen3.
+"""The forward pass of a decoder, shaped by its config, for all devices.
 
 Computes the same as transformers' LlamaDecoderLayer and its variants, on a flat batch of tokens. The query, key and value
 projections are fused into one product, and so are gate and up.
+
+A forward pass is divided at attention, because the host plans attention for each step:
+
+    piece 0 · attention of layer 0 · piece 1 · attention of layer 1 · … · last piece
+
+A piece is everything between two attentions. With the buffers of a device it depends only on data on the device, so it can be
+captured in a CUDA graph and replayed for any other step with the same number of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from text_generation_shard.engines.torch.attention.paged import AttentionPlan
-from text_generation_shard.engines.torch.cpu.batch import StepBatch
-from text_generation_shard.engines.torch.kv_cache import PagedKVCache
 from text_generation_shard.engines.torch.model.config import ModelConfig
-from text_generation_shard.engines.torch.model.layers import CpuLinear, RotaryEmbedding
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-}
+from text_generation_shard.engines.torch.model.interface import Step
+from text_generation_shard.engines.torch.model.parameters import LayerWeights, ModelWeights
+from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
+from text_generation_shard.engines.torch.ops.interface import Ops, ResidualStream
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 
-class _Layer:
-    """Weights of one layer; `named_parameters` returns the parts of fused weights under their checkpoint names."""
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Buffers that pass activations between pieces and attention; None where each result is a new tensor."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._qkv_sizes = (query_size, kv_size, kv_size)
-        self.qkv = CpuLinear(query_size + 2 * kv_size, hidden, device, dtype, bias=config.qkv_bias)
-        self.output = CpuLinear(hidden, query_size, device, dtype, bias=config.output_bias)
-        self.gate_up = CpuLinear(2 * inner, hidden, device, dtype, bias=config.mlp_bias)
-        self.down = CpuLinear(hidden, inner, device, dtype, bias=config.mlp_bias)
-        self.input_norm = torch.empty(hidden, device=device, dtype=dtype)
-        self.mlp_norm = torch.empty(hidden, device=device, dtype=dtype)
-        self.query_norm = self.key_norm = self.head_norms = None
-        if config.query_key_norm:
-            # One weight row per query and key head, so that all heads are normed at once.
-            self.head_norms = torch.empty(
-                config.num_heads + config.num_kv_heads, config.head_dim, device=device, dtype=dtype
-            )
-            self.query_norm = torch.empty(config.head_dim, device=device, dtype=dtype)
-            self.key_norm = torch.empty(config.head_dim, device=device, dtype=dtype)
-        self._num_heads = config.num_heads
+    residual: Tensor | None = None
+    """float32 [tokens, hidden]."""
+    normed: Tensor | None = None
+    """[tokens, hidden]: after the last piece, the normed output of the last layer."""
+    qkv: Tensor | None = None
+    """[tokens, (num_heads + 2·num_kv_heads)·head_dim]: output of the fused projection."""
+    queries: Tensor | None = None
+    """[tokens, num_heads, head_dim]: rotated queries; a view of `qkv` if both have the same dtype."""
+    attended: Tensor | None = None
+    """[tokens, num_heads·head_dim]: output of attention."""
 
-    def named_parameters(self) -> dict[str, Tensor]:
-        parameters = {"input_layernorm.weight": self.input_norm, "post_attention_layernorm.weight": self.mlp_norm}
-        if self.query_norm is not None and self.key_norm is not None:
-            parameters |= {"self_attn.q_norm.weight": self.query_norm, "self_attn.k_norm.weight": self.key_norm}
-        parameters |= _parts(self.qkv, self._qkv_sizes, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        inner = self.gate_up.weight.shape[0] // 2
-        parameters |= _parts(self.gate_up, (inner, inner), "mlp.gate_proj", "mlp.up_proj")
-        hidden = self.down.weight.shape[0]
-        parameters |= _parts(self.output, (hidden,), "self_attn.o_proj")
-        return parameters | _parts(self.down, (hidden,), "mlp.down_proj")
+    def first(self, tokens: int) -> Activations:
+        """Return views of the first `tokens` rows."""
+        buffers = (self.residual, self.normed, self.qkv, self.queries, self.attended)
+        return Activations(*(None if buffer is None else buffer[:tokens] for buffer in buffers))
 
-    def process_weights_after_loading(self) -> None:
-        if self.head_norms is not None and self.query_norm is not None and self.key_norm is not None:
-            self.head_norms[: self._num_heads] = self.query_norm
-            self.head_norms[self._num_heads :] = self.key_norm
-        for linear in (self.qkv, self.output, self.gate_up, self.down):
-            linear.process_weights_after_loading()
+
+@dataclass(slots=True)
+class ForwardPass:
+    """A forward pass over the tokens of a step: its buffers, and the results that the next piece or attention reads."""
+
+    step: Step
+    buffers: Activations
+    stream: ResidualStream = field(init=False)
+    queries: Tensor = field(init=False)
+    attended: Tensor = field(init=False)
+    normed: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.buffers.attended is not None:
+            self.attended = self.buffers.attended
 
 
 class Decoder:
-    """The model. Created empty: fill `named_parameters`, then call `process_weights_after_loading`."""
+    """Implements `Model` with the weights of one rank of `group`."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops, group: ParallelGroup) -> None:
         self._config = config
-        self._activation = ACTIVATIONS[config.activation]
-        self._rope = RotaryEmbedding(config.rope, config.head_dim, device, dtype)
-        self._embedding = torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype)
-        self._layers = [_Layer(config, device, dtype) for _ in range(config.num_layers)]
-        self._norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
-        self._head = CpuLinear(config.vocab_size, config.hidden_size, device, dtype)
-        if config.tie_word_embeddings:
-            self._head.weight = self._embedding
+        self._weights = weights
+        self._ops = ops
+        self._group = group
+        self._device = weights.embedding.device
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, self._device)
+        if ops.has_buffers:
+            self._rotary.fill_table(config.max_sequence_length)
+        self._scale = config.head_dim**-0.5
+        self.num_pieces = config.num_layers + 1
 
-    def named_parameters(self) -> dict[str, Tensor]:
-        """Return the tensors to fill, by checkpoint name."""
-        parameters = {"model.embed_tokens.weight": self._embedding, "model.norm.weight": self._norm}
-        if not self._config.tie_word_embeddings:
-            parameters["lm_head.weight"] = self._head.weight
-        for index, layer in enumerate(self._layers):
-            parameters |= {f"model.layers.{index}.{name}": tensor for name, tensor in layer.named_parameters().items()}
-        return parameters
+    def forward(self, step: Step) -> Tensor:
+        state = ForwardPass(step, self.activations(step.num_tokens))
+        for index in range(self.num_pieces):
+            if index:
+                self.attend(index - 1, state)
+            self.piece(index, state)
+        return state.normed
 
-    def process_weights_after_loading(self) -> None:
-        """Prepare the loaded weights for use; `named_parameters` is no longer valid."""
-        for layer in self._layers:
-            layer.process_weights_after_loading()
-        self._head.process_weights_after_loading()
+    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
+        head, size = self._weights.head, self._group.tp.world_size
+        if size == 1:
+            return head(hidden, None if memory is None else memory[: len(hidden)])
+        if memory is None:
+            memory = self.logits_memory(len(hidden))
+        self._group.all_gather_last_dim(head(hidden), memory[: len(hidden)])
+        return memory[: len(hidden), : self._config.vocab_size]
 
-    def forward(self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache) -> Tensor:
-        """Return hidden states [tokens, hidden] after the last layer; writes the tokens' keys and values to the cache."""
-        hidden = functional.embedding(batch.token_ids, self._embedding)
-        rotation = self._rope.factors(batch.positions)
-        for index, layer in enumerate(self._layers):
-            normed = self._rms_norm(hidden, layer.input_norm)
-            hidden += self._attend(layer, index, normed, rotation, batch, plan, cache)
-            normed = self._rms_norm(hidden, layer.mlp_norm)
-            hidden += self._mlp(layer, normed)
-        return hidden
+    def logits_memory(self, rows: int) -> Tensor:
+        width = self._group.tp.world_size * self._weights.head.weight.shape[0]
+        return torch.empty(rows, width, dtype=torch.float32, device=self._device)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [rows, vocabulary] for some rows of the output of `forward`."""
-        return self._head(self._rms_norm(hidden, self._norm))
+    def activations(self, tokens: int) -> Activations:
+        """Allocate uninitialized buffers for a pass of `tokens` tokens, where the operations need them."""
+        if not self._ops.has_buffers:
+            return Activations()
+        weights, hidden, head_dim = self._weights, self._config.hidden_size, self._config.head_dim
+        queries, precision = weights.num_heads * head_dim, weights.precision
 
-    def _attend(
-        self,
-        layer: _Layer,
-        index: int,
-        normed: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        batch: StepBatch,
-        plan: AttentionPlan,
-        cache: PagedKVCache,
-    ) -> Tensor:
-        heads, kv_heads, head_dim = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
-        qkv = layer.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
-        rotated = qkv[:, : heads + kv_heads]
-        if layer.head_norms is not None:
-            rotated.copy_(functional.rms_norm(rotated, (head_dim,), None, self._config.rms_norm_eps) * layer.head_norms)
-        self._rope.rotate(rotated, rotation)
-        cache.write(index, batch.write_index, qkv[:, heads:])
-        return layer.output(plan.attend(qkv[:, :heads], index, head_dim**-0.5))
+        def empty(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(tokens, width, dtype=dtype, device=self._device)
 
-    def _mlp(self, layer: _Layer, normed: Tensor) -> Tensor:
-        gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-        return layer.down(self._activation(gate).mul_(up))
+        qkv = empty(queries + 2 * weights.num_kv_heads * head_dim, precision.products)
+        rotated = qkv[:, :queries] if qkv.dtype == precision.model else empty(queries, precision.model)
+        return Activations(
+            residual=empty(hidden, torch.float32),
+            normed=empty(hidden, precision.normed),
+            qkv=qkv,
+            queries=rotated.view(tokens, -1, head_dim),
+            attended=empty(queries, precision.model),
+        )
 
-    def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, weight.shape, weight, self._config.rms_norm_eps)
+    def piece(self, index: int, state: ForwardPass) -> None:
+        """Compute everything between the attention of layer `index` - 1 and that of layer `index`, for all tokens.
 
+        Piece 0 starts with the embedding, the last of `num_pieces` ends with the normed hidden states. The others end with the
+        rotated queries and with keys and values in the cache.
+        """
+        layers = self._weights.layers
+        if index == 0:
+            residual = state.step.embed(self._weights.embedding, state.buffers.residual)
+            state.stream = ResidualStream(residual, state.buffers.normed)
+        else:
+            self._after_attention(layers[index - 1], state)
+        if index < len(layers):
+            self._before_attention(index, layers[index], state)
+        else:
+            state.normed = self._ops.norm(state.stream, self._weights.norm, state.buffers.normed)
 
-def _parts(linear: CpuLinear, sizes: tuple[int, ...], *names: str) -> dict[str, Tensor]:
-    """Return views of the rows of a fused projection, under the names of the original projections."""
-    parts = dict(zip((f"{name}.weight" for name in names), torch.split(linear.weight, list(sizes)), strict=True))
-    if linear.bias is not None:
-        parts |= dict(zip((f"{name}.bias" for name in names), torch.split(linear.bias, list(sizes)), strict=True))
-    return parts
+    def attend(self, index: int, state: ForwardPass) -> None:
+        """Compute the attention of a layer."""
+        state.attended = state.step.attend(index, state.queries, self._scale, out=state.buffers.attended)
+
+    def _before_attention(self, index: int, layer: LayerWeights, state: ForwardPass) -> None:
+        qkv = self._ops.norm_linear(state.stream, layer.input_norm, layer.qkv, state.buffers.qkv)
+        state.queries = state.step.rotate_and_append(index, qkv, self._rotary, layer.head_norms, state.buffers.queries)
+
+    def _after_attention(self, layer: LayerWeights, state: ForwardPass) -> None:
+        ops, stream = self._ops, state.stream
+        ops.add_linear(stream, state.attended, layer.output)
+        inner = ops.norm_linear_activate(stream, layer.mlp_norm, layer.gate_up, self._config.activation)
+        ops.add_linear(stream, inner, layer.down)

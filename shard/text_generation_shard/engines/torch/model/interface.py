@@ -9,9 +9,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from text_generation_shard.engines.torch.model.norm import HeadNorms
+from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
+
 
 class Step(Protocol):
-    """The tokens of a step in flat order, and their attention over the paged KV cache."""
+    """The tokens of a step in flat order, and their attention over the paged KV cache.
+
+    Methods with an `out` write their result to it if it is given, and return it.
+    """
 
     @property
     def num_tokens(self) -> int: ...
@@ -25,8 +31,26 @@ class Step(Protocol):
         """Return the token ids, int64 [tokens]."""
         ...
 
+    def embed(self, table: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the rows of `table` [vocabulary, hidden] of the tokens."""
+        ...
+
     def append(self, layer: int, keys_values: Tensor) -> None:
         """Write keys and values [tokens, 2 · KV heads, head_dim], keys first, to the cache of a layer."""
+
+    def rotate_and_append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: RotaryEmbedding,
+        head_norms: HeadNorms | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return the rotated queries [tokens, heads, head_dim]; append rotated keys, and values.
+
+        `qkv` [tokens, (heads + 2 · KV heads) · head_dim] has query heads, key heads and value heads; it may be overwritten.
+        """
+        ...
 
     def attend(
         self,
@@ -38,7 +62,7 @@ class Step(Protocol):
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return softmax(scale · q·kᵀ)·v over the cache of a layer, [tokens, heads · head_dim], in `out` if given.
+        """Return softmax(scale · q·kᵀ)·v over the cache of a layer, [tokens, heads · head_dim].
 
         `queries` is [tokens, heads, head_dim]; the tokens' keys and values have been appended. With a `softcap` c the scores s
         become c·tanh(s / c). `sinks` [heads] are scores of keys without values.

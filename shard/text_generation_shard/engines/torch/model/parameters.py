@@ -1,4 +1,4 @@
-"""The weights of a decoder, or of one rank's part of it, for the CUDA path.
+"""The weights of a decoder, or of one rank's part of it.
 
 Tensor parallelism as in Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): a rank has some of the heads and some columns of
 the MLP, so each layer has two all-reduces. Norms and the embedding are replicated; the rows of the LM head are divided and the
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.model.config import ModelConfig
-from text_generation_shard.engines.torch.model.linear import LMHead, ParallelLinear, Projection, ShardRange
+from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, Projection, ShardRange
+from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.quantization.fp8 import Fp8Linear, can_multiply
@@ -42,13 +43,14 @@ class LayerWeights:
         first = tp.rank == 0
         self.output = self._linear([("self_attn.o_proj", hidden, queries)], bias=config.output_bias and first)
         self.down = self._linear([("mlp.down_proj", hidden, inner)], bias=config.mlp_bias and first)
-        self.input_norm = torch.empty(config.hidden_size, device=device, dtype=precision.model)
-        self.mlp_norm = torch.empty_like(self.input_norm)
-        self.head_norms: tuple[Tensor, Tensor] | None = None
-        """Weights [head_dim] of the query norm and the key norm."""
+        self._num_heads, self._num_kv_heads = queries.length // config.head_dim, keys.length // config.head_dim
+        self.input_norm, self.mlp_norm = self._norm(config.hidden_size), self._norm(config.hidden_size)
+        self.head_norms: HeadNorms | None = None
         if config.query_key_norm:
-            query_norm = torch.empty(config.head_dim, device=device, dtype=precision.model)
-            self.head_norms = query_norm, torch.empty_like(query_norm)
+            self.head_norms = HeadNorms(self._norm(config.head_dim), self._norm(config.head_dim))
+
+    def _norm(self, width: int) -> RMSNorm:
+        return RMSNorm(width, self._config.rms_norm_eps, self._device, self._precision.model)
 
     @property
     def linears(self) -> tuple[ParallelLinear | Fp8Linear, ...]:
@@ -56,12 +58,12 @@ class LayerWeights:
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         parameters: dict[str, ParameterShard | Tensor] = {
-            f"{self._prefix}input_layernorm.weight": self.input_norm,
-            f"{self._prefix}post_attention_layernorm.weight": self.mlp_norm,
+            f"{self._prefix}input_layernorm.weight": self.input_norm.weight,
+            f"{self._prefix}post_attention_layernorm.weight": self.mlp_norm.weight,
         }
         if self.head_norms is not None:
-            names = (f"{self._prefix}self_attn.q_norm.weight", f"{self._prefix}self_attn.k_norm.weight")
-            parameters |= dict(zip(names, self.head_norms, strict=True))
+            parameters[f"{self._prefix}self_attn.q_norm.weight"] = self.head_norms.query.weight
+            parameters[f"{self._prefix}self_attn.k_norm.weight"] = self.head_norms.key.weight
         for linear in self.linears:
             parameters |= linear.named_parameters()
         return parameters
@@ -69,6 +71,8 @@ class LayerWeights:
     def process_weights_after_loading(self) -> None:
         for linear in self.linears:
             linear.process_weights_after_loading()
+        if self.head_norms is not None:
+            self.head_norms.stack(self._num_heads, self._num_kv_heads)
 
     def _linear(self, parts: Sequence[tuple[str, ShardRange, ShardRange]], *, bias: bool) -> ParallelLinear | Fp8Linear:
         projections = [Projection(f"{self._prefix}{name}", outputs, inputs) for name, outputs, inputs in parts]
@@ -87,13 +91,20 @@ class LayerWeights:
 class ModelWeights:
     """All weights of a rank. Created empty: fill `named_parameters`, then call `process_weights_after_loading`."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelRank, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallelRank,
+        device: torch.device,
+        dtype: torch.dtype,
+        precision: Precision | None = None,
+    ) -> None:
         self.num_heads = tp.even(config.num_heads, "attention heads").length
         self.num_kv_heads = tp.kv_heads(config.num_kv_heads).length
-        self.precision = Precision.of(config, dtype)
+        self.precision = Precision.of(config, dtype) if precision is None else precision
         """Final after `process_weights_after_loading`."""
         self.layers = [LayerWeights(config, index, tp, device, self.precision) for index in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size, device=device, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device, dtype)
         self._vocabulary = tp.padded(config.vocab_size)
         rows = -(-config.vocab_size // tp.world_size)
         # Padding rows are zero, and so are their logits; the gather of logits drops them.
@@ -101,13 +112,15 @@ class ModelWeights:
         self.embedding = table[: config.vocab_size]
         self.tied = config.tie_word_embeddings
         own_rows = slice(tp.rank * rows, (tp.rank + 1) * rows)
-        self.head = LMHead(table[own_rows] if self.tied else torch.zeros_like(table[own_rows]))
+        head = table[own_rows] if self.tied else torch.zeros_like(table[own_rows])
+        self.head = DenseLinear(head, None, self.precision.logits)
+        """This rank's rows of the LM head; the weight may be a view of the embedding."""
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill, by checkpoint name."""
         parameters: dict[str, ParameterShard | Tensor] = {
             "model.embed_tokens.weight": self.embedding,
-            "model.norm.weight": self.norm,
+            "model.norm.weight": self.norm.weight,
         }
         own = self._vocabulary
         if not self.tied and own.length:
@@ -129,11 +142,18 @@ class ModelWeights:
             layer.process_weights_after_loading()
         norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
         after_norms = [self.head, *(linear for layer in self.layers for linear in (layer.qkv, layer.gate_up))]
-        after_loading = self.precision.after_loading(norms, [each.weight for each in after_norms])
+        after_loading = self.precision.after_loading(
+            [norm.weight for norm in norms], [each.weight for each in after_norms]
+        )
         if after_loading != self.precision:
             self.precision = after_loading
             for each in after_norms:
                 each.weight = each.weight.to(after_loading.normed)
+
+    def pack(self) -> None:
+        """Reorder all weights for products on a CPU: see `Linear.pack`."""
+        for linear in (*self.linears, self.head):
+            linear.pack()
 
 
 def _of_heads(heads: ShardRange, head_dim: int) -> ShardRange:

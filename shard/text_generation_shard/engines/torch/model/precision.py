@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """The dtypes of a forward pass. The residual stream and the logits are always float32."""
+    """The dtypes of a forward pass. The residual stream is float32 on a GPU."""
 
     model: torch.dtype
     """Dtype of the loaded weights, the KV cache, the queries, and the outputs of attention and activation."""
@@ -39,10 +39,16 @@ class Precision:
     """Dtype of the outputs of a layer's products."""
     normed: torch.dtype
     """Dtype of normed hidden states and of the weights that they are multiplied with."""
+    logits: torch.dtype = torch.float32
+
+    @classmethod
+    def uniform(cls, dtype: torch.dtype) -> Precision:
+        """Return one dtype for everything, which is fastest on a CPU."""
+        return cls(dtype, dtype, dtype, dtype)
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype) -> Precision:
-        """Return the precision before loading. FP8 checkpoints are rounded so coarsely that more bits would not help."""
+        """Return the precision on a GPU before loading. FP8 checkpoints are rounded so coarsely that more bits would not help."""
         is_narrow = config.hidden_size <= MAX_NARROW_HIDDEN_SIZE and config.quantization is None and dtype.itemsize == 2
         return cls(dtype, torch.float32 if is_narrow else dtype, dtype)
 

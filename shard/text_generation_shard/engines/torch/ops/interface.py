@@ -1,22 +1,60 @@
-"""The operations of a forward pass besides matrix products: on a GPU, our Triton kernels and FlashInfer's attention.
-
-The reference implementation runs on a CPU; tests compare the kernels with it.
-"""
+"""The operations of a decoder: those of the layers (`Ops`), and the kernels that they launch on a GPU (`Kernels`)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
+from text_generation_shard.engines.torch.model.linear import Linear
+from text_generation_shard.engines.torch.model.norm import RMSNorm
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
     from text_generation_shard.engines.torch.kernels.rope import RopeStep
 
 
+@dataclass(slots=True)
+class ResidualStream:
+    """The sum of the outputs of all layers so far; every layer reads its norm and adds to it."""
+
+    residual: Tensor
+    """[tokens, hidden]; on a GPU float32: rounding it to bfloat16 after each layer alone would cost as much precision as all
+    products together."""
+    normed: Tensor | None = None
+    """Buffer [tokens, hidden] for normed hidden states; None: each norm allocates its own."""
+    update: Tensor | None = None
+    """An output that is still to be added: the norm that reads the stream next adds it, in the same kernel."""
+
+
 class Ops(Protocol):
+    """The operations of a layer besides attention. Methods with an `out` write their result to it if given, and return it."""
+
+    has_buffers: bool
+    """True if results that pass from one piece of a CUDA graph to another have to be in given buffers."""
+
+    def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+        """Return the normed stream [tokens, hidden]."""
+        ...
+
+    def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
+        """Return the product of the normed stream: [tokens, outputs]."""
+        ...
+
+    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
+        """Return act(gate) · up of the product of the normed stream: [tokens, outputs / 2]."""
+        ...
+
+    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear) -> None:
+        """Add the product of `x` [tokens, inputs], summed over the ranks, to the stream."""
+
+    def add(self, stream: ResidualStream, update: Tensor) -> None:
+        """Add `update` [tokens, hidden], this rank's part of a sum over the ranks, to the stream."""
+
+
+class Kernels(Protocol):
     """See the kernels of the same names for shapes. Everything called in a forward pass can be captured in a CUDA graph,
     except `chunk_attention`, which is planned on the host for each step."""
 

@@ -1,4 +1,4 @@
-"""The reference implementation of `Ops` in plain torch: for groups on CPUs, and for the tests of the kernels.
+"""The reference implementation of `Kernels` in plain torch: for groups on CPUs, and for the tests of the kernels.
 
 Computes in the dtype of its inputs, including float64, but at least in float32; rounds once, like the kernels.
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.model.decoder import ACTIVATIONS
+from text_generation_shard.engines.torch.ops.cpu import ACTIVATIONS
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
     from text_generation_shard.engines.torch.kernels.rope import RopeStep
 
 
-class ReferenceOps:
-    """Implements `Ops`."""
+class ReferenceKernels:
+    """Implements `Kernels`."""
 
     fused_tokens = 1
 
@@ -61,7 +61,7 @@ class ReferenceOps:
             query_weight, key_weight = head_norms
             rotated_queries = _rotated(_normed(unrotated.to(cos.dtype), step.eps) * query_weight, cos, sin)
             rotated_keys = _rotated(_normed(keys.to(cos.dtype), step.eps) * key_weight, cos, sin)
-        queries.copy_(rotated_queries.flatten(1))
+        queries.copy_(rotated_queries)
         blocks = step.block_tables[step.slots.long(), positions // BLOCK_SIZE].long()
         cache_layer[blocks, 0, :, positions % BLOCK_SIZE] = rotated_keys.to(cache_layer.dtype)
         cache_layer[blocks, 1, :, positions % BLOCK_SIZE] = values.to(cache_layer.dtype)

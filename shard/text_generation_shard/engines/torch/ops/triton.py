@@ -1,4 +1,4 @@
-"""The GPU implementation of `Ops`: our Triton kernels, and FlashInfer for prompt chunks."""
+"""The GPU implementation of `Kernels`: our Triton kernels, and FlashInfer for prompt chunks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
 from text_generation_shard.engines.torch.kernels.tables import update_tables
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model.config import ModelConfig
-from text_generation_shard.engines.torch.model.parameters import ModelWeights
 from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE
 
 
-class TritonOps:
-    """Implements `Ops`. Holds the workspaces."""
+class TritonKernels:
+    """Implements `Kernels`. Holds the workspaces."""
 
     update_tables = staticmethod(update_tables)
     embed = staticmethod(embed)
@@ -37,8 +36,8 @@ class TritonOps:
     matvec = staticmethod(matvec)
     matvec_add = staticmethod(matvec_add)
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, shape: CacheShape, max_slots: int) -> None:
-        heads = (weights.num_heads, weights.num_kv_heads, config.head_dim)
+    def __init__(self, config: ModelConfig, shape: CacheShape, max_slots: int) -> None:
+        heads = (shape.layers[0].num_heads, shape.layers[0].num_kv_heads, config.head_dim)
         # Measured on an H200: wide products beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
         self.fused_tokens = MAX_ROWS if config.hidden_size <= MAX_NARROW_HIDDEN_SIZE else 1
         self._chunks = ChunkAttention(*heads, frozenset(config.windows), shape.dtype)

@@ -82,6 +82,9 @@ class Fp8Linear:
         if self._input_scales is not None:
             self.input_scale = self._input_scales.max().view(1)
 
+    def pack(self) -> None:
+        """Nothing to pack: on a CPU the products are emulated."""
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return y [rows, outputs] for x [rows, inputs], written to `out` if given."""
         if x.device.type == "cpu":

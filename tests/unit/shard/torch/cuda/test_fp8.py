@@ -144,7 +144,7 @@ def test_biases_are_added_and_weights_of_unsupported_sizes_are_widened(tmp_path:
     changes = {"attention_bias": True, "intermediate_size": 88, "quantization_config": COMPRESSED_DYNAMIC}
     tensors = quantized(random_tensors(changes), per_row=True)
     layer = load_for_cuda(write_checkpoint(tmp_path, tensors, changes), device, dtype_on(device)).layers[1]
-    out = layer.qkv(torch.zeros(2, 64, device=device, dtype=layer.mlp_norm.dtype))
+    out = layer.qkv(torch.zeros(2, 64, device=device, dtype=layer.mlp_norm.weight.dtype))
     expected = torch.cat([tensors[f"model.layers.1.self_attn.{name}.bias"] for name in FUSED["qkv"]])
     assert error(out.cpu(), expected.double().expand(2, -1)) < 1e-2
     assert isinstance(layer.down, ParallelLinear)

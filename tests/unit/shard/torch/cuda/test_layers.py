@@ -55,8 +55,12 @@ def test_ranks_together_compute_the_same_as_one(
         assert close(
             layer.gate_up(hidden.to(device)), torch.cat([gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1)
         )
-        assert torch.equal(layer.mlp_norm.cpu(), tensors["model.layers.1.post_attention_layernorm.weight"])
-        norms = [norm.cpu().tolist() for norm in layer.head_norms or ()]
+        assert torch.equal(layer.mlp_norm.weight.cpu(), tensors["model.layers.1.post_attention_layernorm.weight"])
+        norms = (
+            [norm.weight.cpu().tolist() for norm in (layer.head_norms.query, layer.head_norms.key)]
+            if layer.head_norms
+            else []
+        )
         assert norms == [tensors[name].tolist() for name in head_norms[2:] if name in tensors]
     outputs = [weights.layers[1].output(part) for weights, part in zip(ranks, parts(queries), strict=True)]
     assert close(sum(outputs, torch.zeros(())), reference("self_attn.o_proj", queries))
@@ -74,7 +78,7 @@ def test_the_vocabulary_is_divided_and_padded(
     write_checkpoint(tmp_path, tensors, changes)
     ranks = [load_for_cuda(tmp_path, device, torch.float32, TensorParallelRank(rank, size)) for rank in range(size)]
     x = torch.randn(3, 64)
-    logits = [weights.head.logits(x.to(device)).cpu() for weights in ranks]
+    logits = [weights.head(x.to(device)).cpu() for weights in ranks]
     assert len({part.shape for part in logits}) == 1
     embedding = tensors["model.embed_tokens.weight"]
     head = embedding if tied else tensors["lm_head.weight"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference_ops import relative_error as error
 
-from text_generation_shard.engines.torch.model.linear import LMHead, ParallelLinear, Projection, ShardRange
+from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, Projection, ShardRange
 from text_generation_shard.engines.torch.model.precision import Precision
 
 PROJECTIONS = [
@@ -55,10 +55,10 @@ def test_the_output_is_new_or_the_given_tensor(
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_logits_are_float32(device: torch.device, dtype: torch.dtype) -> None:
-    head = LMHead(torch.randn(51, 64, device=device).to(dtype))
+    head = DenseLinear(torch.randn(51, 64, device=device).to(dtype), None, torch.float32)
     x = torch.randn(3, 64, device=device).to(dtype)
     reference = x.double() @ head.weight.double().t()
     out = torch.full((3, 51), float("nan"), device=device)
-    for logits in (head.logits(x), head.logits(x, out), out):
+    for logits in (head(x), head(x, out), out):
         assert logits.dtype == torch.float32
         assert error(logits, reference) < 1e-5

@@ -30,7 +30,9 @@ from text_generation_shard.engines.torch.graphs.piecewise import (
 )
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.ops.reference import ReferenceOps
+from text_generation_shard.engines.torch.model.decoder import Decoder
+from text_generation_shard.engines.torch.ops.device import DeviceOps
+from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.step.sequence import SamplerOutput, StepRows
@@ -152,7 +154,9 @@ def make_runner(folder: Path, device: torch.device) -> Runner:
     config = read_model_config(folder)
     weights = load_for_cuda(folder, device, torch.float32)
     shape = CacheShape(config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, torch.float32)
-    runner = Runner(config, weights, ReferenceOps(config.head_dim), ParallelGroup(TensorParallelRank()), shape, SLOTS)
+    kernels, group = ReferenceKernels(config.head_dim), ParallelGroup(TensorParallelRank())
+    decoder = Decoder(config, weights, DeviceOps(kernels, group, torch.float32), group)
+    runner = Runner(decoder, kernels, group, shape, SLOTS, MAX_LENGTH)
     runner.allocate(BLOCKS)
     return runner
 
@@ -178,7 +182,7 @@ def check(rig: Rig, orders: Orders, size: int | None, *, greedy: bool = True) ->
         assert error(ours.logits, reference.logits) < 1e-5
     if reference.sampled is not None and ours.sampled is not None:
         assert ours.sampled[: plan.num_sampling].tolist() == reference.sampled[: plan.num_sampling].tolist()
-    for layer, expected in zip(rig.piecewise._cache, rig.whole._cache, strict=True):
+    for layer, expected in zip(rig.piecewise.cache, rig.whole.cache, strict=True):
         # All blocks but the dummy block, which holds the padding.
         assert error(layer[:-1], expected[:-1]) < 1e-5
         assert layer[:-1].eq(0).logical_and(expected[:-1].ne(0)).sum() == 0
@@ -207,11 +211,11 @@ def test_piecewise_steps_match_whole_steps(rig: Rig) -> None:
 def test_only_the_largest_size_is_captured_to_measure_memory(rig: Rig) -> None:
     assert len(rig.capture(only_largest=True)) >= len(CAPTURE_SIZES)
     # Non-finite padding does not spread.
-    dummy_block = len(rig.piecewise._cache[0]) - 1
-    for layer in rig.piecewise._cache:
+    dummy_block = len(rig.piecewise.cache[0]) - 1
+    for layer in rig.piecewise.cache:
         layer[dummy_block] = torch.nan
     check(rig, Orders(number=1, admit=(rig.admit(0, 961),), prefill=((0, 961),)), 1024)
-    assert all(layer[dummy_block, :, :, 0].isfinite().all() for layer in rig.piecewise._cache)
+    assert all(layer[dummy_block, :, :, 0].isfinite().all() for layer in rig.piecewise.cache)
     # Steps of other sizes, and larger ones, are computed whole.
     check(rig, Orders(number=2, admit=(rig.admit(1, 12),), prefill=((1, 12),)), None)
     check(rig, Orders(number=3, release=(0,), admit=(rig.admit(2, 1025),), prefill=((2, 1025),)), None)

@@ -13,11 +13,13 @@ from structlog.testing import capture_logs
 from tiny_checkpoint import COMPRESSED_DYNAMIC, load_for_cuda, random_tensors, write_checkpoint
 from torch import Tensor
 
+from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.model.forward import DeviceStep, Forward
+from text_generation_shard.engines.torch.model.decoder import Decoder
 from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE, Precision
-from text_generation_shard.engines.torch.ops.reference import ReferenceOps
+from text_generation_shard.engines.torch.ops.device import DeviceOps
+from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
@@ -41,25 +43,28 @@ class Model:
     def __post_init__(self) -> None:
         self.config = read_model_config(self.folder)
         self.weights = load_for_cuda(self.folder, CPU, self.dtype)
-        slots, ops = torch.arange(SEQUENCES, dtype=torch.int32), ReferenceOps(self.config.head_dim)
-        tables, last_tokens = slots.unsqueeze(1), torch.zeros_like(slots)
-        self.forward = Forward(self.config, self.weights, ops, ParallelGroup(TensorParallelRank()), tables, last_tokens)
+        self.kernels, group = ReferenceKernels(self.config.head_dim), ParallelGroup(TensorParallelRank())
+        ops = DeviceOps(self.kernels, group, self.dtype)
+        self.decoder = Decoder(self.config, self.weights, ops, group)
 
-    def cache(self) -> list[Tensor]:
+    def context(self) -> StepContext:
         """Return a KV cache with one block per sequence."""
         shape = (SEQUENCES, 2, self.weights.num_kv_heads, BLOCK_SIZE, self.config.head_dim)
-        return [torch.zeros(shape, dtype=self.dtype) for _ in self.weights.layers]
+        cache = [torch.zeros(shape, dtype=self.dtype) for _ in self.weights.layers]
+        slots = torch.arange(SEQUENCES, dtype=torch.int32)
+        tables, last_tokens = slots.unsqueeze(1), torch.zeros_like(slots)
+        return StepContext(self.kernels, cache, self.config.layer_shapes(), tables, last_tokens)
 
     def logits(self, ids: Tensor) -> Tensor:
         """float32 [tokens · sequences, vocabulary] for `ids` [tokens, sequences]."""
-        cache = self.cache()
-        return torch.cat([self.forward.logits(self.forward(step, cache)) for step in steps(ids)])
+        context, decoder = self.context(), self.decoder
+        return torch.cat([decoder.logits(decoder.forward(step)) for step in steps(ids, context)])
 
 
-def steps(ids: Tensor) -> list[DeviceStep]:
+def steps(ids: Tensor, context: StepContext) -> list[DeviceStep]:
     slots = torch.arange(ids.shape[1])
     columns = [torch.stack((row, torch.full_like(row, position), slots)) for position, row in enumerate(ids)]
-    return [DeviceStep(each.int(), num_decoding=len(slots)) for each in columns]
+    return [DeviceStep(each.int(), len(slots), context) for each in columns]
 
 
 Make = Callable[..., Model]
@@ -87,9 +92,15 @@ def test_tensors_have_the_dtypes_of_the_precision(make: Make, dtype: torch.dtype
     assert precision == (FINE if dtype == BF16 else Precision(dtype, FP32, dtype))
     for weight in (layer.qkv.weight, layer.gate_up.weight, weights.head.weight):
         assert weight.dtype == precision.normed
-    for weight in (layer.output.weight, layer.down.weight, weights.embedding, weights.norm, layer.mlp_norm):
+    for weight in (
+        layer.output.weight,
+        layer.down.weight,
+        weights.embedding,
+        weights.norm.weight,
+        layer.mlp_norm.weight,
+    ):
         assert weight.dtype == dtype
-    activations = model.forward.activations(3)
+    activations = model.decoder.activations(3)
     assert (activations.normed.dtype, activations.qkv.dtype) == (precision.normed, FP32)
     assert (activations.queries.dtype, activations.attended.dtype) == (dtype, dtype)
     for out in (layer.qkv(activations.normed), layer.gate_up(activations.normed), layer.output(activations.attended)):

@@ -10,10 +10,10 @@ from full_grid import full
 from reference_ops import rms_norm, rotate, rounded_once
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.rope import RopeStep, rotary_table, rotate_and_append
+from text_generation_shard.engines.torch.kernels.rope import RopeStep, rotate_and_append
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.model.config import Rope
-from text_generation_shard.engines.torch.model.layers import RotaryEmbedding, inverse_frequencies
+from text_generation_shard.engines.torch.model.rope import RotaryEmbedding, inverse_frequencies, rotary_table
 
 SLOTS, POSITIONS = 4, 160
 DUMMY_BLOCK = SLOTS * POSITIONS // BLOCK_SIZE
@@ -109,7 +109,7 @@ def test_the_table_matches_the_cpu_path(rope: Rope, device: torch.device) -> Non
     positions = torch.arange(10_007, device=device)  # not a multiple of the chunk size
     table = rotary_table(frequencies, scale, len(positions), device)
     assert (table.dtype, table.shape) == (torch.float32, (10_007, 2, 32))
-    cos, sin = RotaryEmbedding(rope, 64, device, torch.float32).factors(positions)
+    cos, sin = RotaryEmbedding(rope, 64, device).factors(positions, torch.float32)
     torch.testing.assert_close(table[:, 0], cos[:, 0, 32:], rtol=0, atol=1e-6)
     torch.testing.assert_close(table[:, 1], sin[:, 0, 32:], rtol=0, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Layers of the decoder on a CPU: linear layers and rotary position embeddings."""
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864), with the frequencies of transformers."""
 
 from __future__ import annotations
 
@@ -6,56 +6,28 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from text_generation_shard.engines.torch.model.config import Rope
 
-TYPICAL_ROWS = 16
-"""Rows of x that oneDNN optimizes the weight layout for; measured, 1 to 512 give the same layout and speed."""
-
-
-class CpuLinear:
-    """y = x·Wᵀ + b with a weight [outputs, inputs] and an optional bias [outputs]. Load the weight, process it, then call."""
-
-    def __init__(
-        self, outputs: int, inputs: int, device: torch.device, dtype: torch.dtype, *, bias: bool = False
-    ) -> None:
-        self.weight = torch.empty(outputs, inputs, device=device, dtype=dtype)
-        self.bias = torch.empty(outputs, device=device, dtype=dtype) if bias else None
-        self._packed = False
-
-    def process_weights_after_loading(self) -> None:
-        """Reorder the loaded weight for oneDNN, which otherwise does so at every call: half of a decode step's time."""
-        if _packs(self.weight):
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, TYPICAL_ROWS)
-            self._packed = True
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return y [rows, outputs] for x [rows, inputs]."""
-        if self._packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return y
-        return functional.linear(x, self.weight, self.bias)
-
-
-def _packs(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+_TABLE_CHUNK = 4096
+"""Positions whose angles are held at once while a table is computed."""
 
 
 class RotaryEmbedding:
-    """Computes the factors of x·cos + rotate_half(x)·sin (Su et al. 2021, arXiv 2104.09864); frequencies as in transformers."""
+    """The rotation x·cos + rotate_half(x)·sin of query and key heads, for the layers with the same parameters."""
 
-    def __init__(self, rope: Rope, head_dim: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         frequencies, self._scale = inverse_frequencies(rope, head_dim)
         self._frequencies = frequencies.to(device)
-        self._dtype = dtype
         self._half = head_dim // 2
+        self.table = torch.empty(0, device=device)
+        """float32 [max_positions, 2, head_dim / 2], after `fill_table`."""
 
-    def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def fill_table(self, max_positions: int) -> None:
+        """Compute `table`, for kernels that read the factors of a position."""
+        self.table = rotary_table(self._frequencies, self._scale, max_positions, self._frequencies.device)
+
+    def factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and signed sin, each [tokens, 1, head_dim], for `positions` [tokens]. Computed in float32.
 
         The sign of rotate_half is folded into sin, so that rotate_half becomes a roll by half a head.
@@ -63,8 +35,8 @@ class RotaryEmbedding:
         angles = positions.unsqueeze(1).float() * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return (
-            torch.cat((cos, cos), dim=-1).to(self._dtype).unsqueeze(1),
-            torch.cat((-sin, sin), dim=-1).to(self._dtype).unsqueeze(1),
+            torch.cat((cos, cos), dim=-1).to(dtype).unsqueeze(1),
+            torch.cat((-sin, sin), dim=-1).to(dtype).unsqueeze(1),
         )
 
     def rotate(self, heads: Tensor, factors: tuple[Tensor, Tensor]) -> None:
@@ -72,6 +44,23 @@ class RotaryEmbedding:
         cos, sin = factors
         rolled = heads.roll(self._half, -1)
         heads.mul_(cos).addcmul_(rolled, sin)
+
+
+def rotary_table(frequencies: Tensor, scale: float, max_positions: int, device: torch.device) -> Tensor:
+    """Return cos and sin times `scale` for positions 0..max_positions - 1: float32 [max_positions, 2, head_dim / 2].
+
+    `frequencies` float32 [head_dim / 2] and `scale` come from `inverse_frequencies`. An angle is the float32 product of position
+    and frequency, as in transformers: a more precise one would give different results at high positions.
+    """
+    frequencies = frequencies.to(device)
+    table = torch.empty(max_positions, 2, len(frequencies), dtype=torch.float32, device=device)
+    for start in range(0, max_positions, _TABLE_CHUNK):
+        chunk = table[start : start + _TABLE_CHUNK]
+        positions = torch.arange(start, start + len(chunk), device=device).unsqueeze(1).float()
+        angles = positions * frequencies
+        torch.cos(angles, out=chunk[:, 0])
+        torch.sin(angles, out=chunk[:, 1])
+    return table.mul_(scale)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:

@@ -1,0 +1,77 @@
+"""A step on a CPU: its batch, and its attention by an `AttentionPlan`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from text_generation_shard.engines.torch.attention.paged import AttentionPlan
+from text_generation_shard.engines.torch.cpu.batch import StepBatch
+from text_generation_shard.engines.torch.kv_cache import PagedKVCache
+from text_generation_shard.engines.torch.model.norm import HeadNorms
+from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
+
+
+class CpuStep:
+    """Implements `Step`. Results are new tensors: `out` is never given."""
+
+    def __init__(self, batch: StepBatch, plan: AttentionPlan, cache: PagedKVCache) -> None:
+        self._batch = batch
+        self._plan = plan
+        self._cache = cache
+        self._factors: dict[RotaryEmbedding, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._batch.token_ids)
+
+    @property
+    def positions(self) -> Tensor:
+        return self._batch.positions
+
+    def token_ids(self) -> Tensor:
+        return self._batch.token_ids
+
+    def embed(self, table: Tensor, out: Tensor | None = None) -> Tensor:
+        return functional.embedding(self._batch.token_ids, table)
+
+    def append(self, layer: int, keys_values: Tensor) -> None:
+        self._cache.write(layer, self._batch.write_index, keys_values)
+
+    def rotate_and_append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: RotaryEmbedding,
+        head_norms: HeadNorms | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        shape = self._plan.layers[layer]
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
+        if head_norms is not None:
+            normed = functional.rms_norm(rotated, (shape.head_dim,), None, head_norms.query.eps)
+            rotated.copy_(normed * head_norms.rows)
+        rotary.rotate(rotated, self._factors_of(rotary, qkv.dtype))
+        self.append(layer, heads[:, shape.num_heads :])
+        return heads[:, : shape.num_heads]
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._plan.attend(queries, layer, scale, softcap=softcap, sinks=sinks)
+
+    def _factors_of(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the factors of the rotation, which are the same in all its layers."""
+        factors = self._factors.get(rotary)
+        if factors is None:
+            factors = self._factors[rotary] = rotary.factors(self._batch.positions, dtype)
+        return factors

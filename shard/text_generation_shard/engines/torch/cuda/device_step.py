@@ -1,0 +1,146 @@
+"""A step on a GPU, or on a rank of a group on CPUs: its tokens on the device, and their attention by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.attention.shape import LayerShape
+from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
+from text_generation_shard.engines.torch.kernels.rope import RopeStep
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.model.norm import HeadNorms
+from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
+from text_generation_shard.engines.torch.ops.interface import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """The memory that all steps of a runner read and write."""
+
+    kernels: Kernels
+    cache: Sequence[Tensor]
+    """For each layer, [blocks, key or value, KV heads, BLOCK_SIZE, head_dim]."""
+    layers: Sequence[LayerShape]
+    block_tables: Tensor
+    """int32 [slots + 1, blocks]: a row for each slot and one for the dummy slot."""
+    last_tokens: Tensor
+    """int32 [slots + 1]: the token sampled last."""
+
+
+class DeviceStep:
+    """Implements `Step`. `columns` int32 [3, tokens]: ids, positions and slots; see `step_plan`.
+
+    The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks.
+    """
+
+    def __init__(self, columns: Tensor, num_decoding: int, context: StepContext) -> None:
+        self.columns = columns
+        self._context = context
+        self._num_decoding = num_decoding
+        self._ids, self._positions, self._slots = columns.unbind()
+        self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
+        self._decode_steps: dict[float, DecodeStep] = {}
+        self._queries: Tensor | None = None
+        self._out: Tensor | None = None
+        self._parts: tuple[Tensor, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.columns.shape[1]
+
+    @property
+    def positions(self) -> Tensor:
+        return self._positions
+
+    def token_ids(self) -> Tensor:
+        ids = self._ids.long()
+        return torch.where(ids >= 0, ids, self._context.last_tokens[self._slots.long()].long())
+
+    def embed(self, table: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = torch.empty(self.num_tokens, table.shape[1], dtype=torch.float32, device=table.device)
+        self._context.kernels.embed(self._ids, self._slots, self._context.last_tokens, table, out)
+        return out
+
+    def rotate_and_append(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: RotaryEmbedding,
+        head_norms: HeadNorms | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        shape = self._context.layers[layer]
+        if out is None:
+            out = qkv.view(len(qkv), -1, shape.head_dim)[:, : shape.num_heads]
+        key = rotary, shape
+        if (step := self._rope_steps.get(key)) is None:
+            step = self._rope_steps[key] = RopeStep(
+                self._positions,
+                self._slots,
+                self._context.block_tables,
+                rotary.table,
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                0.0 if head_norms is None else head_norms.query.eps,
+            )
+        weights = None if head_norms is None else (head_norms.query.weight, head_norms.key.weight)
+        self._context.kernels.rotate_and_append(qkv, out, step, self._context.cache[layer], weights)
+        return out
+
+    def append(self, layer: int, keys_values: Tensor) -> None:
+        blocks, offsets = self._cells
+        cache_layer = self._context.cache[layer]
+        heads, head_dim = cache_layer.shape[2], cache_layer.shape[4]
+        cache_layer[blocks, :, :, offsets] = keys_values.view(-1, 2, heads, head_dim).to(cache_layer.dtype)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        assert softcap is None
+        assert sinks is None
+        context, count = self._context, self._num_decoding
+        if out is None:
+            out = torch.empty(queries.shape[0], queries[0].numel(), dtype=queries.dtype, device=queries.device)
+        row_queries, chunk_queries, row_out, chunk_out = self._divided(queries, out)
+        cache_layer, window = context.cache[layer], context.layers[layer].window
+        if count:
+            context.kernels.decode_attention(row_queries, cache_layer, self._decode_step(scale), window, row_out)
+        if count < len(queries):
+            context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out)
+        return out
+
+    def _divided(self, queries: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """Return queries and outputs of decode rows and of chunks; buffers that all layers use are divided once."""
+        if queries is not self._queries or out is not self._out:
+            count = self._num_decoding
+            self._queries, self._out = queries, out
+            self._parts = queries[:count], queries[count:], out[:count], out[count:]
+        return self._parts
+
+    def _decode_step(self, scale: float) -> DecodeStep:
+        if (step := self._decode_steps.get(scale)) is None:
+            count = self._num_decoding
+            step = self._decode_steps[scale] = DecodeStep(
+                self._positions[:count], self._slots[:count], self._context.block_tables, scale
+            )
+        return step
+
+    @cached_property
+    def _cells(self) -> tuple[Tensor, Tensor]:
+        """Blocks and offsets of the tokens in the cache, int64."""
+        positions = self._positions.long()
+        return self._context.block_tables[self._slots.long(), positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE

@@ -1,0 +1,80 @@
+"""`Ops` by kernels, on a GPU or on a rank of a group on CPUs.
+
+For a few tokens, each product is one kernel with the operations before and after it. For more tokens products are those of
+cuBLAS, and an output is added to the residual stream by the kernel of the norm that reads it next.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.model.linear import DenseLinear, Linear
+from text_generation_shard.engines.torch.model.norm import RMSNorm
+from text_generation_shard.engines.torch.ops.interface import Kernels, ResidualStream
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+
+
+class DeviceOps:
+    """Implements `Ops` for a rank of `group`. `dtype` is that of the model: see `Precision`."""
+
+    has_buffers = True
+
+    def __init__(self, kernels: Kernels, group: ParallelGroup, dtype: torch.dtype) -> None:
+        self._kernels = kernels
+        self._group = group
+        self._dtype = dtype
+
+    def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            assert stream.normed is not None
+            out = stream.normed
+        if stream.update is None:
+            self._kernels.rms_norm(stream.residual, norm.weight, norm.eps, out)
+        else:
+            self._kernels.add_rms_norm(stream.update, stream.residual, norm.weight, norm.eps, out)
+            stream.update = None
+        return out
+
+    def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
+        if out is None or not self._fuses(linear, stream):
+            return linear(self.norm(stream, norm), out)
+        self._kernels.norm_matvec(stream.residual, norm.weight, norm.eps, linear.weight, out, linear.bias)
+        return out
+
+    def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
+        if self._fuses(gate_up, stream):
+            inner = self._inner(stream, gate_up.weight.shape[0])
+            self._kernels.norm_matvec_activate(
+                stream.residual, norm.weight, norm.eps, gate_up.weight, kind, inner, gate_up.bias
+            )
+        else:
+            product = gate_up(self.norm(stream, norm))
+            inner = self._inner(stream, product.shape[1])
+            self._kernels.activate(product, kind, inner)
+        return inner
+
+    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear) -> None:
+        if not self._fuses(linear, stream):
+            self.add(stream, linear(x))
+            return
+        # The residual stream itself is part of rank 0's summand.
+        product = self._kernels.matvec_add if self._group.tp.rank == 0 else self._kernels.matvec
+        product(x, linear.weight, stream.residual, linear.bias)
+        self._group.all_reduce(stream.residual)
+
+    def add(self, stream: ResidualStream, update: Tensor) -> None:
+        self._group.all_reduce(update)
+        stream.update = update
+
+    def _inner(self, stream: ResidualStream, gate_up_width: int) -> Tensor:
+        """Allocate the inner values of an MLP."""
+        shape = len(stream.residual), gate_up_width // 2
+        return torch.empty(shape, dtype=self._dtype, device=stream.residual.device)
+
+    def _fuses(self, linear: Linear, stream: ResidualStream) -> TypeGuard[DenseLinear]:
+        """Return True if a product is computed by one kernel with the operations next to it."""
+        few = len(stream.residual) <= self._kernels.fused_tokens
+        return few and stream.update is None and isinstance(linear, DenseLinear)

@@ -1,0 +1,61 @@
+"""The kernels that a step of the decoder launches, in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_checkpoint import load_for_cuda, random_tensors, write_checkpoint
+
+from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.model.decoder import Decoder
+from text_generation_shard.engines.torch.ops.device import DeviceOps
+from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+
+FUSED = ["norm_matvec", "rotate_and_append", "decode_attention", "matvec_add", "norm_matvec_activate", "matvec_add"]
+SEPARATE = ["rotate_and_append", "decode_attention", "add_rms_norm", "activate", "add_rms_norm"]
+
+
+class RecordingKernels:
+    """The reference kernels; records the names of those that are called."""
+
+    def __init__(self, head_dim: int) -> None:
+        self._kernels = ReferenceKernels(head_dim)
+        self.launched: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._kernels, name)
+        if not callable(found):
+            return found
+
+        def record(*args: object) -> object:
+            self.launched.append(name)
+            return found(*args)
+
+        return record
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kernels"),
+    [
+        (1, ["embed", *FUSED, *FUSED, "rms_norm"]),
+        (2, ["embed", "rms_norm", *SEPARATE, *SEPARATE]),
+    ],
+    ids=["fused", "separate"],
+)
+def test_a_step_launches_no_more_kernels_than_needed(tmp_path: Path, tokens: int, kernels: list[str]) -> None:
+    folder = write_checkpoint(tmp_path, random_tensors())
+    config, weights = read_model_config(folder), load_for_cuda(folder, torch.device("cpu"), torch.float32)
+    recording, group = RecordingKernels(config.head_dim), ParallelGroup(TensorParallelRank())
+    decoder = Decoder(config, weights, DeviceOps(recording, group, torch.float32), group)
+    cache = [torch.zeros(tokens, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim) for _ in weights.layers]
+    slots = torch.arange(tokens, dtype=torch.int32)
+    context = StepContext(recording, cache, config.layer_shapes(), slots.unsqueeze(1), torch.zeros_like(slots))
+    columns = torch.stack((torch.full_like(slots, 5), torch.zeros_like(slots), slots))
+    decoder.forward(DeviceStep(columns, tokens, context))
+    assert recording.launched == kernels
