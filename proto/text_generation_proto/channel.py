@@ -26,9 +26,6 @@ SERVER_PING_S = 4
 SERVER_PING_TIMEOUT_S = 4
 """Seconds for its answer, and for the acknowledgement of what the server sent; then the connection is closed."""
 
-MAX_STREAMS = 1024
-"""Most calls of a connection, cancelled ones included until their memory is free. gRPC's default is no limit."""
-
 SESSION_OPEN = (("x-session", "open"),)
 """Initial metadata of a Run stream that the shard serves."""
 
@@ -61,7 +58,6 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     # Bytes of a call that are read before its handler asks for them: 64 kB, and no more on a fast connection.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.max_concurrent_streams", MAX_STREAMS),
     # Two servers on one port would each get half the calls.
     ("grpc.so_reuseport", 0),
 )

@@ -24,6 +24,11 @@ MAX_UNARY_CALLS = 16
 """Most concurrent calls of a method with one request and one reply, and requests of a method that are read at once."""
 WARM_UP = "/text_generation.v1.Shard/WarmUp"
 """The method of which one call is served at a time."""
+MAX_STREAMS = 16
+"""Most calls of a connection, cancelled ones included until their memory is free: a router has five. gRPC's default is no
+limit, and gRPC does not free all memory of calls that are reset while more than a hundred of them wait."""
+MAX_GATEWAY_STREAMS = 1024
+"""The same with --gateway: each request of a gateway is a call, and all of them share a connection."""
 MAX_CALLS = 8192
 """Most concurrent calls of all methods; the gateway's waiting requests are calls."""
 
@@ -32,9 +37,10 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 
-def create_server(token: str = "", max_calls: int = MAX_CALLS) -> grpc.aio.Server:
+def create_server(token: str = "", max_calls: int = MAX_CALLS, max_streams: int = MAX_STREAMS) -> grpc.aio.Server:
     """Return a server that serves only calls with this token; "": all calls."""
-    return grpc.aio.server(interceptors=(CallGuard(token),), options=SERVER_OPTIONS, maximum_concurrent_rpcs=max_calls)
+    options = (*SERVER_OPTIONS, ("grpc.max_concurrent_streams", max_streams))
+    return grpc.aio.server(interceptors=(CallGuard(token),), options=options, maximum_concurrent_rpcs=max_calls)
 
 
 class CallGuard(grpc.aio.ServerInterceptor):

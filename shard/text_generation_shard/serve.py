@@ -24,7 +24,7 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import info_to_pb
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
-from text_generation_shard.guard import create_server
+from text_generation_shard.guard import MAX_GATEWAY_STREAMS, MAX_STREAMS, create_server
 from text_generation_shard.health import ShardHealth, probe_server
 from text_generation_shard.progress import report_progress
 from text_generation_shard.servicer import ShardServicer
@@ -45,7 +45,7 @@ async def serve(config: ShardConfig) -> ExitCode:
     owner = SessionOwner(thread)
     health = ShardHealth()
     await health.set_serving(serving=False)
-    server = create_server(config.shard_token)
+    server = create_server(config.shard_token, max_streams=MAX_GATEWAY_STREAMS if config.gateway else MAX_STREAMS)
     services = _add_services(server, config, owner, health)
     if config.reflection:
         reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], server)

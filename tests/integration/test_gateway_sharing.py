@@ -148,9 +148,10 @@ async def test_no_slot_is_lost_over_random_endings(tmp_path: Path) -> None:
 
 
 async def test_a_queue_that_is_full_refuses_at_once(tmp_path: Path) -> None:
-    async with serve_gateway(slow_echo(max_batch_size=1), tmp_path, max_waiting=1) as gateway:
+    waiting = 20  # calls of one connection
+    async with serve_gateway(slow_echo(max_batch_size=1), tmp_path, max_waiting=waiting) as gateway:
         runs = await begun(gateway, [1])
-        two = [gateway.stub.Generate(ask([number], 2)) for number in (2, 3)]
+        calls = [gateway.stub.Generate(ask([number], 2)) for number in range(waiting + 1)]
         outcomes: asyncio.Queue[Answer | grpc.aio.AioRpcError] = asyncio.Queue()
 
         async def wait(call: GenerateCall) -> None:
@@ -160,16 +161,17 @@ async def test_a_queue_that_is_full_refuses_at_once(tmp_path: Path) -> None:
                 outcomes.put_nowait(error)
 
         async with asyncio.TaskGroup() as tasks:
-            for call in two:
+            for call in calls:
                 tasks.create_task(wait(call))
             refused = await outcomes.get()
             assert isinstance(refused, grpc.aio.AioRpcError)
             assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert refused.details() == "1 sequences run and 1 wait: the shard takes no more"
+            assert refused.details() == f"1 sequences run and {waiting} wait: the shard takes no more"
             runs.cancel()
-            served = await outcomes.get()
-            assert isinstance(served, Answer)
-            assert len(served.streamed()) == 2
+            for _ in range(waiting):
+                served = await outcomes.get()
+                assert isinstance(served, Answer)
+                assert len(served.streamed()) == 2
 
 
 async def test_a_slow_reader_gets_larger_chunks_and_holds_no_slot(tmp_path: Path) -> None:

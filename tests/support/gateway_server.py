@@ -18,7 +18,7 @@ from text_generation_shard.engine import Engine, Failure, NewSequence, Orders
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 from text_generation_shard.gateway.servicer import GatewayServicer
-from text_generation_shard.guard import create_server
+from text_generation_shard.guard import MAX_GATEWAY_STREAMS, create_server
 from text_generation_shard.health import ShardHealth
 from text_generation_shard.servicer import ShardServicer
 from text_generation_shard.session import EngineThread, SessionOwner
@@ -119,7 +119,7 @@ async def serve_gateway(
     owner = SessionOwner(thread)
     if engine is not None:
         owner.serve(engine)
-    server = create_server()
+    server = create_server(max_streams=MAX_GATEWAY_STREAMS)
     shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, ShardHealth()), server)
     trtllm_service_pb2_grpc.add_TrtllmServiceServicer_to_server(
         GatewayServicer(owner, model, tensor_parallel=2, max_waiting=max_waiting), server
