@@ -14,6 +14,7 @@ import pytest
 from cluster_listener import Listener
 from grpc_health.v1 import health_pb2
 from shard_server import ServedShard, running, serve_engine
+from structlog.testing import capture_logs
 
 from text_generation_proto.heartbeat import HANG_TIMEOUT_S
 from text_generation_proto.values import WarmUpLimits
@@ -129,18 +130,21 @@ async def test_requests_of_a_lost_shard_continue_with_their_next_token(tmp_path:
 
 async def test_a_shard_that_drains_keeps_its_requests_and_is_left_after_the_last(tmp_path: Path) -> None:
     async with two_replicas(tmp_path) as replicas:
-        listeners = [replicas.submit(100 + 50 * number) for number in range(6)]
-        await replicas.until_running(3, 3)
-        await replicas.shards[0].drain()
-        await replicas.until_draining(0)
-        listeners += [replicas.submit(50) for _ in range(3)]
-        for listener in listeners:
-            await listener.over.wait()
-        async with asyncio.timeout(20):
-            while replicas.cluster.scheduler.stats().serving_replicas > 1:  # noqa: ASYNC110 - it crosses the wire
-                await asyncio.sleep(0)
-        assert [len(listener.tokens) for listener in listeners] == [*range(100, 400, 50), 50, 50, 50]
-        assert replicas.cluster.scheduler.stats().moves == 0
+        with capture_logs() as records:
+            listeners = [replicas.submit(100 + 50 * number) for number in range(6)]
+            await replicas.until_running(3, 3)
+            await replicas.shards[0].drain()
+            await replicas.until_draining(0)
+            listeners += [replicas.submit(50) for _ in range(3)]
+            for listener in listeners:
+                await listener.over.wait()
+            async with asyncio.timeout(20):
+                while replicas.cluster.scheduler.stats().serving_replicas > 1:  # noqa: ASYNC110 - it crosses the wire
+                    await asyncio.sleep(0)
+            assert [len(listener.tokens) for listener in listeners] == [*range(100, 400, 50), 50, 50, 50]
+            assert replicas.cluster.scheduler.stats().moves == 0
+        ends = [record["log_level"] for record in records if record["event"] in ("shard stopped", "shard lost")]
+        assert ends == ["info"], "a planned stop is no error"
 
 
 async def test_requests_of_a_shard_that_owes_a_report_move_once_it_says_that_it_hangs(

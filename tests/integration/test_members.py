@@ -144,6 +144,10 @@ async def test_what_a_leaving_shard_does_not_finish_moves_unless_nothing_else_se
             assert listener.error is None
         assert [len(listener.tokens) for listener in (alone, *moved)] == [300, 1000, 1000]
         assert router.cluster.scheduler.stats().moves == 1
+        router.set(odd, b)
+        await router.until({odd: "refused", b: "serving"})
+        await shards.shards[odd].drain()
+        await router.until({odd: "joining", b: "serving"})  # it gives no answer any more
 
 
 async def test_an_empty_answer_removes_no_shard_that_serves(tmp_path: Path) -> None:

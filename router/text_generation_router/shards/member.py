@@ -21,7 +21,7 @@ from text_generation_proto.access import ShardAccess
 from text_generation_proto.client import ShardClient
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.shards.join import CannotJoin, ReplicaInfo, ShardTaken, join
-from text_generation_router.shards.replica import ClusterContext, ReplicaSession, ShardLost
+from text_generation_router.shards.replica import ClusterContext, ReplicaSession, ShardLost, ShardStopped
 
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 2.0
 """Wait between two attempts to join a lost shard; it doubles each time."""
@@ -31,6 +31,8 @@ LASTING_SESSION_S = 2.0
 """A session of this length resets that wait."""
 JOIN_TIMEOUT_S = 3600.0
 """Time for a restarted shard to load its model. Its launcher decides when to give up."""
+ANSWER_S = 1.0
+"""Time of a shard that was refused or taken to answer the next attempt."""
 LEAVE_S = 30.0
 """Time of a shard that leaves to finish its sequences; those that are left move to other replicas, if there are any."""
 LEAVE_CHECK_S = 0.02
@@ -138,13 +140,16 @@ class ShardMember:
             try:
                 async with ShardClient.connect(self.address, terms.access) as client:
                     if info is None:
-                        info = await join(client, terms.limits, self.address, JOIN_TIMEOUT_S, terms.expected)
+                        info = await self._join(client)
                         if again:
                             log.info("shard joined again", replica=self.number)
                         began = time.monotonic()
                     await self.session.serve(client, info)
             except ShardLost as error:
-                log.error("shard lost", replica=self.number, reason=str(error))
+                if isinstance(error, ShardStopped):
+                    log.info("shard stopped", replica=self.number, reason=str(error))
+                else:
+                    log.error("shard lost", replica=self.number, reason=str(error))
                 self._set(ShardState.JOINING, "")
                 lasted = time.monotonic() - began > LASTING_SESSION_S
             except ShardTaken as error:
@@ -162,6 +167,14 @@ class ShardMember:
             self._on_lost()
             await asyncio.sleep(retry_s)
             retry_s = MIN_RETRY_S if lasted or retry_s == RETRY_TAKEN_S else min(2 * retry_s, MAX_RETRY_S)
+
+    async def _join(self, client: ShardClient) -> ReplicaInfo:
+        """Wait for the shard and warm it up. One that gives no answer is no longer refused or taken, it may have died."""
+        silent = asyncio.get_running_loop().call_later(ANSWER_S, self._set, ShardState.JOINING, "")
+        try:
+            return await join(client, self._terms.limits, self.address, JOIN_TIMEOUT_S, self._terms.expected)
+        finally:
+            silent.cancel()
 
     def _refused(self, reason: str) -> None:
         if self.reason != reason:

@@ -47,6 +47,10 @@ class ShardLost(Exception):
     """The shard's stream ended: the process died, closed it, or cannot be reached."""
 
 
+class ShardStopped(ShardLost):
+    """The shard ended the session in order: it was told to stop."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterContext:
     """The parts of the cluster that sessions use."""
@@ -105,7 +109,7 @@ class ReplicaSession:
         self._set_health(unwanted=not wanted)
 
     async def serve(self, client: ShardClient, info: ReplicaInfo) -> None:
-        """Run one session until cancelled. Raises ShardLost, ShardTaken."""
+        """Run one session until cancelled. Raises ShardLost, ShardStopped, ShardTaken."""
         context = self._context
         self.stopped = False
         self._timing = OrderTiming()
@@ -138,10 +142,10 @@ class ReplicaSession:
             refused = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             if refused and not opened:
                 raise ShardTaken("another router drives it") from error
-            reasons = _loss_reasons(error)
-            if not reasons:
+            losses = _losses(error)
+            if not losses:
                 raise
-            raise ShardLost(reasons[0]) from error
+            raise next((each for each in losses if isinstance(each, ShardStopped)), losses[0]) from error
         finally:
             call.cancel()
             context.observer.on_loss(self._number)
@@ -250,7 +254,7 @@ class ReplicaSession:
             read = await call.read()
             if not isinstance(read, pb.StepReport) or read.closing:
                 self.stopped = True
-                raise ShardLost("the shard closed its stream")
+                raise ShardStopped("the shard closed its stream")
             try:
                 if (report := parts.join(read)) is None:
                     continue
@@ -291,7 +295,7 @@ class ReplicaSession:
             self._set_health(stopping=True)
             if (left := scheduler.replicas[self._number]) is not None and not left.occupied_slots:
                 self.stopped = True
-                raise ShardLost("it stops, and has no sequences left")
+                raise ShardStopped("it has no sequences left")
         if scheduler.may_have_orders(self._number):
             self._changed.set()
 
@@ -326,11 +330,11 @@ class OrderTiming:
         return max(0.0, self._boundary + HOLD_SHARE * step_s - now)
 
 
-def _loss_reasons(error: BaseException) -> list[str]:
-    """Return the reasons why a shard was lost; none if `error`, or an error in the group, has another cause."""
+def _losses(error: BaseException) -> list[ShardLost]:
+    """Return how the shard was lost; nothing if `error`, or an error in the group, has another cause."""
     if isinstance(error, BaseExceptionGroup):
-        reasons = [_loss_reasons(inner) for inner in error.exceptions]
-        return [reason for some in reasons for reason in some] if all(reasons) else []
+        inner = [_losses(each) for each in error.exceptions]
+        return [loss for some in inner for loss in some] if all(inner) else []
     if isinstance(error, grpc.aio.AioRpcError):
-        return [error.details() or str(error.code())]
-    return [str(error)] if isinstance(error, ShardLost) else []
+        return [ShardLost(error.details() or str(error.code()))]
+    return [error] if isinstance(error, ShardLost) else []
