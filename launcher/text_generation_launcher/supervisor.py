@@ -72,7 +72,8 @@ class Supervisor:
             self._replicas.start(shard_tasks)
             await self._replicas.wait_until_serving()
             loaded = time.monotonic()
-            log.info("shards serve", shards=len(self._plan.shards), seconds=round(loaded - begin, 2))
+            if self._plan.shards:
+                log.info("shards serve", shards=len(self._plan.shards), seconds=round(loaded - begin, 2))
             if self._plan.router is None:
                 self.ready.set()
                 self._notifier.ready()
@@ -80,7 +81,7 @@ class Supervisor:
                 return
             async with asyncio.TaskGroup() as router_tasks:
                 router_tasks.create_task(self._run_router(self._plan.router))
-                await wait_until_healthy(self._plan.url)
+                await wait_until_up(self._plan.url, alone=not self._plan.shards)
                 self.ready.set()
                 self._notifier.ready()
                 now = time.monotonic()
@@ -96,6 +97,8 @@ class Supervisor:
         """Return the status for the service manager."""
         if self._stop.requested.is_set():
             return "draining"
+        if not self._plan.groups:
+            return "the router serves" if self.ready.is_set() else "the router waits for a shard"
         replicas = f"{self._replicas.serving} of {len(self._plan.groups)} replicas"
         return f"serving with {replicas}" if self.ready.is_set() else f"loading: {replicas} serve"
 
@@ -121,12 +124,15 @@ class Supervisor:
                 router.send_signal(signal.SIGHUP)
 
 
-async def wait_until_healthy(url: str) -> None:
-    """Return once the router's health route answers with 200."""
+async def wait_until_up(url: str, *, alone: bool) -> None:
+    """Return once the router answers: its health route with 200, or, if the shards are not ours, /info without 503.
+
+    A router alone may be on standby: other routers drive all shards.
+    """
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
         while True:
             with suppress(aiohttp.ClientError, TimeoutError):
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
+                async with session.get(f"{url}/info" if alone else f"{url}/health") as response:
+                    if response.status != 503 if alone else response.status == 200:
                         return
             await asyncio.sleep(HEALTH_INTERVAL)

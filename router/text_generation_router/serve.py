@@ -299,7 +299,7 @@ async def _serve_http(
         running = tasks.create_task(run_cluster())
         notifier.show(partial(_status, cluster))
         beating = tasks.create_task(send_heartbeats(notifier))
-        if not config.shards and not await _opened(cluster, signals):
+        if not config.shards and not await _wait(cluster.opened(), signals):
             beating.cancel()
             running.cancel()
             return ExitCode.STOPPED
@@ -308,7 +308,7 @@ async def _serve_http(
             log.info("ready", url=f"http://{listen_host(config.hostname)}:{server.port}")
             configure_collector()
             collecting = tasks.create_task(collect_growth(lambda: not cluster.scheduler.requests))
-            if config.peers or await _opened(cluster, signals):  # a router among peers may have no shard
+            if config.peers or await _wait(cluster.settled(), signals):  # a router among peers may have no shard
                 notifier.ready()
             await signals.stop.wait()
             collecting.cancel()
@@ -333,7 +333,8 @@ def _status(cluster: Cluster) -> str:
     """Return the status for the service manager."""
     if cluster.draining:
         return f"draining {len(cluster.scheduler.requests)} requests"
-    return f"serving with {len(cluster.scheduler.serving)} of {len(cluster.scheduler.replicas)} replicas"
+    serving, known = len(cluster.scheduler.serving), len(cluster.scheduler.replicas)
+    return f"serving with {serving} of {known} replicas" if serving else f"standby: drives none of {known} shards"
 
 
 async def _listen(server: HttpServer, config: RouterConfig) -> None:
@@ -345,14 +346,14 @@ async def _listen(server: HttpServer, config: RouterConfig) -> None:
         raise CannotServe(f"cannot listen on {host}:{ports}: {error.strerror or error}") from error
 
 
-async def _opened(cluster: Cluster, signals: StopSignals) -> bool:
-    """Wait until a replica serves; False after a stop signal."""
+async def _wait(event: Coroutine[None, None, None], signals: StopSignals) -> bool:
+    """Wait for an event of the cluster; False after a stop signal."""
     async with asyncio.TaskGroup() as tasks:
-        opened, stopping = tasks.create_task(cluster.opened()), tasks.create_task(signals.stop.wait())
-        await asyncio.wait((opened, stopping), return_when=asyncio.FIRST_COMPLETED)
-        opened.cancel()
+        waiting, stopping = tasks.create_task(event), tasks.create_task(signals.stop.wait())
+        await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
         stopping.cancel()
-    return cluster.connected and not signals.stop.is_set()
+    return not signals.stop.is_set()
 
 
 async def _drain(server: HttpServer, cluster: Cluster, signals: StopSignals, timeout_s: float) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -55,4 +59,40 @@ async def test_a_router_waits_for_its_shards_and_follows_those_that_a_file_names
             async with session.get(f"{router.url}/metrics") as response:
                 assert 'text_generation_shards{state="refused"} 2.0' in await response.text()
             assert await generate(session, router.url)
-        await until_shards(session, router.url, states | {address[good]: "joining"})
+        await until_shards(session, router.url, dict.fromkeys(states, "joining"))
+
+
+def lines_of(manager: socket.socket, last: str) -> set[str]:
+    """Return the lines that a process sends to its service manager, up to this one."""
+    lines: set[str] = set()
+    while last not in lines:
+        lines |= set(manager.recv(4096).decode().split("\n"))
+    return lines
+
+
+async def test_a_router_whose_shards_another_one_drives_is_up_and_on_standby(
+    demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    parts = ("--parts=router", f"--shards={address}")
+    command = ("--model-path", demo_model, *parts[1:], "--hostname=127.0.0.1", f"--port={free_port()}")
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager,
+        running(demo_model, "--parts=shards", f"--shard-tcp-port={address.partition(':')[2]}", environ=TOKEN),
+        running(demo_model, *parts, environ=TOKEN) as first,
+    ):
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(30)
+        environ = TOKEN | {"NOTIFY_SOCKET": str(tmp_path / "notify")}
+        await until_shards(session, first.url, {address: "serving"})
+        with subprocess.Popen(  # noqa: ASYNC220 - it does not block
+            (Path(sys.executable).with_name("text-generation-router"), *command), env=os.environ | environ
+        ) as alone:
+            assert "STATUS=standby: drives none of 1 shards" in await asyncio.to_thread(lines_of, manager, "READY=1")
+            alone.terminate()
+        with running(demo_model, *parts, environ=environ) as second:
+            lines = await asyncio.to_thread(lines_of, manager, "STATUS=the router serves")
+            assert {"STATUS=the router waits for a shard", "READY=1"} <= lines
+            await until_shards(session, second.url, {address: "taken"})
+            first.launcher.terminate()
+            await until_shards(session, second.url, {address: "serving"})

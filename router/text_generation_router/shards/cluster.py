@@ -23,7 +23,7 @@ from text_generation_router.request import Request, RequestId, TenantId, TokenLi
 from text_generation_router.scheduling.scheduler import Scheduler
 from text_generation_router.shards.join import ReplicaInfo, merge_capabilities
 from text_generation_router.shards.listeners import Listeners
-from text_generation_router.shards.member import ShardMember, ShardTerms
+from text_generation_router.shards.member import ShardMember, ShardState, ShardTerms
 from text_generation_router.shards.observer import StepObserver
 from text_generation_router.shards.replica import ClusterContext
 
@@ -62,6 +62,7 @@ class Cluster:
         self._deadlines = asyncio.Event()
         """Set when there may be an earlier deadline than the one waited for."""
         self._opened = asyncio.Event()
+        self._settled = asyncio.Event()
         self._without_replica_since: float | None = None
         """Time at which the last replica was lost; None while one serves."""
         self._closed = False
@@ -129,6 +130,10 @@ class Cluster:
     async def opened(self) -> None:
         """Wait for the first session."""
         await self._opened.wait()
+
+    async def settled(self) -> None:
+        """Wait for the first session, or until other routers are found to drive all shards."""
+        await self._settled.wait()
 
     async def abandoned(self) -> None:
         """Wait until all shards have been told to stop and none has come back for ABANDONED_AFTER_S."""
@@ -224,9 +229,12 @@ class Cluster:
     def _on_opened(self) -> None:
         self._without_replica_since = None
         self._opened.set()
+        self._settled.set()
 
     def _on_lost(self) -> None:
         self._reconcile()  # without known members, it is one no more
+        if all(member.state is ShardState.TAKEN for member in self._members.values()):
+            self._settled.set()
         if not self.connected and self._without_replica_since is None and self._opened.is_set():
             self._without_replica_since = time.monotonic()
             self._deadlines.set()
