@@ -18,7 +18,7 @@ class StopSignals:
         for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(sig, self._received)
 
-    def on_hangup(self, reload: Callable[[], None]) -> None:
+    def on_hangup(self, reload: Callable[[], object]) -> None:
         """Let SIGHUP call `reload` instead of stopping."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 

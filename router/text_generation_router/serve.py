@@ -80,7 +80,8 @@ async def serve(config: RouterConfig) -> ExitCode:
     log.info("limits", max_input_tokens=limits.max_input_tokens, max_total_tokens=limits.max_total_tokens)
     settings = _settings(config, limits)
     if config.api_keys_file:
-        signals.on_hangup(partial(_reload_keys, settings.api_keys))
+        in_thread = asyncio.get_running_loop().run_in_executor
+        signals.on_hangup(partial(in_thread, None, _reload_keys, settings.api_keys))
     if not settings.api_keys and not ipaddress.ip_address(listen_host(config.hostname)).is_loopback:
         log.warning(
             "no API key on a public address: everyone who reaches it may use the model", hostname=config.hostname

@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, Literal
 
 from aiohttp import hdrs, web
@@ -139,6 +140,7 @@ class ApiKeys:
             max_priority=self._max_priority if trust_caller_headers else Priority.DEFAULT, trusted=trust_caller_headers
         )
         self._holders: dict[bytes, KeyHolder] = {}
+        self._reloading = Lock()
         self.reload()
 
     @classmethod
@@ -161,7 +163,14 @@ class ApiKeys:
         return len({holder.tenant for holder in self._holders.values()}) > 1
 
     def reload(self) -> None:
-        """Read the file again. Rate limits that stay the same keep their level. Raises ValueError and changes nothing."""
+        """Read the file again. Rate limits that stay the same keep their level. Raises ValueError and changes nothing.
+
+        Runs in any thread: a large file takes a second.
+        """
+        with self._reloading:
+            self._holders = self._read()
+
+    def _read(self) -> dict[bytes, KeyHolder]:
         entries = [_KeyEntry(key=key) for key in self._given] + ([] if self._file is None else _read_keys(self._file))
         if any(entry.key is not None and not _fits_header(entry.key) for entry in entries):
             raise ValueError("an API key must be made of visible ASCII characters")
@@ -173,7 +182,7 @@ class ApiKeys:
             if digest in holders:
                 raise ValueError("an API key is given twice")
             holders[digest] = self._holder_of(entry, digest, only=len(entries) == 1)
-        self._holders = holders
+        return holders
 
     def _holder_of(self, entry: _KeyEntry, digest: bytes, *, only: bool) -> KeyHolder:
         old = self._holders.get(digest, self._anonymous)
