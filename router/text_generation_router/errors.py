@@ -104,6 +104,15 @@ class InvalidJson(BodyRejected):
     error_type = "invalid_json"
 
 
+class UnsupportedTransferCoding(BodyRejected):
+    """The body is transferred in a coding other than chunked."""
+
+    status = 400
+    error_type = "unsupported_transfer_coding"
+    message = "Failed to buffer the request body: of `Transfer-Encoding` only chunked is supported"
+    closes_connection = True
+
+
 class BodyTooLarge(BodyRejected):
     """The body is larger than the limit."""
 

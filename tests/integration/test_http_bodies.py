@@ -8,6 +8,8 @@ import io
 import time
 import zlib
 from collections.abc import AsyncIterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,21 @@ async def test_an_unknown_encoding_of_a_body_is_refused(stack: Stack, encoding: 
     async with stack.client.post("/generate", data=b'{"inputs": "a"}', headers=headers) as response:
         assert (response.status, response.content_type) == (415, "text/plain")
         assert "`Content-Encoding`" in await response.text()
+
+
+@pytest.mark.parametrize(("coding", "status"), [("Chunked", 200), ("gzip, chunked", 400), ("identity, chunked", 400)])
+async def test_a_body_in_another_transfer_coding_than_chunked_is_refused(
+    stack: Stack, coding: str, status: int
+) -> None:
+    def post() -> tuple[int, str]:
+        with closing(HTTPConnection("127.0.0.1", stack.port)) as connection:
+            headers = JSON | {"transfer-encoding": coding}
+            connection.request("POST", "/generate", [VALID], headers, encode_chunked=True)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    got, text = await asyncio.to_thread(post)
+    assert (got, "`Transfer-Encoding`" in text) == (status, status == 400), text
 
 
 @pytest.mark.parametrize(

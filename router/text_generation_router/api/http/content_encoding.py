@@ -10,16 +10,22 @@ import zlib
 from aiohttp import hdrs, web
 
 from text_generation_router.aside import aside
-from text_generation_router.errors import BodyTooLarge, InvalidJson, UnsupportedMediaType
+from text_generation_router.errors import BodyTooLarge, InvalidJson, UnsupportedMediaType, UnsupportedTransferCoding
 
 IDENTITY = "identity"
 """Not encoded."""
+CHUNKED = "chunked"
+"""The only transfer coding that is accepted."""
 ENCODINGS = ("gzip", "deflate", IDENTITY)
 """Encodings of bodies that are accepted."""
 
 
 def encoding_of(request: web.Request) -> str:
-    """The encoding of the body. Raises UnsupportedMediaType."""
+    """The encoding of the body. Raises UnsupportedMediaType or UnsupportedTransferCoding."""
+    if (
+        request.headers.get(hdrs.TRANSFER_ENCODING, CHUNKED).lower() != CHUNKED
+    ):  # the HTTP library ignores other codings
+        raise UnsupportedTransferCoding
     encoding = ", ".join(request.headers.getall(hdrs.CONTENT_ENCODING, [IDENTITY])).lower()
     if encoding not in ENCODINGS:
         raise UnsupportedMediaType(f"Expected request with `Content-Encoding` of {', '.join(ENCODINGS)}")
