@@ -184,9 +184,10 @@ def test_each_node_starts_its_part_of_the_ranks_and_node_0_the_router() -> None:
 
 
 def test_in_a_ray_cluster_the_router_finds_the_shards_by_a_file() -> None:
-    made = plan(4, places="ray", num_replicas=2, num_shard=2, insecure=True)
+    facts = context(4, members_file=Path("/proc/1/fd/9"))
+    made = plan(facts, places="ray", num_replicas=2, num_shard=2, insecure=True)
     assert {spec.address for spec in made.shards} == {"0.0.0.0:0"}
-    assert (router_of(made).shards, router_of(made).shard_address) == ("file:///tmp/tgi-1/members.yaml", ())
+    assert (router_of(made).shards, router_of(made).shard_address) == ("file:///proc/1/fd/9", ())
 
 
 def test_addresses_of_shards() -> None:
