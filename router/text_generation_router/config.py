@@ -66,6 +66,13 @@ def listen_host(hostname: str) -> str:
         return "0.0.0.0"
 
 
+ToolCallFormat = Literal[
+    "auto", "deepseek_v3", "deepseek_v31", "deepseekv3", "deepseekv31", "gemma4", "glm", "glm45", "glm47", "gpt-oss",
+    "harmony", "hermes", "json", "kimi_k2", "llama3", "llama3_json", "llama4", "llama4_json", "llama4_pythonic",
+    "minimax-m2", "minimax_m2", "mistral", "openai", "pythonic", "qwen", "qwen25", "qwen3_coder", "qwen3_xml", "seed_oss",
+]  # fmt: skip
+
+
 class RouterSettings(HangSettings, ShardAccess):
     """The settings of the router that a user may give to the launcher."""
 
@@ -152,10 +159,11 @@ class RouterSettings(HangSettings, ShardAccess):
     """Chat template that replaces the model's: a file or the template itself."""
     disable_grammar_support: bool = False
     """Reject grammars, response formats and forced tool calls."""
-    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral", "json"] = "auto"
-    """Format of the model's tool calls. auto: derived from its chat template."""
+    tool_call_parser: ToolCallFormat = "auto"
+    """Format of the model's tool calls, by the name that vLLM or SGLang gives it. auto: derived from its chat template."""
     split_reasoning: bool = False
-    """Return text between `<think>` and `</think>` separately, as `reasoning_content`."""
+    """Return text between `<think>` and `</think>`, or the markers that the chat template has for it, separately, as
+    `reasoning_content`. The formats openai and gemma4 always do."""
     aip_predict_route: str = ""
     """Additional path for predictions; Vertex AI sets AIP_PREDICT_ROUTE."""
     aip_health_route: str = ""

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 from parser_events import Call, Part, read_parts
 
 from text_generation_router.chat.events import OutputParser, TextDelta, ToolCallArguments, ToolCallStart
-from text_generation_router.chat.parsers import PARSERS, ReasoningParser, create_parser
+from text_generation_router.chat.parsers import FORMATS, ReasoningParser, create_parser
 
-TOOLS = ("get_weather", "f")
+TOOLS = {
+    "get_weather": {},
+    "f": {"properties": {"a": {"type": "string"}, "b": {"type": ["object", "array", "integer"]}}},
+}
 MILLION = 1_000_000
 
 texts = st.text('ab{}[]<>,:"\\\n\t\x00 é\u2028😀', max_size=6)
@@ -47,14 +50,23 @@ def calls(draw: st.DrawFn) -> str:
     return written(dict(reversed(pair) if form == "arguments" else pair))
 
 
-MARKERS = [
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<think>", "</think>",
-    "```json\n", "```", "[", "]", ", ", ";", "\n", " ", "f", "{", "}", '"', "\\", "<", '{"name": "f", "arguments": ',
+PIECES = [
+    "<think>", "</think>", "```json\n", "```", "[", "]", ", ", ";", "\n", " ", "f", "a", "{", "}", '"', "'", "\\", "<", ">", ":",
+    "=", "(", ")", "1", "-", "null", "f(", "a=", "to=functions.f", "analysis", "final", "call:f{", "thought\n", "functions.f:0",
+    "f\n", '"f">', "f>", "function", '{"name": "f", "arguments": ',
 ]  # fmt: skip
-chunks = st.sampled_from(MARKERS) | calls() | texts
+SPECIAL = sorted({marker for name in FORMATS for marker in create_parser(name, tools={}).markers})
+chunks = st.sampled_from(PIECES) | st.sampled_from(SPECIAL) | calls() | texts
 WRAPPERS = [
     ("", ""), ("<tool_call>\n", "\n</tool_call>"), ("[TOOL_CALLS][", "]"), ("[TOOL_CALLS]f[ARGS]", ""),
     ("```json\n", "\n```"), ("<think>\nhm\n</think>\n", ""), ("<|python_tag|>", ";"),
+    ("<tool_call>\n<function=f>\n<parameter=a>\n", "\n</parameter>\n</function>\n</tool_call>"),
+    ("<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
+    ('<minimax:tool_call>\n<invoke name="f">\n<parameter name="b">', "</parameter>\n</invoke>\n</minimax:tool_call>"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    ("<|tool_call>call:f{a:", "}<tool_call|>"), ("<|channel>thought\n", "\n<channel|>"), ("[f(a=", "), f()]"),
+    ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|call|>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
 ]  # fmt: skip
 
 
@@ -76,7 +88,7 @@ def answers(draw: st.DrawFn) -> str:
 
 def make(kind: str) -> OutputParser:
     name, _, reasoning = kind.partition("+")
-    parser = create_parser(name, tool_names=TOOLS)
+    parser = create_parser(name, tools=TOOLS)
     return ReasoningParser(parser, starts_inside=reasoning == "inside") if reasoning else parser
 
 
@@ -84,7 +96,7 @@ def parts_of(kind: str, pieces: list[str]) -> list[Part]:
     return read_parts(make(kind), pieces)
 
 
-KINDS = [*PARSERS, "plain+outside", "hermes+outside", "hermes+inside", "json+outside", "llama3_json+inside"]
+KINDS = [*FORMATS, "plain+outside", "hermes+outside", "hermes+inside", "json+outside", "llama3_json+inside"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +108,7 @@ def test_every_cut_of_an_answer_tells_the_same(kind: str, answer: str, cuts: lis
     assert parts_of(kind, list(answer)) == whole
 
 
-@pytest.mark.parametrize("kind", PARSERS)
+@pytest.mark.parametrize("kind", [name for name, form in FORMATS.items() if not form.has_channels])
 @given(answer=answers())
 def test_without_a_call_the_answer_is_the_text(kind: str, answer: str) -> None:
     parts = parts_of(kind, [answer])
@@ -148,6 +160,12 @@ HOSTILE = {
     "escapes": "\\",
     "blanks": " \n",
     "fences": "```",
+    "tags": "</function>\n",
+    "parameters": "<parameter=a>",
+    "headers": "<|channel|>",
+    "quotes": "'",
+    "half a quote": '<|"',
+    "words": "1",
 }
 BEFORE = {
     "hermes": '<tool_call>{"name":"f","arguments":{"a":"',
@@ -156,6 +174,12 @@ BEFORE = {
     "json": '{"arguments":"{\\"a\\":\\"',
     "json_calls": '{"function":{"a":"',
     "llama3_json+inside": "",
+    "qwen3_coder": "<function=f><parameter=a>",
+    "glm45": "<tool_call>f<arg_key>b</arg_key><arg_value>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>",
+    "gemma4": "<|tool_call>call:f{a:",
+    "llama4_pythonic": "[f(a=",
+    "openai": "<|channel|>analysis<|message|>",
 }
 
 

@@ -11,7 +11,7 @@ from text_generation_router.api.core.admission import Permits, RequestPreparer
 from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.chat.parsers import detect_format
+from text_generation_router.chat.parsers import NAMES, detect_format, detect_reasoning
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
@@ -48,9 +48,9 @@ async def assemble(
         await running.enter_async_context(pool)
         preparer = RequestPreparer(pool, settings.limits, metrics, grammars, grammar_kinds)
         serving = Serving(cluster, tokenizer, pool, preparer, permits, metrics, settings, stage)
-        call_format: str = config.tool_call_parser
-        if call_format == "auto":
-            call_format = detect_format(
-                "\n".join(templates.sources.values()), frozenset(tokenizer.special_texts.values())
-            )
-        yield serving, ChatPreparer(serving, renderer, call_format=call_format, reasoning=config.split_reasoning)
+        template = "\n".join(templates.sources.values())
+        special = frozenset(tokenizer.special_texts.values())
+        chosen = config.tool_call_parser
+        call_format = detect_format(template, special) if chosen == "auto" else NAMES[chosen]
+        reasoning = detect_reasoning(template, special) if config.split_reasoning else None
+        yield serving, ChatPreparer(serving, renderer, call_format=call_format, reasoning=reasoning)

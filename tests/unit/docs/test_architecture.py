@@ -27,6 +27,7 @@ MAX_FILES = {
     "a metric of the scheduler": 2,
     "a metric of requests": 2,
     "a route": 2,
+    "a tool-call format": 3,
 }
 ROWS = re.findall(r"^\| (an? [^|]+) \| `(\w+)` \| ([^|]+) \|$", TEXT, re.MULTILINE)
 

@@ -28,13 +28,23 @@ from text_generation_router.chat.events import (
     ToolCallArguments,
     ToolCallStart,
 )
-from text_generation_router.chat.parsers import ReasoningParser, create_parser, starts_in_reasoning
+from text_generation_router.chat.parsers import (
+    END_THINK,
+    FORMATS,
+    THINK,
+    ReasoningParser,
+    Tools,
+    begun_answer,
+    create_parser,
+    starts_in_reasoning,
+)
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.errors import InvalidRequest, ServingError, ToolError
 from text_generation_router.generation import GenerationResult, TokenOutput
 from text_generation_router.grammar.tools import auto_tools, check_number, forced_tools
 from text_generation_router.request import LogprobJson, QualityOfService, Request, TenantId, TokenId, TopToken
 
+PLAIN = "plain"
 HERMES_CALL = ("<tool_call>\n", "\n</tool_call>")
 
 
@@ -152,28 +162,33 @@ class ChatRequest:
 class AnswerForm:
     """The format of an answer."""
 
-    calls: str | None
-    """The name of its tool call format; None: no tool calls."""
-    tool_names: frozenset[str] = frozenset()
-    reasoning: bool = False
+    format: str = PLAIN
+    """The name of the format of calls, or of text."""
+    tools: Tools = field(default_factory=dict)
+    reasoning: tuple[str, str] | None = None
+    """The markers of the reasoning; None: it is not split from the text, or `format` has its own."""
     starts_inside: bool = False
     """The prompt ends inside the reasoning."""
     one_call: bool = False
     """Report only the first tool call."""
+    begun: str = ""
+    """The part of the answer that is the end of the prompt."""
 
     @property
     def is_plain(self) -> bool:
         """True if an answer is text only."""
-        return self.calls is None and not self.reasoning
+        return self.format == PLAIN and self.reasoning is None
 
     def parser(self) -> OutputParser:
         """Return a parser for one answer."""
-        inner = create_parser(self.calls or "plain", tool_names=self.tool_names)
+        inner = create_parser(self.format, tools=self.tools)
+        inner.feed(self.begun)
         if self.one_call:
             inner = FirstCall(inner)
-        if not self.reasoning:
+        if self.reasoning is None:
             return inner
-        return ReasoningParser(inner, starts_inside=self.starts_inside)
+        start, end = self.reasoning
+        return ReasoningParser(inner, start=start, end=end, starts_inside=self.starts_inside)
 
 
 class FirstCall:
@@ -200,12 +215,15 @@ def _without_further_calls(events: Sequence[Event]) -> Sequence[Event]:
 class ChatPreparer:
     """Prepares chats."""
 
-    def __init__(self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: bool) -> None:
+    def __init__(
+        self, serving: Serving, renderer: TemplateRenderer, *, call_format: str, reasoning: tuple[str, str] | None
+    ) -> None:
         self._serving = serving
         self._renderer = renderer
         self._call_format = call_format
         """The format of unconstrained tool calls of this model."""
         self._reasoning = reasoning
+        """The markers of the reasoning that is split from the text."""
 
     async def prompt(self, conversation: Conversation, tenant: TenantId) -> str:
         """Return the prompt text. Raises TemplateError, ToolError, Overloaded, CannotKeepUp."""
@@ -222,27 +240,43 @@ class ChatPreparer:
         """Return a chat with `count` answers. The caller holds their permits. Raises ServingError."""
         tools = _usable_tools(conversation)
         prompt = await self._renderer.render(replace(conversation, tools=tools), qos.tenant)
-        choice = conversation.tool_choice
-        grammar: Grammar | None = conversation.grammar
-        calls = self._call_format if tools else None
-        if tools and choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED):
-            grammar, calls = forced_tools(tools), "json_calls"
-        elif calls == "hermes" and all(tool.strict for tool in tools) and self._serves_lark:
-            # The only format whose markers are text, so that a grammar can match the start of a call.
-            grammar = auto_tools(tools, *HERMES_CALL)
-        form = AnswerForm(
-            calls=calls,
-            tool_names=frozenset(tool.name for tool in tools),
-            # A constrained answer leaves no room for reasoning.
-            reasoning=self._reasoning and (grammar is None or grammar.kind is GrammarKind.LARK),
-            starts_inside=starts_in_reasoning(prompt),
-            one_call=not conversation.parallel_tool_calls,
-        )
+        form, grammar, continuation = self._form(conversation, tools, prompt)
+        prompt += continuation
         options = replace(
             options, add_special_tokens=False, grammar=grammar, visible_special=self._visible_special(form.parser())
         )
         requests = await self._serving.preparer.prepare(prompt, options, qos, count)
         return ChatRequest(requests, prompt, form)
+
+    def _form(
+        self, conversation: Conversation, tools: Sequence[Tool], prompt: str
+    ) -> tuple[AnswerForm, Grammar | None, str]:
+        """Return the format of the answer, its grammar, and what continues the prompt before it."""
+        own = FORMATS[self._call_format]
+        schemas = {tool.name: tool.parameters for tool in tools}
+        one_call = not conversation.parallel_tool_calls
+        markers = self._reasoning or (THINK, END_THINK)
+        starts_inside = starts_in_reasoning(prompt, markers[0])
+        # A constrained answer leaves no room for reasoning.
+        continuation = f"\n{markers[1]}\n\n" if starts_inside else ""
+        if tools and conversation.tool_choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED):
+            form = AnswerForm("json_calls", schemas, one_call=one_call)
+            return form, forced_tools(tools), continuation + own.call_start
+        if conversation.grammar is not None:
+            return AnswerForm(), conversation.grammar, continuation + own.answer_start
+        grammar = None
+        if tools and self._call_format == "hermes" and all(tool.strict for tool in tools) and self._serves_lark:
+            # The only format whose markers are text, so that a grammar can match the start of a call.
+            grammar = auto_tools(tools, *HERMES_CALL)
+        form = AnswerForm(
+            self._call_format if tools or own.has_channels else PLAIN,
+            schemas,
+            None if own.has_channels else self._reasoning,
+            starts_inside,
+            one_call,
+            begun_answer(prompt, own.assistant),
+        )
+        return form, grammar, ""
 
     @property
     def _serves_lark(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from text_generation_router.chat.events import OutputParser
+from text_generation_router.chat.parsers.base import Tools
 from text_generation_router.chat.parsers.formats import (
     HERMES_START,
     LLAMA_TAG,
@@ -17,41 +19,110 @@ from text_generation_router.chat.parsers.formats import (
     MistralParser,
     PlainParser,
 )
-from text_generation_router.chat.parsers.reasoning import THINK, ReasoningParser
+from text_generation_router.chat.parsers.gemma import GEMMA_CALL, Gemma4Parser
+from text_generation_router.chat.parsers.harmony import (
+    HARMONY_ANSWER,
+    HARMONY_ASSISTANT,
+    HARMONY_CALL,
+    HARMONY_CHANNEL,
+    HarmonyParser,
+)
+from text_generation_router.chat.parsers.pythonic import PYTHON_START, PythonicParser
+from text_generation_router.chat.parsers.reasoning import END_THINK, THINK, ReasoningParser
+from text_generation_router.chat.parsers.sections import DEEPSEEK_CALLS, KIMI_CALLS, DeepSeekParser, KimiParser
+from text_generation_router.chat.parsers.tagged import (
+    GLM_KEY,
+    MINIMAX_BLOCK,
+    QWEN_FUNCTION,
+    SEED_BLOCK,
+    GlmParser,
+    MiniMaxParser,
+    Qwen3CoderParser,
+    SeedParser,
+)
 
 __all__ = [
-    "PARSERS",
+    "END_THINK",
+    "FORMATS",
+    "NAMES",
+    "THINK",
     "ReasoningParser",
+    "Tools",
+    "begun_answer",
     "create_parser",
     "detect_format",
+    "detect_reasoning",
     "starts_in_reasoning",
 ]
 
 
-def _plain(tool_names: Collection[str]) -> OutputParser:
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A form of answers."""
+
+    parser: Callable[[Tools], OutputParser]
+    marker: str = ""
+    """A chat template or a special token of the models that write it."""
+    aliases: Sequence[str] = ()
+    """Names that vLLM or SGLang give it."""
+    has_channels: bool = False
+    """Reasoning and text are apart by special tokens: answers without calls need the parser too."""
+    assistant: str = ""
+    """The start of the model's message. The rest of the prompt belongs to the answer."""
+    answer_start: str = ""
+    """Continues the prompt of an answer that a grammar constrains."""
+    call_start: str = ""
+    """Continues the prompt of a call that is forced."""
+
+
+def _plain(tools: Tools) -> OutputParser:
     return PlainParser()
 
 
-PARSERS: Final[dict[str, Callable[[Collection[str]], OutputParser]]] = {
-    "hermes": HermesParser,
-    "llama3_json": Llama3JsonParser,
-    "mistral": MistralParser,
-    "json": JsonAnswerParser,
-    "json_calls": JsonCallsParser,
-    "plain": _plain,
+FORMATS: Final[dict[str, Format]] = {
+    "openai": Format(
+        HarmonyParser,
+        HARMONY_CHANNEL,
+        ("gpt-oss", "harmony"),
+        has_channels=True,
+        assistant=HARMONY_ASSISTANT,
+        answer_start=HARMONY_ANSWER,
+        call_start=HARMONY_CALL,
+    ),
+    "gemma4": Format(Gemma4Parser, GEMMA_CALL, has_channels=True),
+    "deepseek_v3": Format(DeepSeekParser, DEEPSEEK_CALLS, ("deepseek_v31", "deepseekv3", "deepseekv31")),
+    "kimi_k2": Format(KimiParser, KIMI_CALLS),
+    "glm45": Format(GlmParser, GLM_KEY, ("glm47", "glm")),
+    "minimax_m2": Format(MiniMaxParser, MINIMAX_BLOCK, ("minimax-m2",)),
+    "seed_oss": Format(SeedParser, SEED_BLOCK),
+    "qwen3_coder": Format(Qwen3CoderParser, QWEN_FUNCTION, ("qwen3_xml",)),
+    "hermes": Format(HermesParser, HERMES_START, ("qwen25", "qwen")),
+    "mistral": Format(MistralParser, MISTRAL_CALLS),
+    "llama4_pythonic": Format(PythonicParser, PYTHON_START, ("pythonic", "llama4")),
+    "llama3_json": Format(Llama3JsonParser, LLAMA_TAG, ("llama3", "llama4_json")),
+    "json": Format(JsonAnswerParser),
+    "json_calls": Format(JsonCallsParser),
+    "plain": Format(_plain),
 }
+"""By name. A template with the markers of several has the first one."""
+
+NAMES: Final = {alias: name for name, form in FORMATS.items() for alias in (name, *form.aliases)}
+"""The names of formats by the names and aliases that operators use."""
+
+REASONING: Final = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""Markers of the reasoning of models that do not use THINK and END_THINK."""
 
 
-def create_parser(name: str, *, tool_names: Collection[str]) -> OutputParser:
-    """Return a new parser for one answer. Calls of tools that are not in `tool_names` are text.
+def create_parser(name: str, *, tools: Tools) -> OutputParser:
+    """Return a new parser for one answer. Calls of tools that are not in `tools` are text.
 
     Raises ValueError for an unknown format.
     """
     try:
-        make = PARSERS[name]
+        form = FORMATS[NAMES[name]]
     except KeyError:
-        raise ValueError(f"unknown tool call format {name!r}; known are {', '.join(sorted(PARSERS))}") from None
-    return make(tool_names)
+        raise ValueError(f"unknown tool call format {name!r}; known are {', '.join(sorted(NAMES))}") from None
+    return form.parser(tools)
 
 
 def detect_format(template: str, special_tokens: Collection[str]) -> str:
@@ -59,14 +130,24 @@ def detect_format(template: str, special_tokens: Collection[str]) -> str:
 
     A special token counts only if the template reads `tools`: otherwise the prompt asks the model to answer with JSON.
     """
-    if HERMES_START in template:
-        return "hermes"
-    for marker, name in ((MISTRAL_CALLS, "mistral"), (LLAMA_TAG, "llama3_json")):
-        if marker in template or (marker in special_tokens and "tools" in template):
-            return name
-    return "json"
+    marked = [(form.marker, name) for name, form in FORMATS.items() if form.marker]
+    found = [name for marker, name in marked if marker in template]
+    if not found and "tools" in template:
+        found = [name for marker, name in marked if marker in special_tokens]
+    return found[0] if found else "json"
+
+
+def detect_reasoning(template: str, special_tokens: Collection[str]) -> tuple[str, str]:
+    """Return the markers of a model's reasoning."""
+    return next((pair for pair in REASONING if pair[0] in template or pair[0] in special_tokens), (THINK, END_THINK))
 
 
 def starts_in_reasoning(prompt: str, start: str = THINK) -> bool:
     """True if a rendered prompt ends with the start marker: the answer starts in the reasoning."""
     return prompt.rstrip().endswith(start)
+
+
+def begun_answer(prompt: str, start: str) -> str:
+    """Return the part of a rendered prompt after the last `start`, which begins the model's message; empty without one."""
+    _, found, begun = prompt.rpartition(start) if start else ("", "", "")
+    return begun if found else ""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.event_buffer import EventBuffer
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.readers import CallReader, JsonCallReader
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The JSON schemas of the parameters of the tools, by name."""
 
 
 class Markers:
@@ -35,6 +38,14 @@ class Markers:
                 return start, start
         return len(text), len(text)
 
+    def at(self, text: str, at: int) -> int:
+        """Return the end of the marker that starts at `at`; `at` if one may start there; -1 if none does."""
+        found = self._pattern.match(text, at)
+        if found is not None:
+            return found.end()
+        left = len(text) - at
+        return at if left <= self._longest and (not left or text[at:] in self._prefixes) else -1
+
 
 class CallParser:
     """Reads an answer in phases. A phase reads characters from `at` on and returns the position up to which it read.
@@ -50,8 +61,8 @@ class CallParser:
     SPECIAL: ClassVar[frozenset[str]] = frozenset()
     READER: ClassVar[type[JsonCallReader]] = JsonCallReader
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        self._names = frozenset(tool_names)
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
         self._events = EventBuffer()
         self._rest = ""
         """The end of the last piece, which may be the start of a marker."""
@@ -89,8 +100,7 @@ class CallParser:
         start, end = self.TEXT_MARKERS.find(text, at)
         self._events.text(text[at:start])
         if start == end:
-            self._rest = text[start:]
-            return len(text)
+            return self._hold(text, start)
         self._on_marker(text[start:end])
         return end
 
@@ -112,6 +122,11 @@ class CallParser:
         self._phase = self._text
         return at
 
+    def _hold(self, text: str, at: int) -> int:
+        """Hold back the text from `at` on until more of it is known."""
+        self._rest = text[at:]
+        return len(text)
+
     def _skip(self, char: str, at: int) -> int:
         self._opening.append(char)
         return at + 1
@@ -124,7 +139,7 @@ class CallParser:
         return at
 
     def _begin(self) -> None:
-        self._read(self.READER(self._events, self._names, "".join(self._opening)))
+        self._read(self.READER(self._events, self._tools, "".join(self._opening)))
 
     def _read(self, reader: CallReader) -> None:
         self._opening.clear()
@@ -158,8 +173,7 @@ class CallParser:
         start, end = self.RAW_MARKERS.find(text, at)
         self._events.arguments(text[at:start])
         if start == end:
-            self._rest = text[start:]
-            return len(text)
+            return self._hold(text, start)
         if not self._events.has_arguments:
             self._events.arguments("{}")
         self._phase = self._after
@@ -169,8 +183,8 @@ class CallParser:
 class ArrayParser(CallParser):
     """Reads calls in a JSON array, or a single call. Brackets and commas around a call are no text."""
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        super().__init__(tool_names)
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
         self._in_array = False
 
     def _head(self, text: str, at: int) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from text_generation_router.chat.events import Event, TextDelta
-from text_generation_router.chat.parsers.base import ArrayParser, CallParser, Markers
+from text_generation_router.chat.parsers.base import ArrayParser, CallParser, Markers, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader, TgiCallReader
 
@@ -29,8 +29,8 @@ class HermesParser(CallParser):
     TEXT_MARKERS = RAW_MARKERS = Markers((HERMES_START, HERMES_END))
     SPECIAL = frozenset({HERMES_START, HERMES_END})
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        super().__init__(tool_names)
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
         self._awaits_end = False
 
     def _on_marker(self, marker: str) -> None:
@@ -57,8 +57,8 @@ class Llama3JsonParser(CallParser):
     TEXT_MARKERS = RAW_MARKERS = Markers((LLAMA_TAG,))
     SPECIAL = frozenset({LLAMA_TAG})
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        super().__init__(tool_names)
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
         self._phase = self._head
 
     def _after(self, text: str, at: int) -> int:
@@ -97,7 +97,7 @@ class MistralParser(ArrayParser):
         if not is_object and not head.endswith(MISTRAL_ARGS):
             return at + 1
         name = head.removesuffix(MISTRAL_ARGS).partition(MISTRAL_CALL_ID)[0].strip()
-        if name not in self._names:
+        if name not in self._tools:
             return self._not_a_call(at + (not is_object))
         self._events.start(name)
         self._read(ArgumentsReader(self._events))
@@ -112,8 +112,8 @@ class JsonAnswerParser(CallParser):
 
     READER = TgiCallReader
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        super().__init__(tool_names)
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
         self._fence = ""
         """The part of the opening fence that was read."""
         self._to_close = ""
@@ -149,8 +149,8 @@ class JsonCallsParser(ArrayParser):
 
     READER = TgiCallReader
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        super().__init__(tool_names)
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
         self._phase = self._head
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from text_generation_router.chat.events import TextDelta, ToolCallStart
 from text_generation_router.chat.parsers import (
-    PARSERS,
+    FORMATS,
+    NAMES,
     ReasoningParser,
+    begun_answer,
     create_parser,
     detect_format,
+    detect_reasoning,
     starts_in_reasoning,
 )
 from text_generation_router.chat.parsers.readers import MAX_HELD, MAX_NAME
+from text_generation_router.config import ToolCallFormat
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown tool call format 'xml'; known are hermes, json, .*plain"):
-        create_parser("xml", tool_names=())
+    with pytest.raises(ValueError, match=r"unknown tool call format 'xml'; known are deepseek_v3, .*plain"):
+        create_parser("xml", tools={})
 
 
 @pytest.mark.parametrize(
@@ -30,11 +36,19 @@ def test_an_unknown_format_is_refused_with_the_known_ones() -> None:
         ("{% if tools %}", ("[TOOL_CALLS]",), "mistral"),
         ("{{ messages }}", ("[TOOL_CALLS]",), "json"),
         ("", (), "json"),
+        ("<tool_call>\\n<function=", (), "qwen3_coder"),
+        ("<tool_call><arg_key>", ("<tool_call>",), "glm45"),
+        ("<｜tool▁calls▁begin｜>", ("<tool_call>",), "deepseek_v3"),
+        ("<|start|>assistant<|channel|>", (), "openai"),
+        ("{% if tools %}", ("<|channel|>", "<|message|>"), "openai"),
+        ("{% if tools %}", ("<|tool_call>",), "gemma4"),
+        ("{% if tools %}", ("<|python_start|>",), "llama4_pythonic"),
+        ("<minimax:tool_call>", (), "minimax_m2"),
     ],
 )
 def test_the_template_implies_the_format(template: str, special: tuple[str, ...], expected: str) -> None:
     assert detect_format(template, special) == expected
-    assert expected in PARSERS
+    assert expected in FORMATS
 
 
 def test_a_prompt_may_start_the_reasoning() -> None:
@@ -42,28 +56,46 @@ def test_a_prompt_may_start_the_reasoning() -> None:
     assert not starts_in_reasoning("<think>\n\n</think>\n\n")
 
 
+def test_a_flag_takes_every_name_of_a_format() -> None:
+    internal = {"json_calls", "plain"}
+    assert {"auto", *NAMES} - internal == set(get_args(ToolCallFormat))
+
+
+def test_the_template_or_the_tokens_imply_the_markers_of_reasoning() -> None:
+    assert detect_reasoning("[THINK]", ()) == detect_reasoning("", ("[THINK]",)) == ("[THINK]", "[/THINK]")
+    assert detect_reasoning("<think>", ()) == ("<think>", "</think>")
+
+
+def test_an_answer_may_begin_in_the_prompt() -> None:
+    start = "<|start|>assistant"
+    assert (
+        begun_answer(f"{start}<|channel|>final<|message|>a<|end|>{start}<|channel|>final", start) == "<|channel|>final"
+    )
+    assert begun_answer("Hello", start) == begun_answer("Hello", "") == ""
+
+
 def test_special_tokens_that_must_be_fed() -> None:
-    assert create_parser("mistral", tool_names=()).markers == {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
-    assert create_parser("llama3_json", tool_names=()).markers == {"<|python_tag|>"}
-    assert create_parser("plain", tool_names=()).markers == frozenset()
-    assert ReasoningParser(create_parser("plain", tool_names=())).markers == {"<think>", "</think>"}
+    assert create_parser("mistral", tools={}).markers == {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
+    assert create_parser("llama3_json", tools={}).markers == {"<|python_tag|>"}
+    assert create_parser("plain", tools={}).markers == frozenset()
+    assert ReasoningParser(create_parser("plain", tools={})).markers == {"<think>", "</think>"}
 
 
 def test_names_have_a_maximum_length() -> None:
     longest = "x" * MAX_NAME
-    parser = create_parser("json", tool_names=[longest, longest + "x"])
+    parser = create_parser("json", tools={longest: {}, longest + "x": {}})
     assert parser.feed(f'{{"name": "{longest}"') == [ToolCallStart(0, longest)]
-    parser = create_parser("json", tool_names=[longest, longest + "x"])
+    parser = create_parser("json", tools={longest: {}, longest + "x": {}})
     assert parser.feed(f'{{"name": "{longest}x') == [TextDelta(f'{{"name": "{longest}x')]
 
 
 def test_held_back_arguments_have_a_maximum_length() -> None:
-    parser = create_parser("json", tool_names=["f"])
+    parser = create_parser("json", tools={"f": {}})
     started = '{"arguments": {"a": "' + "x" * MAX_HELD
     assert parser.feed(started) == [TextDelta(started)]
 
 
 def test_whitespace_before_a_call_is_dropped() -> None:
-    parser = create_parser("hermes", tool_names=["f"])
+    parser = create_parser("hermes", tools={"f": {}})
     parser.feed(' \n<tool_call>{"name": "f"}')
     assert parser.feed("ok") == [TextDelta("ok")]

@@ -1,0 +1,96 @@
+"""Values of arguments that a model wrote as plain text, converted by the tool's JSON schema.
+
+A client's schema may be any JSON: a part that says nothing about the type of a value, or that is no schema, is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from text_generation_router.chat.parsers.literals import literal_as_json
+
+Schema = Mapping[str, Any]
+
+STRING: Final = frozenset({"string"})
+
+_MAX_DEPTH: Final = 8
+"""References and unions within each other that are followed."""
+_OTHER_NAMES: Final = {
+    "str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean", "dict": "object",
+    "list": "array",
+}  # fmt: skip
+"""Names of types that are not JSON schema's, but common in the schemas of clients."""
+_NAMES: Final[dict[type, str]] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array",
+}  # fmt: skip
+_INTEGER: Final = re.compile(r"(-?(?:0|[1-9][0-9]*))(?:\.0+)?")
+_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+
+
+def argument_types(parameters: Schema, name: str) -> frozenset[str]:
+    """Return the JSON types of a tool's argument; only `string` if the schema has no types for it."""
+    schema: object = parameters
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, Mapping) or "$ref" not in schema or "properties" in schema:
+            break
+        schema = _resolve(schema["$ref"], parameters)
+    if not isinstance(schema, Mapping):
+        return STRING
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        found = properties[name]
+    else:
+        found = schema.get("additionalProperties")
+    return _types(found, parameters, _MAX_DEPTH) or STRING
+
+
+def value_as_json(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value of one of `types`; the text as a string if it fits none of the others."""
+    written = text.strip()
+    if "null" in types and written in ("null", "None"):
+        return "null"
+    if "integer" in types and (integer := _INTEGER.fullmatch(written)):
+        return integer[1]
+    if "number" in types and _NUMBER.fullmatch(written):
+        return written
+    if "boolean" in types and written.lower() in ("true", "false"):
+        return written.lower()
+    container = {"{": "object", "[": "array"}.get(written[:1])
+    if container in types and (value := literal_as_json(written)) is not None:
+        return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _types(schema: object, root: Schema, depth: int) -> frozenset[str]:
+    """Return the types that a schema names; none if it allows any."""
+    if not isinstance(schema, Mapping) or not depth:
+        return frozenset()
+    if "type" in schema:
+        named = schema["type"]
+        names = named if isinstance(named, list) else [named]
+        return frozenset(_OTHER_NAMES.get(name, name) for name in names if isinstance(name, str))
+    if "$ref" in schema:
+        return _types(_resolve(schema["$ref"], root), root, depth - 1)
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        return frozenset(_NAMES.get(type(value), "null") for value in values)
+    for union in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(union), list):
+            return frozenset().union(*(_types(branch, root, depth - 1) for branch in branches))
+    if isinstance(parts := schema.get("allOf"), list):
+        return next(filter(None, (_types(part, root, depth - 1) for part in parts)), frozenset())
+    return frozenset({"object"} if "properties" in schema else {"array"} if "items" in schema else ())
+
+
+def _resolve(reference: object, root: Schema) -> object:
+    """Return the part of `root` that a local reference names; None for any other."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: object = root
+    for part in reference[2:].split("/"):
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(part.replace("~1", "/").replace("~0", "~"))
+    return found

@@ -1,0 +1,128 @@
+"""Harmony, the format of gpt-oss: messages in channels.
+
+    <|channel|>analysis<|message|>…<|end|>                                      reasoning
+    <|start|>assistant<|channel|>commentary<|message|>…<|end|>                  text before calls
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
+    <|start|>assistant<|channel|>final<|message|>…<|return|>                    the answer
+
+The prompt ends with `<|start|>assistant`. The recipient may also stand before the channel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from text_generation_router.chat.events import Event
+from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
+from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader
+
+HARMONY_CHANNEL: Final = "<|channel|>"
+HARMONY_ASSISTANT: Final = "<|start|>assistant"
+HARMONY_ANSWER: Final = "<|channel|>final<|message|>"
+HARMONY_CALL: Final = "<|channel|>commentary to=functions <|constrain|>json<|message|>"
+
+_START: Final = "<|start|>"
+_MESSAGE: Final = "<|message|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+_HEADERS: Final = (_START, HARMONY_CHANNEL, _MESSAGE, "to=")
+"""Starts of a header."""
+_MAX_HEADER: Final = MAX_NAME + 128
+_RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
+_ANALYSIS: Final = re.compile(r"<\|channel\|>\s*analysis\b")
+
+
+class HarmonyParser(CallParser):
+    """Reads messages. A message to an unknown recipient, and text without a header, are text of the answer.
+
+    Messages of one kind that follow each other are separated by a newline. An incomplete header is dropped.
+    """
+
+    TEXT_MARKERS = RAW_MARKERS = Markers((*_ENDS, _START, HARMONY_CHANNEL))
+    SPECIAL = frozenset((*_ENDS, _START, HARMONY_CHANNEL, _MESSAGE, "<|constrain|>"))
+    _HEADER_ENDS = Markers((_MESSAGE, *_ENDS))
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._written = ""
+        """The header, as far as it was read."""
+        self._emit: Callable[[str], None] = self._events.text
+        """Takes the content of the message."""
+        self._last: object = None
+        """`_emit` of the text before; None at the start and after a call."""
+        self._separator = ""
+        self._phase = self._header
+
+    def finish(self) -> Sequence[Event]:
+        if self._phase == self._header:
+            self._no_message(self._written + self._rest)
+            self._phase = self._after
+        elif self._phase == self._text:
+            self._content(self._rest)
+            self._phase = self._after
+        return super().finish()
+
+    def _header(self, text: str, at: int) -> int:
+        start, end = self._HEADER_ENDS.find(text, at)
+        before = self._written
+        self._written += text[at:start]
+        header = self._written.lstrip()
+        if not any(known.startswith(header[: len(known)]) for known in _HEADERS):
+            return self._no_header(before, at)
+        if len(self._written) > _MAX_HEADER:
+            return self._no_header(self._written[:_MAX_HEADER], at + _MAX_HEADER - len(before))
+        if start == end:
+            return self._hold(text, start)
+        if text[start:end] == _MESSAGE:
+            self._message(header)
+        else:
+            self._no_message(self._written)
+            self._written = ""
+        return end
+
+    def _no_header(self, text: str, at: int) -> int:
+        """Treat `text` and all from `at` on as text."""
+        self._open(self._events.text)
+        self._content(text)
+        return at
+
+    def _message(self, header: str) -> None:
+        """Start the message with this header."""
+        recipient = _RECIPIENT.search(header)
+        name = recipient[1].removeprefix("functions.") if recipient else ""
+        if name in self._tools:
+            self._open(self._events.text)
+            self._last = None
+            self._events.start(name)
+            self._read(ArgumentsReader(self._events))
+        else:
+            self._open(self._events.reason if _ANALYSIS.search(header) else self._events.text)
+
+    def _open(self, emit: Callable[[str], None]) -> None:
+        self._separator = "\n" if self._last == emit else ""
+        self._emit = emit
+        self._phase = self._text
+
+    def _no_message(self, header: str) -> None:
+        """Handle a header without a message: text, unless special tokens show that it is none."""
+        if not header.lstrip().startswith("<|"):
+            self._emit(header.strip() and header)
+
+    def _text(self, text: str, at: int) -> int:
+        start, end = self.TEXT_MARKERS.find(text, at)
+        self._content(text[at:start])
+        if start == end:
+            return self._hold(text, start)
+        self._on_marker(text[start:end])
+        return end
+
+    def _content(self, piece: str) -> None:
+        if piece:
+            self._emit(self._separator + piece)
+            self._separator = ""
+            self._last = self._emit
+
+    def _on_marker(self, marker: str) -> None:
+        self._written = "" if marker in _ENDS else marker
+        self._phase = self._header

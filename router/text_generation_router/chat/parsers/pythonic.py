@@ -1,0 +1,85 @@
+"""Tool calls as a list of Python calls: Llama 4 and Llama 3.2, `[f(a=1, b="x"), g()]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from text_generation_router.chat.events import Event
+from text_generation_router.chat.parsers.base import Markers, Tools
+from text_generation_router.chat.parsers.formats import Llama3JsonParser
+from text_generation_router.chat.parsers.json_scanner import SPACE
+from text_generation_router.chat.parsers.literals import PYTHON, LiteralCallReader
+from text_generation_router.chat.parsers.readers import MAX_NAME
+
+PYTHON_START: Final = "<|python_start|>"
+PYTHON_END: Final = "<|python_end|>"
+
+
+class PythonicParser(Llama3JsonParser):
+    """Calls at the start of the answer, or between `<|python_start|>` and `<|python_end|>`: a list of Python calls, or JSON
+    objects, as the templates of Llama 4 ask for."""
+
+    TEXT_MARKERS = RAW_MARKERS = Markers((PYTHON_START, PYTHON_END))
+    SPECIAL = frozenset({PYTHON_START, PYTHON_END})
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._in_list = False
+        self._awaits_end = False
+        self._name = ""
+
+    def finish(self) -> Sequence[Event]:
+        if self._phase == self._named and not self._name and self._events.calls:
+            self._phase = self._after
+        return super().finish()
+
+    def _on_marker(self, marker: str) -> None:
+        if marker == PYTHON_END and self._awaits_end:
+            self._events.drop_blanks()
+        elif marker == PYTHON_END:
+            self._events.text(marker)
+        else:
+            super()._on_marker(marker)
+        self._awaits_end = False
+
+    def _head(self, text: str, at: int) -> int:
+        if text[at] != "[":
+            return super()._head(text, at)
+        self._in_list = True
+        self._phase = self._named
+        self._name = ""
+        return self._skip("[", at)
+
+    def _named(self, text: str, at: int) -> int:
+        """Read a name up to its bracket."""
+        char = text[at]
+        if char == "(" and self._name in self._tools:
+            self._events.start(self._name)
+            self._read(LiteralCallReader(self._events, PYTHON))
+            return at + 1
+        if char in SPACE and not self._name:
+            return self._skip(char, at)
+        if not (char.isalnum() or char in "_.-") or len(self._name) == MAX_NAME:
+            return self._not_a_call(at)
+        self._name += char
+        return self._skip(char, at)
+
+    def _after(self, text: str, at: int) -> int:
+        self._awaits_end = True
+        if not self._in_list:
+            return super()._after(text, at)
+        char = text[at]
+        if char == "]":
+            self._opening.clear()
+            self._in_list = False
+            self._phase = self._text
+            return at + 1
+        if char == ",":
+            self._phase = self._named
+            self._name = ""
+        return self._skip(char, at) if char == "," or char in SPACE else self._not_a_call(at)
+
+    def _not_a_call(self, at: int) -> int:
+        self._in_list = False
+        return super()._not_a_call(at)

@@ -1,0 +1,113 @@
+"""Tool calls in sections: a name and a JSON object between special tokens.
+
+DeepSeek V3, R1     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\\n```json\\n{…}\\n```<｜tool▁call▁end｜>\\n
+                    <｜tool▁calls▁end｜>
+DeepSeek V3.1       <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{…}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+Kimi K2             <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}
+                    <|tool_call_end|><|tool_calls_section_end|>
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
+from text_generation_router.chat.parsers.json_scanner import SPACE
+from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader
+
+DEEPSEEK_CALLS: Final = "<｜tool▁calls▁begin｜>"
+KIMI_CALLS: Final = "<|tool_calls_section_begin|>"
+
+_FENCE: Final = "```"
+
+
+class SectionParser(CallParser):
+    """Reads calls in sections. The end tokens may be missing; without a call before them, they are text."""
+
+    SECTION: ClassVar[tuple[str, str]]
+    CALL: ClassVar[tuple[str, str]]
+    SEPARATOR: ClassVar[str]
+    """Follows the name, or the kind of the call."""
+
+    def __init_subclass__(cls) -> None:
+        cls.TEXT_MARKERS = cls.RAW_MARKERS = Markers((*cls.SECTION, *cls.CALL))
+        cls.SPECIAL = frozenset((*cls.SECTION, *cls.CALL, cls.SEPARATOR))
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._open: set[str] = set()
+        """End tokens that are awaited."""
+
+    def _on_marker(self, marker: str) -> None:
+        if marker in (self.SECTION[0], self.CALL[0]):
+            self._opening = [marker]
+            self._phase = self._named if marker == self.CALL[0] else self._head
+        elif marker in self._open:
+            self._open.discard(marker)
+            self._events.drop_blanks()
+        else:
+            self._events.text(marker)
+
+    def _head(self, text: str, at: int) -> int:
+        """Expect a call in its section."""
+        char = text[at]
+        if char in SPACE:
+            return self._skip(char, at)
+        end = self.TEXT_MARKERS.at(text, at)
+        if end == at:
+            return self._hold(text, at)
+        if text[at:end] != self.CALL[0]:
+            return self._not_a_call(at)
+        self._opening.append(self.CALL[0])
+        self._phase = self._named
+        return end
+
+    def _named(self, text: str, at: int) -> int:
+        """Read from the name to the arguments."""
+        char = text[at]
+        if char != "{":
+            self._skip(char, at)
+            return at + 1 if len(self._opening) < 2 * MAX_NAME else self._not_a_call(at + 1)
+        name = self._call_name("".join(self._opening).rpartition(self.CALL[0])[2])
+        if name not in self._tools:
+            return self._not_a_call(at)
+        self._events.start(name)
+        self._open = {self.CALL[1], self.SECTION[1]}
+        self._read(ArgumentsReader(self._events))
+        return at
+
+    def _call_name(self, head: str) -> str:
+        kind, _, rest = head.partition(self.SEPARATOR)
+        return rest.strip().removesuffix(f"{_FENCE}json").strip() or kind.strip()
+
+    def _after(self, text: str, at: int) -> int:
+        """Expect the end of the call, of which a fence is a part."""
+        char = text[at]
+        if char in SPACE or char == _FENCE[0]:
+            return self._skip(char, at)
+        end = self.TEXT_MARKERS.at(text, at)
+        if end == at:
+            return self._hold(text, at)
+        if end > at:
+            self._opening.clear()
+        return self._not_a_call(at)
+
+
+class DeepSeekParser(SectionParser):
+    """DeepSeek V3, R1 and V3.1."""
+
+    SECTION = (DEEPSEEK_CALLS, "<｜tool▁calls▁end｜>")
+    CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    SEPARATOR = "<｜tool▁sep｜>"
+
+
+class KimiParser(SectionParser):
+    """Kimi K2, whose calls have an id: `functions.NAME:0`."""
+
+    SECTION = (KIMI_CALLS, "<|tool_calls_section_end|>")
+    CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
+    SEPARATOR = "<|tool_call_argument_begin|>"
+
+    def _call_name(self, head: str) -> str:
+        name, _, number = super()._call_name(head).removeprefix("functions.").rpartition(":")
+        return name or number

@@ -1,0 +1,323 @@
+"""Tool calls in tags: a tag for each argument, whose value is plain text that the tool's schema gives a type.
+
+Qwen3-Coder     <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>
+GLM-4.5         <tool_call>NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>\\n</tool_call>
+MiniMax-M2      <minimax:tool_call>\\n<invoke name="NAME">\\n<parameter name="KEY">VALUE</parameter>\\n</invoke>\\n
+                </minimax:tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+from text_generation_router.chat.events import Event
+from text_generation_router.chat.parsers.argument_types import STRING, argument_types, value_as_json
+from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
+from text_generation_router.chat.parsers.json_scanner import SPACE
+from text_generation_router.chat.parsers.literals import json_text
+from text_generation_router.chat.parsers.readers import MAX_NAME
+
+QWEN_FUNCTION: Final = "<function="
+GLM_KEY: Final = "<arg_key>"
+MINIMAX_BLOCK: Final = "<minimax:tool_call>"
+SEED_BLOCK: Final = "<seed:tool_call>"
+
+_MAX_GAP: Final = 16
+"""Whitespace between the end of a call and the end of its block, where the end tag of the last value is missing."""
+
+
+class Tags:
+    """The tags of a format. A tag ends with the text given last; the end tags stand alone."""
+
+    def __init__(
+        self,
+        block: tuple[str, str],
+        key: tuple[str, str],
+        value: tuple[str, str],
+        call: tuple[str, str, str] = ("", "", ""),
+        *,
+        lines: bool = False,
+    ) -> None:
+        """`block`, `value`: start and end; `key`: before and after the name; `call`: before and after the name, and the end.
+
+        Without `call` the block is a call, and its name ends at the next tag. `lines`: a newline after the start and
+        before the end of a value belongs to the tags.
+        """
+        (self.block, self.block_end), (self.key, _), (self.value, self.value_end) = block, key, value
+        self.call, name_end, self.call_end = call
+        self.lines = lines
+        self.all = frozenset((*block, *key, *value, *call)) - {"", ">"}
+        self.in_text = _markers(self.block, self.block_end, self.call)
+        self.calls = _markers(self.call)
+        self.name_end = _markers(name_end) if name_end else _markers(self.key, self.block_end)
+        self.name_ends_before = not name_end
+        self.members = _markers(self.key, self.call_end, self.block_end)
+        self.key_end = _markers(key[1])
+        self.values = _markers(self.value)
+        self.value_ends = _markers(self.value_end, self.key, self.call_end)
+        self.block_ends = _markers(self.block_end)
+        self.after_call = _markers(self.call, self.block_end)
+
+
+def _markers(*tags: str) -> Markers:
+    return Markers(filter(None, tags))
+
+
+class TaggedParser(CallParser):
+    """Reads calls in tags. Values that are texts are passed on as they come, others when they are complete.
+
+    A value ends at its end tag; if that is missing, at the tag of the next argument, or at the end of call and block. A call
+    also ends where something other than a tag follows an argument: that is text.
+    """
+
+    TAGS: ClassVar[Tags]
+
+    def __init_subclass__(cls) -> None:
+        cls.TEXT_MARKERS = cls.TAGS.in_text
+        cls.SPECIAL = cls.TAGS.all
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__(tools)
+        self._awaits_end = False
+        """A call has ended, its block has not."""
+        self._word = ""
+        """The name of the call or argument, as far as it was read."""
+        self._arguments = 0
+        self._types = STRING
+        self._parts: list[str] = []
+        """The value, if it is passed on when it is complete."""
+        self._line_start = False
+        """The value has not started: its tags may end with a newline."""
+        self._newline = ""
+        """The newline at the end of a text value so far."""
+
+    def finish(self) -> Sequence[Event]:
+        if self._phase in (self._members, self._key, self._before_value):
+            self._end_call()
+            self._phase = self._after
+        elif self._phase == self._value:
+            if self.TAGS.call_end and self._rest.startswith(self.TAGS.call_end):
+                self._end_value()
+                self._end_call()
+            else:
+                rest = "".join(self._parts) + self._newline + self._rest
+                self._events.arguments(json_text(rest) if self._types == STRING else rest)
+            self._phase = self._after
+        return super().finish()
+
+    def _on_marker(self, marker: str) -> None:
+        tags = self.TAGS
+        if marker == tags.block_end:
+            if self._awaits_end:
+                self._events.drop_blanks()
+            else:
+                self._events.text(marker)
+            self._awaits_end = False
+            return
+        if marker == tags.block:
+            self._awaits_end = False
+        self._opening = [marker]
+        self._word = ""
+        self._phase = self._name if marker == tags.call or not tags.call else self._head
+
+    def _head(self, text: str, at: int) -> int:
+        """Expect the tag of a call in its block."""
+        if text[at] in SPACE:
+            return self._skip(text[at], at)
+        end = self.TAGS.calls.at(text, at)
+        if end == at:
+            return self._hold(text, at)
+        if end < 0:
+            return self._not_a_call(at)
+        self._opening.append(text[at:end])
+        self._phase = self._name
+        return end
+
+    def _name(self, text: str, at: int) -> int:
+        start, end = self.TAGS.name_end.find(text, at)
+        self._opening.append(text[at:start])
+        self._word += text[at:start]
+        if len(self._word) > MAX_NAME:
+            return self._not_a_call(start)
+        if start == end:
+            return self._hold(text, start)
+        name = _unquoted(self._word)
+        if name not in self._tools:
+            return self._not_a_call(start)
+        self._opening.clear()
+        self._events.start(name)
+        self._schema = self._tools[name]
+        self._arguments = 0
+        self._phase = self._members
+        return start if self.TAGS.name_ends_before else end
+
+    def _members(self, text: str, at: int) -> int:
+        """Expect the tag of an argument, or the end of the call."""
+        if text[at] in SPACE:
+            return at + 1
+        tags = self.TAGS
+        end = tags.members.at(text, at)
+        if end == at:
+            return self._hold(text, at)
+        marker = text[at:end] if end > at else ""
+        if marker == tags.key:
+            self._word = ""
+            self._phase = self._key
+            return end
+        self._end_call()
+        if marker == tags.block_end:
+            self._awaits_end = False
+        elif marker:
+            self._phase = self._after
+        return max(at, end)
+
+    def _end_call(self) -> None:
+        self._events.arguments("}" if self._arguments else "{}")
+        self._awaits_end = True
+        self._phase = self._text
+
+    def _after(self, text: str, at: int) -> int:
+        """Expect the next call of the block, or the end of the block."""
+        if text[at] in SPACE:
+            return self._skip(text[at], at)
+        end = self.TAGS.after_call.at(text, at)
+        if end == at:
+            return self._hold(text, at)
+        if end < 0:
+            return self._not_a_call(at)
+        self._opening.clear()
+        self._phase = self._text
+        self._on_marker(text[at:end])
+        return end
+
+    def _key(self, text: str, at: int) -> int:
+        start, end = self.TAGS.key_end.find(text, at)
+        self._word += text[at:start]
+        if len(self._word) > MAX_NAME:
+            self._end_call()
+            self._events.text(self.TAGS.key + self._word)
+            return start
+        if start == end:
+            return self._hold(text, start)
+        self._phase = self._before_value
+        if not self.TAGS.value:
+            self._begin_value()
+        return end
+
+    def _before_value(self, text: str, at: int) -> int:
+        if text[at] in SPACE:
+            return at + 1
+        end = self.TAGS.values.at(text, at)
+        if end == at:
+            return self._hold(text, at)
+        if end < 0:
+            self._end_call()
+            return at
+        self._begin_value()
+        return end
+
+    def _begin_value(self) -> None:
+        key = _unquoted(self._word)
+        self._types = argument_types(self._schema, key)
+        before = ", " if self._arguments else "{"
+        opening = '"' if self._types == STRING else ""
+        self._events.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: {opening}")
+        self._arguments += 1
+        self._parts.clear()
+        self._newline = ""
+        self._line_start = self.TAGS.lines
+        self._phase = self._value
+
+    def _value(self, text: str, at: int) -> int:
+        tags = self.TAGS
+        start, end = tags.value_ends.find(text, at)
+        self._add_value(text[at:start])
+        if start == end:
+            return self._hold(text, start)
+        marker = text[start:end]
+        if marker == tags.call_end:
+            ends = self._ends_block(text, end)
+            if ends is None:
+                return self._hold(text, start)
+            if not ends:
+                self._add_value(marker)
+                return end
+        self._end_value()
+        self._phase = self._members
+        return end if marker == tags.value_end else start
+
+    def _ends_block(self, text: str, at: int) -> bool | None:
+        """Return True if the end of the block follows; None if more text will show."""
+        gap = at
+        while gap < min(len(text), at + _MAX_GAP) and text[gap] in SPACE:
+            gap += 1
+        end = self.TAGS.block_ends.at(text, gap)
+        return None if end == gap else end > gap
+
+    def _add_value(self, piece: str) -> None:
+        if not piece:
+            return
+        if self._line_start:
+            self._line_start = False
+            piece = piece.removeprefix("\n")
+        if self._types != STRING:
+            self._parts.append(piece)
+            return
+        piece = self._newline + piece
+        self._newline = "\n" if self.TAGS.lines and piece.endswith("\n") else ""
+        self._events.arguments(json_text(piece[: len(piece) - len(self._newline)]))
+
+    def _end_value(self) -> None:
+        if self._types == STRING:
+            self._events.arguments('"')
+        else:
+            value = "".join(self._parts)
+            self._events.arguments(value_as_json(value.removesuffix("\n") if self.TAGS.lines else value, self._types))
+
+
+def _qwen_tags(start: str, end: str) -> Tags:
+    return Tags(
+        block=(start, end),
+        call=(QWEN_FUNCTION, ">", "</function>"),
+        key=("<parameter=", ">"),
+        value=("", "</parameter>"),
+        lines=True,
+    )
+
+
+class Qwen3CoderParser(TaggedParser):
+    """Qwen3-Coder, Qwen3.5 and later, Nemotron 3."""
+
+    TAGS = _qwen_tags("<tool_call>", "</tool_call>")
+
+
+class SeedParser(TaggedParser):
+    """Format `seed_oss`: Qwen3-Coder's in other blocks."""
+
+    TAGS = _qwen_tags(SEED_BLOCK, "</seed:tool_call>")
+
+
+class GlmParser(TaggedParser):
+    """GLM-4.5 and later."""
+
+    TAGS = Tags(
+        block=("<tool_call>", "</tool_call>"), key=(GLM_KEY, "</arg_key>"), value=("<arg_value>", "</arg_value>")
+    )
+
+
+class MiniMaxParser(TaggedParser):
+    """MiniMax-M2."""
+
+    TAGS = Tags(
+        block=(MINIMAX_BLOCK, "</minimax:tool_call>"),
+        call=("<invoke name=", ">", "</invoke>"),
+        key=("<parameter name=", ">"),
+        value=("", "</parameter>"),
+        lines=True,
+    )
+
+
+def _unquoted(name: str) -> str:
+    return name.strip().strip("\"'")

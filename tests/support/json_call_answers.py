@@ -1,0 +1,189 @@
+"""Answers of models that write calls as JSON, and their parts: real forms, and broken ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parser_events import Call, Part, Thought
+
+Table = dict[str, tuple[str, list[Part] | None]]
+"""(answer, parts) by case; None: the answer is one text."""
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {"location": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
+        "required": ["location"],
+    },
+    "search": {
+        "properties": {
+            "q": {"type": "string"},
+            "limit": {"type": "integer"},
+            "score": {"type": "number"},
+            "deep": {"type": "boolean"},
+            "sites": {"type": "array", "items": {"type": "string"}},
+            "filter": {"$ref": "#/$defs/filter"},
+            "page": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "code": {"type": ["string", "null"]},
+        },
+        "$defs": {"filter": {"type": "object"}},
+    },
+    "stop": {},
+}
+"""The schemas of the tools that the answers call."""
+
+BROOKLYN = '{"location": "Brooklyn, NY", "unit": "celsius"}'
+LOOK, STOP = Call("get_weather", BROOKLYN), Call("stop", "{}")
+WEATHER = '{"name": "get_weather", "arguments": ' + BROOKLYN + "}"
+DEEP = '{"a":' * 70 + "1" + "}" * 70
+HERMES: Table = {
+    "one": (f"<tool_call>\n{WEATHER}\n</tool_call>", [LOOK]),
+    "text before and after": (
+        f"Let me look.\n<tool_call>\n{WEATHER}\n</tool_call>\nDone.",
+        ["Let me look.\n", LOOK, "\nDone."],
+    ),
+    "two": (
+        f'\n<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{{"name": "stop", "arguments": {{}}}}\n</tool_call>\n',
+        [LOOK, STOP],
+    ),
+    "arguments first": (
+        '<tool_call>{"arguments": { "q" : [1, -2.5e+3, null] }, "name": "search"}</tool_call>',
+        [Call("search", '{ "q" : [1, -2.5e+3, null] }')],
+    ),
+    "a string of JSON": (
+        r'<tool_call>{"name":"search","arguments":"{\"q\": \"a\\nb \u00e9 \ud83d\ude00 {\"}"}</tool_call>',
+        [Call("search", r'{"q": "a\nb é \ud83d\ude00 {"}')],
+    ),
+    "an empty string": ('<tool_call>{"name":"stop","arguments":""}</tool_call>', [STOP]),
+    "null": ('<tool_call>{"name":"stop","arguments":null}</tool_call>', [STOP]),
+    "no arguments": ('<tool_call>{"name":"stop"}</tool_call>', [STOP]),
+    "other keys": (
+        '<tool_call>{"type":"function","id":{"name":"x","n":[1.5]},"name":"stop","arguments":{},"z":0}</tool_call>',
+        [STOP],
+    ),
+    "markers in a string": (
+        '<tool_call>{"name":"search","arguments":{"q":"</tool_call> } <tool_call>{"}}</tool_call>',
+        [Call("search", '{"q":"</tool_call> } <tool_call>{"}')],
+    ),
+    "a bare newline in a string": (
+        '<tool_call>{"name":"search","arguments":{"q":"a\nb\tc"}}</tool_call>',
+        [Call("search", r'{"q":"a\nb\tc"}')],
+    ),
+    "no end tag": (f"<tool_call>{WEATHER}", [LOOK]),
+    "no end tag, then another": (f"<tool_call>{WEATHER}\n<tool_call>{WEATHER}", [LOOK, LOOK]),
+    "a brace short": (f"<tool_call>{WEATHER[:-1]}\n</tool_call>", [LOOK]),
+    "a brace too many": (f"<tool_call>{WEATHER}}}</tool_call>", [LOOK, "}"]),
+    "unknown tool": ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None),
+    "no JSON": ("<tool_call>\nsearch(q=1)\n</tool_call>", None),
+    "an opening too many": (f"<tool_call><tool_call>{WEATHER}", ["<tool_call>", LOOK]),
+    "a number for a name": ('<tool_call>{"name": 5}', None),
+    "a list of arguments, before the name": ('<tool_call>{"arguments": [1], "name": "stop"}</tool_call>', None),
+    "a list of arguments, after the name": (
+        '<tool_call>{"name": "stop", "arguments": [1]}</tool_call>',
+        [Call("stop", "[1]}")],
+    ),
+    "a word for arguments": ('<tool_call>{"name": "stop", "arguments": "now"}</tool_call>', [Call("stop", '"now"}')]),
+    "broken arguments": (
+        '<tool_call>{"name": "search", "arguments": {"q": oops}}</tool_call> ok',
+        [Call("search", '{"q": oops}}'), " ok"],
+    ),
+    "the name is all": ('<tool_call>{"name": "stop"</tool_call>', [STOP]),
+    "too deep before the name": (f'<tool_call>{{"arguments": {DEEP}, "name": "search"}}', None),
+    "too deep after the name": (
+        f'<tool_call>{{"name": "search", "arguments": {DEEP}}}</tool_call>',
+        [Call("search", DEEP + "}")],
+    ),
+    "a long name": ('<tool_call>{"name": "' + "x" * 300, None),
+    "cut in the name": ('<tool_call>{"name": "sea', None),
+    "cut in the arguments": ('<tool_call>{"name": "search", "arguments": {"q": "a', [Call("search", '{"q": "a')]),
+    "cut in the marker": ("so <tool_c", None),
+    "cut in the end tag": (f"<tool_call>{WEATHER}</tool_", [LOOK, "</tool_"]),
+    "only whitespace": (" \n ", None),
+    "a stray end tag": ("a </tool_call> b", None),
+}
+PARAMETERS = WEATHER.replace("arguments", "parameters")
+LLAMA: Table = {
+    "one": (PARAMETERS, [LOOK]),
+    "tagged": (f"<|python_tag|>{PARAMETERS}", [LOOK]),
+    "with arguments": (f"\n\n{WEATHER}", [LOOK]),
+    "several": (f'{PARAMETERS}; {{"name": "stop", "parameters": {{}}}}\n{{"name": "stop"}};', [LOOK, STOP, STOP]),
+    "two semicolons": (f"{PARAMETERS};; {WEATHER}", [LOOK, f";; {WEATHER}"]),
+    "text, then tagged": (f"Sure: <|python_tag|>{PARAMETERS}", ["Sure: ", LOOK]),
+    "text, then an object": (f"Sure: {PARAMETERS}", None),
+    "some other JSON": ('{"answer": {"name": "stop"}}', None),
+    "code": ("<|python_tag|>print(1)", None),
+    "text after": (f"{PARAMETERS}; and", [LOOK, "; and"]),
+}
+MISTRAL: Table = {
+    "array": (f"[TOOL_CALLS][{WEATHER}]", [LOOK]),
+    "array of two": (f'[TOOL_CALLS] [ {WEATHER} ,\n{{"arguments": {{}}, "name": "stop"}} ] ', [LOOK, STOP]),
+    "text before": (f"Yes. [TOOL_CALLS][{WEATHER}]", ["Yes. ", LOOK]),
+    "newer": (f"[TOOL_CALLS]get_weather[ARGS]{BROOKLYN}", [LOOK]),
+    "newer, two": (f"[TOOL_CALLS]get_weather[ARGS]{BROOKLYN}[TOOL_CALLS]stop[ARGS]{{}}", [LOOK, STOP]),
+    "newer, with an id": (f"[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{BROOKLYN}", [LOOK]),
+    "newer, without a marker": (f"[TOOL_CALLS]get_weather{BROOKLYN}", [LOOK]),
+    "newer, unknown": ("[TOOL_CALLS]rm[ARGS]{}", None),
+    "newer, broken": ("[TOOL_CALLS]stop[ARGS]now", [Call("stop", "now")]),
+    "newer, cut": ("[TOOL_CALLS]sto", None),
+    "second unknown": (f'[TOOL_CALLS][{WEATHER}, {{"name": "rm"}}]', [LOOK, ', {"name": "rm"}]']),
+    "an array that breaks off, then another": (
+        f"[TOOL_CALLS][{WEATHER}, no [TOOL_CALLS][{WEATHER}]",
+        [LOOK, ", no ", LOOK],
+    ),
+    "cut between": (f"[TOOL_CALLS][{WEATHER}, ", [LOOK]),
+    "brackets in text": ("a[0] = [TOOL", None),
+}
+TGI = '{"function": {"_name": "get_weather", "location": "Brooklyn", "days": [1, {"_name": 2}]}}'
+JSON_CALLS: Table = {
+    "one": (f" \n{WEATHER}\n", [LOOK]),
+    "array": (f'[\n {WEATHER},\n {{"name":"stop","arguments":{{}}}}\n]', [LOOK, STOP]),
+    "cut": ('[{"name":"search","arguments":{"q": ', [Call("search", '{"q": ')]),
+    "cut before the name": ('[{"na', None),
+    "TGI": (TGI, [Call("get_weather", '{ "location": "Brooklyn", "days": [1, {"_name": 2}]}')]),
+    "TGI, nothing else": ('{"function": {"_name": "stop"}}', [STOP]),
+    "TGI, name last": (
+        '{ "function" : {"a": "x,}", "b": 2 , "_name": "search" } }',
+        [Call("search", '{"a": "x,}", "b": 2 }')],
+    ),
+    "TGI, name between": ('{"function":{"a":1,"_name":"search","b":{}}}', [Call("search", '{"a":1,"b":{}}')]),
+    "TGI, unknown": ('{"function": {"_name": "rm", "a": 1}}', None),
+    "TGI, no name": ('{"function": {"a": 1}}', None),
+    "words": ("I cannot.", None),
+}
+JSON_ANSWER: Table = {
+    "bare": (PARAMETERS, [LOOK]),
+    "fenced": (f"```json\n{PARAMETERS}\n```\n", [LOOK]),
+    "fenced without a language": (f"```\n{PARAMETERS}\n```", [LOOK]),
+    "TGI": (TGI, [Call("get_weather", '{ "location": "Brooklyn", "days": [1, {"_name": 2}]}')]),
+    "other code": ("```python\nx\n```", None),
+    "other JSON": ('```json\n{"a": 1}\n```', None),
+    "an array": (f"[{WEATHER}]", None),
+    "text first": (f"Here: {WEATHER}", None),
+    "text after": (f"{WEATHER} there.", [LOOK, " there."]),
+    "half a fence": ("``", None),
+}
+PLAIN: Table = {
+    "text": (f" \n<tool_call>{WEATHER}", None),
+    "nothing": ("", None),
+}
+THINKS: Table = {
+    "thought and answer": ("<think>\nWell,\n\nso.\n</think>\n\nHi.", [Thought("Well,\n\nso."), "Hi."]),
+    "spaces stay": ("\n <think> a </think> b", [Thought(" a "), " b"]),
+    "no thought": ("Hi <think>no</think>", None),
+    "blank before no thought": (" \nHi", None),
+    "empty thought": ("<think>\n\n</think>\n\nHi", ["Hi"]),
+    "a call in the thought": (
+        f"<think>I write <tool_call>{{</think><tool_call>{WEATHER}</tool_call>",
+        [Thought("I write <tool_call>{"), LOOK],
+    ),
+    "a second thought": ("<think>a</think>b<think>c</think>", [Thought("a"), "b<think>c</think>"]),
+    "cut": ("<think>a\n</thi", [Thought("a\n</thi")]),
+    "cut start": ("<thi", None),
+    "almost the end": ("<think>a</thinker>\n</think>b", [Thought("a</thinker>"), "b"]),
+}
+THINKS_INSIDE: Table = {
+    "thought and answer": ("\nWell.\n</think>\n\nHi.", [Thought("Well."), "Hi."]),
+    "the marker again": ("<think>\nWell.</think>Hi.", [Thought("Well."), "Hi."]),
+    "no end": ("Well <think>", [Thought("Well <think>")]),
+    "no thought": ("</think>\n\nHi", ["Hi"]),
+}

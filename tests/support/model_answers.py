@@ -1,0 +1,295 @@
+"""Answers of models in each format, and their parts: real forms, and broken ones."""
+
+from __future__ import annotations
+
+from json_call_answers import (
+    BROOKLYN,
+    HERMES,
+    JSON_ANSWER,
+    JSON_CALLS,
+    LLAMA,
+    LOOK,
+    MISTRAL,
+    PARAMETERS,
+    PLAIN,
+    STOP,
+    THINKS,
+    THINKS_INSIDE,
+    WEATHER,
+    Table,
+)
+from parser_events import Call, Thought
+
+QWEN_LOOK = (
+    "<tool_call>\n<function=get_weather>\n<parameter=location>\nBrooklyn, NY\n</parameter>\n<parameter=unit>\ncelsius\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+
+
+def qwen(*parameters: tuple[str, str]) -> str:
+    """Return a call of `search` with values as they are written."""
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters)
+    return f"<tool_call>\n<function=search>\n{written}</function>\n</tool_call>"
+
+
+QWEN: Table = {
+    "one": (QWEN_LOOK, [LOOK]),
+    "text before and after": (f"Let me look.\n{QWEN_LOOK}\nDone.", ["Let me look.\n", LOOK, "\nDone."]),
+    "two": (f"{QWEN_LOOK}\n<tool_call>\n<function=stop>\n</function>\n</tool_call>\n", [LOOK, STOP]),
+    "every type": (
+        qwen(("q", "1"), ("limit", "-3"), ("score", "1e-5"), ("deep", "True"), ("sites", '["a", 1]'), ("filter", "{}")),
+        [Call("search", '{"q": "1", "limit": -3, "score": 1e-5, "deep": true, "sites": ["a", 1], "filter": {}}')],
+    ),
+    "null": (
+        qwen(("page", "null"), ("page", "None"), ("page", "2"), ("code", "null"), ("q", "null")),
+        [Call("search", '{"page": null, "page": null, "page": 2, "code": null, "q": "null"}')],
+    ),
+    "Python in place of JSON": (
+        qwen(("filter", "{'a': (None, True)}")),
+        [Call("search", '{"filter": {"a": [null, true]}}')],
+    ),
+    "values that do not fit": (
+        qwen(
+            ("limit", "ten"),
+            ("limit", "1.5"),
+            ("limit", "2.0"),
+            ("deep", "yes"),
+            ("sites", "{}"),
+            ("filter", "[1"),
+            ("page", ""),
+        ),
+        [
+            Call(
+                "search",
+                '{"limit": "ten", "limit": "1.5", "limit": 2, "deep": "yes", "sites": "{}", "filter": "[1", "page": ""}',
+            )
+        ],
+    ),
+    "no type": (qwen(("other", "5")), [Call("search", '{"other": "5"}')]),
+    "lines, quotes and tags in a text": (
+        qwen(("q", 'if a < b:\n\n    say("\\n")\n</div></function>\n</param')),
+        [Call("search", r'{"q": "if a < b:\n\n    say(\"\\n\")\n</div></function>\n</param"}')],
+    ),
+    "an empty value": (qwen(("q", ""), ("limit", "")), [Call("search", '{"q": "", "limit": ""}')]),
+    "on one line": (
+        "<tool_call><function=search><parameter=q>a</parameter><parameter=limit>2</parameter></function></tool_call>",
+        [Call("search", '{"q": "a", "limit": 2}')],
+    ),
+    "no block": (QWEN_LOOK.removeprefix("<tool_call>\n"), [LOOK]),
+    "no end of a value": (QWEN_LOOK.replace("\n</parameter>", ""), [LOOK]),
+    "no end of the call": (QWEN_LOOK.replace("\n</function>", ""), [LOOK]),
+    "no end at all": (QWEN_LOOK.removesuffix("\n</function>\n</tool_call>"), [LOOK]),
+    "a call in a call": (
+        "<tool_call>\n<function=search>\n<parameter=q>\na\n</parameter>\n<function=stop></function></tool_call>",
+        [Call("search", '{"q": "a"}'), STOP],
+    ),
+    "text in a call": (
+        "<tool_call>\n<function=search>\n<parameter=q>\na\n</parameter>\nwell </function></tool_call>.",
+        [Call("search", '{"q": "a"}'), "well </function>."],
+    ),
+    "a long key": (f"<function=stop><parameter={'k' * 300}>", [STOP, f"<parameter={'k' * 300}>"]),
+    "unknown tool": ("<tool_call>\n<function=rm>\n</function>\n</tool_call>", None),
+    "no name": (
+        f"<tool_call>\n<function=search\n</function>\n{QWEN_LOOK}",
+        ["<tool_call>\n<function=search\n</function>\n", LOOK],
+    ),
+    "JSON": (f"<tool_call>\n{WEATHER}\n</tool_call>", None),
+    "cut in a text": (QWEN_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
+    "cut in a number": (qwen(("limit", "12")).partition("2")[0], [Call("search", '{"limit": 1')]),
+    "cut in a key": (qwen(("q", "a"), ("limit", "1")).partition("mit")[0], [Call("search", '{"q": "a"}')]),
+    "cut in a tag": (qwen(("q", "a")).partition("ameter>\n</f")[0], [Call("search", '{"q": "a\\n</par')]),
+    "cut after the call": (QWEN_LOOK.removesuffix("call>"), [LOOK]),
+    "a stray end": ("a </tool_call> b", None),
+}
+GLM_LOOK = (
+    "<tool_call>get_weather\n<arg_key>location</arg_key>\n<arg_value>Brooklyn, NY</arg_value>\n<arg_key>unit</arg_key>\n"
+    "<arg_value>celsius</arg_value>\n</tool_call>"
+)
+GLM: Table = {
+    "one": (GLM_LOOK, [LOOK]),
+    "newer, without newlines": (GLM_LOOK.replace("\n", ""), [LOOK]),
+    "two, with text": (f"\nI look.\n{GLM_LOOK}\n<tool_call>stop</tool_call>", ["\nI look.\n", LOOK, STOP]),
+    "types": (
+        "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>\n7\n</arg_value>\n<arg_key>limit</arg_key>\n<arg_value>7</arg_value>"
+        "\n<arg_key>sites</arg_key>\n<arg_value>[]</arg_value>\n</tool_call>",
+        [Call("search", '{"q": "\\n7\\n", "limit": 7, "sites": []}')],
+    ),
+    "no arguments": ("<tool_call>stop\n</tool_call>", [STOP]),
+    "no end": (GLM_LOOK.removesuffix("\n</tool_call>"), [LOOK]),
+    "no value": ("<tool_call>search<arg_key>q</arg_key>!</tool_call>", [STOP._replace(name="search"), "!"]),
+    "unknown tool": ("<tool_call>rm\n</tool_call>", None),
+    "cut in the name": ("<tool_call>sto", None),
+}
+MINIMAX_LOOK = (
+    '<invoke name="get_weather">\n<parameter name="location">Brooklyn, NY</parameter>\n<parameter name="unit">celsius'
+    "</parameter>\n</invoke>\n"
+)
+MINIMAX: Table = {
+    "one": (f"<minimax:tool_call>\n{MINIMAX_LOOK}</minimax:tool_call>", [LOOK]),
+    "two in a block": (
+        f'Yes.<minimax:tool_call>\n{MINIMAX_LOOK}<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
+        ["Yes.", LOOK, STOP],
+    ),
+    "unknown tool": ('<minimax:tool_call>\n<invoke name="rm">\n</invoke>\n</minimax:tool_call>', None),
+}
+SEED: Table = {"one": (QWEN_LOOK.replace("tool_call>", "seed:tool_call>"), [LOOK])}
+V3_LOOK = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{BROOKLYN}\n```<｜tool▁call▁end｜>"
+V31_LOOK = f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{BROOKLYN}<｜tool▁call▁end｜>"
+DEEPSEEK: Table = {
+    "V3": (f"<｜tool▁calls▁begin｜>{V3_LOOK}<｜tool▁calls▁end｜>", [LOOK]),
+    "V3, two": (f"Yes.\n\n<｜tool▁calls▁begin｜>{V3_LOOK}\n{V3_LOOK}<｜tool▁calls▁end｜>", ["Yes.\n\n", LOOK, LOOK]),
+    "V3.1": (f"<｜tool▁calls▁begin｜>{V31_LOOK}<｜tool▁calls▁end｜>", [LOOK]),
+    "V3.1, two, and text": (f"<｜tool▁calls▁begin｜>{V31_LOOK}{V31_LOOK}<｜tool▁calls▁end｜> ok", [LOOK, LOOK, " ok"]),
+    "no section": (V31_LOOK, [LOOK]),
+    "no ends": (f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{BROOKLYN}", [LOOK]),
+    "text between": (f"<｜tool▁calls▁begin｜>{V31_LOOK} and {V31_LOOK}", [LOOK, " and ", LOOK]),
+    "broken arguments": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>stop<｜tool▁sep｜>{oops}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [Call("stop", "{oops}")],
+    ),
+    "unknown tool": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>rm<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        None,
+    ),
+    "no call": ("<｜tool▁calls▁begin｜> none <｜tool▁calls▁end｜>", None),
+    "cut in the name": ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_", None),
+}
+KIMI: Table = {
+    "one, with text": (
+        f"Yes.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{BROOKLYN}"
+        "<|tool_call_end|><|tool_call_begin|>stop<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        ["Yes.", LOOK, STOP],
+    ),
+}
+GEMMA_LOOK = '<|tool_call>call:get_weather{location:<|"|>Brooklyn, NY<|"|>,unit:<|"|>celsius<|"|>}<tool_call|>'
+GEMMA: Table = {
+    "one": (GEMMA_LOOK, [LOOK]),
+    "two, with text": (f"I look. {GEMMA_LOOK}<|tool_call>call:stop{{}}<tool_call|>", ["I look. ", LOOK, STOP]),
+    "every type": (
+        '<|tool_call>call:search{a:42,b:-1.5e3,c:true,d:null,e:[<|"|>x<|"|>,{f:[]}],<|"|>g h<|"|>:{i:<|"|><|"|>}, "j": "k\\""}<tool_call|>',
+        [
+            Call(
+                "search",
+                '{"a": 42, "b": -1500.0, "c": true, "d": null, "e": ["x", {"f": []}], "g h": {"i": ""}, "j": "k\\""}',
+            )
+        ],
+    ),
+    "marks in a text": (
+        '<|tool_call>call:search{q:<|"|>{"a": [1, <|x|> <|\\n}<tool_call|><|"|>}<tool_call|>',
+        [Call("search", r'{"q": "{\"a\": [1, <|x|> <|\\n}<tool_call|>"}')],
+    ),
+    "texts without quotes": (
+        "<|tool_call>call:search{q:New York,r:1.,s:,t:<b>}<tool_call|>",
+        [Call("search", '{"q": "New York", "r": 1.0, "s": "", "t": "<b>"}')],
+    ),
+    "reasoning": (f"<|channel>thought\nI look.\n\nWell.\n<channel|>{GEMMA_LOOK}", [Thought("I look.\n\nWell."), LOOK]),
+    "reasoning and text": ("<|channel>thought\nSo.\n<channel|>\nHi\n", [Thought("So."), "Hi\n"]),
+    "empty reasoning": ("<|channel>thought\n<channel|>Hi", ["Hi"]),
+    "reasoning that does not end": (f"<|channel>thought\nSo.{GEMMA_LOOK}", [Thought("So."), LOOK]),
+    "another channel": ("<|channel>though not<channel|>Hi", [Thought("though not"), "Hi"]),
+    "cut in the reasoning": ("<|channel>thought\nSo\n<chan", [Thought("So\n<chan")]),
+    "cut in the channel": ("<|channel>thou", []),
+    "no end": (GEMMA_LOOK.removesuffix("<tool_call|>"), [LOOK]),
+    "broken arguments": ("<|tool_call>call:search{q}<tool_call|> ok", [Call("search", "{q}"), " ok"]),
+    "unknown tool": ("<|tool_call>call:rm{}<tool_call|>", None),
+    "cut in a text": (GEMMA_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
+    "cut in the name": ("<|tool_call>call:get_", None),
+}
+PYTHON_LOOK = "get_weather(location='Brooklyn, NY', unit=\"celsius\")"
+PYTHONIC: Table = {
+    "one": (f"[{PYTHON_LOOK}]", [LOOK]),
+    "two, tagged": (f"<|python_start|>[{PYTHON_LOOK}, stop()]<|python_end|>", [LOOK, STOP]),
+    "text, then tagged": (f"Sure: <|python_start|>[{PYTHON_LOOK}]<|python_end|> ok", ["Sure: ", LOOK, " ok"]),
+    "every type": (
+        "\n[search(q=None, deep=True, limit=-1_000, score=.5, sites=['a', (1,)], filter={'k': {}, 2: False,},)]",
+        [
+            Call(
+                "search",
+                '{"q": null, "deep": true, "limit": -1000, "score": 0.5, "sites": ["a", [1]], "filter": {"k": {}, "2": false}}',
+            )
+        ],
+    ),
+    "escapes": (
+        r"""[search(q='it\'s "\n\x41\u00e9\U0001F600\q', r='', s="")]""",
+        [Call("search", r'{"q": "it' + r"'" + r's \"\nAé😀\\q", "r": "", "s": ""}')],
+    ),
+    "three quotes": ('[search(q="""a "b"\n""")]', [Call("search", r'{"q": "a \"b\"\n"}')]),
+    "JSON, as Llama 4's template asks for": (f"<|python_start|>{PARAMETERS}<|python_end|>", [LOOK]),
+    "JSON words": ("[search(deep=true, page=null)]", [Call("search", '{"deep": true, "page": null}')]),
+    "a position": ("[search('a')]", [Call("search", "{'a')]")]),
+    "an expression": ("[search(q=a + b)]", [Call("search", '{"q": a + b)]')]),
+    "infinity": ("[search(score=1e999)]", [Call("search", '{"score": 1e999)]')]),
+    "unknown tool": (f"[{PYTHON_LOOK}, rm(a=1)]", [LOOK, ", rm(a=1)]"]),
+    "a list": ("[1, 2]", None),
+    "a link": ("[search](q)", None),
+    "code": ("<|python_start|>print(1)<|python_end|>", None),
+    "cut in a text": ("[search(q='a", [Call("search", '{"q": "a')]),
+    "cut in the name": ("[sear", None),
+    "cut between": (f"[{PYTHON_LOOK}, ", [LOOK]),
+}
+HARMONY_LOOK = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{BROOKLYN}<|call|>"
+THINKING = "<|channel|>analysis<|message|>User asks.\nLook.<|end|><|start|>assistant"
+LOOKED = Thought("User asks.\nLook.")
+HARMONY: Table = {
+    "answer": (f"{THINKING}<|channel|>final<|message|>Hi.<|return|>", [LOOKED, "Hi."]),
+    "call": (THINKING + HARMONY_LOOK, [LOOKED, LOOK]),
+    "preamble and two calls": (
+        f"{THINKING}<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY_LOOK}<|start|>assistant"
+        "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}<|call|>",
+        [LOOKED, "I look.", LOOK, STOP],
+    ),
+    "recipient before the channel": (
+        HARMONY_LOOK.replace(
+            "<|channel|>commentary to=functions.get_weather ", " to=functions.get_weather<|channel|>commentary "
+        ),
+        [LOOK],
+    ),
+    "a call in the analysis, without a type": (
+        f"<|channel|>analysis to=functions.get_weather<|message|>{BROOKLYN}<|call|>",
+        [LOOK],
+    ),
+    "no arguments": ("<|channel|>commentary to=functions.stop<|message|><|call|>", [STOP]),
+    "arguments that are no JSON": (
+        "<|channel|>commentary to=functions.stop code<|message|>now<|call|>",
+        [Call("stop", "now")],
+    ),
+    "unknown tool": ("<|channel|>commentary to=functions.rm<|message|>{}<|call|>", ["{}"]),
+    "a built-in tool": ("<|channel|>analysis to=python code<|message|>1+1<|call|>", [Thought("1+1")]),
+    "messages of one kind": (
+        "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
+        ["a\nb"],
+    ),
+    "text after a call": (f"{HARMONY_LOOK}<|start|>assistant<|channel|>final<|message|>Done.", [LOOK, "Done."]),
+    "no ends": (
+        "<|channel|>analysis<|message|>a<|channel|>final<|message|>b<|start|>assistant<|channel|>analysis<|message|>c",
+        [Thought("a"), "b", Thought("c")],
+    ),
+    "no header": ("Hi <b>.", None),
+    "almost a header": ("to be or not", None),
+    "a header without a message": ("<|channel|>final<|end|><|start|>assistant<|channel|>final<|message|>b", ["b"]),
+    "a long header": ("to=" + "x" * 500, None),
+    "cut in the analysis": ("<|channel|>analysis<|message|>a <|en", [Thought("a <|en")]),
+    "cut in the header": ("<|channel|>analy", []),
+    "cut in the arguments": (HARMONY_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
+}
+
+TABLES = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "mistral": MISTRAL,
+    "json_calls": JSON_CALLS,
+    "json": JSON_ANSWER,
+    "plain": PLAIN,
+    "hermes+outside": THINKS,
+    "hermes+inside": THINKS_INSIDE,
+    "qwen3_coder": QWEN,
+    "glm45": GLM,
+    "minimax_m2": MINIMAX,
+    "seed_oss": SEED,
+    "deepseek_v3": DEEPSEEK,
+    "kimi_k2": KIMI,
+    "gemma4": GEMMA,
+    "llama4_pythonic": PYTHONIC,
+    "openai": HARMONY,
+}
+"""By format, and reasoning that may start before the answer or in the prompt."""
