@@ -21,6 +21,9 @@ BYTES_PER_SEQUENCE = 2 << 20
 BYTES_PER_LOGPROB = 16
 """Largest share of a log-probability and its token in reports."""
 
+MAX_ORDERS_BYTES = 256 << 20
+"""Bytes of the largest orders of any engine: 25 million prompt tokens in one step, or 1,000 of the longest grammars."""
+
 Message = TypeVar("Message", pb.Orders, pb.StepReport)
 
 
@@ -46,6 +49,7 @@ class Joiner(Generic[Message]):
         """`most` is the number of bytes that a whole has at most."""
         self._most = most
         self._parts: list[bytes] = []
+        self._size = 0
 
     def join(self, message: Message) -> Message | None:
         """Return the whole that ends with `message`; None if more parts follow. Raises BadParts."""
@@ -54,11 +58,12 @@ class Joiner(Generic[Message]):
                 raise BadParts("a message came between the parts of another")
             return message
         self._parts.append(message.part)
-        if sum(map(len, self._parts)) > self._most:
+        self._size += len(message.part)
+        if self._size > self._most:
             raise BadParts(f"the parts of a message have more than {self._most} bytes")
         if message.more:
             return None
-        parts, self._parts = self._parts, []
+        parts, self._parts, self._size = self._parts, [], 0
         try:
             whole = type(message).FromString(b"".join(parts))
         except DecodeError as error:
@@ -70,7 +75,8 @@ class Joiner(Generic[Message]):
 
 def most_orders(info: pb.InfoResponse) -> int:
     """Return the bytes of the largest orders that a shard can apply."""
-    return info.max_slots * (info.max_sequence_length * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE)
+    by_engine = info.max_slots * (info.max_sequence_length * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE)
+    return min(by_engine, MAX_ORDERS_BYTES)
 
 
 def most_report(info: pb.InfoResponse) -> int:

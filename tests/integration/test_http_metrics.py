@@ -53,6 +53,22 @@ GAUGES = (
 """The gauges that the endpoint picker of llm-d reads from a pod of the type `trtllm-serve` (factories.go of its extractor)."""
 
 
+async def test_work_that_waits_before_the_queue_is_visible(demo_model: Path) -> None:
+    name, body = "text_generation_preparation_characters", {"inputs": "a " * 20_000}
+
+    async def tokenized(stack: Stack) -> int:
+        async with stack.client.post("/tokenize", json=body) as response:
+            return response.status
+
+    async with serve(demo_model) as stack:
+        async with asyncio.TaskGroup() as tasks:
+            posts = [tasks.create_task(tokenized(stack)) for _ in range(5)]
+            while not value(await scrape(stack), name):
+                assert not all(post.done() for post in posts), "nothing waited"
+        assert {post.result() for post in posts} == {200}
+        assert value(await scrape(stack), name) == 0
+
+
 async def test_an_endpoint_picker_reads_its_gauges_without_a_key(demo_model: Path) -> None:
     """The picker takes a family by its name, and needs a gauge without labels."""
 

@@ -39,6 +39,7 @@ async def assemble(
     config = settings.config
     async with AsyncExitStack() as running:
         stage = Preparation()
+        metrics.add_preparation(stage)
         grammars = None
         if grammar_kinds and not config.disable_grammar_support:
             sandbox = grammar_sandbox(Path(config.model_path) / "tokenizer.json", stage=stage)

@@ -16,11 +16,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from text_generation_router.metrics.connections import ConnectionMetrics
-from text_generation_router.metrics.instruments import Readings, Registry
+from text_generation_router.metrics.instruments import Reading, Readings, Registry
 from text_generation_router.metrics.logs import DroppedLogLines
 from text_generation_router.metrics.requests import RequestMetrics, Spent
 from text_generation_router.metrics.scheduler import SchedulerMetrics
 from text_generation_router.metrics.steps import StepMetrics
+from text_generation_router.preparation import Preparation
 from text_generation_router.scheduling.scheduler import Scheduler, SchedulerStats
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.member import ShardState
@@ -53,6 +54,16 @@ class Metrics:
         states = [state.value for state in ShardState]
         self._registry.add(
             Readings("text_generation_shards", "Shards that are members, by state", "state", states, count)
+        )
+
+    def add_preparation(self, stage: Preparation) -> None:
+        """Add the metric of the work before the queue."""
+        self._registry.add(
+            Reading(
+                "text_generation_preparation_characters",
+                "Characters of requests that wait to be tokenized, rendered or compiled",
+                lambda: stage.waiting,
+            )
         )
 
     def scheduler_stats(self) -> SchedulerStats:
