@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from text_generation_launcher.plan import (
     LaunchContext,
     LaunchPlan,
     PlanError,
+    ShardSpec,
     check_ports,
     count_parts,
     count_processes,
@@ -140,7 +141,7 @@ async def _serve(
                 members_file=members_file,
             )
             plan = make_plan(config, context)
-            _claim_addresses(plan, folder)
+            _claim_addresses(plan, plan.shards if config.places == "local" else (), folder)
             restarts = RestartPolicy(max_restarts=config.max_shard_restarts)
             await Supervisor(plan, stop, restarts, notifier, run_shard, json_output=config.json_output).run()
 
@@ -161,11 +162,14 @@ def _cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _claim_addresses(plan: LaunchPlan, folder: Path) -> None:
-    """Check ports and sockets before minutes of loading. Raises PortInUse, SocketInUse."""
+def _claim_addresses(plan: LaunchPlan, shards: Iterable[ShardSpec], folder: Path) -> None:
+    """Check the ports and sockets of the router and of these shards before minutes of loading.
+
+    Raises PortInUse, SocketInUse.
+    """
     for number in plan.ports:
         _check_port(plan.host, number)
-    for shard in plan.shards:
+    for shard in shards:
         path = socket_path(shard.address)
         if path is None:
             _check_port(*split_host_port(shard.address))

@@ -16,22 +16,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from container_images import BASE, ROOT, Podman, download, import_base, require_tools, require_torch_for_cpus, until
+from page import commands
 
-PAGE = (ROOT / "docs" / "containers.md").read_text(encoding="utf-8")
 MODEL = "SmolLM2-135M-Instruct"
 KEY = "sk-example"
 OLDER = {"llguidance": "0.7.29", "numpy": "1.26.4", "torch": "2.9.0a0", "transformers": "4.57.1"}
 """Packages of a stand-in for NVIDIA's image."""
 
 Figures = list[tuple[str, str]]
-
-
-def commands(heading: str) -> list[str]:
-    """Return the commands below a heading of the page."""
-    section = re.search(rf"^## {heading}\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL)
-    assert section is not None
-    blocks = "".join(re.findall(r"^```console\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL))
-    return [line.removeprefix("$ ") for line in blocks.replace("\\\n", "").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +38,7 @@ def podman() -> Iterator[Podman]:
 
 @pytest.fixture(scope="module")
 def router_image(podman: Podman) -> str:
-    router, _ = commands("Build")
+    router, _ = commands("containers.md", "Build")
     podman.build(router, download(["requirements.txt", "requirements-build.txt"]))
     return "text-generation:router"
 
@@ -54,7 +46,7 @@ def router_image(podman: Podman) -> str:
 @pytest.fixture(scope="module")
 def cpu_image(podman: Podman, router_image: str) -> str:
     torch = require_torch_for_cpus()
-    _, cpu = commands("Build")
+    _, cpu = commands("containers.md", "Build")
     podman.build(cpu, download(["requirements-cpu.txt"], torch))
     return "text-generation:cpu"
 
@@ -111,7 +103,7 @@ def test_the_router_image_has_no_torch_no_installer_and_no_sources(
 def test_the_cpu_image_serves_without_privileges_and_drains(
     podman: Podman, cpu_image: str, files: None, here: list[str], user: str | None, figures: Figures
 ) -> None:
-    run, health, generate, stop = (command.replace(*here) for command in commands("Run"))
+    run, health, generate, stop = (command.replace(*here) for command in commands("containers.md", "Run"))
     started = time.monotonic()
     podman(run if user is None else run.replace("podman run ", f"podman run --user {user} "))
     podman(health)
@@ -152,7 +144,9 @@ def test_the_cpu_image_serves_without_privileges_and_drains(
 def test_router_and_shards_serve_in_containers_of_their_own(
     podman: Podman, cpu_image: str, files: None, here: list[str]
 ) -> None:
-    shards, router, health, stop = (command.replace(*here) for command in commands("Router and shards apart"))
+    shards, router, health, stop = (
+        command.replace(*here) for command in commands("containers.md", "Router and shards apart")
+    )
     launcher = "--entrypoint text-generation-launcher text-generation:router --parts router --model-id"
     charts = router.replace("text-generation:router --model-path", launcher)
     assert charts != router
@@ -176,7 +170,7 @@ def test_packages_of_the_base_stay_in_the_image_for_tensorrt_llm(podman: Podman,
     context.mkdir()
     (context / "Containerfile").write_text("\n".join(lines), "utf-8")
     podman(f"podman build --tag stand-in {context}")
-    (build,) = [command for command in commands("TensorRT-LLM") if command.startswith("podman build")]
+    (build,) = [command for command in commands("containers.md", "TensorRT-LLM") if command.startswith("podman build")]
     podman.build(re.sub(r"BASE=\S+", "BASE=localhost/stand-in", build), download(["requirements.txt"]))
     own = podman(
         "podman run --rm --entrypoint sh text-generation:tensorrt-llm -c 'ls /opt/text-generation/lib/python3*/site-packages'"
