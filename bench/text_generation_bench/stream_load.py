@@ -130,7 +130,7 @@ def main() -> None:
     """Warm up and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
-    parser.add_argument("--model", default="m")
+    parser.add_argument("--model", default="tgi")
     parser.add_argument("--isl", type=int, default=512, help="prompt tokens")
     parser.add_argument("--osl", type=int, default=128, help="new tokens")
     parser.add_argument("--conc", type=int, nargs="+", default=[1, 32], help="numbers of open streams")

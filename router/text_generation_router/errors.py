@@ -170,6 +170,14 @@ class NotFound(ClientError):
     operations = Operation.FIND
 
 
+class ModelNotFound(NotFound):
+    """The server has no model of this name."""
+
+    openai_code = "model_not_found"
+    message = "The model `other` does not exist"
+    operations = Operation.FIND | Operation.TEMPLATE | Operation.COMPLETE
+
+
 class UnknownRoute(NotFound):
     """No route has this path."""
 

@@ -77,7 +77,9 @@ def generation(new_tokens: int = NEW_TOKENS, prompt: str = PROMPT) -> Sent:
 def chat() -> Sent:
     """Return a request that needs a worker process for its template."""
     messages = [{"role": "user", "content": PROMPT}]
-    return Sent("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": NEW_TOKENS, "stream": True})
+    return Sent(
+        "/v1/chat/completions", {"model": "tgi", "messages": messages, "max_tokens": NEW_TOKENS, "stream": True}
+    )
 
 
 def constrained() -> Sent:

@@ -43,7 +43,7 @@ def joined(stream: list[Json]) -> list[tuple[str, str]]:
 
 
 async def test_a_reply_has_openais_shape(stack: Stack) -> None:
-    body = {"model": "m", "prompt": "Hello there", "max_tokens": 3, "temperature": 0}
+    body = {"model": "dummy", "prompt": "Hello there", "max_tokens": 3, "temperature": 0}
     async with stack.client.post(COMPLETIONS, json=body) as response:
         reply = await response.json()
         headers = response.headers
@@ -51,7 +51,7 @@ async def test_a_reply_has_openais_shape(stack: Stack) -> None:
     assert reply.pop("created") > 1_700_000_000
     assert reply == {
         "object": "text_completion",
-        "model": "m",
+        "model": "dummy",
         "system_fingerprint": "0.0.0-native",
         "choices": [{"index": 0, "text": "Hello thereHello", "logprobs": None, "finish_reason": "length"}],
         "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, **NONE_CACHED},

@@ -134,7 +134,7 @@ async def test_a_stream_has_one_event_per_token(stack: Stack) -> None:
         {"max_new_tokens": 40, "stop": ["ist sc", "end"]},
         {"max_new_tokens": 9},
         {"max_new_tokens": 40, "temperature": 0.5, "seed": 3, "truncate": 8},
-        {"max_new_tokens": 40, "watermark": True, "adapter_id": "none"},
+        {"max_new_tokens": 40, "watermark": True, "adapter_id": None},
     ],
 )
 async def test_a_stream_agrees_with_a_complete_reply(stack: Stack, parameters: dict[str, Any]) -> None:

@@ -60,7 +60,11 @@ async def count(stack: Stack, text: str) -> int:
 
 async def test_a_stream_equals_a_whole_reply(stack_and_client: Both) -> None:
     stack, client = stack_and_client
-    asked: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "schön 漢字 😀"}], "max_tokens": 40}
+    asked: dict[str, Any] = {
+        "model": "tgi",
+        "messages": [{"role": "user", "content": "schön 漢字 😀"}],
+        "max_tokens": 40,
+    }
     whole = await client.messages.create(**asked)
     async with client.messages.stream(**asked) as stream:
         final = await stream.get_final_message()
@@ -111,7 +115,7 @@ async def test_blocks_become_messages(stack_and_client: Both) -> None:
         "[user]A\nB[assistant]TC(t1 weather X)(t2 weather Y)[tool]sun(t1 weather)[tool]Error: no(t2 weather)"
         "[user]D[user]E<weather>[answer]False"
     )
-    asked: dict[str, Any] = {"model": "m", "messages": messages, "tools": [WEATHER], "thinking": {"type": "disabled"}}
+    asked: dict[str, Any] = {"model": "tgi", "messages": messages, "tools": [WEATHER], "thinking": {"type": "disabled"}}
     asked["system"] = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
     counted = await client.messages.count_tokens(**asked)
     assert counted.input_tokens == await count(stack, expected)
@@ -124,7 +128,7 @@ async def test_the_assistants_last_message_is_continued_exactly(stack_and_client
     stack, client = stack_and_client
     messages: list[Any] = [*HI, {"role": "assistant", "content": "The answer is  "}]
     prompt = "[user]Hi[assistant]The answer is  "
-    message = await client.messages.create(model="m", messages=messages, max_tokens=await count(stack, prompt))
+    message = await client.messages.create(model="tgi", messages=messages, max_tokens=await count(stack, prompt))
     assert message.content[0].text == prompt
 
 
@@ -135,7 +139,7 @@ class Person(BaseModel):
 
 async def test_a_text_is_parsed_into_the_requested_type(demo_model: Path) -> None:
     async with connected(demo_model, grammars=True) as (_, client):
-        message = await client.messages.parse(model="m", messages=HI, max_tokens=300, output_format=Person)
+        message = await client.messages.parse(model="tgi", messages=HI, max_tokens=300, output_format=Person)
     assert isinstance(message.parsed_output, Person)
     assert message.stop_reason == "end_turn"
 
@@ -191,9 +195,9 @@ async def test_unsupported_fields_are_refused_by_name(
 async def test_counting_takes_no_permit_and_refuses_threads(demo_model: Path) -> None:
     async with connected(demo_model, max_concurrent_requests=1) as (stack, client):
         with stack.permits.take(1):
-            counted = await client.messages.count_tokens(model="m", messages=HI)
+            counted = await client.messages.count_tokens(model="tgi", messages=HI)
             assert counted.input_tokens == await count(stack, "[user]Hi[answer]")
             with pytest.raises(anthropic.RateLimitError):
-                await client.messages.create(model="m", messages=HI, max_tokens=5, extra_body={"thread": None})
+                await client.messages.create(model="tgi", messages=HI, max_tokens=5, extra_body={"thread": None})
             with pytest.raises(anthropic.UnprocessableEntityError, match="thread_unsupported_request"):
-                await client.messages.count_tokens(model="m", messages=HI, extra_body={"thread": "x"})
+                await client.messages.count_tokens(model="tgi", messages=HI, extra_body={"thread": "x"})

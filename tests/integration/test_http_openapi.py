@@ -81,9 +81,9 @@ async def test_every_reference_resolves_and_every_operation_has_an_id(stack: Sta
         ("post", "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "echo": True, "logprobs": 1}, 200),
         ("post", "/v1/responses", {"input": "Hello"}, 200),
         ("post", "/v1/responses", {"input": "Hello", "background": True}, 422),
-        ("post", "/v1/messages", {**CHAT, "model": "m"}, 200),
-        ("post", "/v1/messages", {**CHAT, "model": "m", "messages": []}, 422),
-        ("post", "/v1/messages/count_tokens", {**CHAT, "model": "m"}, 200),
+        ("post", "/v1/messages", {**CHAT, "model": "tgi"}, 200),
+        ("post", "/v1/messages", {**CHAT, "model": "tgi", "messages": []}, 422),
+        ("post", "/v1/messages/count_tokens", {**CHAT, "model": "tgi"}, 200),
         ("get", "/v1/responses/resp_1", None, 404),
         ("post", "/invocations", CHAT, 200),
         ("post", "/v1/completions", {"prompt": 1}, 422),
@@ -110,7 +110,7 @@ STREAMS: list[tuple[str, Json]] = [
     ("/v1/chat/completions", {**CHAT, "logprobs": True, "stream_options": {"include_usage": True}}),
     ("/v1/completions", {"prompt": "a", "max_tokens": 3, "logprobs": 1}),
     ("/v1/responses", {"input": "Hello", "max_output_tokens": 5}),
-    ("/v1/messages", {**CHAT, "model": "m"}),
+    ("/v1/messages", {**CHAT, "model": "tgi"}),
 ]
 
 

@@ -93,14 +93,14 @@ async def test_items_become_messages(demo_model: Path) -> None:
     async with connected(demo_model, chat_template=DETAILED) as (stack, client):
         length = len(stack.tokenizer.encode(expected, add_special_tokens=False).ids)
         response = await client.responses.create(
-            model="m", input=items, tools=[WEATHER], tool_choice="none", max_output_tokens=length, temperature=0
+            model="tgi", input=items, tools=[WEATHER], tool_choice="none", max_output_tokens=length, temperature=0
         )
     assert response.output_text == expected
 
 
 async def test_nothing_is_stored(stack_and_client: Both) -> None:
     _, client = stack_and_client
-    response = await client.responses.create(model="m", input="Hi", max_output_tokens=1, store=True)
+    response = await client.responses.create(model="tgi", input="Hi", max_output_tokens=1, store=True)
     with pytest.raises(openai.NotFoundError, match="not stored"):
         await client.responses.retrieve(response.id)
     with pytest.raises(openai.NotFoundError, match="not stored"):

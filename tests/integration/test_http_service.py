@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from every_dialect import VERBATIM
 from http_stack import Stack, serve
 
 from text_generation_router.api.tgi.service import MAX_IDS
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
-    async with serve(demo_model) as stack:
+    settings = {"served_model_name": "nick/name"}
+    async with serve(demo_model, chat_template=VERBATIM, settings=settings) as stack:
         yield stack
 
 
@@ -79,15 +81,60 @@ async def test_detokenize_takes_known_ids(stack: Stack) -> None:
 
 
 async def test_models_lists_the_served_model(stack: Stack) -> None:
-    model = {"id": "echo", "object": "model", "created": 0, "owned_by": "echo"}
+    def listed(name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": 0, "owned_by": "echo"}
+
     async with stack.client.get("/v1/models") as response:
-        assert await response.json() == {"object": "list", "data": [model]}
-    for name in ("echo", "tgi"):  # its id, and the name that chats may use
+        assert await response.json() == {"object": "list", "data": [listed("echo"), listed("nick/name")]}
+    for name, model in (("echo", "echo"), ("tgi", "echo"), ("nick/name", "nick/name")):
         async with stack.client.get(f"/v1/models/{name}") as response:
-            assert await response.json() == model
+            assert await response.json() == listed(model)
     async with stack.client.get("/v1/models/some/other") as response:
         assert response.status == 404
-        assert (await response.json())["error"]["message"] == "The model `some/other` does not exist"
+        error = (await response.json())["error"]
+        assert (error["message"], error["code"]) == ("The model `some/other` does not exist", "model_not_found")
+
+
+HI = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+BY_MODEL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": HI,
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 1},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
+    "/v1/messages": HI,
+    "/v1/messages/count_tokens": HI,
+    "/chat_tokenize": HI,
+    "/invocations": HI,
+}
+
+
+@pytest.mark.parametrize("path", BY_MODEL)
+async def test_a_model_that_is_not_served_is_refused(stack: Stack, path: str) -> None:
+    """The name may be that of an adapter: the base model must not answer for it."""
+    for name in ("echo", "tgi", "dummy", "nick/name", ""):
+        status, reply = await post(stack, path, BY_MODEL[path] | {"model": name})
+        assert status == 200, reply
+    for fields in ({}, {"stream": True}):
+        status, reply = await post(stack, path, BY_MODEL[path] | {"model": "my-adapter", **fields})
+        assert (status, "`my-adapter` does not exist" in str(reply)) == (404, True), reply
+        if path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+            assert (reply["error"]["type"], reply["error"]["code"]) == ("invalid_request_error", "model_not_found")
+        if path.startswith("/v1/messages"):
+            assert reply["error"]["type"] == "not_found_error"
+    await stack.assert_empty()
+
+
+@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream", "/invocations", "/vertex"])
+async def test_an_adapter_that_is_not_loaded_is_refused(stack: Stack, path: str) -> None:
+    def body(adapter: str | None) -> dict[str, Any]:
+        asked = {"inputs": "Hi", "parameters": {"max_new_tokens": 1, "adapter_id": adapter}}
+        return {"instances": [asked]} if path == "/vertex" else asked
+
+    for adapter in (None, ""):
+        assert (await post(stack, path, body(adapter)))[0] == 200
+    status, reply = await post(stack, path, body("../my-adapter"))
+    assert (status, reply["error_type"]) == (422, "validation")
+    assert reply["error"] == "Input validation error: `adapter_id`: the adapter `../my-adapter` is not loaded"
+    await stack.assert_empty()
 
 
 async def test_tokenizer_info(stack: Stack) -> None:

@@ -60,7 +60,7 @@ async def complete(
 ) -> Completion:
     """Stream a greedy completion of token ids to its full length; `served` is called with the number of tokens computed."""
     body = {
-        "model": "m",
+        "model": "tgi",
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -96,7 +96,7 @@ async def complete_whole(
     session: aiohttp.ClientSession, url: str, prompt: Sequence[int], max_tokens: int
 ) -> Completion:
     """Request a completion without streaming; its headers contain the latency breakdown."""
-    body = {"model": "m", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body = {"model": "tgi", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     answer = Completion(len(prompt), time.monotonic())
     async with session.post(f"{url}/v1/completions", json=body) as reply:
         await _head(reply, answer)

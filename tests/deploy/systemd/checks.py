@@ -238,7 +238,7 @@ class Checks:
 
     def workers_are_confined(self) -> str:
         assert re.fullmatch("[0-9]+", self._generate("a", 5, grammar={"type": "regex", "value": "[0-9]+"}))
-        chat = {"model": "x", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+        chat = {"model": "tgi", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
         assert "choices" in self._post("/v1/chat/completions", chat)
         assert (
             self._run("journalctl -b -o cat --no-pager -u text-generation@demo -g 'not fully confined'", check=False)

@@ -28,6 +28,7 @@ class MessagesRoutes:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages: answer a conversation, whole or in events."""
         body = await parse_body(request, MessagesBody)
+        self._serving.settings.check_model(body.model)
 
         def script(chat: ChatRequest, cached_tokens: CachedTokens) -> MessageScript:
             head = named("msg_", body.model, self._serving.settings)
@@ -42,6 +43,7 @@ class MessagesRoutes:
         """POST /v1/messages/count_tokens: count the prompt tokens of a conversation."""
         tenant = tenant_of(request)
         body = await parse_body(request, CountTokensBody)
+        self._serving.settings.check_model(body.model)
         prompt = await self._chats.prompt(await beside(request, lambda: to_conversation(body)), tenant)
         ids = await self._serving.tokenizer_pool.encode_ids(prompt, add_special_tokens=False, tenant=tenant)
         count: TokenCount = {"input_tokens": len(ids)}

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from text_generation_router.api.http.body_reader import BODY_S
 from text_generation_router.api.http.keys import ApiKeys
 from text_generation_router.config import RouterConfig
+from text_generation_router.errors import ModelNotFound
 
 MODEL_ALIAS = "tgi"
 """The name that TGI's clients give to any model."""
+HUB_ALIAS = "dummy"
+"""The name that huggingface_hub gives to the model of an endpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,16 @@ class Settings:
     def model_id(self) -> str:
         """Name of the model in responses."""
         return self.config.model_id or self.config.model_path
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound if a request names a model, or an adapter, that is not served. None and "" name none."""
+        if name and name not in (*self.model_names, self.config.model_path, MODEL_ALIAS, HUB_ALIAS):
+            raise ModelNotFound(f"The model `{name}` does not exist")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The model's own name and the operator's others."""
+        return (self.model_id, *self.config.served_model_name)
 
     @property
     def fingerprint(self) -> str:

@@ -75,6 +75,7 @@ class CompletionRoutes:
 
     def _check(self, body: CompletionBody, prompts: Sequence[object]) -> None:
         """Check what concerns all prompts. Raises ServingError."""
+        self._serving.settings.check_model(body.model)
         if body.suffix is not None:
             raise SuffixNotSupported
         if not prompts:

@@ -28,6 +28,7 @@ class ResponsesRoutes:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses: answer a conversation, whole or in events."""
         body = await parse_body(request, ResponsesBody)
+        self._serving.settings.check_model(body.model)
 
         def script(chat: ChatRequest, cached_tokens: CachedTokens) -> ResponseScript:
             head = named("resp_", body.model, self._serving.settings)

@@ -117,7 +117,7 @@ class ResponsesBody(TieredFields):
     """Body of /v1/responses."""
 
     model: ModelName | None = None
-    """The name of the model. Every name is accepted: the server has one model."""
+    """The name of the model: one of /v1/models, or `tgi`. Any other is rejected."""
     input: str | InputItems
     """The conversation so far; a text is a user message."""
     instructions: str | None = None

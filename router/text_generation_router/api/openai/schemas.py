@@ -72,7 +72,7 @@ class OpenAIBody(TieredFields):
     """Base of the bodies of chats and completions."""
 
     model: ModelName | None = None
-    """The name of the model. Every name is accepted: the server has one model."""
+    """The name of the model: one of /v1/models, or `tgi`. Any other is rejected."""
     stream: bool | None = None
     """Answer as server-sent events."""
     stream_options: StreamOptions | None = None

@@ -127,6 +127,8 @@ def to_options(parameters: GenerateParameters) -> GenerationOptions:
     Sampling is greedy unless `do_sample` is set or a parameter that filters or scales has another value than its
     neutral one. Rule 1 counts any such parameter as sampling, also at its neutral value.
     """
+    if parameters.adapter_id:
+        raise InvalidRequest(f"`adapter_id`: the adapter `{parameters.adapter_id}` is not loaded")
     given = given_sampling(parameters, Api.TGI)
     best_of = parameters.best_of or 1
     present = [parameter for parameter in SAMPLING_PARAMETERS if parameter.field in given]

@@ -53,7 +53,7 @@ class GenerateParameters(QosFields):
     grammar: dict[str, Any] | None = None
     """Constrain the text to a grammar."""
     adapter_id: Name | None = None
-    """Adapter to use; as in TGI, an adapter that is not loaded means the base model."""
+    """Adapter to use. None is loaded: any name is rejected."""
 
 
 class GenerateBody(QosFields):

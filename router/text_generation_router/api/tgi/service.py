@@ -11,7 +11,7 @@ from pydantic import AliasChoices, FailFast, Field
 
 from text_generation_router.api.core.admission import Permits
 from text_generation_router.api.core.parameters import check_token_ids
-from text_generation_router.api.core.settings import MODEL_ALIAS, Settings
+from text_generation_router.api.core.settings import Settings
 from text_generation_router.api.core.tokens import answer_ids, answer_tokens
 from text_generation_router.api.http.bodies import (
     Body,
@@ -25,7 +25,7 @@ from text_generation_router.api.http.bodies import (
 )
 from text_generation_router.api.http.tenant import tenant_of
 from text_generation_router.api.tgi.schemas import GenerateBody, GenerateParameters
-from text_generation_router.errors import NotFound, Unhealthy
+from text_generation_router.errors import Unhealthy
 from text_generation_router.metrics import CONTENT_TYPE, Metrics
 from text_generation_router.shards.cluster import Cluster
 from text_generation_router.text.tokenizer_pool import TokenizerPool
@@ -290,20 +290,20 @@ class ServiceRoutes:
         return json_response(answer)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models: the served model."""
-        answer: ModelsAnswer = {"object": "list", "data": [self._listed()]}
+        """GET /v1/models: the served model, by each of its names."""
+        names = dict.fromkeys(self._settings.model_names)
+        answer: ModelsAnswer = {"object": "list", "data": [self._listed(name) for name in names]}
         return json_response(answer)
 
     async def one_model(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models/{model}: the served model, by its name or as `tgi`."""
-        model_id = request.match_info["model"]
-        if model_id not in (self._settings.model_id, MODEL_ALIAS):
-            raise NotFound(f"The model `{model_id}` does not exist")
-        return json_response(self._listed())
+        """GET /v1/models/{model}: the served model, by any name that requests may give it."""
+        name = request.match_info["model"]
+        self._settings.check_model(name)
+        settings = self._settings
+        return json_response(self._listed(name if name in settings.model_names else settings.model_id))
 
-    def _listed(self) -> ModelAnswer:
-        model_id = self._settings.model_id
-        return {"id": model_id, "object": "model", "created": 0, "owned_by": model_id}
+    def _listed(self, name: str) -> ModelAnswer:
+        return {"id": name, "object": "model", "created": 0, "owned_by": self._settings.model_id}
 
 
 def tokenize_body(value: object) -> TokenizeBody:
