@@ -1,0 +1,137 @@
+"""The grouped product of a mixture of experts: the loop and the kernels against the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from full_grid import full
+from reference_ops import relative_error
+from torch import Tensor
+from torch.nn import functional
+from triton_interpreter import allow_computed_bounds
+
+from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
+from text_generation_shard.engines.torch.kernels.experts import experts
+from text_generation_shard.engines.torch.ops.experts import ExpertLinear, GatedActivation, experts_by_loop
+
+ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SILU = GatedActivation("silu")
+GPT_OSS = GatedActivation("clamped_swiglu", interleaved=True, limit=1.5)
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    if device.type == "cpu":
+        allow_computed_bounds(monkeypatch)
+
+
+def formula(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertLinear, down: ExpertLinear, activation: GatedActivation
+) -> Tensor:
+    """Return the result in float64, one pair at a time, with the activations written out."""
+
+    def linear(linear: ExpertLinear, expert: int, row: Tensor) -> Tensor:
+        product = linear.weight[expert].double() @ row
+        return product if linear.bias is None else product + linear.bias[expert].double()
+
+    out = torch.zeros(len(x), down.weight.shape[1], dtype=torch.float64, device=x.device)
+    for token, chosen in enumerate(ids.tolist()):
+        for number, expert in enumerate(chosen):
+            product = linear(gate_up, expert, x[token].double())
+            if activation.interleaved:
+                gate, up = (
+                    product[::2].clamp(max=activation.limit),
+                    product[1::2].clamp(-activation.limit, activation.limit),
+                )
+                inner = gate / (1 + torch.exp(-activation.alpha * gate)) * (up + 1)
+            else:
+                gate, up = product.tensor_split(2)
+                inner = (functional.silu(gate) if activation.kind == "silu" else functional.gelu(gate)) * up
+            out[token] += weights[token, number].double() * linear(down, expert, inner)
+    return out
+
+
+def random_case(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int, int], *, bias: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor, ExpertLinear, ExpertLinear]:
+    """Return operands for `shape`: tokens, k, experts, hidden, inner."""
+    tokens, k, count, hidden, inner = shape
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device).to(dtype)
+
+    def linear(outputs: int, inputs: int) -> ExpertLinear:
+        weight = draw(count, inputs, outputs).transpose(1, 2) if transposed else draw(count, outputs, inputs)
+        return ExpertLinear(weight * inputs**-0.5, draw(count, outputs) if bias else None)
+
+    # The first token's experts are drawn too, the last expert has no tokens.
+    ids = torch.rand(tokens, count - 1, device=device).topk(k).indices
+    weights = torch.rand(tokens, k, device=device)
+    return draw(tokens, hidden), ids, weights, linear(2 * inner, hidden), linear(hidden, inner)
+
+
+CASES = [
+    ((1, 2, 4, 40, 24), SILU, False, False),
+    ((37, 3, 5, 72, 40), GPT_OSS, True, True),
+    full((90, 2, 3, 80, 48), GatedActivation("gelu"), True, False),
+    full((70, 8, 16, 40, 24), SILU, False, False),
+]
+
+
+@pytest.mark.parametrize(("shape", "activation", "bias", "transposed"), CASES)
+@pytest.mark.parametrize("precise", [False, True], ids=["half", "float32"])
+def test_the_weighted_sum_matches_float64(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int],
+    activation: GatedActivation,
+    bias: bool,
+    transposed: bool,
+    precise: bool,
+) -> None:
+    torch.manual_seed(1)
+    dtype = torch.float32 if precise else dtype
+    operands = random_case(device, dtype, shape, bias=bias, transposed=transposed)
+    expected = formula(*operands, activation)
+    for compute in (experts, experts_by_loop):
+        out = compute(*operands, activation)
+        assert out.dtype == dtype
+        assert relative_error(out, expected) < ERRORS[dtype], compute.__module__
+    # Any function of the products may take the place of the fused activation.
+    unfused = experts(*operands, lambda product: activation(product))
+    assert relative_error(unfused, expected) < ERRORS[dtype]
+
+
+def test_a_token_does_not_depend_on_the_others(device: torch.device) -> None:
+    torch.manual_seed(1)
+    x, ids, weights, gate_up, down = random_case(device, torch.float32, (9, 3, 6, 32, 16), bias=False, transposed=False)
+    for compute in (experts, experts_by_loop):
+        whole = compute(x, ids, weights, gate_up, down, SILU)
+        poisoned = x.clone()
+        poisoned[4] = torch.nan
+        found = compute(poisoned, ids, weights, gate_up, down, SILU)
+        others = [token for token in range(9) if token != 4]
+        assert found[others].equal(whole[others])
+        assert found[4].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 40, full(700)])
+def test_pairs_are_grouped_by_expert_in_their_order(device: torch.device, tokens: int) -> None:
+    """With 40 tokens the pairs are more than one program counts."""
+    torch.manual_seed(1)
+    count, k, rows = 11, 8, 16
+    ids = torch.rand(tokens, count, device=device)[:, : count - 1].topk(k).indices
+    groups = group_by_expert(ids, count, rows)
+    assert groups.order.tolist() == ids.flatten().argsort(stable=True).tolist()
+    sizes = ids.flatten().bincount(minlength=count)
+    assert groups.ends.tolist() == sizes.cumsum(0).tolist()
+    starts = groups.ends - sizes
+    expected = [
+        (expert, int(starts[expert]) + first) for expert in range(count) for first in range(0, int(sizes[expert]), rows)
+    ]
+    blocks = int(groups.num_blocks)
+    assert blocks == len(expected) <= groups.max_blocks
+    assert (
+        list(zip(groups.block_experts[:blocks].tolist(), groups.block_starts[:blocks].tolist(), strict=True))
+        == expected
+    )
