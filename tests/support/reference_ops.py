@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.ops.cpu import ACTIVATIONS
+from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
 
 _FLOAT32_ERROR = 1e-6
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups, group_by_expert
-from text_generation_shard.engines.torch.ops.experts import Activation, ExpertLinear, GatedActivation
+from text_generation_shard.engines.torch.ops.activation import GatedActivation
+from text_generation_shard.engines.torch.ops.experts import Activation, ExpertLinear
 
 _PROGRAMS_WANTED = 264
 """Two for each of an H200's 132 multiprocessors."""

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.model.linear import Linear
 from text_generation_shard.engines.torch.model.norm import RMSNorm
+from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
 from text_generation_shard.engines.torch.ops.interface import ResidualStream
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-}
 
 
 class CpuOps:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.ops.cpu import ACTIVATIONS
+from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep

@@ -12,7 +12,8 @@ from triton_interpreter import allow_computed_bounds
 
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
 from text_generation_shard.engines.torch.kernels.experts import experts
-from text_generation_shard.engines.torch.ops.experts import ExpertLinear, GatedActivation, experts_by_loop
+from text_generation_shard.engines.torch.ops.activation import GatedActivation
+from text_generation_shard.engines.torch.ops.experts import ExpertLinear, experts_by_loop
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SILU = GatedActivation("silu")
