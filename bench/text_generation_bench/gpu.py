@@ -2,6 +2,7 @@
 
 make bench-gpu MODEL=/models/Llama-3.1-8B ARGS="--streams 1,32,128,256"
 make bench-gpu ARGS="--shape llama-8b"            random weights with the shape of a Llama-8B
+make bench-gpu ARGS="--shape llama-8b --quantization int4"
 
 Starts text-generation-launcher on 127.0.0.1, keeps a number of greedy streams of 512 prompt and 128 new tokens open, and prints
 a table. Times are medians unless noted, in ms:
@@ -30,8 +31,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from text_generation_bench.gpu_server import SHAPES, last_lines, launched, shaped_folder
+from text_generation_bench.gpu_server import QUANTIZATIONS, SHAPES, last_lines, launched, shaped_folder
 from text_generation_shard.engines.torch.model.config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.quantization.layers import projection_itemsize
 
 COPY_BYTES = 4 << 30
 COPIES = 20
@@ -62,7 +64,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
         model, arguments = options.model, ["--max-concurrent-requests", "1024", *shlex.split(options.launcher_args)]
         if options.shape:
-            model = shaped_folder(options.shape, options.model, Path(scratch, options.shape))
+            model = shaped_folder(options.shape, options.model, Path(scratch, options.shape), options.quantization)
             arguments += ["--load-format", "dummy"]
         if options.num_shard > 1:
             arguments += ["--num-shard", str(options.num_shard)]
@@ -128,7 +130,7 @@ def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, band
     heads = config.num_heads + 2 * config.num_kv_heads
     attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
-    layers = config.num_layers * layer * (size if config.quantization is None else 1)
+    layers = config.num_layers * layer * projection_itemsize(config.quantization, size)
     # A step reads one embedding row per stream, but the whole LM head, tied or not.
     head = config.vocab_size * config.hidden_size * size
     context = options.isl + options.osl / 2
@@ -222,6 +224,7 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, help="folder of the model; with --shape: the model whose tokenizer is used")
     add("--shape", choices=sorted(SHAPES), help="serve random weights of this shape")
+    add("--quantization", choices=sorted(QUANTIZATIONS), help="with --shape: random weights in this format")
     add("--streams", type=lambda text: [int(word) for word in text.split(",")], default=[1, 32, 128, 256])
     add("--isl", type=int, default=512, help="prompt tokens")
     add("--osl", type=int, default=128, help="new tokens")

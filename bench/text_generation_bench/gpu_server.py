@@ -41,6 +41,12 @@ SHAPES = {
     "llama-70b": _LLAMA | dict(zip(_SIZES, (8192, 80, 64, 8, 28672), strict=True)),
 }
 """Model shapes to serve with random weights. The vocabulary is SmolLM2's."""
+QUANTIZATIONS: dict[str, dict[str, object]] = {
+    "int4": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
+    "fp8-block": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]},
+    "mxfp4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+}
+"""Formats of weights, as compressed-tensors names them."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,18 @@ def launched(model: Path, arguments: Sequence[str], log: Path) -> Iterator[Serve
             launcher.wait()
 
 
-def shaped_folder(shape: str, tokenizer: Path, folder: Path) -> Path:
+def shaped_folder(shape: str, tokenizer: Path, folder: Path, quantization: str | None = None) -> Path:
     """Write a model folder without weights: config.json of the shape, tokenizer of another model."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    config = dict(SHAPES[shape])
+    if quantization is not None:
+        group = {"targets": ["Linear"], "weights": QUANTIZATIONS[quantization]}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+        }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"):
         if (tokenizer / name).exists():
             shutil.copy(tokenizer / name, folder / name)

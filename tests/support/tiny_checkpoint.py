@@ -90,8 +90,9 @@ def load_for_cuda(
     folder: Path, device: torch.device, dtype: torch.dtype, tp: TensorParallelRank | None = None
 ) -> ModelWeights:
     """Load the checkpoint into the weights of the CUDA path, or a rank's part of it."""
-    weights = ModelWeights(read_model_config(folder), tp or TensorParallelRank(), device, dtype)
-    load_weights(folder, weights.named_parameters())
+    config = read_model_config(folder)
+    weights = ModelWeights(config, tp or TensorParallelRank(), device, dtype)
+    load_weights(folder, weights.named_parameters(), config.quantization)
     weights.process_weights_after_loading()
     return weights
 

@@ -61,10 +61,10 @@ def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine
 
 @torch.inference_mode()
 def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """Build the decoder of a single rank on a CPU, which has no FP8 products: FP8 weights are widened while they load."""
-    model_config = replace(model_config, quantization=None)
+    """Build the decoder of a single rank on a CPU, which has no quantized products: weights are dequantized while they load."""
+    scheme, model_config = model_config.quantization, replace(model_config, quantization=None)
     weights = ModelWeights(model_config, TensorParallelRank(), device, dtype, Precision.uniform(dtype))
-    load(config, weights.named_parameters())
+    load(config, weights.named_parameters(), scheme)
     weights.process_weights_after_loading()
     weights.pack()
     return Decoder(model_config, weights, CpuOps(), ParallelGroup(TensorParallelRank()))
@@ -74,8 +74,12 @@ def _check_memory(config: ModelConfig, itemsize: int, device: torch.device, rank
     """Raise EngineError if the weights cannot fit in the memory of the devices, before any is allocated."""
     on_cuda = device.type == "cuda"
     memory = ranks * torch.cuda.get_device_properties(device).total_memory if on_cuda else total_memory()
-    projection_itemsize = 1 if on_cuda and config.quantization is not None else itemsize
-    weights = config.projection_weights * projection_itemsize + config.embedding_weights * itemsize
+    projections: float = itemsize
+    if on_cuda:
+        from text_generation_shard.engines.torch.quantization.layers import projection_itemsize
+
+        projections = projection_itemsize(config.quantization, itemsize)
+    weights = config.projection_weights * projections + config.embedding_weights * itemsize
     if weights > memory:
         raise EngineError(
             f"config.json describes weights of {weights / 2**30:,.1f} GiB, and there are only {memory / 2**30:,.1f} GiB "

@@ -8,7 +8,7 @@ to the page cache, only the buffers are allocated.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -21,36 +21,42 @@ from torch import Tensor
 MAX_READERS = 8
 """Reader threads for a GPU; one copies 2 to 4 GB/s out of the page cache."""
 BUFFER_BYTES = 8 << 20
-"""Size of a pinned buffer; each reader has two, one being filled while the other is copied."""
+"""Size of a pinned buffer; each reader has two, one being filled while the other is copied. Also the size of a chunk on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One copy from source to target of the same shape, converted to the dtype of the target."""
+    """One copy to a target, converted to its dtype, of values that are read or computed row by row."""
 
-    source: Tensor
+    read: Callable[[slice], Tensor]
+    """Returns a range of the rows of the target; called in any thread."""
     target: Tensor
-    row_scales: Tensor | None = None
-    """[rows, 1], float32: factors for the rows of the source."""
+    nbytes: int
+    """Bytes of the checkpoint that are read."""
+    first: int = 0
+    """Number of the first row of the target."""
+
+    @classmethod
+    def of(cls, source: Tensor, target: Tensor) -> Transfer:
+        """Return the copy of a tensor of the target's shape."""
+        return cls(source.__getitem__, target, source.nbytes)
 
     def write(self, target: Tensor, *, one_thread: bool = False) -> None:
-        """Write the converted source to `target`, which is in host memory and has the target's shape and dtype."""
-        if self.row_scales is not None:
-            target.copy_(self.source.float().mul_(self.row_scales))
-        elif one_thread and self.source.dtype == target.dtype:
+        """Write the values to `target`, which is in host memory and has the target's shape and dtype."""
+        values = self.read(slice(self.first, self.first + target.shape[0]))
+        if one_thread and values.dtype == target.dtype and values.stride(-1) == 1:
             # torch's copy would start a thread pool over all cores in each reader thread.
-            np.copyto(target.view(torch.uint8).numpy(), self.source.view(torch.uint8).numpy())
+            np.copyto(target.view(torch.uint8).numpy(), values.view(torch.uint8).numpy())
         else:
-            target.copy_(self.source)
+            target.copy_(values)
 
     def chunks(self, max_bytes: int) -> Iterator[Transfer]:
         """Split the copy into chunks of whole rows, at most `max_bytes` of the target each, but at least one row."""
         rows = self.target.shape[0]
         step = max(1, max_bytes * rows // max(1, self.target.nbytes))
         for start in range(0, rows, step):
-            chunk = slice(start, start + step)
-            scales = None if self.row_scales is None else self.row_scales[chunk]
-            yield Transfer(self.source[chunk], self.target[chunk], scales)
+            chunk = self.target[start : start + step]
+            yield Transfer(self.read, chunk, self.nbytes * chunk.shape[0] // rows, self.first + start)
 
 
 def copy_all(transfers: Sequence[Transfer]) -> Iterator[int]:
@@ -62,10 +68,11 @@ def copy_all(transfers: Sequence[Transfer]) -> Iterator[int]:
         return
     device = transfers[0].target.device
     if device.type == "cpu":
-        # One after another: torch's copy uses all cores.
+        # One after another: torch's copy uses all cores. In chunks, because computed values need memory.
         for transfer in transfers:
-            transfer.write(transfer.target)
-            yield transfer.source.nbytes
+            for chunk in transfer.chunks(BUFFER_BYTES):
+                chunk.write(chunk.target)
+            yield transfer.nbytes
         return
     copiers = [PinnedCopier(device) for _ in range(min(MAX_READERS, len(os.sched_getaffinity(0))))]
     yield from copy_through(copiers, transfers)
@@ -93,7 +100,7 @@ def copy_through(copiers: Sequence[Copier], transfers: Sequence[Transfer]) -> It
             copier.copy(transfer)
         finally:
             free.put(copier)
-        return transfer.source.nbytes
+        return transfer.nbytes
 
     try:
         with ThreadPoolExecutor(len(copiers), thread_name_prefix="weights") as readers:

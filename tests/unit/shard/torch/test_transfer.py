@@ -48,24 +48,26 @@ def sources() -> list[Tensor]:
     ]
 
 
-def transfers(device: torch.device) -> list[Transfer]:
-    same = [Transfer(source, torch.full(source.shape, 7.0, device=device).to(source.dtype)) for source in sources()]
-    other = [Transfer(source, torch.zeros(source.shape, device=device)) for source in sources()[:4]]
-    scaled = Transfer(sources()[4], torch.zeros(3, 8, device=device), torch.tensor([[2.0], [3.0], [5.0]]))
-    return [*same, *other, scaled]
+def transfers(device: torch.device) -> list[tuple[Transfer, Tensor]]:
+    """Return transfers, and what their targets must hold."""
+    pairs = [(source, torch.full(source.shape, 7.0, device=device).to(source.dtype)) for source in sources()]
+    pairs += [(source, torch.zeros(source.shape, device=device)) for source in sources()[:4]]
+    copies = [(Transfer.of(source, target), source) for source, target in pairs]
+    weight, factors = sources()[4].float(), torch.tensor([[2.0], [3.0], [5.0]])
+    computed = Transfer(lambda rows: weight[rows] * factors[rows], torch.zeros(3, 8, device=device), 24)
+    return [*copies, (computed, weight * factors)]
 
 
-def assert_copied(all_transfers: Sequence[Transfer]) -> None:
-    for each in all_transfers:
-        scales = 1.0 if each.row_scales is None else each.row_scales
-        assert torch.equal(each.target.cpu().float(), each.source.float() * scales)
+def assert_copied(pairs: Sequence[tuple[Transfer, Tensor]]) -> None:
+    for each, expected in pairs:
+        assert torch.equal(each.target.cpu().float(), expected.float())
 
 
 @pytest.mark.parametrize("buffer_bytes", [128, 1 << 20])
 def test_everything_is_copied_and_converted(monkeypatch: pytest.MonkeyPatch, buffer_bytes: int) -> None:
     monkeypatch.setattr(transfer, "BUFFER_BYTES", buffer_bytes)
     wanted = transfers(DEVICE)
-    assert list(copy_all(wanted)) == [each.source.nbytes for each in wanted]
+    assert list(copy_all([each for each, _ in wanted])) == [each.nbytes for each, _ in wanted]
     assert_copied(wanted)
 
 
@@ -75,16 +77,17 @@ def test_readers_run_concurrently_and_are_waited_for() -> None:
     copiers = [BufferCopier(barrier) for _ in range(3)]
     wanted = transfers(torch.device("cpu")) * 3
     with torch.inference_mode():
-        inside = Transfer(torch.ones(4), torch.zeros(4))
-    assert sum(copy_through(copiers, [*wanted, inside])) == sum(each.source.nbytes for each in wanted) + 16
-    assert_copied([*wanted, inside])
+        inside = Transfer.of(torch.ones(4), torch.zeros(4))
+    everything = [*wanted, (inside, torch.ones(4))]
+    assert sum(copy_through(copiers, [each for each, _ in everything])) == sum(each.nbytes for each, _ in everything)
+    assert_copied(everything)
     assert all(copier.copied and copier.waited for copier in copiers)
 
 
 def test_the_first_error_stops_the_copy() -> None:
     copier = BufferCopier()
-    wrong = Transfer(torch.ones(3), torch.zeros(4))
-    wanted = [wrong, *transfers(torch.device("cpu")) * 50]
+    wrong = Transfer.of(torch.ones(3), torch.zeros(4))
+    wanted = [wrong, *(each for each, _ in transfers(torch.device("cpu")) * 50)]
     with pytest.raises((ValueError, RuntimeError)):
         list(copy_through([copier], wanted))
     assert copier.waited
@@ -92,8 +95,10 @@ def test_the_first_error_stops_the_copy() -> None:
 
 
 def test_chunks_are_whole_rows_of_limited_size() -> None:
-    whole = Transfer(torch.arange(20.0).view(5, 4), torch.zeros(5, 4, dtype=torch.bfloat16))
+    whole = Transfer.of(torch.arange(20.0).view(5, 4), torch.zeros(5, 4, dtype=torch.bfloat16))
     assert [chunk.target.shape[0] for chunk in whole.chunks(17)] == [2, 2, 1]
     assert [chunk.target.shape[0] for chunk in whole.chunks(1)] == [1] * 5
-    assert torch.equal(torch.cat([chunk.source for chunk in whole.chunks(17)]), whole.source)
+    for chunk in whole.chunks(17):
+        chunk.write(chunk.target)
+    assert whole.target.flatten().tolist() == list(range(20))
     assert list(copy_all([])) == []

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
-from tiny_checkpoint import dequantized, quantized
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.torch.weights import LoadingProgress, ParameterShard, fill_dummy, load_weights
+from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.weights import LoadingProgress, fill_dummy, load_weights
 
 TENSORS = {"a.weight": torch.arange(12.0).view(4, 3), "b.weight": torch.arange(3.0), "not.wanted": torch.ones(1)}
 FILE = "model.safetensors"
@@ -75,12 +75,8 @@ def test_a_broken_index_is_refused(tmp_path: Path, index: str, message: str) -> 
         ({"b.weight": torch.ones(4)}, "b.weight has shape [4], config.json says [3]"),
         ({"b.weight": torch.ones(3, dtype=torch.int8)}, "a quantized checkpoint"),
         ({"b.weight": torch.ones(3).to(torch.float8_e4m3fn)}, "a quantized checkpoint"),
-        (
-            {"b.weight": torch.ones(3).to(torch.float8_e4m3fn), "b.weight_scale": torch.ones(2, 3)},
-            "b.weight_scale has shape [2, 3]",
-        ),
     ],
-    ids=["missing", "shape", "int8", "FP8 without scale", "FP8 with a wrong scale"],
+    ids=["missing", "shape", "int8", "FP8"],
 )
 def test_an_unusable_tensor_is_refused_before_anything_is_written(
     tmp_path: Path, changes: dict[str, Tensor | None], message: str
@@ -119,18 +115,6 @@ def test_a_shard_takes_only_its_rows_and_columns(tmp_path: Path) -> None:
     a, b = ParameterShard(fused, (4, 3), (2, 1)), ParameterShard(fused[0, :1], (3,), (2,))
     load_weights(tmp_path, {"a.weight": a, "b.weight": b})
     assert fused.tolist() == [[2.0, 8.0], [10.0, 11.0]]
-
-
-@pytest.mark.parametrize("per_row", [False, True])
-def test_fp8_weights_are_multiplied_by_their_scales(tmp_path: Path, per_row: bool) -> None:
-    tensors = quantized({"x.q_proj.weight": torch.randn(6, 4)}, per_row=per_row)
-    save_file(tensors, tmp_path / FILE)
-    whole, corner = torch.zeros(6, 4), torch.zeros(2, 3, dtype=torch.bfloat16)
-    load_weights(tmp_path, {"x.q_proj.weight": whole})
-    load_weights(tmp_path, {"x.q_proj.weight": ParameterShard(corner, (6, 4), (3, 1))})
-    expected = dequantized(tensors)["x.q_proj.weight"]
-    assert torch.equal(whole, expected)
-    assert torch.equal(corner, expected[3:5, 1:4].to(torch.bfloat16))
 
 
 def test_a_zero_dimensional_tensor_is_loaded_as_one_element(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def build_on_cuda(
         raise EngineError("tensor parallelism needs Triton, on CPU as well: pip install triton")
     group = join_group(config, device)
     weights = ModelWeights(model_config, group.tp, device, dtype)
-    load(config, weights.named_parameters())
+    load(config, weights.named_parameters(), model_config.quantization)
     weights.process_weights_after_loading()
     shape = CacheShape(model_config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, dtype)
     kernels = _kernels(model_config, shape, info.max_slots)

@@ -11,11 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.rows import row_tile
+from text_generation_shard.engines.torch.quantization.formats.float8 import FP8_MAX, MIN_SCALE
 
-FP8_MAX = 448.0
-"""The largest finite number of float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433)."""
-MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
-"""Scale of a row of zeros, as in vLLM. 1/512 is the smallest number of FP8."""
 _ELEMENTS_PER_THREAD = 16
 
 

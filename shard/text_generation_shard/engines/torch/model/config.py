@@ -14,10 +14,10 @@ import structlog
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
+from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.quantization.schemes import (
     KV_KEYS,
-    Fp8Scheme,
-    UnsupportedSchemeError,
+    Scheme,
     read_scheme,
 )
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
@@ -80,7 +80,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """For each layer, the number of positions it attends to, including the token's own; None: all."""
     eos_token_ids: tuple[int, ...]
-    quantization: Fp8Scheme | None = None
+    quantization: Scheme | None = None
 
     def layer_shapes(self, num_heads: int = 0, num_kv_heads: int = 0) -> tuple[LayerShape, ...]:
         """Return the shape of the attention of each layer, for all heads or for the heads of a rank."""
@@ -155,7 +155,7 @@ def _read(folder: Path, name: str) -> JsonObject:
         raise EngineError(f"{folder / name} does not exist") from None
 
 
-def _quantization(folder: Path, raw: JsonObject) -> Fp8Scheme | None:
+def _quantization(folder: Path, raw: JsonObject) -> Scheme | None:
     """Read the quantization of config.json, else of ModelOpt's hf_quant_config.json beside it."""
     source, given = raw, raw.get("quantization_config")
     if not given and (folder / (name := "hf_quant_config.json")).exists():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.model.precision import Precision
-from text_generation_shard.engines.torch.weights import ParameterShard
+from text_generation_shard.engines.torch.parameter import ParameterShard
 
 TYPICAL_ROWS = 16
 """Rows of x that oneDNN optimizes the weight layout for; measured, 1 to 512 give the same layout and speed."""

@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, Projection, ShardRange
 from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
-from text_generation_shard.engines.torch.quantization.fp8 import Fp8Linear, can_multiply
-from text_generation_shard.engines.torch.weights import ParameterShard
+from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.quantization.layers import QuantizedLinear, quantized_linear
 
 
 class LayerWeights:
@@ -53,7 +52,7 @@ class LayerWeights:
         return RMSNorm(width, self._config.rms_norm_eps, self._device, self._precision.model)
 
     @property
-    def linears(self) -> tuple[ParallelLinear | Fp8Linear, ...]:
+    def linears(self) -> tuple[ParallelLinear | QuantizedLinear, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
@@ -74,18 +73,14 @@ class LayerWeights:
         if self.head_norms is not None:
             self.head_norms.stack(self._num_heads, self._num_kv_heads)
 
-    def _linear(self, parts: Sequence[tuple[str, ShardRange, ShardRange]], *, bias: bool) -> ParallelLinear | Fp8Linear:
+    def _linear(
+        self, parts: Sequence[tuple[str, ShardRange, ShardRange]], *, bias: bool
+    ) -> ParallelLinear | QuantizedLinear:
         projections = [Projection(f"{self._prefix}{name}", outputs, inputs) for name, outputs, inputs in parts]
-        scheme = self._config.quantization
-        if scheme is None or not can_multiply(projections, self._device):
-            return ParallelLinear(projections, self._device, self._precision, bias=bias)
-        covered = {scheme.covers(projection.name) for projection in projections}
-        if len(covered) > 1:
-            names = ", ".join(projection.name for projection in projections)
-            raise EngineError(f"{names} are one product here: all of them must be in FP8, or none")
-        if covered == {False}:
-            return ParallelLinear(projections, self._device, self._precision, bias=bias)
-        return Fp8Linear(projections, scheme, self._device, self._precision.model, bias=bias)
+        linear = quantized_linear(
+            projections, self._config.quantization, self._device, self._precision.model, bias=bias
+        )
+        return linear or ParallelLinear(projections, self._device, self._precision, bias=bias)
 
 
 class ModelWeights:
@@ -131,7 +126,7 @@ class ModelWeights:
         return parameters
 
     @property
-    def linears(self) -> Iterator[ParallelLinear | Fp8Linear]:
+    def linears(self) -> Iterator[ParallelLinear | QuantizedLinear]:
         """The projections of all layers."""
         for layer in self.layers:
             yield from layer.linears

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.quantize import FP8_MAX, MIN_SCALE, quantize_rows
+from text_generation_shard.engines.torch.kernels.quantize import quantize_rows
 from text_generation_shard.engines.torch.model.linear import Projection, bias_parameters, fused_rows, weight_parameters
-from text_generation_shard.engines.torch.quantization.schemes import Fp8Scheme
-from text_generation_shard.engines.torch.weights import FP8, ParameterShard
+from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.quantization.formats.float8 import FP8, FP8_MAX, MIN_SCALE, Fp8Format
 
 MIN_CAPABILITY = (8, 9)
 """Minimum compute capability (Ada); Hopper is (9, 0)."""
@@ -37,7 +37,7 @@ class Fp8Linear:
     def __init__(
         self,
         projections: Sequence[Projection],
-        scheme: Fp8Scheme,
+        weights: Fp8Format,
         device: torch.device,
         dtype: torch.dtype,
         *,
@@ -51,8 +51,8 @@ class Fp8Linear:
         self.input_scale: Tensor | None = None
         """float32 [1] with static scaling: one for all projections, because they share their input."""
         self._dtype = dtype
-        self._part_scales = None if scheme.scale_per_row else torch.empty(len(projections), device=device)
-        self._input_scales = torch.empty(len(projections), device=device) if scheme.static_inputs else None
+        self._part_scales = None if weights.scale_per_row else torch.empty(len(projections), device=device)
+        self._input_scales = torch.empty(len(projections), device=device) if weights.static_inputs else None
 
     def named_parameters(self) -> dict[str, ParameterShard]:
         parameters = weight_parameters(self.projections, self.weight) | bias_parameters(self.projections, self.bias)

@@ -1,129 +1,117 @@
-"""The FP8 quantization schemes of checkpoints: compressed-tensors and ModelOpt.
-
-Both store weights in float8_e4m3fn with a scale per tensor or per row, and quantize activations to the same type, with a scale
-from the checkpoint (static) or from the largest value of each token (dynamic).
-"""
+"""The quantization of a checkpoint: which modules have which format of weights, read from its config."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, TypeGuard
+from typing import Any
 
-import regex
-
-from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError, WeightFormat
+from text_generation_shard.engines.torch.quantization.formats.awq import read_awq
+from text_generation_shard.engines.torch.quantization.formats.compressed_tensors import read_groups
+from text_generation_shard.engines.torch.quantization.formats.float4 import GptOssMxfp4Format, Nvfp4Format
+from text_generation_shard.engines.torch.quantization.formats.float8 import Fp8BlockFormat, Fp8Format, read_block
+from text_generation_shard.engines.torch.quantization.formats.gptq import gptq_ignored, read_gptq
+from text_generation_shard.engines.torch.quantization.modules import matches_any, module_names, parts_of_names
 
 KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Keys of a checkpoint's KV cache quantization."""
-METHODS = ("compressed-tensors", "modelopt")
-REGEX = "re:"
-MAX_REGEXES = 16
-"""Regular expressions in one list."""
-REGEX_S = 0.1
-"""Seconds of matching a regular expression with a module's name. A hostile one would take for ever."""
+ALL_MODULES = ("*",)
+ONLINE_MODULES = ("*_proj",)
+"""The modules that are quantized while a checkpoint without quantization is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Scheme:
-    """The projections that are in FP8, and their scales."""
+class Scheme:
+    """The formats of a checkpoint's weights."""
 
-    scale_per_row: bool
-    """True: a weight_scale for each row of a weight (shape [outputs, 1]). False: one for the tensor."""
-    static_inputs: bool
-    """True: activations are scaled by the checkpoint's input_scale. False: each token by its own largest value."""
+    method: str
+    """The config's quant_method."""
+    rules: tuple[tuple[tuple[str, ...], WeightFormat], ...]
+    """Modules and their format; the first rule that matches a module counts."""
     ignored: tuple[str, ...] = ()
     """Modules that are not quantized: names, patterns with *, or regular expressions after `re:`."""
+    online: bool = False
+    """True: the checkpoint is not quantized, rows are quantized while they are loaded."""
 
-    def covers(self, module: str) -> bool:
-        """Return True if the module, for example model.layers.0.mlp.down_proj, is in FP8."""
-        return not any(_matches(module, pattern) for pattern in self.ignored)
+    def format_of(self, module: str) -> WeightFormat | None:
+        """Return the format of a linear layer, for example model.layers.0.mlp.down_proj; None if it is not quantized."""
+        if matches_any(module, self.ignored):
+            return None
+        return next((weights for modules, weights in self.rules if matches_any(module, modules)), None)
 
 
-class UnsupportedSchemeError(ValueError):
-    """The config asks for a scheme that is not supported; the message is one line."""
-
-
-def read_scheme(given: object) -> Fp8Scheme:
+def read_scheme(given: object) -> Scheme:
     """Read the scheme of config.json's `quantization_config`, or of hf_quant_config.json's `quantization`."""
     if not isinstance(given, dict):
-        raise UnsupportedSchemeError(f"quantized checkpoints ({given}) are not supported")
+        raise UnsupportedSchemeError(f"quantized checkpoints ({str(given)[:100]}) are not supported")
     method = given.get("quant_method", "modelopt")
-    if method == "modelopt":
-        return _modelopt(given)
-    if method == "compressed-tensors":
-        return _compressed_tensors(given)
-    raise UnsupportedSchemeError(
-        f"quantized checkpoints ({method}) are not supported, only FP8 of {' and '.join(METHODS)}"
-    )
+    if method not in _READERS:
+        raise UnsupportedSchemeError(
+            f"quantized checkpoints ({str(method)[:100]}) are not supported, only {', '.join(_READERS)}"
+        )
+    return _READERS[method](given)
 
 
-def _modelopt(given: dict[str, Any]) -> Fp8Scheme:
+def online_fp8() -> Scheme:
+    """Return the scheme of a checkpoint whose rows are quantized to FP8 while it is loaded."""
+    weights = Fp8Format(scale_per_row=True, static_inputs=False)
+    return Scheme("fp8", ((ONLINE_MODULES, weights),), online=True)
+
+
+def _modelopt(given: Mapping[str, Any]) -> Scheme:
     algorithm = given.get("quant_algo")
-    if algorithm != "FP8":
-        raise UnsupportedSchemeError(f"quantized checkpoints (modelopt, {algorithm}) are not supported, only FP8")
-    return Fp8Scheme(
-        scale_per_row=False, static_inputs=True, ignored=_names(given.get("ignore") or given.get("exclude_modules"))
+    ignored = module_names(given.get("ignore") or given.get("exclude_modules"))
+    formats: dict[object, WeightFormat] = {
+        "FP8": Fp8Format(scale_per_row=False, static_inputs=True),
+        "NVFP4": Nvfp4Format(modelopt=True),
+    }
+    if algorithm not in formats:
+        raise UnsupportedSchemeError(
+            f"quantized checkpoints (modelopt, {str(algorithm)[:100]}) are not supported, only {' and '.join(map(str, formats))}"
+        )
+    if algorithm == "NVFP4" and (size := given.get("group_size") or 16) != 16:
+        raise UnsupportedSchemeError(f"modelopt: NVFP4 with group_size {str(size)[:50]} is not supported, only 16")
+    return Scheme("modelopt", ((ALL_MODULES, formats[algorithm]),), ignored)
+
+
+def _fp8(given: Mapping[str, Any]) -> Scheme:
+    activations = given.get("activation_scheme") or "dynamic"
+    if activations not in ("dynamic", "static"):
+        raise UnsupportedSchemeError(f"fp8: activation_scheme {str(activations)[:50]} is not supported")
+    if (kind := given.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise UnsupportedSchemeError(f"fp8: fmt {str(kind)[:50]} is not supported, only e4m3")
+    weights: WeightFormat = Fp8Format(scale_per_row=False, static_inputs=activations == "static")
+    if (block := given.get("weight_block_size")) is not None:
+        weights = Fp8BlockFormat(read_block("fp8: weight_block_size", block))
+    ignored = parts_of_names(given.get("modules_to_not_convert")) + parts_of_names(given.get("ignored_layers"))
+    return Scheme("fp8", ((ALL_MODULES, weights),), ignored)
+
+
+def _gptq(given: Mapping[str, Any]) -> Scheme:
+    ignored = module_names(gptq_ignored(given)) + parts_of_names(given.get("modules_to_not_convert"))
+    return Scheme("gptq", ((ALL_MODULES, read_gptq(given)),), ignored)
+
+
+def _awq(given: Mapping[str, Any]) -> Scheme:
+    return Scheme("awq", ((ALL_MODULES, read_awq(given)),), parts_of_names(given.get("modules_to_not_convert")))
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> Scheme:
+    return Scheme("compressed-tensors", read_groups(given), module_names(given.get("ignore")))
+
+
+def _mxfp4(given: Mapping[str, Any]) -> Scheme:
+    return Scheme(
+        "mxfp4", ((("*.experts.*",), GptOssMxfp4Format()),), parts_of_names(given.get("modules_to_not_convert"))
     )
 
 
-def _compressed_tensors(given: dict[str, Any]) -> Fp8Scheme:
-    groups = given.get("config_groups")
-    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
-    if not isinstance(group, dict) or group.get("targets") != ["Linear"]:
-        raise UnsupportedSchemeError("compressed-tensors: only one config group, of all Linear, is supported")
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    if not _is_fp8(weights) or weights.get("strategy") not in ("tensor", "channel"):
-        raise UnsupportedSchemeError(f"compressed-tensors: weights {_words(weights)} are not supported, only FP8")
-    if not _is_fp8(inputs):
-        raise UnsupportedSchemeError(f"compressed-tensors: activations {_words(inputs)} are not supported, only FP8")
-    if group.get("output_activations") or given.get("transform_config"):
-        raise UnsupportedSchemeError("compressed-tensors: output_activations and transform_config are not supported")
-    dynamic = inputs.get("dynamic") is True
-    if inputs.get("strategy") not in (("token", "tensor") if dynamic else ("tensor",)):
-        raise UnsupportedSchemeError(f"compressed-tensors: activations {_words(inputs)} are not supported")
-    return Fp8Scheme(
-        scale_per_row=weights["strategy"] == "channel", static_inputs=not dynamic, ignored=_names(given.get("ignore"))
-    )
-
-
-def _is_fp8(values: object) -> TypeGuard[dict[str, Any]]:
-    return (
-        isinstance(values, dict)
-        and (values.get("num_bits"), values.get("type")) == (8, "float")
-        and values.get("symmetric") is not False
-    )
-
-
-def _words(values: object) -> str:
-    """Return a short description of a compressed-tensors scheme."""
-    if not isinstance(values, dict):
-        return str(values)
-    return f"{values.get('type')}{values.get('num_bits')} by {values.get('strategy')}"
-
-
-def _names(given: object) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
-        raise UnsupportedSchemeError("the modules that a quantization ignores must be a list of names")
-    regexes = [name.removeprefix(REGEX) for name in given if name.startswith(REGEX)]
-    if len(regexes) > MAX_REGEXES:
-        raise UnsupportedSchemeError(f"{len(regexes)} regular expressions of modules to ignore: at most {MAX_REGEXES}")
-    for expression in regexes:
-        try:
-            regex.compile(expression)
-        except regex.error as error:
-            raise UnsupportedSchemeError(
-                f"{REGEX + expression[:100]!r}, a module to ignore, is no regular expression: {error}"
-            ) from None
-    return tuple(given)
-
-
-def _matches(module: str, pattern: str) -> bool:
-    if pattern.startswith(REGEX):
-        try:
-            return regex.match(pattern.removeprefix(REGEX), module, timeout=REGEX_S) is not None
-        except TimeoutError:
-            raise EngineError(f"{pattern[:100]!r}, modules without quantization, takes too long to match") from None
-    return fnmatchcase(module, pattern)
+_READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
+}

@@ -1,0 +1,101 @@
+"""The tensors of a checkpoint: a Hugging Face folder of safetensors, directly from the mapped files.
+
+Nothing is unpickled: a folder with only *.bin is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from text_generation_proto.model_files import MAX_INDEX_BYTES, ModelFileError, find_file, read_file
+from text_generation_shard.engine import EngineError
+
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """The names of a folder's tensors and their files. Raises EngineError with a one-line message."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files = _files(folder)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def path(self, name: str) -> Path:
+        """Return the file of a tensor."""
+        return self._files[name]
+
+    def map(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return views of mapped files: nothing is read before it is copied, and the views keep the mapping alive.
+
+        Grouped by file, in the order of the files' data.
+        """
+        names_of: dict[Path, list[str]] = {}
+        for name in names:
+            names_of.setdefault(self._files[name], []).append(name)
+        tensors: dict[str, Tensor] = {}
+        for path, some in names_of.items():
+            found = _mapped(path, some)
+            tensors |= sorted(found.items(), key=lambda item: item[1].data_ptr())
+        return tensors
+
+
+def _mapped(path: Path, names: list[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor, from the index if there is one, else from the headers of all *.safetensors."""
+    if (folder / INDEX).exists():
+        return _indexed_files(folder)
+    try:
+        paths = [find_file(folder, path.name) for path in sorted(folder.glob("*.safetensors"))]
+    except ModelFileError as error:
+        raise EngineError(str(error)) from None
+    if not paths:
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        hint = ", only pickled weights, which are never loaded: convert them first" if pickled else ""
+        raise EngineError(f"{folder} has no *.safetensors{hint}")
+    files: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from None
+    return files
+
+
+def _indexed_files(folder: Path) -> dict[str, Path]:
+    try:
+        index = find_file(folder, INDEX)
+        weight_map = json.loads(read_file(index, MAX_INDEX_BYTES))["weight_map"]
+        found = {str(file): find_file(folder, str(file)) for file in set(weight_map.values())}
+        files = {str(name): found[str(file)] for name, file in weight_map.items()}
+    except ModelFileError as error:
+        raise EngineError(str(error)) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise EngineError(f"{folder / INDEX} is not a safetensors index: {_one_line(error)}") from None
+    for path in sorted(found.values()):
+        if not path.is_file():
+            raise EngineError(f"{index} names {path.name}, which does not exist")
+    return files
+
+
+def _unreadable(path: Path, error: Exception) -> EngineError:
+    return EngineError(f"{path} cannot be read, is it complete? {_one_line(error)}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

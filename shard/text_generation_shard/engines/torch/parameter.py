@@ -1,0 +1,45 @@
+"""A parameter of the model, as a part of a tensor of the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSource:
+    """The weight of a quantized checkpoint that a parameter is computed from, without dequantizing it."""
+
+    name: str
+    shape: tuple[int, int]
+    read: Callable[[Mapping[str, Tensor], slice], Tensor]
+    """Returns rows of the parameter (rows of the whole, not of this rank) from the tensors that stand for the weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterShard:
+    """This rank's part of a checkpoint tensor."""
+
+    tensor: Tensor
+    """Loaded from source[starts[0] : starts[0] + tensor.shape[0], …]."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor in the checkpoint; a zero-dimensional one counts as (1,)."""
+    starts: tuple[int, ...]
+    packed: PackedSource | None = None
+    """None: the parameter is a tensor of the checkpoint, dequantized if it is quantized there."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> ParameterShard:
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+    def select(self, source: Tensor) -> Tensor:
+        """Return a view of this part of the checkpoint tensor."""
+        for dim, start in enumerate(self.starts):
+            source = source.narrow(dim, start, self.tensor.shape[dim])
+        return source
+
+
+NamedParameters = Mapping[str, Tensor | ParameterShard]
+"""Parameters by checkpoint name; a plain tensor takes the whole checkpoint tensor."""

@@ -1,0 +1,181 @@
+"""Plans the loading of parameters from a checkpoint: copies, and weights that are quantized or dequantized on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import structlog
+import torch
+from torch import Tensor
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.checkpoint import Checkpoint
+from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.quantization.format import (
+    WIDE,
+    StoredTensor,
+    UnsupportedSchemeError,
+    WeightFormat,
+)
+from text_generation_shard.engines.torch.quantization.formats.float8 import FP8, quantized_rows, row_scales
+from text_generation_shard.engines.torch.quantization.schemes import Scheme
+from text_generation_shard.engines.torch.transfer import Transfer
+
+log = structlog.get_logger()
+
+WEIGHT = ".weight"
+OTHER_NAMES = {".weight_scale": ".weight_scale_inv", ".input_scale": ".activation_scale"}
+"""Names of scales per tensor in transformers' `fp8`."""
+
+
+class LoadingPlan:
+    """The transfers that fill the parameters of a rank; nothing but headers and indices is read."""
+
+    def __init__(self, checkpoint: Checkpoint, parts: Mapping[str, ParameterShard], scheme: Scheme | None) -> None:
+        self._checkpoint = checkpoint
+        self._parts = parts
+        self._scheme = scheme
+        self._dequantized: Counter[tuple[str, torch.dtype]] = Counter()
+
+    def transfers(self) -> list[Transfer]:
+        """Return the transfers in the order of the files. Raises EngineError for tensors that do not fit."""
+        names = {name: self._stored_name(name) for name in self._parts}
+        plain = self._checkpoint.map({stored for stored in names.values() if stored in self._checkpoint})
+        formats: dict[str, WeightFormat] = {}
+        transfers: dict[str, list[Transfer]] = {stored: [] for stored in plain}
+        for name, stored in names.items():
+            tensor = plain.get(stored)
+            packed = self._parts[name].packed
+            weights = self._format_of(name if packed is None else packed.name)
+            if packed is not None and weights is not None:
+                formats[name] = weights
+            elif tensor is not None and tensor.dtype in (*WIDE, self._parts[name].tensor.dtype):
+                transfers[stored].append(self._copy(name, stored, tensor, online=weights if self._online else None))
+            elif weights is not None and len(self._parts[name].shape) > 1 and self._parts[name].tensor.dtype in WIDE:
+                formats[name] = weights
+            elif tensor is None:
+                raise EngineError(f"{self._checkpoint.folder}: the checkpoint has no tensor {name}")
+            else:
+                raise self._error(stored, f"{name} is {type_name(tensor.dtype)}, a quantized checkpoint")
+        return [transfer for some in transfers.values() for transfer in some] + self._dequantizations(formats)
+
+    @property
+    def _online(self) -> bool:
+        return self._scheme is not None and self._scheme.online
+
+    def _format_of(self, name: str) -> WeightFormat | None:
+        for suffix in (WEIGHT, *OTHER_NAMES):
+            name = name.removesuffix(suffix)
+        return None if self._scheme is None else self._scheme.format_of(name)
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name of the tensor that a parameter is read from, unless its weight is in a quantized format."""
+        if name not in self._checkpoint:
+            for suffix, other in OTHER_NAMES.items():
+                if name.endswith(suffix):
+                    return name.removesuffix(suffix) + (WEIGHT if self._online else other)
+        return name
+
+    def _copy(self, name: str, stored: str, tensor: Tensor, online: WeightFormat | None) -> Transfer:
+        part = self._parts[name]
+        if name != stored and online is not None:
+            # The scales of rows that are quantized while they are loaded; each rank has its own columns.
+            weight = self._checked(stored, tensor)
+            return Transfer(lambda rows: row_scales(weight[rows]), part.tensor, weight.nbytes)
+        source = self._checked(name, tensor)
+        if online is not None and name.endswith(WEIGHT):
+            return Transfer(_quantize(source, part.tensor.dtype), part.tensor, source.nbytes)
+        if part.tensor.dtype == FP8 and tensor.dtype != FP8:
+            raise self._error(name, f"{name} is {type_name(tensor.dtype)}, config.json says {type_name(FP8)}")
+        return Transfer.of(source, part.tensor)
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the right shape."""
+        part = self._parts[name]
+        tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
+        if tuple(tensor.shape) != part.shape:
+            raise self._error(name, f"{name} has shape {list(tensor.shape)}, config.json says {list(part.shape)}")
+        return part.select(tensor)
+
+    def _dequantizations(self, formats: Mapping[str, WeightFormat]) -> list[Transfer]:
+        """Return the transfers of weights in a quantized format."""
+        stored = {name: self._found(name, weights) for name, weights in formats.items()}
+        mapped = self._checkpoint.map({source for tensors in stored.values() for source in tensors.values()})
+        places = {source: place for place, source in enumerate(mapped)}
+        transfers = []
+        for name in sorted(formats, key=lambda name: min(places[source] for source in stored[name].values())):
+            tensors = {role: mapped[source] for role, source in stored[name].items()}
+            transfers.append(self._dequantization(name, formats[name], tensors))
+        for (label, dtype), count in self._dequantized.items():
+            log.info(
+                "weights are dequantized while they are loaded", format=label, dtype=type_name(dtype), weights=count
+            )
+        return transfers
+
+    def _found(self, name: str, weights: WeightFormat) -> dict[str, str]:
+        """Return the names of the tensors that stand for the weight of a parameter."""
+        found = {}
+        for role, expected in self._expected(name, weights).items():
+            existing = next((each for each in expected.names if each in self._checkpoint), None)
+            if existing is not None:
+                found[role] = existing
+            elif not expected.optional:
+                raise EngineError(
+                    f"{self._checkpoint.folder}: the checkpoint has no tensor {expected.names[0]}"
+                    f" for {name} in {weights.label}"
+                )
+        return found
+
+    def _expected(self, name: str, weights: WeightFormat) -> dict[str, StoredTensor]:
+        part = self._parts[name]
+        name, shape = (name, part.shape) if part.packed is None else (part.packed.name, part.packed.shape)
+        try:
+            return weights.stored(name, shape)
+        except UnsupportedSchemeError as error:
+            raise EngineError(f"{self._checkpoint.folder}: {error}") from None
+
+    def _dequantization(self, name: str, weights: WeightFormat, tensors: Mapping[str, Tensor]) -> Transfer:
+        part, found = self._parts[name], self._found(name, weights)
+        for role, expected in self._expected(name, weights).items():
+            if (tensor := tensors.get(role)) is None:
+                continue
+            if tuple(tensor.shape) not in expected.shapes:
+                shapes = " or ".join(str(list(shape)) for shape in expected.shapes)
+                raise self._error(
+                    found[role], f"{found[role]} has shape {list(tensor.shape)}, {weights.label} has {shapes} here"
+                )
+            if tensor.dtype not in expected.dtypes:
+                raise self._error(found[role], f"{found[role]} is {type_name(tensor.dtype)}, not of {weights.label}")
+        try:
+            weights.check(tensors, part.shape if part.packed is None else part.packed.shape)
+        except UnsupportedSchemeError as error:
+            raise self._error(next(iter(found.values())), f"{name}: {error}") from None
+        if (packed := part.packed) is not None:
+            return Transfer(
+                lambda rows: packed.read(tensors, slice(part.starts[0] + rows.start, part.starts[0] + rows.stop)),
+                part.tensor,
+                part.tensor.nbytes,
+            )
+        self._dequantized[weights.label, part.tensor.dtype] += 1
+        inner = [slice(start, start + size) for start, size in zip(part.starts, part.tensor.shape, strict=True)][1:]
+
+        def read(rows: slice) -> Tensor:
+            outer = slice(part.starts[0] + rows.start, part.starts[0] + rows.stop)
+            return weights.dequantize(tensors, (outer, *inner))
+
+        return Transfer(read, part.tensor, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def _error(self, stored: str, problem: str) -> EngineError:
+        return EngineError(f"{self._checkpoint.path(stored)}: {problem}")
+
+
+def _quantize(weight: Tensor, dtype: torch.dtype) -> Callable[[slice], Tensor]:
+    """Return the function that quantizes rows of a weight to FP8; for a wider dtype, it also dequantizes them."""
+    if dtype == FP8:
+        return lambda rows: quantized_rows(weight[rows])
+    return lambda rows: quantized_rows(weight[rows]).float() * row_scales(weight[rows])
+
+
+def type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
