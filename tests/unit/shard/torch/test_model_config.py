@@ -157,7 +157,7 @@ def test_eos_ids_come_from_generation_config_else_config(
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
         ({"model_type": ...}, "model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoints (gptq)"),
+        ({"quantization_config": {"quant_method": "exl2"}}, "quantized checkpoints (exl2)"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"hidden_size": "32"}, "hidden_size is '32', not a whole number from 1 to 131072"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, not"),

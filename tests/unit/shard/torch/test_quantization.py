@@ -27,7 +27,13 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.model.config import read_model_config
-from text_generation_shard.engines.torch.quantization.schemes import Fp8Scheme, UnsupportedSchemeError, read_scheme
+from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError, WeightFormat
+from text_generation_shard.engines.torch.quantization.formats.awq import AwqFormat
+from text_generation_shard.engines.torch.quantization.formats.float4 import Mxfp4Format, Nvfp4Format
+from text_generation_shard.engines.torch.quantization.formats.float8 import Fp8BlockFormat, Fp8Format
+from text_generation_shard.engines.torch.quantization.formats.gptq import GptqFormat
+from text_generation_shard.engines.torch.quantization.formats.packed_integers import Int8Format, PackedIntegerFormat
+from text_generation_shard.engines.torch.quantization.schemes import read_scheme
 
 GROUP = COMPRESSED_DYNAMIC["config_groups"]["group_0"]
 STATIC = {"input_activations": ACTIVATIONS | {"strategy": "tensor", "dynamic": False}}
@@ -40,32 +46,80 @@ def compressed(**changes: object) -> dict[str, Any]:
     return config
 
 
+GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MODULE = "model.layers.0.mlp.down_proj"
+
+
 @pytest.mark.parametrize(
-    ("config", "per_row", "static", "ignored"),
+    ("config", "expected"),
     [
-        (COMPRESSED_DYNAMIC, True, False, ("lm_head",)),
-        (compressed(**WHOLE), False, False, ("lm_head",)),
-        (compressed(**WHOLE, **STATIC), False, True, ("lm_head",)),
-        (MODELOPT_STATIC, False, True, ("lm_head",)),
-        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["a", "b"]}, False, True, ("a", "b")),
+        (COMPRESSED_DYNAMIC, Fp8Format(scale_per_row=True, static_inputs=False, in_scale_dtype=True)),
+        (compressed(**WHOLE), Fp8Format(scale_per_row=False, static_inputs=False, in_scale_dtype=True)),
+        (compressed(**WHOLE, **STATIC), Fp8Format(scale_per_row=False, static_inputs=True, in_scale_dtype=True)),
+        (compressed(weights=INT4, input_activations=None), PackedIntegerFormat(4, 128, symmetric=True)),
+        (compressed(weights=INT4 | {"num_bits": 8, "strategy": "channel"}), Int8Format(-1, symmetric=True)),
+        (compressed(weights=NVFP4), Nvfp4Format(modelopt=False)),
+        (compressed(weights=NVFP4 | {"strategy": "group", "group_size": 32}), Mxfp4Format()),
+        (MODELOPT_STATIC, Fp8Format(scale_per_row=False, static_inputs=True)),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, Nvfp4Format(modelopt=True)),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, Fp8BlockFormat((128, 128))),
+        (
+            {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+            Fp8Format(scale_per_row=False, static_inputs=True),
+        ),
+        (GPTQ, GptqFormat(4, 128, zero_offset=True, symmetric=True, desc_act=False)),
+        (
+            GPTQ | {"bits": 8, "group_size": -1, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
+            GptqFormat(8, -1, zero_offset=False, symmetric=False, desc_act=True),
+        ),
+        (AWQ, AwqFormat(128, zero_point=True)),
+        ({"quant_method": "mxfp4"}, None),
     ],
     ids=str,
 )
-def test_schemes(config: dict[str, Any], per_row: bool, static: bool, ignored: tuple[str, ...]) -> None:
-    assert read_scheme(config) == Fp8Scheme(per_row, static, ignored)
+def test_schemes(config: dict[str, Any], expected: WeightFormat | None) -> None:
+    assert read_scheme(config).format_of(MODULE) == expected
+
+
+def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
+    groups = {
+        "rest": GROUP,
+        "down": {"targets": ["re:.*down_proj"], "weights": INT4, "format": "pack-quantized"},
+    }
+    scheme = read_scheme(COMPRESSED_DYNAMIC | {"config_groups": groups, "format": "mixed-precision"})
+    assert isinstance(scheme.format_of(MODULE), PackedIntegerFormat)
+    assert isinstance(scheme.format_of("model.layers.0.mlp.up_proj"), Fp8Format)
+    assert scheme.format_of("lm_head") is None
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ("int8", "quantized checkpoints (int8)"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "(fp8) are not supported, only FP8 of"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "(modelopt, NVFP4)"),
-        ({"quant_method": "compressed-tensors"}, "only one config group"),
-        (COMPRESSED_DYNAMIC | {"config_groups": {"a": GROUP, "b": GROUP}}, "only one config group"),
-        (compressed(targets=["re:.*mlp.*"]), "only one config group, of all Linear"),
-        (compressed(weights=GROUP["weights"] | {"num_bits": 4, "type": "int"}), "weights int4 by channel"),
-        (compressed(weights=GROUP["weights"] | {"strategy": "block"}), "weights float8 by block"),
+        ({"quant_method": "bitsandbytes"}, "(bitsandbytes) are not supported, only fp8, gptq, awq"),
+        ({"quant_method": ["gptq"]}, "quantized checkpoints (['gptq'])"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128]"),
+        ({"quant_method": "fp8", "weight_block_size": [0, -1]}, "weight_block_size is [0, -1]"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8: fmt e5m2"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "(modelopt, W4A16_AWQ)"),
+        (GPTQ | {"bits": 3}, "gptq: weights of 3 bits"),
+        (GPTQ | {"group_size": 0}, "gptq: group_size 0"),
+        (GPTQ | {"group_size": "128"}, "gptq: group_size 128 is not supported"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "gptq: dynamic"),
+        (AWQ | {"version": "gemv"}, "awq: version gemv"),
+        (AWQ | {"bits": 8}, "awq: weights of 8 bits"),
+        ({"quant_method": "compressed-tensors"}, "config_groups must be an object"),
+        (COMPRESSED_DYNAMIC | {"config_groups": {"a": {"weights": INT4}}}, "without targets"),
+        (COMPRESSED_DYNAMIC | {"format": "marlin-24"}, "format marlin-24"),
+        (COMPRESSED_DYNAMIC | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        (compressed(weights=INT4 | {"num_bits": 3}), "int3 by group of 128"),
+        (compressed(weights=INT4 | {"strategy": "tensor"}), "int4 by tensor"),
+        (compressed(weights=GROUP["weights"] | {"strategy": "block"}), "block_structure is None"),
+        (compressed(weights=NVFP4 | {"group_size": 32}), "only NVFP4 and MXFP4"),
         (compressed(input_activations=None), "activations None"),
         (compressed(input_activations=ACTIVATIONS | {"strategy": "group", "dynamic": True}), "float8 by group"),
         (compressed(input_activations=ACTIVATIONS | {"strategy": "token", "dynamic": False}), "float8 by token"),
@@ -99,14 +153,23 @@ def test_other_schemes_are_refused_by_name(config: object, message: str) -> None
     ],
 )
 def test_modules_are_ignored_by_name_pattern_or_expression(pattern: str, covers: bool) -> None:
-    scheme = Fp8Scheme(scale_per_row=True, static_inputs=False, ignored=("other", pattern))
-    assert scheme.covers("model.layers.0.mlp.down_proj") is covers
+    scheme = read_scheme(COMPRESSED_DYNAMIC | {"ignore": ["other", pattern]})
+    assert (scheme.format_of(MODULE) is not None) is covers
+
+
+@pytest.mark.parametrize(
+    ("name", "covers"),
+    [("mlp", False), ("model.layers.0", False), ("down", True), ("layers.1", True), ("mlp.down_proj", False)],
+)
+def test_modules_to_not_convert_are_parts_of_names(name: str, covers: bool) -> None:
+    scheme = read_scheme(AWQ | {"modules_to_not_convert": [name]})
+    assert (scheme.format_of(MODULE) is not None) is covers
 
 
 def test_an_expression_that_matches_for_ever_ends_the_start_in_one_line() -> None:
-    scheme = Fp8Scheme(scale_per_row=True, static_inputs=False, ignored=(r"re:(.|.)*\d\d",))
+    scheme = read_scheme(COMPRESSED_DYNAMIC | {"ignore": [r"re:(.|.)*\d\d"]})
     with pytest.raises(EngineError, match="takes too long to match"):
-        scheme.covers("model.layers.0.self_attention_of_a_long_name.down_projection")
+        scheme.format_of("model.layers.0.self_attention_of_a_long_name.down_projection")
 
 
 def write(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None = None) -> Path:
@@ -134,7 +197,7 @@ MODELOPT_4_BITS = {"quantization": {"quant_algo": "W4A16_AWQ"}}
 @pytest.mark.parametrize(
     ("config", "modelopt", "refusal"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, None, "config.json: quantized checkpoints (awq)"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, None, "config.json: quantized checkpoints (aqlm)"),
         ({}, MODELOPT_4_BITS, "hf_quant_config.json: quantized checkpoints (modelopt, W4A16_AWQ)"),
     ],
 )

@@ -45,10 +45,10 @@ def read_scheme(given: object) -> Scheme:
     """Read the scheme of config.json's `quantization_config`, or of hf_quant_config.json's `quantization`."""
     if not isinstance(given, dict):
         raise UnsupportedSchemeError(f"quantized checkpoints ({str(given)[:100]}) are not supported")
-    method = given.get("quant_method", "modelopt")
+    method = str(given.get("quant_method", "modelopt"))
     if method not in _READERS:
         raise UnsupportedSchemeError(
-            f"quantized checkpoints ({str(method)[:100]}) are not supported, only {', '.join(_READERS)}"
+            f"quantized checkpoints ({method[:100]}) are not supported, only {', '.join(_READERS)}"
         )
     return _READERS[method](given)
 
@@ -60,15 +60,15 @@ def online_fp8() -> Scheme:
 
 
 def _modelopt(given: Mapping[str, Any]) -> Scheme:
-    algorithm = given.get("quant_algo")
+    algorithm = str(given.get("quant_algo"))
     ignored = module_names(given.get("ignore") or given.get("exclude_modules"))
-    formats: dict[object, WeightFormat] = {
+    formats: dict[str, WeightFormat] = {
         "FP8": Fp8Format(scale_per_row=False, static_inputs=True),
         "NVFP4": Nvfp4Format(modelopt=True),
     }
     if algorithm not in formats:
         raise UnsupportedSchemeError(
-            f"quantized checkpoints (modelopt, {str(algorithm)[:100]}) are not supported, only {' and '.join(map(str, formats))}"
+            f"quantized checkpoints (modelopt, {algorithm[:100]}) are not supported, only {' and '.join(formats)}"
         )
     if algorithm == "NVFP4" and (size := given.get("group_size") or 16) != 16:
         raise UnsupportedSchemeError(f"modelopt: NVFP4 with group_size {str(size)[:50]} is not supported, only 16")

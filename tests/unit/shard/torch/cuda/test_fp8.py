@@ -20,7 +20,6 @@ from tiny_checkpoint import (
 )
 from torch import Tensor
 
-from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.kernels.quantize import quantize_rows
 from text_generation_shard.engines.torch.model.config import read_model_config
 from text_generation_shard.engines.torch.model.linear import ParallelLinear
@@ -161,11 +160,16 @@ def test_ignored_modules_are_not_quantized(tmp_path: Path, device: torch.device)
     assert [type(linear) for linear in layer.linears] == [Fp8Linear, Fp8Linear, Fp8Linear, ParallelLinear]
 
 
-def test_fused_projections_must_have_one_scheme(tmp_path: Path) -> None:
-    config = COMPRESSED_DYNAMIC | {"ignore": ["model.layers.1.self_attn.k_proj"]}
-    folder = write_checkpoint(tmp_path, {}, {"quantization_config": config})
-    with pytest.raises(EngineError, match="all of them must be in FP8, or none"):
-        ModelWeights(read_model_config(folder), TensorParallelRank(), torch.device("cpu"), torch.float32)
+def test_a_product_of_projections_with_and_without_quantization_is_dequantized(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    name = "model.layers.1.self_attn.k_proj"
+    changes = {"quantization_config": COMPRESSED_DYNAMIC | {"ignore": ["lm_head", name]}}
+    mixed = quantized(tensors, per_row=True) | {f"{name}.weight": tensors[f"{name}.weight"]}
+    layer = load_for_cuda(write_checkpoint(tmp_path, mixed, changes), torch.device("cpu"), torch.float32).layers[1]
+    assert isinstance(layer.qkv, ParallelLinear)
+    expected = torch.cat([dequantized(mixed)[f"model.layers.1.self_attn.{part}.weight"] for part in FUSED["qkv"]])
+    assert torch.equal(layer.qkv.weight, expected)
+    assert isinstance(layer.gate_up, Fp8Linear)
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))

@@ -95,14 +95,12 @@ def _integers(weights: Mapping[str, Any], name: object) -> WeightFormat:
 
 
 def _float4(weights: Mapping[str, Any]) -> WeightFormat:
-    formats: dict[tuple[object, object], WeightFormat] = {
-        ("tensor_group", NVFP4_GROUP): Nvfp4Format(modelopt=False),
-        ("group", MXFP4_GROUP): Mxfp4Format(),
-    }
-    found = formats.get((weights.get("strategy"), weights.get("group_size")))
-    if found is None:
-        raise UnsupportedSchemeError(f"{METHOD}: weights {_words(weights)} are not supported, only NVFP4 and MXFP4")
-    return found
+    kind = weights.get("strategy"), weights.get("group_size")
+    if kind == ("tensor_group", NVFP4_GROUP):
+        return Nvfp4Format(modelopt=False)
+    if kind == ("group", MXFP4_GROUP):
+        return Mxfp4Format()
+    raise UnsupportedSchemeError(f"{METHOD}: weights {_words(weights)} are not supported, only NVFP4 and MXFP4")
 
 
 def _float8(weights: Mapping[str, Any], inputs: object) -> WeightFormat:

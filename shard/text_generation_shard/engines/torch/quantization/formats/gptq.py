@@ -95,11 +95,9 @@ def check_groups(g_idx: Tensor | None, groups: int, name: str) -> None:
 
 def read_gptq(given: Mapping[str, Any]) -> GptqFormat:
     """Read the format of a config of GPTQ."""
-    version = given.get("checkpoint_format") or given.get("format") or "gptq"
+    version = str(given.get("checkpoint_format") or given.get("format") or "gptq")
     if version not in VERSIONS:
-        raise UnsupportedSchemeError(
-            f"gptq: checkpoint_format {str(version)[:50]} is not supported, only gptq, gptq_v2"
-        )
+        raise UnsupportedSchemeError(f"gptq: checkpoint_format {version[:50]} is not supported, only gptq, gptq_v2")
     if (words := given.get("pack_dtype") or "int32") != "int32":
         raise UnsupportedSchemeError(f"gptq: pack_dtype {str(words)[:50]} is not supported, only int32")
     if given.get("is_marlin_format"):

@@ -1,0 +1,105 @@
+"""Weights of quantized checkpoints, against the libraries of their formats (tests/corpus/quantized)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.quantization.schemes import Scheme, read_scheme
+from text_generation_shard.engines.torch.weights import load_weights
+
+CORPUS = Path(__file__).parents[3] / "corpus" / "quantized"
+CASES = sorted(path.stem for path in CORPUS.glob("*.safetensors"))
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def case(name: str) -> tuple[Scheme, dict[str, Tensor], Tensor, str]:
+    """Return the scheme, the tensors, the library's weight, and the name of the parameter."""
+    with safe_open(CORPUS / f"{name}.safetensors", framework="pt") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+        tensors = {key: file.get_tensor(key) for key in file.keys() if key != "expected"}  # noqa: SIM118
+        expected = file.get_tensor("expected")
+    parameter = "m.experts.gate_up_proj" if name == "mxfp4-experts" else "m.weight"
+    return read_scheme(config), tensors, expected, parameter
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_equal_the_library_s_to_the_bit(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    scheme, tensors, expected, parameter = case(name)
+    save_file(tensors, tmp_path / "model.safetensors")
+    whole = torch.full(expected.shape, float("nan"), dtype=dtype)
+    load_weights(tmp_path, {parameter: whole}, scheme)
+    assert torch.equal(whole, expected.to(dtype))
+    # A rank's part, which begins and ends within words, groups and blocks.
+    starts, sizes = [size // 3 + 1 for size in expected.shape], [size // 3 for size in expected.shape]
+    part = torch.full(sizes, float("nan"), dtype=dtype)
+    load_weights(tmp_path, {parameter: ParameterShard(part, tuple(expected.shape), tuple(starts))}, scheme)
+    inside = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    assert torch.equal(part, expected[inside].to(dtype))
+
+
+def test_one_line_says_that_weights_are_dequantized(tmp_path: Path) -> None:
+    scheme, tensors, expected, parameter = case("gptq-int4")
+    plain = {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(8, 4)}
+    save_file(tensors | plain, tmp_path / "model.safetensors")
+    parameters = {
+        parameter: torch.zeros(expected.shape),
+        "norm.weight": torch.zeros(4),
+        "lm_head.weight": torch.zeros(8, 4),
+    }
+    with capture_logs() as logs:
+        load_weights(tmp_path, parameters, scheme)
+    told = [line for line in logs if line["event"] == "weights are dequantized while they are loaded"]
+    assert [(line["format"], line["dtype"], line["weights"]) for line in told] == [("GPTQ int4 g32", "float32", 1)]
+    assert torch.equal(parameters["lm_head.weight"], plain["lm_head.weight"])
+
+
+HOSTILE = {
+    "a group that does not exist": (
+        "gptq-int4-act-order",
+        "g_idx",
+        lambda tensor: tensor.index_fill(0, torch.tensor(5), 4),
+    ),
+    "a negative group": ("gptq-int4-act-order", "g_idx", lambda tensor: tensor.index_fill(0, torch.tensor(5), -2)),
+    "another group index": ("gptq-int4", "g_idx", lambda tensor: tensor[:-1]),
+    "scales of another size": ("gptq-int4", "scales", lambda tensor: tensor[:, :-1]),
+    "scales of another type": ("gptq-int4", "scales", lambda tensor: tensor.int()),
+    "words of another type": ("awq", "qweight", lambda tensor: tensor.short()),
+    "words of another shape": ("awq", "qweight", lambda tensor: tensor.t()),
+    "no zero points": ("awq", "qzeros", lambda tensor: None),
+    "another shape": ("compressed-tensors-pack-int4", "weight_shape", lambda tensor: tensor + 1),
+    "a scale of zero": ("compressed-tensors-nvfp4", "weight_global_scale", lambda tensor: tensor * 0),
+    "a scale that is no number": (
+        "compressed-tensors-nvfp4",
+        "weight_global_scale",
+        lambda tensor: tensor * float("nan"),
+    ),
+    "blocks of another shape": ("fp8-block", "weight_scale_inv", lambda tensor: tensor[:1]),
+    "experts of another shape": ("mxfp4-experts", "experts.gate_up_proj_scales", lambda tensor: tensor[:2]),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_tensors_are_refused_in_one_line_before_anything_is_written(tmp_path: Path, what: str) -> None:
+    name, key, change = HOSTILE[what]
+    scheme, tensors, expected, parameter = case(name)
+    changed = change(tensors.pop(f"m.{key}"))
+    if changed is not None:
+        tensors[f"m.{key}"] = changed.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    target = torch.zeros(expected.shape)
+    with pytest.raises(EngineError) as refusal:
+        load_weights(tmp_path, {parameter: target}, scheme)
+    assert key.rpartition(".")[2] in str(refusal.value) or parameter in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert not target.any()
