@@ -19,6 +19,7 @@ from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.ops.cpu import CpuOps
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.quantization.layers import projection_itemsize
 from text_generation_shard.engines.torch.trace import StepTrace
 from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars, load_grammars
@@ -74,11 +75,7 @@ def _check_memory(config: ModelConfig, itemsize: int, device: torch.device, rank
     """Raise EngineError if the weights cannot fit in the memory of the devices, before any is allocated."""
     on_cuda = device.type == "cuda"
     memory = ranks * torch.cuda.get_device_properties(device).total_memory if on_cuda else total_memory()
-    projections: float = itemsize
-    if on_cuda:
-        from text_generation_shard.engines.torch.quantization.layers import projection_itemsize
-
-        projections = projection_itemsize(config.quantization, itemsize)
+    projections = projection_itemsize(config.quantization, itemsize) if on_cuda else itemsize
     weights = config.projection_weights * projections + config.embedding_weights * itemsize
     if weights > memory:
         raise EngineError(

@@ -22,7 +22,7 @@ class StoredTensor:
     """A tensor that stands for a part of a weight."""
 
     names: tuple[str, ...]
-    """Its name in the checkpoint; the first of these that exists."""
+    """Possible names in the checkpoint; the first that exists counts."""
     shapes: tuple[tuple[int, ...], ...]
     """The shapes that it may have."""
     dtypes: tuple[torch.dtype, ...]

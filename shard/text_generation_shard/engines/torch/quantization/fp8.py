@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.quantize import quantize_rows
 from text_generation_shard.engines.torch.model.linear import Projection, bias_parameters, fused_rows, weight_parameters
 from text_generation_shard.engines.torch.parameter import ParameterShard
 from text_generation_shard.engines.torch.quantization.formats.float8 import FP8, FP8_MAX, MIN_SCALE, Fp8Format
@@ -98,6 +97,10 @@ class Fp8Linear:
 
     def _product(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         """Multiply in FP8, with bfloat16 output: the only output type that row scales support on all devices."""
+        from text_generation_shard.engines.torch.kernels.quantize import (
+            quantize_rows,
+        )  # Triton, which a CPU does not need
+
         x8 = torch.empty_like(x, dtype=FP8)
         x_scale = torch.empty(x.shape[0], 1, device=x.device)
         quantize_rows(x, x8, x_scale, self.input_scale)

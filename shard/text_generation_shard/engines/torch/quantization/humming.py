@@ -112,6 +112,9 @@ class HummingLinear:
         self._layer.transform()
         self.weight = self._layer.weight.data
 
+    def pack(self) -> None:
+        """Nothing to reorder: there is none of these on a CPU."""
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return y [rows, outputs] for x [rows, inputs] in the model's dtype, written to `out` if given."""
         from humming.layer import HummingLayerMethod

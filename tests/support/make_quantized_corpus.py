@@ -3,7 +3,7 @@
 Needs an environment of its own, because some of these libraries pin torch: compressed-tensors 0.20.0, transformers 5, and the
 files of auto-gptq 0.7.1 and autoawq 0.2.9, unpacked:
 
-    python scripts/make_quantized_fixtures.py --auto-gptq FOLDER --autoawq FOLDER --out tests/corpus/quantized
+    python tests/support/make_quantized_corpus.py --auto-gptq FOLDER --autoawq FOLDER --out tests/corpus/quantized
 
 Each case is the file NAME.safetensors: the tensors of a module `m`, `expected` (the dequantized weight) and in its metadata the
 quantization config of a checkpoint.
@@ -108,7 +108,7 @@ def compressed_tensors() -> dict[str, Case]:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
-    def group(bits: int, size: int, symmetric: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002
+    def group(bits: int, size: int, symmetric: bool = True) -> dict[str, Any]:
         return {"num_bits": bits, "type": "int", "strategy": "group", "group_size": size, "symmetric": symmetric}
 
     channel = {"type": "int", "strategy": "channel", "num_bits": 8}
