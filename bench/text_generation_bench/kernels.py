@@ -1,10 +1,11 @@
 """Times of the CUDA kernels on this device: µs, and the share of the bandwidth of a copy.
 
-python -m text_generation_bench.kernels [--only matvec,attention,elementwise,gemm] [--sweep [--rows 1,2,4] [--num-shard 2]] [--flashinfer]
+python -m text_generation_bench.kernels [--only matvec,attention,elementwise,gemm,experts] [--sweep [--rows 1,2,4] [--num-shard 2]] [--flashinfer]
 
 Each operation is captured 32 times in a CUDA graph, with alternating weights or caches that together exceed the L2 cache (except
 SmolLM2's), like the layers of a model. The time is that of a replay, measured by events, divided by 32. --sweep tries the tilings
-of each product with one to four rows and prints the best as lines for TUNED in kernels/matvec.py. --flashinfer compares with
+of each product with one to four rows and prints the best as lines for TUNED in kernels/matvec.py; with --only experts, the
+tilings of the grouped products. --flashinfer compares with
 FlashInfer's decode attention, if installed; its first run may compile for minutes.
 """
 
@@ -21,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from text_generation_bench import expert_kernels
 from text_generation_bench.kernel_timing import (
     DEVICE,
     DTYPE,
@@ -266,7 +268,7 @@ def gemm(table: Table, product: Product, weights: Tensor, rows: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="matvec,attention,elementwise,gemm")
+    parser.add_argument("--only", default="matvec,attention,elementwise,gemm,experts")
     parser.add_argument("--sweep", action="store_true", help="only try tilings of the products with few rows")
     parser.add_argument("--rows", default="1", help="numbers of rows that --sweep tries")
     parser.add_argument("--num-shard", type=int, default=1, help="ranks that share the products of --sweep")
@@ -274,13 +276,18 @@ def main() -> None:
     arguments = parser.parse_args()
     table = Table()
     if arguments.sweep:
-        sweep(table, [int(rows) for rows in arguments.rows.split(",")], arguments.num_shard)
+        rows_tried = [int(rows) for rows in arguments.rows.split(",")]
+        if arguments.only == "experts":
+            expert_kernels.sweep(table, rows_tried)
+        else:
+            sweep(table, rows_tried, arguments.num_shard)
         return
     parts: dict[str, Callable[[Table], None]] = {
         "matvec": matvecs,
         "attention": lambda table: attentions(table, flashinfer=arguments.flashinfer),
         "elementwise": elementwise,
         "gemm": gemms,
+        "experts": expert_kernels.mixtures,
     }
     for name in arguments.only.split(","):
         parts[name](table)

@@ -8,7 +8,7 @@ the same inputs give the same bits, and nothing waits for the host.
 # ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -45,17 +45,25 @@ def block_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
     return min(max(average, 16), most)
 
 
-def tiling_for(rows: int, blocks: int, outputs: int, dtype: torch.dtype) -> ExpertTiling:
-    """Return the tiling of a product with up to `blocks` blocks of `rows` rows; `outputs` counts columns of gate and up once."""
+TUNED: dict[tuple[int, int, int], ExpertTiling] = {}
+"""By columns (of gate and up once), inputs, and pairs rounded up to a power of two: the best of
+-m text_generation_bench.kernels --only experts --sweep, where `tiling_for` derives another one."""
+
+
+def tiling_for(groups: ExpertGroups, columns: int, inputs: int, dtype: torch.dtype) -> ExpertTiling:
+    """Return the tiling of a product; `columns` counts those of gate and up once."""
+    rows = groups.block_rows
+    if tuned := TUNED.get((columns, inputs, triton.next_power_of_2(groups.order.shape[0]))):
+        return replace(tuned, block_m=rows)
     if rows == 128:
         return ExpertTiling(128, 128, 64, num_warps=8, num_stages=3, group=16)
     if rows == 64:
         return ExpertTiling(64, 64, 64, num_warps=4, num_stages=4, group=8)
     # Bound by reading the weights: enough programs for all multiprocessors.
-    columns = 32 if dtype == torch.float32 else 64
-    while columns > 16 and blocks * triton.cdiv(outputs, columns) < _PROGRAMS_WANTED:
-        columns //= 2
-    return ExpertTiling(rows, columns, 32 if dtype == torch.float32 else 64, num_warps=4, num_stages=4)
+    block_n = 32 if dtype == torch.float32 else 64
+    while block_n > 16 and groups.max_blocks * triton.cdiv(columns, block_n) < _PROGRAMS_WANTED:
+        block_n //= 2
+    return ExpertTiling(rows, block_n, 32 if dtype == torch.float32 else 64, num_warps=4, num_stages=4)
 
 
 def experts(
@@ -98,7 +106,7 @@ def _launch(
     weight, bias = linear.weight, linear.bias
     columns = out.shape[1]
     inputs = weight.shape[2]
-    tiling = tiling_for(groups.block_rows, groups.max_blocks, columns, weight.dtype)
+    tiling = tiling_for(groups, columns, inputs, weight.dtype)
     # Rows of gate (or of all outputs), and the distance to the row of up.
     step, up = (1, 0) if activation is None else (2, 1) if activation.interleaved else (1, columns)
     bias_strides = (0, 0) if bias is None else bias.stride()

@@ -1,0 +1,156 @@
+"""Times of the grouped product of a mixture of experts, its errors, and torch's grouped_mm beside it; see kernels.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from text_generation_bench.kernel_timing import Launch, Table, randn, timed
+from text_generation_shard.engines.torch.kernels import experts as kernels
+from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
+from text_generation_shard.engines.torch.model.routing import Routed, softmax_top_k
+from text_generation_shard.engines.torch.ops.activation import GatedActivation
+from text_generation_shard.engines.torch.ops.experts import ExpertLinear, experts_by_loop
+
+MAX_ERROR = 2e-2
+ROWS = (1, 32, 128, 256, 2048)
+LAYERS = 2
+"""Layers whose weights alternate: together more than the L2 cache, at any number of rows."""
+LAUNCHES = 8
+
+Layer = tuple[ExpertLinear, ExpertLinear]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of a layer of a model."""
+
+    name: str
+    experts: int
+    experts_each: int
+    hidden: int
+    inner: int
+    activation: GatedActivation
+    bias: bool
+
+    def linear(self, outputs: int, inputs: int) -> ExpertLinear:
+        weight = randn(self.experts, outputs, inputs).mul_(inputs**-0.5)
+        return ExpertLinear(weight, randn(self.experts, outputs) if self.bias else None)
+
+    def layer(self) -> Layer:
+        return self.linear(2 * self.inner, self.hidden), self.linear(self.hidden, self.inner)
+
+    def routed(self, rows: int) -> Routed:
+        return softmax_top_k(randn(rows, self.experts, dtype=torch.float32), self.experts_each, normalize=True)
+
+    def num_bytes(self, ids: Tensor) -> int:
+        """Return the bytes of the weights of the experts with tokens."""
+        return ids.unique().numel() * 3 * self.hidden * self.inner * 2  # type: ignore[no-untyped-call, no-any-return]
+
+    def flops(self, ids: Tensor) -> int:
+        return ids.numel() * 6 * self.hidden * self.inner
+
+
+MIXTURES = (
+    Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768, GatedActivation("silu"), bias=False),
+    Mixture("gpt-oss-20b", 32, 4, 2880, 2880, GatedActivation("clamped_swiglu"), bias=True),
+    Mixture("Mixtral-8x7B", 8, 2, 4096, 14336, GatedActivation("silu"), bias=False),
+)
+
+
+def mixtures(table: Table) -> None:
+    for mixture in MIXTURES:
+        layers = [mixture.layer() for _ in range(LAYERS)]
+        for rows in ROWS:
+            x, (ids, weights) = randn(rows, mixture.hidden), mixture.routed(rows)
+            error = relative_error(mixture, layers[0], x, ids, weights)
+            title = f"{mixture.name}, error {error:.1e}" + (" TOO LARGE" if error > MAX_ERROR else "")
+            measure(table, title, mixture, ids, launches(mixture, layers, x, ids, weights))
+            try:
+                measure(
+                    table, "  grouped_mm, rows sorted before", mixture, ids, torch_launches(mixture, layers, x, ids)
+                )
+            except RuntimeError as error_of_torch:
+                table.failed("  grouped_mm", rows, error_of_torch)
+        del layers
+
+
+def measure(table: Table, title: str, mixture: Mixture, ids: Tensor, some: list[Launch]) -> None:
+    table.row(title, len(ids), timed(some), mixture.num_bytes(ids), mixture.flops(ids))
+
+
+def launches(mixture: Mixture, layers: list[Layer], x: Tensor, ids: Tensor, weights: Tensor) -> list[Launch]:
+    """Return launches of the kernels, from the grouping of the pairs to the sum over the experts of a token."""
+    return [
+        partial(kernels.experts, x, ids, weights, *layers[index % LAYERS], mixture.activation)
+        for index in range(LAUNCHES)
+    ]
+
+
+def relative_error(mixture: Mixture, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> float:
+    """Return the error of a replay of a CUDA graph, compared with the loop over the experts in float32."""
+    gate_up, down = (
+        ExpertLinear(linear.weight.float(), None if linear.bias is None else linear.bias.float()) for linear in layer
+    )
+    expected = experts_by_loop(x.float(), ids, weights, gate_up, down, mixture.activation)
+    kernels.experts(x, ids, weights, *layer, mixture.activation)
+    static, graph = torch.empty_like(x), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = kernels.experts(static, ids, weights, *layer, mixture.activation)
+    static.copy_(x)
+    graph.replay()
+    torch.cuda.synchronize()
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def torch_launches(mixture: Mixture, layers: list[Layer], x: Tensor, ids: Tensor) -> list[Launch]:
+    """Return launches of torch's products and the activation alone: without sorting, biases, weights and sums."""
+    order = ids.flatten().argsort()
+    rows = x[order // ids.shape[1]]
+    ends = ids.flatten().bincount(minlength=mixture.experts).cumsum(0).to(torch.int32)
+
+    def products(layer: Layer) -> Tensor:
+        gate_up, down = (linear.weight.transpose(1, 2) for linear in layer)
+        inner = mixture.activation(functional.grouped_mm(rows, gate_up, offs=ends))
+        return functional.grouped_mm(inner, down, offs=ends)
+
+    return [partial(products, layers[index % LAYERS]) for index in range(LAUNCHES)]
+
+
+def tilings(first: kernels.ExpertTiling) -> Iterator[kernels.ExpertTiling]:
+    """Yield tilings with the same rows as `first`."""
+    columns = (16, 32, 64, 128) if first.block_m < 64 else (64, 128, 256)
+    for block_n, block_k, num_warps, num_stages in itertools.product(columns, (64, 128), (4, 8), (2, 3, 4, 5)):
+        yield replace(first, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
+
+
+def sweep(table: Table, rows_tried: list[int]) -> None:
+    """Try the tilings of each product, with the other one as it is; print the best as lines for TUNED."""
+    for mixture, rows in itertools.product(MIXTURES[:2], rows_tried):
+        layers = [mixture.layer() for _ in range(LAYERS)]
+        x, (ids, weights) = randn(rows, mixture.hidden), mixture.routed(rows)
+        measure(table, f"{mixture.name} as it is", mixture, ids, launches(mixture, layers, x, ids, weights))
+        groups = group_by_expert(ids, mixture.experts, kernels.block_rows(ids.numel(), mixture.experts, x.dtype))
+        for columns, inputs in ((mixture.inner, mixture.hidden), (mixture.hidden, mixture.inner)):
+            key = (columns, inputs, 1 << (ids.numel() - 1).bit_length())
+            before, found = kernels.TUNED.get(key), []
+            for tiling in tilings(kernels.tiling_for(groups, columns, inputs, x.dtype)):
+                kernels.TUNED[key] = tiling
+                try:
+                    found.append((timed(launches(mixture, layers, x, ids, weights)), tiling))
+                except Exception:  # noqa: BLE001, S112 – a tiling that needs too much shared memory
+                    continue
+            del kernels.TUNED[key]
+            if before is not None:
+                kernels.TUNED[key] = before
+            for us, tiling in sorted(found, key=lambda pair: pair[0])[:3]:
+                sizes = (tiling.block_n, tiling.block_k, tiling.num_warps, tiling.num_stages)
+                table.row(f"  {key}, block_n, block_k, warps, stages {sizes}", rows, us, mixture.num_bytes(ids))
+            print(f"    {key}: {min(found, key=lambda pair: pair[0])[1]},")
