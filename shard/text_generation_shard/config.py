@@ -13,6 +13,7 @@ from text_generation_proto.sockets import is_local, socket_path, split_host_port
 
 EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+ModelImpl = Literal["auto", "native", "transformers"]
 DType = Literal["float16", "bfloat16", "float32"]
 
 
@@ -23,6 +24,9 @@ class ShardSettings(HangSettings, ShardAccess):
     """Name to report for the model; default: the folder."""
     engine: EngineName = "auto"
     """Engine that runs the model. auto: tensorrt-llm if it is installed and there is a GPU, else torch."""
+    model_impl: ModelImpl = "auto"
+    """Code that runs the model in the torch engine. native: ours; transformers: Hugging Face's, with our cache and scheduler.
+    auto: native for the types of models that it knows, else transformers."""
     dtype: DType | None = None
     """Data type of weights, activations and KV cache; default: that of the checkpoint."""
     load_format: LoadFormat = "auto"

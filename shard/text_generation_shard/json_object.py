@@ -60,6 +60,11 @@ class JsonObject:
             raise EngineError(f"{path} does not hold a JSON object: copy or download the folder again")
         return cls(path, values)
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """All values."""
+        return self._values
+
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 

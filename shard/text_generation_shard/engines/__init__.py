@@ -25,13 +25,29 @@ def build_engine(config: ShardConfig) -> Engine:
         raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
     if not config.model_path:
         raise EngineError("the torch engine needs model_path, a folder with config.json and *.safetensors")
-    from text_generation_shard.engines.torch.model.config import read_model_config
+    from text_generation_shard.engines.torch.model.config import is_native, read_model_config
 
+    folder = Path(config.model_path)
+    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native(folder)):
+        return _build_with_transformers(config, folder)
     # Checked before PyTorch is imported, which takes seconds.
-    model_config = read_model_config(Path(config.model_path))
+    model_config = read_model_config(folder)
     from text_generation_shard.engines.torch.build import build_torch_engine
 
     return build_torch_engine(config, model_config)
+
+
+def _build_with_transformers(config: ShardConfig, folder: Path) -> Engine:
+    if find_spec("transformers") is None:
+        from text_generation_shard.engines.torch.model.config import ARCHITECTURES, read_model_type
+
+        raise EngineError(
+            f"{folder}: model_type {read_model_type(folder)} needs transformers: "
+            f"pip install 'text-generation-trtllm[transformers]' (without it: {', '.join(ARCHITECTURES)})"
+        )
+    from text_generation_shard.engines.torch.huggingface.build import build_huggingface_engine
+
+    return build_huggingface_engine(config)
 
 
 def _has_gpu(config: ShardConfig) -> bool:

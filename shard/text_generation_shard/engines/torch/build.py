@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
@@ -20,7 +21,8 @@ from text_generation_shard.engines.torch.ops.cpu import CpuOps
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.quantization.layers import projection_itemsize
-from text_generation_shard.engines.torch.trace import StepTrace
+from text_generation_shard.engines.torch.quantization.schemes import Scheme
+from text_generation_shard.engines.torch.trace import open_trace
 from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars, load_grammars
 
@@ -36,13 +38,41 @@ CUDA_CHUNK_PRODUCTS = 16e12
 Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
 
 
+class ModelDescription(Protocol):
+    """The facts of a model's config that describe its engine."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_sequence_length(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def projection_weights(self) -> int: ...
+
+    @property
+    def embedding_weights(self) -> int: ...
+
+    @property
+    def quantization(self) -> Scheme | None: ...
+
+
 def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine:
     """Load the model, or this rank's part of it. Raises EngineError with a one-line message if it cannot be run."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    device = _device(config.device)
+    device = choose_device(config.device)
     dtype = config.dtype or model_config.dtype
-    _check_memory(model_config, getattr(torch, dtype).itemsize, device, config.world_size)
+    check_memory(model_config, getattr(torch, dtype).itemsize, device, config.world_size)
     grammars = load_grammars(config.model_path, model_config.eos_token_ids) if config.rank == 0 else None
     info = engine_info(config, model_config, device, grammars)
     if device.type == "cuda" or config.world_size > 1:
@@ -57,7 +87,7 @@ def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine
         info.max_slots,
         config.cpu_memory_fraction,
     )
-    return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps) if config.trace_steps else None)
+    return TorchEngine(info, executor, grammars, open_trace(config))
 
 
 @torch.inference_mode()
@@ -71,7 +101,7 @@ def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.devic
     return Decoder(model_config, weights, CpuOps(), ParallelGroup(TensorParallelRank()))
 
 
-def _check_memory(config: ModelConfig, itemsize: int, device: torch.device, ranks: int) -> None:
+def check_memory(config: ModelDescription, itemsize: int, device: torch.device, ranks: int) -> None:
     """Raise EngineError if the weights cannot fit in the memory of the devices, before any is allocated."""
     on_cuda = device.type == "cuda"
     memory = ranks * torch.cuda.get_device_properties(device).total_memory if on_cuda else total_memory()
@@ -85,7 +115,7 @@ def _check_memory(config: ModelConfig, itemsize: int, device: torch.device, rank
 
 
 def engine_info(
-    config: ShardConfig, model_config: ModelConfig, device: torch.device, grammars: Grammars | None
+    config: ShardConfig, model_config: ModelDescription, device: torch.device, grammars: Grammars | None
 ) -> EngineInfo:
     """Return the description of the engine that `config` asks for."""
     return EngineInfo(
@@ -106,7 +136,7 @@ def engine_info(
     )
 
 
-def _suggested_prefill_tokens(config: ModelConfig, device: torch.device, ranks: int) -> int:
+def _suggested_prefill_tokens(config: ModelDescription, device: torch.device, ranks: int) -> int:
     if device.type == "cpu":
         return CPU_PREFILL_TOKENS
     least, most = CUDA_PREFILL_TOKENS
@@ -114,7 +144,7 @@ def _suggested_prefill_tokens(config: ModelConfig, device: torch.device, ranks: 
     return min(max(1 << (tokens.bit_length() - 1), least), most)
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

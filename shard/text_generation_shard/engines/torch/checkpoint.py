@@ -28,6 +28,11 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._files)
+
     def path(self, name: str) -> Path:
         """Return the file of a tensor."""
         return self._files[name]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Heads of one layer, those of one rank, and the positions that they attend to."""
+    """The heads of one layer on one rank, and the positions that they attend to."""
 
     num_heads: int
     num_kv_heads: int

@@ -21,7 +21,7 @@ from text_generation_shard.engines.torch.ops.device import DeviceOps
 from text_generation_shard.engines.torch.ops.interface import Kernels
 from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
 from text_generation_shard.engines.torch.parallel.group import join_group
-from text_generation_shard.engines.torch.trace import StepTrace
+from text_generation_shard.engines.torch.trace import open_trace
 from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars
 
@@ -56,7 +56,7 @@ def build_on_cuda(
     if config.rank > 0:
         return FollowerEngine(info, config.rank, group.follower, TPWorker(runner, memory, device))
     executor = CudaExecutor(runner, memory, group, shape, info.max_slots)
-    return TorchEngine(info, executor, grammars, StepTrace(config.trace_steps) if config.trace_steps else None)
+    return TorchEngine(info, executor, grammars, open_trace(config))
 
 
 def _kernels(config: ModelConfig, shape: CacheShape, max_slots: int) -> Kernels:

@@ -99,6 +99,16 @@ class ModelConfig:
         return self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
 
 
+def read_model_type(folder: Path) -> str:
+    """Return the model_type of config.json, shortened. Raises EngineError."""
+    return shortened(_read(folder, "config.json").text("model_type"))
+
+
+def is_native(folder: Path) -> bool:
+    """Return True if the model in `folder` is of a type that this engine computes itself. Raises EngineError."""
+    return _read(folder, "config.json").optional_text("model_type") in ARCHITECTURES
+
+
 def read_model_config(folder: Path) -> ModelConfig:
     """Read the config of the model in `folder`. Raises EngineError with a one-line message if it is not supported."""
     raw = _read(folder, "config.json")
@@ -143,7 +153,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         mlp_bias=model_type == "llama" and raw.flag("mlp_bias", default=False),
         query_key_norm=model_type == "qwen3",
         windows=_windows(raw, model_type, num_layers),
-        eos_token_ids=_eos_token_ids(folder, raw),
+        eos_token_ids=eos_token_ids(folder, raw),
         quantization=_quantization(folder, raw),
     )
 
@@ -256,7 +266,7 @@ def _windows(raw: JsonObject, model_type: str, num_layers: int) -> tuple[int | N
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _eos_token_ids(folder: Path, raw: JsonObject) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, raw: JsonObject) -> tuple[int, ...]:
     """Return the EOS ids of generation_config.json, else of config.json: an id, a list, or none."""
     name, key = "generation_config.json", "eos_token_id"
     if (folder / name).exists() and key in (generation := _read(folder, name)):

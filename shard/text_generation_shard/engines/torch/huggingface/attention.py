@@ -1,0 +1,153 @@
+"""Attention of Hugging Face modules over our cache, through transformers' attention interface.
+
+transformers makes no mask for an attention function that it does not know, so a flat batch of several sequences can pass
+through a model as one sequence: everything but attention works token by token. The attention calls of a forward pass come in
+the same order each time; the number of a call is the number of its layer in the cache. A first pass records their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, cat
+from torch.nn import Module, functional
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.attention.shape import LayerShape
+from text_generation_shard.engines.torch.model.interface import Step
+
+NAME = "paged_cache"
+"""Name of our attention function in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """A call of attention in a forward pass."""
+
+    layer: int
+    """The number of its layer in the cache: a new one, or that of an earlier call with the same keys and values."""
+    is_first: bool
+    """True if no earlier call has the same keys and values."""
+
+
+class AttentionHandler(Protocol):
+    """Computes or records the attention calls of a forward pass."""
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Return attention [tokens, heads, value dim] of `queries`, `keys` and `values` [heads, tokens, dim]."""
+        ...
+
+
+_handlers: list[AttentionHandler] = []
+"""The handler of the forward pass in progress comes last."""
+
+
+@contextmanager
+def handled_by(handler: AttentionHandler) -> Iterator[None]:
+    """Let `handler` compute the attention of modules."""
+    _handlers.append(handler)
+    try:
+        yield
+    finally:
+        _handlers.pop()
+
+
+def paged_attention(  # noqa: PLR0913 – the signature is that of transformers' attention functions
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Return the attention of a flat batch, [1, tokens, heads, value dim], as transformers calls it."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _handlers[-1].attend(query[0], key[0], value[0], scale, sliding_window or None, softcap, s_aux)
+    return out.unsqueeze(0), None
+
+
+class AttentionRecorder:
+    """Records the attention calls of a pass and the shapes of the layers of their cache; computes nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+        self.layers: list[LayerShape] = []
+        self._cached: list[tuple[LayerShape, Tensor, Tensor]] = []
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        heads, kv_heads = queries.shape[0], keys.shape[0]
+        if heads % kv_heads or values.shape[0] != kv_heads or keys.shape[2] != queries.shape[2]:
+            raise EngineError(f"attention of {heads} heads over {kv_heads} heads of keys is not served")
+        shape = LayerShape(heads, kv_heads, max(keys.shape[2], values.shape[2]), window)
+        for index, (other, other_keys, other_values) in enumerate(self._cached):
+            if shape == other and _is_same(keys, other_keys) and _is_same(values, other_values):
+                self.calls.append(AttentionCall(index, is_first=False))
+                break
+        else:
+            self.calls.append(AttentionCall(len(self.layers), is_first=True))
+            self.layers.append(shape)
+            self._cached.append((shape, keys, values))
+        return values.new_zeros(queries.shape[1], heads, values.shape[2])
+
+
+class StepAttention:
+    """Computes the attention calls of a pass over the tokens of a step."""
+
+    def __init__(self, step: Step, calls: list[AttentionCall], layers: list[LayerShape]) -> None:
+        self._step = step
+        self._calls = iter(calls)
+        self._layers = layers
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        call = next(self._calls)
+        head_dim = self._layers[call.layer].head_dim
+        if call.is_first:
+            pairs = cat((_widened(keys, head_dim), _widened(values, head_dim)))
+            self._step.append(call.layer, pairs.transpose(0, 1).to(values.dtype))
+        own = _widened(queries, head_dim).transpose(0, 1).to(values.dtype)
+        attended = self._step.attend(call.layer, own, scale, softcap=softcap, sinks=sinks)
+        return attended.view(own.shape)[..., : values.shape[2]].to(queries.dtype)
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride() and tensor.shape == other.shape
+
+
+def _widened(heads: Tensor, head_dim: int) -> Tensor:
+    """Return `heads` [heads, tokens, dim] with zeros up to the cache's head_dim: they change no product."""
+    width = heads.shape[2]
+    return heads if width == head_dim else functional.pad(heads, (0, head_dim - width))

@@ -1,0 +1,123 @@
+"""Compares a model's own attention with ours, before it serves: a difference means wrong texts.
+
+A model may compute attention or mix its tokens in ways that our interfaces do not see. Two random sequences run in chunks in
+one batch, and then decode, as in service; the logits must be those of the model alone with each sequence. Sliding windows are
+made small for it, so that they matter within so few tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import structlog
+import torch
+from torch import Tensor
+
+from text_generation_proto.values import Stopping
+from text_generation_shard.engine import EngineError, NewSequence
+from text_generation_shard.engines.torch.executor import Executor
+from text_generation_shard.engines.torch.huggingface.library import LibraryModel
+from text_generation_shard.engines.torch.huggingface.model import TransformersModel
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
+
+TOKENS = 64
+CHUNKS = ((27, 11), (23, 29), (13, 23))
+"""Prompt tokens of both sequences in each step; the last token is decoded."""
+WINDOW_NAMES = ("sliding_window", "attention_chunk_size")
+SMALL_WINDOW = 13
+MOST_DIFFERENCE = {torch.float32: 1e-4}
+MOST_DIFFERENCE_OF_16_BITS = 2e-2
+
+log = structlog.get_logger()
+
+
+def check_model(model: TransformersModel, vocab_size: int, executor: Callable[[], Executor]) -> None:
+    """Raise EngineError if our logits differ from the model's own. `executor` builds one for the model as it is recorded."""
+    with small_windows(model.library):
+        model.record()
+        ids = torch.randint(0, vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+        try:
+            expected = torch.stack([model.own_logits(sequence) for sequence in ids])
+            served = _served_logits(executor(), ids)
+        except (EngineError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
+            raise model.refusal(error) from None
+    difference = _difference(served.float().cpu(), expected.float().cpu(), model.dtype)
+    if not difference <= MOST_DIFFERENCE.get(model.dtype, MOST_DIFFERENCE_OF_16_BITS):
+        raise EngineError(
+            f"{model.architecture} is not served by transformers: with our attention its logits differ by {difference:.0e} from its own"
+        )
+    log.info("attention checked", architecture=model.architecture, difference=f"{difference:.0e}")
+
+
+@contextmanager
+def small_windows(model: LibraryModel) -> Iterator[None]:
+    """Make the sliding windows of a model so small that they matter in a short text."""
+    changed: list[tuple[object, str, int]] = []
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    for holder in (*model.modules(), *configs.values()):
+        for name in WINDOW_NAMES:
+            window = vars(holder).get(name)
+            if isinstance(window, int) and not isinstance(window, bool) and window > SMALL_WINDOW:
+                changed.append((holder, name, window))
+                setattr(holder, name, SMALL_WINDOW)
+    try:
+        yield
+    finally:
+        for holder, name, window in changed:
+            setattr(holder, name, window)
+
+
+@torch.inference_mode()
+def _served_logits(executor: Executor, ids: Tensor) -> Tensor:
+    """Return the logits [sequences, tokens, vocabulary] that an executor computes chunk by chunk."""
+    blocks = TOKENS // BLOCK_SIZE
+    executor.allocate(len(ids) * blocks)
+    sequences = [
+        Sequence.admit(
+            NewSequence(
+                slot=slot,
+                prompt=tuple(tokens[:-1]),
+                stopping=Stopping(max_new_tokens=2),
+                blocks=tuple(range(slot * blocks, (slot + 1) * blocks)),
+            )
+        )
+        for slot, tokens in enumerate(ids.tolist())
+    ]
+    parts: list[list[Tensor]] = [[] for _ in sequences]
+    starts = [0] * len(sequences)
+    for lengths in CHUNKS:
+        rows = StepRows(
+            None,
+            [
+                StepRow(sequence, start, length, samples=start + length == sequence.prompt_length)
+                for sequence, start, length in zip(sequences, starts, lengths, strict=True)
+            ],
+        )
+        launched = executor.launch(rows, greedy=False)
+        for row, places in launched.prefills:
+            parts[row.sequence.slot] += [
+                executor.logits(launched.hidden, offset, offset + count).clone() for offset, _, count in places
+            ]
+        starts = [start + length for start, length in zip(starts, lengths, strict=True)]
+    executor.store_sampled_tokens(rows, ids[:, -1].int().to(launched.hidden.device))
+    for sequence, token in zip(sequences, ids[:, -1].tolist(), strict=True):
+        sequence.tokens.append(token)
+    decoding = [StepRow(sequence, start, 1, samples=True) for sequence, start in zip(sequences, starts, strict=True)]
+    launched = executor.launch(StepRows(None, decoding), greedy=False)
+    assert launched.logits is not None
+    return torch.stack(
+        [torch.cat((*part, last.unsqueeze(0))) for part, last in zip(parts, launched.logits, strict=True)]
+    )
+
+
+def _difference(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+    """Return the relative error: of all logits, or in 16 bits of the median token, as rounding may choose other experts."""
+    if dtype in MOST_DIFFERENCE:
+        return float((logits - expected).norm() / expected.norm())
+    return float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median())

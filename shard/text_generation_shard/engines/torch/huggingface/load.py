@@ -1,0 +1,87 @@
+"""Loads a Hugging Face model: weights from the safetensors of a folder, or random ones."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import structlog
+import torch
+from torch import Tensor
+
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.checkpoint import Checkpoint
+from text_generation_shard.engines.torch.huggingface.attention import NAME, paged_attention
+from text_generation_shard.engines.torch.huggingface.config import TransformersConfig, one_line
+from text_generation_shard.engines.torch.huggingface.library import LibraryModel, register_attention, use_attention
+
+log = structlog.get_logger()
+
+TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+"""Prefixes of the tensors of the text part in the checkpoints of models of several modalities."""
+
+
+def load_model(
+    config: ShardConfig, model_config: TransformersConfig, device: torch.device, dtype: torch.dtype
+) -> LibraryModel:
+    """Return the model with our attention. Raises EngineError with a one-line message."""
+    register_attention(NAME, paged_attention)
+    started = time.monotonic()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            if config.load_format == "dummy":
+                model = _random(model_config, device, dtype)
+            else:
+                model = _from_checkpoint(Path(config.model_path), model_config, device, dtype)
+    except (EngineError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
+        raise EngineError(
+            f"{config.model_path}: transformers cannot load {model_config.architecture}: {one_line(error)}"
+        ) from None
+    use_attention(model, NAME)
+    log.info("weights loaded by transformers", seconds=round(time.monotonic() - started, 1))
+    return model
+
+
+def _random(model_config: TransformersConfig, device: torch.device, dtype: torch.dtype) -> LibraryModel:
+    """Return a model with the library's own random weights, the same in every run."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        return model_config.model_class._from_config(model_config.library, dtype=dtype).eval()
+
+
+def _from_checkpoint(
+    folder: Path, model_config: TransformersConfig, device: torch.device, dtype: torch.dtype
+) -> LibraryModel:
+    checkpoint = Checkpoint(folder)
+    tensors = _text_tensors(checkpoint.map(checkpoint.names), model_config.model_class.base_model_prefix)
+    on_device = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") is not None else {}
+    model, info = model_config.model_class.from_pretrained(
+        None, config=model_config.library, state_dict=tensors, dtype=dtype, output_loading_info=True, **on_device
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise EngineError(f"{folder}: the checkpoint has no tensor {missing[0]}")
+    if device.type == "cpu":
+        # A parameter may still be the mapped file.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return model.to(device).eval()
+
+
+def _text_tensors(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of the text part under the names of a text model; all of them if there is no other part."""
+    if not any(TEXT_PART.match(name) for name in tensors):
+        return tensors
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        inner = TEXT_PART.sub("", name)
+        if inner.startswith("lm_head."):
+            found[inner] = tensor
+        elif inner != name:
+            found[f"{prefix}.{inner}"] = tensor
+    return found

@@ -1,0 +1,111 @@
+"""A Hugging Face model as the executors run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.attention.shape import LayerShape
+from text_generation_shard.engines.torch.huggingface.attention import (
+    NAME,
+    AttentionCall,
+    AttentionRecorder,
+    StepAttention,
+    handled_by,
+)
+from text_generation_shard.engines.torch.huggingface.config import one_line
+from text_generation_shard.engines.torch.huggingface.library import LibraryModel, base_of, use_attention
+from text_generation_shard.engines.torch.model.interface import Step
+
+RECORDED_TOKENS = 4
+"""Tokens of the pass that records the attention calls."""
+
+
+class TransformersModel:
+    """Implements `Model`. Its hidden states are the outputs of the base model. Call `record` first.
+
+    The last steps from hidden states to logits are known to the model's own `forward` alone. Logits are computed by it, with
+    given hidden states in the place of the base model's output.
+    """
+
+    def __init__(self, model: LibraryModel) -> None:
+        self.library = model
+        self.architecture = type(model).__name__
+        self._base = base_of(model)
+        self._run_base = self._base.forward
+        self._base.forward = self._run_or_give
+        self._given: Any = None
+        """The output that the base model is to give without running."""
+        self._output_class: Any = None
+        self._calls: list[AttentionCall] = []
+        self.layers: list[LayerShape] = []
+        """Shapes of the layers of the KV cache."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.library.dtype
+        return dtype
+
+    def refusal(self, error: Exception) -> EngineError:
+        """Return the error that refuses this model because its code raised `error`."""
+        return EngineError(f"{self.architecture} is not served by transformers: {one_line(error)}")
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Find the attention calls of a forward pass, and the shapes of their cache. Raises EngineError."""
+        recorder = AttentionRecorder()
+        device = self.library.device
+        ids = torch.zeros(1, RECORDED_TOKENS, dtype=torch.long, device=device)
+        positions = torch.arange(RECORDED_TOKENS, device=device).unsqueeze(0)
+        try:
+            with handled_by(recorder):
+                output = self._run_base(input_ids=ids, position_ids=positions, use_cache=False)
+        except (EngineError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
+            raise self.refusal(error) from None
+        if not recorder.calls:
+            raise EngineError(f"{self.architecture} is not served by transformers: its attention has no interface")
+        self._output_class = type(output)
+        self._calls, self.layers = recorder.calls, recorder.layers
+
+    def forward(self, step: Step) -> Tensor:
+        with handled_by(StepAttention(step, self._calls, self.layers)):
+            output = self._run_base(
+                input_ids=step.token_ids().unsqueeze(0),
+                position_ids=step.positions.long().unsqueeze(0),
+                use_cache=False,
+            )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
+        self._given = self._output_class(last_hidden_state=hidden.unsqueeze(0))
+        try:
+            logits = self._library_logits(torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device))
+        finally:
+            self._given = None
+        return logits if memory is None else memory[: len(logits)].copy_(logits)
+
+    def logits_memory(self, rows: int) -> Tensor:
+        head = self.library.get_output_embeddings().weight
+        return torch.empty(rows, head.shape[0], dtype=torch.float32, device=head.device)
+
+    @torch.inference_mode()
+    def own_logits(self, token_ids: Tensor) -> Tensor:
+        """Return the logits [tokens, vocabulary] of one sequence with the library's own attention."""
+        use_attention(self.library, "eager")
+        try:
+            return self._library_logits(token_ids.unsqueeze(0).to(self.library.device))
+        finally:
+            use_attention(self.library, NAME)
+
+    def _library_logits(self, token_ids: Tensor) -> Tensor:
+        logits: Tensor = self.library(input_ids=token_ids, use_cache=False).logits[0]
+        return logits
+
+    def _run_or_give(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 – a module's forward
+        return self._run_base(*arguments, **named) if self._given is None else self._given

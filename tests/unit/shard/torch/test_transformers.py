@@ -1,0 +1,87 @@
+"""Tiny random checkpoints that transformers runs give the same float32 results in the engine as transformers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import Driver
+from full_grid import full
+from model_families import FAMILIES, SIZES, random_model, tiny_config, write_model
+
+from text_generation_proto.values import WarmUpLimits
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine, EngineError
+from text_generation_shard.engines import build_engine
+
+NEW_TOKENS = 12
+LENGTHS = (29, 1, 65)
+SMALL = {"max_batch_size": 6, "num_threads": 1}
+NAMES = [name if family.always else full(name) for name, family in FAMILIES.items()]
+
+
+def build(folder: str, **changes: object) -> Engine:
+    settings = {"model_path": folder, "device": "cpu", "model_impl": "transformers", **SMALL, **changes}
+    return build_engine(ShardConfig(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_and_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = random_model(tiny_config(name, FAMILIES[name].changes))
+    engine = build(write_model(model, tmp_path))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=2048)))
+    prompts = [tuple(torch.randint(3, SIZES["vocab_size"], (length,)).tolist()) for length in LENGTHS]
+    expected = []
+    for prompt in prompts:
+        alone = driver.admit(prompt, NEW_TOKENS, prompt_logprobs=True)
+        driver.run()
+        assert alone.failure is None
+        expected.append(alone.tokens)
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([[*prompt, *alone.tokens]]), use_cache=False).logits[0].log_softmax(-1)
+        assert logprobs[len(prompt) - 1 : -1].argmax(-1).tolist() == alone.tokens, "alone"
+        own = logprobs[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+        served = torch.tensor(alone.prompt_logprobs[0][1:])
+        assert (served - own).norm() <= 1e-5 * own.norm()
+    streams = [driver.admit(prompt, NEW_TOKENS, chunk=32) for prompt in prompts]
+    driver.step()
+    resumed = driver.preempt(streams[0])
+    driver.run()
+    streams[0].tokens += resumed.tokens
+    assert [stream.tokens for stream in streams] == expected, "batched, in chunks, preempted"
+    if True:
+        owner = driver.admit(prompts[-1], 1)
+        driver.run()
+        sharing = driver.admit(prompts[-1], NEW_TOKENS, shared=owner.blocks[:3], computed_tokens=48)
+        driver.run()
+        assert sharing.tokens == expected[-1], "prefix reused"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("falcon", {"num_kv_heads": 4}, "FalconForCausalLM is not served"),
+        ("doge", {}, "DogeForCausalLM is not served"),
+        ("gptj", {"n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8}, "GPTJForCausalLM is not served"),
+        ("bert", {}, "BertLMHeadModel is not served"),
+    ],
+)
+def test_models_that_would_be_wrong_are_refused_by_name(
+    name: str, changes: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    folder = write_model(random_model(tiny_config(name, changes)), tmp_path)
+    with pytest.raises(EngineError, match=problem) as refusal:
+        build(folder)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_window_that_only_the_mask_has_is_found(tmp_path: Path) -> None:
+    config = tiny_config("phimoe", {"num_local_experts": 4, "sliding_window": 200})
+    with pytest.raises(EngineError, match=r"PhimoeForCausalLM is not served .* logits differ"):
+        build(write_model(random_model(config), tmp_path))
+
+
+def test_auto_prefers_the_native_code(tmp_path: Path) -> None:
+    folder = write_model(random_model(tiny_config("llama", {})), tmp_path)
+    assert build(folder, model_impl="auto").info.model_type == "llama"
