@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 from http_stack import Stack, serve
 from jsonschema import Draft202012Validator
-from sse_client import chunks, post
+from sse_client import chunks, joined, post, whole
 
 Json = dict[str, Any]
 
@@ -52,40 +52,6 @@ async def asking(stack: Stack, says: str, **fields: object) -> Json:
     """Return a body that the model answers with exactly `says`."""
     tokens = len(stack.tokenizer.encode_ids(says, add_special_tokens=False))
     return {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "temperature": 0, **fields}
-
-
-def joined(stream: list[Json], index: int = 0) -> Json:
-    """Return one choice of a stream in the form of a whole reply."""
-    message: Json = {"content": "", "reasoning_content": "", "tool_calls": []}
-    finish = None
-    for chunk in stream:
-        for choice in chunk["choices"]:
-            if choice["index"] != index:
-                continue
-            delta = choice["delta"]
-            message["content"] += delta.get("content") or ""
-            message["reasoning_content"] += delta.get("reasoning_content") or ""
-            for call in delta.get("tool_calls") or ():
-                if "id" in call:
-                    assert call["index"] == len(message["tool_calls"])
-                    assert call["type"] == "function"
-                    message["tool_calls"].append({"name": call["function"]["name"], "arguments": ""})
-                message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-            assert finish is None, "a choice ends once"
-            finish = choice["finish_reason"]
-    return message | {"finish_reason": finish}
-
-
-def whole(reply: Json, index: int = 0) -> Json:
-    choice = reply["choices"][index]
-    message = choice["message"]
-    calls = [call["function"] for call in message.get("tool_calls", ())]
-    return {
-        "content": message["content"] or "",
-        "reasoning_content": message.get("reasoning_content", ""),
-        "tool_calls": calls,
-        "finish_reason": choice["finish_reason"],
-    }
 
 
 async def test_a_reply_has_openais_shape_and_tgis_headers(stack: Stack) -> None:

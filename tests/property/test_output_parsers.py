@@ -146,6 +146,60 @@ def test_tgi_arguments_are_the_other_keys(arguments: dict[str, object], at: int)
     assert json.loads(call.arguments) == arguments
 
 
+schemas = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.sampled_from(["string", "integer", "object", "#/properties/a", "#/$defs/x", "#/"])
+    | texts,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "type",
+                    "properties",
+                    "additionalProperties",
+                    "$ref",
+                    "$defs",
+                    "anyOf",
+                    "oneOf",
+                    "allOf",
+                    "enum",
+                    "const",
+                    "a",
+                    "x",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "glm45"])
+@given(
+    schema=st.dictionaries(st.sampled_from(["properties", "$ref", "additionalProperties", "$defs"]), schemas),
+    value=texts | values,
+)
+def test_arguments_are_json_under_any_schema(form: str, schema: dict[str, object], value: object) -> None:
+    """A client's schema reaches the parser as it is, if the model may choose to call."""
+    written = value if isinstance(value, str) else json.dumps(value)
+    before, after = FORMS_OF_TEXT[form]
+    parser = create_parser(form, tools={"f": schema})
+    [call] = read_parts(parser, [f"{before}{written}{after}"])
+    assert isinstance(call, Call)
+    [key] = json.loads(call.arguments)
+    assert key == "a"
+
+
+FORMS_OF_TEXT = {
+    "qwen3_coder": ("<tool_call><function=f><parameter=a>", "</parameter></function></tool_call>"),
+    "glm45": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "</arg_value></tool_call>"),
+}
+
+
 HOSTILE = {
     "half a marker": "<tool_call",
     "markers": "<tool_call>",

@@ -272,11 +272,18 @@ HARMONY: Table = {
     "cut in the header": ("<|channel|>analy", []),
     "cut in the arguments": (HARMONY_LOOK.partition(", NY")[0], [Call("get_weather", '{"location": "Brooklyn')]),
 }
+MISTRAL_THINKS: Table = {
+    "thought and call": (
+        f"[THINK]I look.\n[/THINK]Yes.[TOOL_CALLS]get_weather[ARGS]{BROOKLYN}",
+        [Thought("I look."), "Yes.", LOOK],
+    ),
+}
 
 TABLES = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
     "mistral": MISTRAL,
+    "mistral+outside": MISTRAL_THINKS,
     "json_calls": JSON_CALLS,
     "json": JSON_ANSWER,
     "plain": PLAIN,

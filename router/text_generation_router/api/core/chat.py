@@ -257,13 +257,14 @@ class ChatPreparer:
         one_call = not conversation.parallel_tool_calls
         markers = self._reasoning or (THINK, END_THINK)
         starts_inside = starts_in_reasoning(prompt, markers[0])
+        begun = begun_answer(prompt, own.assistant)
         # A constrained answer leaves no room for reasoning.
         continuation = f"\n{markers[1]}\n\n" if starts_inside else ""
         if tools and conversation.tool_choice.mode in (ToolMode.NAMED, ToolMode.REQUIRED):
             form = AnswerForm("json_calls", schemas, one_call=one_call)
             return form, forced_tools(tools), continuation + own.call_start
         if conversation.grammar is not None:
-            return AnswerForm(), conversation.grammar, continuation + own.answer_start
+            return AnswerForm(), conversation.grammar, continuation + ("" if begun else own.answer_start)
         grammar = None
         if tools and self._call_format == "hermes" and all(tool.strict for tool in tools) and self._serves_lark:
             # The only format whose markers are text, so that a grammar can match the start of a call.
@@ -274,7 +275,7 @@ class ChatPreparer:
             None if own.has_channels else self._reasoning,
             starts_inside,
             one_call,
-            begun_answer(prompt, own.assistant),
+            begun,
         )
         return form, grammar, ""
 

@@ -61,7 +61,9 @@ class ChatRoutes:
         """Return the text of one answer; `around` is the body of several chats that this is one of."""
         chat = await self._prepare(request, body, self._serving.qos(record, body, around), 1)
         [collector] = await self._serving.collect(chat.requests, [record])
-        return collector.ended.result().text
+        ending = collector.ended.result()
+        # There is no place for calls: with tools the text is as the model wrote it.
+        return ending.text if chat.form.tools else chat.answer(ending).text
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """POST /chat_tokenize: return the prompt text of a conversation and its tokens."""

@@ -1,0 +1,119 @@
+"""Answers with the special tokens of real tokenizers, through the whole server.
+
+The echo engine repeats the prompt: the messages are the answer. The tokenizers have the tokens of the answers, with their ids
+(`small_tokenizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import pytest_asyncio
+from http_stack import Stack, serve
+from json_call_answers import TOOLS
+from jsonschema import Draft202012Validator
+from model_answers import TABLES
+from parser_events import Call, Part, Thought
+from small_tokenizer import FOLDER, FORMATS
+from sse_client import Json, chunks, joined, post, whole
+
+CHAT = "/v1/chat/completions"
+ASKED = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in TOOLS.items()]
+MARKS = {"hermes": "<tool_call>", "qwen3_coder": "<function=", "deepseek_v3": "<｜tool▁calls▁begin｜>"}
+"""Texts in a template from which the format is known; for gpt-oss its special tokens are enough."""
+ENDS = {"openai": "<|start|>assistant"}
+"""The end of the prompt."""
+SERVERS = [(name, kind) for name, kinds in FORMATS.items() for kind in kinds]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def template(kind: str) -> str:
+    written = "{% for message in messages %}{{ message.content }}{% endfor %}{% if tools %}{% endif %}"
+    return f"{written}{ENDS.get(kind, '')}{{# {MARKS.get(kind, '')} #}}"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=SERVERS, ids=lambda pair: ": ".join(pair))
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Stack, str]]:
+    name, kind = request.param
+    form, _, reasoning = kind.partition("+")
+    async with serve(FOLDER / name, chat_template=template(form), reasoning=bool(reasoning)) as stack:
+        yield stack, kind
+
+
+def asking(stack: Stack, says: str, **fields: object) -> Json:
+    tokens = len(stack.tokenizer.encode_ids(says, add_special_tokens=False))
+    return {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "temperature": 0, **fields}
+
+
+def message(parts: Sequence[Part]) -> Json:
+    """Return an answer of these parts in the form of `joined`."""
+    return {
+        "content": "".join(part for part in parts if isinstance(part, str)),
+        "reasoning_content": "".join(part.text for part in parts if isinstance(part, Thought)),
+        "tool_calls": [part._asdict() for part in parts if isinstance(part, Call)],
+        "finish_reason": "length",
+    }
+
+
+async def test_an_answer_is_parsed_from_tokens(served: tuple[Stack, str]) -> None:
+    stack, kind = served
+    for case, (says, parts) in TABLES[kind].items():
+        body = asking(stack, says, tools=ASKED)
+        expected = message([says] if parts is None else parts)
+        assert whole(await post(stack.client, CHAT, body)) == expected, case
+        assert joined(await chunks(stack.client, CHAT, body)) == expected, case
+    await stack.assert_empty()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def harmony(demo_model: Path) -> AsyncIterator[Stack]:
+    """A server of Harmony; its tokenizer has none of the special tokens, so that they are text in prompts."""
+    async with serve(
+        demo_model, chat_template=template("openai"), tool_call_parser="gpt-oss", grammars=True
+    ) as running:
+        yield running
+
+
+async def test_a_forced_call_continues_the_prompt_of_its_format(harmony: Stack) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "search"}}):
+        body = asking(harmony, "Talk.", tools=ASKED, tool_choice=choice, stop=["STOP"]) | {"max_tokens": 200}
+        answer = whole(await post(harmony.client, CHAT, body))
+        assert joined(await chunks(harmony.client, CHAT, body)) == answer
+        [call] = answer["tool_calls"]
+        assert call["name"] in TOOLS
+        assert isinstance(orjson.loads(call["arguments"]), dict)
+        assert answer["content"] == ""
+    async with harmony.client.post(CHAT, json=body) as response:
+        prompt = "Talk.<|start|>assistant<|channel|>commentary to=functions <|constrain|>json<|message|>"
+        assert response.headers["x-compute-characters"] == str(len(prompt))
+
+
+async def test_a_response_format_holds_for_the_answer_alone(harmony: Stack) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body = asking(harmony, "Talk.", response_format=form) | {"max_tokens": 100}
+    answer = whole(await post(harmony.client, CHAT, body))
+    assert joined(await chunks(harmony.client, CHAT, body)) == answer
+    Draft202012Validator(schema).validate(orjson.loads(answer["content"]))
+
+
+async def test_every_dialect_has_reasoning_text_and_calls_apart() -> None:
+    says, _ = TABLES["openai"]["preamble and two calls"]
+    async with serve(FOLDER / "gpt-oss", chat_template=template("openai")) as stack:
+        tokens = asking(stack, says)["max_tokens"]
+        tools = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()]
+        body: Json = {"messages": [{"role": "user", "content": says}], "max_tokens": tokens, "tools": tools}
+        blocks = (await post(stack.client, "/v1/messages", body))["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+        functions = [{"type": "function", "name": name, "parameters": schema} for name, schema in TOOLS.items()]
+        body = {"input": says, "max_output_tokens": tokens, "tools": functions}
+        items = (await post(stack.client, "/v1/responses", body))["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message", "function_call", "function_call"]
+        says, _ = TABLES["openai"]["answer"]
+        reply = await post(stack.client, "/vertex", {"instances": [asking(stack, says)]})
+        assert reply == {"predictions": ["Hi."]}
