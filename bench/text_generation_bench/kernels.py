@@ -41,12 +41,8 @@ from text_generation_bench.kernel_timing import (
     timed,
 )
 from text_generation_shard.engines.torch.kernels import activation, embedding, matvec, norm, rope
-from text_generation_shard.engines.torch.kernels.decode_attention import (
-    DecodeAttention,
-    DecodeStep,
-    Merge,
-    config_for,
-)
+from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention, DecodeStep
+from text_generation_shard.engines.torch.kernels.decode_launch import Merge, config_for
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.model.rope import rotary_table

@@ -15,14 +15,26 @@ def keys_and_values(cache_layer: Tensor, table: Tensor, length: int) -> tuple[Te
     return keys, values
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the attention [heads, head_dim] of one query [heads, head_dim] at the position of the last key."""
     if window is not None:
         keys, values = keys[:, -window:], values[:, -window:]
     share = query.shape[0] // keys.shape[0]
     keys, values = (tensor.repeat_interleave(share, dim=0) for tensor in (keys, values))
     scores = torch.einsum("hd,hkd->hk", query, keys) * scale
-    return torch.einsum("hk,hkd->hd", scores.softmax(1), values)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.unsqueeze(1)), dim=1)
+    return torch.einsum("hk,hkd->hd", scores.softmax(1)[:, : keys.shape[1]], values)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from text_generation_shard.engines.torch.model.config import ARCHITECTURES
+from text_generation_shard.engines.torch.model.families import FAMILIES
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 331,
@@ -29,7 +29,7 @@ SHAPE: dict[str, Any] = {
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return a model of `config` with random weights, the same each time."""
     torch.manual_seed(5)
-    model = getattr(transformers, ARCHITECTURES[config.model_type])(config).eval()
+    model = getattr(transformers, FAMILIES[config.model_type].architecture)(config).eval()
     for name, weight in model.named_parameters():
         # Norms and biases are initialized to ones and zeros, which would hide a mix-up.
         if weight.ndim == 1:

@@ -39,11 +39,12 @@ def build_engine(config: ShardConfig) -> Engine:
 
 def _build_with_transformers(config: ShardConfig, folder: Path) -> Engine:
     if find_spec("transformers") is None:
-        from text_generation_shard.engines.torch.model.config import ARCHITECTURES, read_model_type
+        from text_generation_shard.engines.torch.model.config import read_model_type
+        from text_generation_shard.engines.torch.model.families import FAMILIES
 
         raise EngineError(
             f"{folder}: model_type {read_model_type(folder)} needs transformers: "
-            f"pip install 'text-generation-trtllm[transformers]' (without it: {', '.join(ARCHITECTURES)})"
+            f"pip install 'text-generation-trtllm[transformers]' (without it: {', '.join(FAMILIES)})"
         )
     from text_generation_shard.engines.torch.huggingface.build import build_huggingface_engine
 

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import Driver
+from engine_driver import Driver, Stream
 from full_grid import full
 from tiny_transformers import SHAPE as TINY_SHAPE
 from tiny_transformers import random_model, save
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Ernie4_5Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
+    MistralConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+)
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import Engine
 from text_generation_shard.engines import build_engine
+from text_generation_shard.engines.torch.build import engine_info
+from text_generation_shard.engines.torch.cuda.build import build_on_cuda
 from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.model.config import read_model_config
 
 NEW_TOKENS = 16
 LENGTHS = (1, 16, 31, 50, 200)
 SHAPE = TINY_SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama, tied": LlamaConfig(**SHAPE | {"tie_word_embeddings": True}),
@@ -43,8 +67,80 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "qwen3": Qwen3Config(**SHAPE, head_dim=16),
     "qwen3, tied": Qwen3Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=16, attention_bias=True),
+    "gemma": GemmaConfig(**SHAPE, head_dim=16),
+    "gemma2": Gemma2Config(
+        **SHAPE | {"tie_word_embeddings": True},
+        head_dim=16,
+        sliding_window=19,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3_text": Gemma3TextConfig(
+        **SHAPE, head_dim=16, sliding_window=19, layer_types=MIXED, query_pre_attn_scalar=24
+    ),
+    "gemma3_text, scaled": Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 6},
+        head_dim=16,
+        sliding_window=32,
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "phi3": Phi3Config(**SHAPE, sliding_window=40),
+    "phi3, partial rotation, longrope": Phi3Config(
+        **SHAPE,
+        original_max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 2.5],
+            "long_factor": [9.0, 9.0],
+        },
+    ),
+    "granite": GraniteConfig(
+        **SHAPE,
+        attention_bias=True,
+        embedding_multiplier=7.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=4.0,
+    ),
+    "ministral": MinistralConfig(**SHAPE, head_dim=8, sliding_window=19, layer_types=MIXED),
+    "ministral3": Ministral3Config(
+        **SHAPE,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e5,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
+    "glm": GlmConfig(**SHAPE, head_dim=16),
+    "glm4": Glm4Config(**SHAPE, head_dim=16),
+    "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
+    "smollm3": SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1]),
+    "ernie4_5": Ernie4_5Config(**SHAPE, head_dim=16, use_bias=True),
 }
-ALSO_COVERED = {"llama", "mistral", "qwen2", "qwen3"}
+ALSO_COVERED = {
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3_text, scaled",
+    "ministral",
+    "glm",
+    "phi3",
+    "seed_oss",
+}
 """Configs whose features other configs cover. The tests of rope frequencies cover the other rope types."""
 
 
@@ -53,6 +149,8 @@ class Pair:
     """An engine, and the results of transformers with the same checkpoint."""
 
     engine: TorchEngine
+    on_device: Engine
+    """An engine with asynchronous steps and the reference kernels."""
     prompts: list[tuple[int, ...]]
     reference: list[list[int]]
     prompt_logprobs: list[float]
@@ -66,7 +164,10 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     model = random_model(CONFIGS[request.param])
     folder = save(model, tmp_path_factory.mktemp("checkpoint"))
-    engine = build_engine(ShardConfig(model_path=folder, device="cpu", max_batch_size=16))
+    config = ShardConfig(model_path=folder, device="cpu", max_batch_size=16)
+    engine, model_config = build_engine(config), read_model_config(Path(folder))
+    info = engine_info(config, model_config, torch.device("cpu"), None)
+    on_device = build_on_cuda(config, model_config, info, None)
     prompts = [tuple(torch.randint(0, SHAPE["vocab_size"], (length,)).tolist()) for length in LENGTHS]
     reference = []
     with torch.inference_mode():
@@ -78,7 +179,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             reference.append(out[0, len(prompt) :].tolist())
         logprobs = model(torch.tensor([prompts[-1]])).logits[0].float().log_softmax(-1)
     targets = torch.tensor(prompts[-1][1:])
-    return Pair(engine, prompts, reference, logprobs[:-1].gather(1, targets.unsqueeze(1)).squeeze(1).tolist())
+    return Pair(
+        engine, on_device, prompts, reference, logprobs[:-1].gather(1, targets.unsqueeze(1)).squeeze(1).tolist()
+    )
 
 
 def test_greedy_tokens_and_prompt_logprobs(pair: Pair) -> None:
@@ -93,13 +196,19 @@ def test_greedy_tokens_and_prompt_logprobs(pair: Pair) -> None:
     assert streams[-1].prompt_logprobs[0][1:] == pytest.approx(pair.prompt_logprobs, abs=2e-4)
 
 
-def test_greedy_tokens_with_chunked_staggered_and_preempted_prompts(pair: Pair) -> None:
-    driver = pair.driver()
+def staggered(driver: Driver, prompts: list[tuple[int, ...]]) -> list[Stream]:
+    """Admit prompts in chunks while earlier ones decode."""
     streams = []
-    for prompt in pair.prompts:
+    for prompt in prompts:
         streams.append(driver.admit(prompt, NEW_TOKENS, chunk=11))
         driver.step()
         driver.step()
+    return streams
+
+
+def test_greedy_tokens_with_chunked_staggered_and_preempted_prompts(pair: Pair) -> None:
+    driver = pair.driver()
+    streams = staggered(driver, pair.prompts)
     replies = []
     for stream in streams:
         resumed = None if stream.is_over else driver.preempt(stream)
@@ -108,3 +217,10 @@ def test_greedy_tokens_with_chunked_staggered_and_preempted_prompts(pair: Pair) 
     driver.run()
     tokens = [stream.tokens + (resumed.tokens if resumed else []) for stream, resumed in replies]
     assert tokens == pair.reference
+
+
+def test_greedy_tokens_of_the_operations_of_a_gpu(pair: Pair) -> None:
+    driver = Driver(pair.on_device, pair.on_device.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    streams = staggered(driver, pair.prompts)
+    driver.run()
+    assert [stream.tokens for stream in streams] == pair.reference

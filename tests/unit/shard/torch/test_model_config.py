@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.model.config import ModelConfig, read_model_config
+from text_generation_shard.engines.torch.model.families import FAMILIES
 from text_generation_shard.engines.torch.model.rope import inverse_frequencies
 
 LLAMA: dict[str, Any] = {
@@ -40,13 +42,13 @@ def read(folder: Path, changes: dict[str, Any], generation: dict[str, Any] | Non
 
 
 def of(model_type: str, **changes: object) -> dict[str, Any]:
-    return {"model_type": model_type, "architectures": ..., **changes}
+    return {"model_type": model_type, "architectures": ..., "num_key_value_heads": 4, **changes}
 
 
 def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, {})
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 8, 1e-6)
-    assert (config.dtype, config.activation, config.rope.theta) == ("float32", "silu", 10_000.0)
+    assert (config.dtype, config.activation, config.ropes[0].theta) == ("float32", "silu", 10_000.0)
     assert (config.tie_word_embeddings, config.qkv_bias, config.mlp_bias) == (False, False, False)
     assert config.windows == (None,) * 4
 
@@ -74,9 +76,11 @@ OLD_ROPE = {"type": "linear", "factor": 8.0, "original_max_position_embeddings":
 )
 def test_spellings_of_transformers(tmp_path: Path, spelling: dict[str, Any], kind: str) -> None:
     config = read(tmp_path, spelling)
-    assert (config.dtype, config.rope.theta, config.rope.factor) == ("bfloat16", 5e5, 8.0)
-    assert config.rope.type == kind
-    assert config.rope.original_max_positions == (64 if kind == "llama3" else config.rope.original_max_positions)
+    assert (config.dtype, config.ropes[0].theta, config.ropes[0].factor) == ("bfloat16", 5e5, 8.0)
+    assert config.ropes[0].type == kind
+    assert config.ropes[0].original_max_positions == (
+        64 if kind == "llama3" else config.ropes[0].original_max_positions
+    )
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -96,7 +100,7 @@ def test_frequencies_are_those_of_transformers(tmp_path: Path, parameters: dict[
     # Enough frequencies that some lie in the bands that llama3 and YaRN interpolate.
     reference = LlamaConfig(**values({"architectures": ...}), head_dim=64, rope_parameters=parameters)
     expected, expected_scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](reference)
-    frequencies, scale = inverse_frequencies(read(tmp_path, {"rope_parameters": parameters}).rope, head_dim=64)
+    frequencies, scale = inverse_frequencies(read(tmp_path, {"rope_parameters": parameters}).ropes[0], head_dim=64)
     assert torch.equal(frequencies, expected)
     assert scale == expected_scale
 
@@ -171,8 +175,8 @@ def test_eos_ids_come_from_generation_config_else_config(
         ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": [1]}, "rope_parameters must be an object"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one for all layers"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"rope_parameters": {"full_attention": [1]}}, "must hold an object for each kind"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', not a token id"),
         (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types must name 4 layers"),
         (of("qwen2", use_sliding_window=True, layer_types=["linear_attention"] * 4), "['linear_attention']"),
@@ -193,3 +197,30 @@ def refusal(folder: Path, config: bytes) -> str:
     with pytest.raises(EngineError, match=r"^[^\n]*config\.json[^\n]*$") as refused:
         read_model_config(folder)
     return str(refused.value)
+
+
+REQUIRED = {
+    "model_type",
+    "architectures",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "eos_token_id",
+    "dtype",
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: str) -> None:
+    """Without its optional fields, a config reads as with the values that transformers gives them."""
+    required = REQUIRED | ({"rope_parameters"} if model_type == "ministral3" else set())
+    reference = AutoConfig.for_model(model_type)
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == FAMILIES[model_type].architecture
+    given = {**reference.to_dict(), "architectures": [FAMILIES[model_type].architecture], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    expected = read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({key: given[key] for key in required if key in given}))
+    assert read_model_config(tmp_path) == expected

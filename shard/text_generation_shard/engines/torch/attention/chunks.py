@@ -6,6 +6,7 @@ the previous step may still be pending, but none before that.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,15 @@ class ChunkAttention:
     """Attention of one rank's heads; `windows` are the sliding windows of the layers, None for full attention."""
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, windows: frozenset[int | None], dtype: torch.dtype
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        windows: frozenset[int | None],
+        dtype: torch.dtype,
+        *,
+        scale: float,
+        softcap: float | None = None,
     ) -> None:
         try:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
@@ -40,6 +49,7 @@ class ChunkAttention:
             raise EngineError(f"head_dim {head_dim} is not served on CUDA, only {', '.join(map(str, HEAD_DIMS))}")
         self._heads = (num_heads, num_kv_heads, head_dim)
         self._dtype = dtype
+        self._scale, self._softcap = scale, softcap
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device="cuda")
         self._buffer_sets: list[dict[int | None, BatchPrefillWithPagedKVCacheWrapper]] = [
             {window: BatchPrefillWithPagedKVCacheWrapper(workspace, "HND") for window in windows}
@@ -66,11 +76,23 @@ class ChunkAttention:
                 BLOCK_SIZE,
                 causal=True,
                 window_left=-1 if window is None else window - 1,
+                sm_scale=self._scale,
+                logits_soft_cap=self._softcap,
                 q_data_type=self._dtype,
                 non_blocking=True,
                 max_token_per_sequence=longest,
             )
 
-    def run(self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor) -> None:
-        """Attend with `queries` [tokens, heads, head_dim] of the planned chunks; `out` [tokens, heads · head_dim]."""
-        self._buffer_sets[0][window].run(queries, cache_layer, out=out.view(queries.shape))
+    def run(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
+        """Attend with `queries` [tokens, heads, head_dim] of the planned chunks; `out` [tokens, heads · head_dim].
+
+        `sinks` [heads] are scores of keys without values. A sink s scales the result by 1 / (1 + exp(s) / Σ exp(scores)).
+        """
+        wrapper, heads_out = self._buffer_sets[0][window], out.view(queries.shape)
+        if sinks is None:
+            wrapper.run(queries, cache_layer, out=heads_out)
+        else:
+            _, log2_sums = wrapper.run(queries, cache_layer, out=heads_out, return_lse=True)
+            heads_out.mul_(torch.sigmoid(log2_sums * math.log(2) - sinks.float()).unsqueeze(-1))

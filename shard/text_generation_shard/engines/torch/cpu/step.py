@@ -33,8 +33,9 @@ class CpuStep:
     def token_ids(self) -> Tensor:
         return self._batch.token_ids
 
-    def embed(self, table: Tensor, out: Tensor | None = None) -> Tensor:
-        return functional.embedding(self._batch.token_ids, table)
+    def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        rows = functional.embedding(self._batch.token_ids, table)
+        return rows if scale == 1.0 else rows.mul_(scale)
 
     def append(self, layer: int, keys_values: Tensor) -> None:
         self._cache.write(layer, self._batch.write_index, keys_values)
@@ -51,11 +52,16 @@ class CpuStep:
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
         if head_norms is not None:
-            normed = functional.rms_norm(rotated, (shape.head_dim,), None, head_norms.query.eps)
+            normed = functional.rms_norm(
+                rotated.to(head_norms.rows.dtype), (shape.head_dim,), None, head_norms.query.eps
+            )
             rotated.copy_(normed * head_norms.rows)
         rotary.rotate(rotated, self._factors_of(rotary, qkv.dtype))
         self.append(layer, heads[:, shape.num_heads :])
-        return heads[:, : shape.num_heads]
+        queries = heads[:, : shape.num_heads]
+        if rotary.rope.query_beta:
+            queries.mul_(rotary.query_factors(self._batch.positions).view(-1, 1, 1).to(qkv.dtype))
+        return queries
 
     def attend(
         self,

@@ -63,7 +63,7 @@ def _kernels(config: ModelConfig, shape: CacheShape, max_slots: int) -> Kernels:
     if shape.device.type == "cpu":
         from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 
-        return ReferenceKernels(config.head_dim)
+        return ReferenceKernels(config.attention_scale, config.attention_softcap)
     from text_generation_shard.engines.torch.ops.triton import TritonKernels
 
     return TritonKernels(config, shape, max_slots)

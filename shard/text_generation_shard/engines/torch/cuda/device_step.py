@@ -44,7 +44,7 @@ class DeviceStep:
         self._num_decoding = num_decoding
         self._ids, self._positions, self._slots = columns.unbind()
         self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
-        self._decode_steps: dict[float, DecodeStep] = {}
+        self._decode_steps: dict[tuple[float, float | None], DecodeStep] = {}
         self._queries: Tensor | None = None
         self._out: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
@@ -61,10 +61,10 @@ class DeviceStep:
         ids = self._ids.long()
         return torch.where(ids >= 0, ids, self._context.last_tokens[self._slots.long()].long())
 
-    def embed(self, table: Tensor, out: Tensor | None = None) -> Tensor:
+    def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         if out is None:
             out = torch.empty(self.num_tokens, table.shape[1], dtype=torch.float32, device=table.device)
-        self._context.kernels.embed(self._ids, self._slots, self._context.last_tokens, table, out)
+        self._context.kernels.embed(self._ids, self._slots, self._context.last_tokens, table, out, scale)
         return out
 
     def rotate_and_append(
@@ -89,6 +89,8 @@ class DeviceStep:
                 shape.num_kv_heads,
                 shape.head_dim,
                 0.0 if head_norms is None else head_norms.query.eps,
+                rotary.rope.query_beta,
+                max(rotary.rope.original_max_positions, 1),
             )
         weights = None if head_norms is None else (head_norms.query.weight, head_norms.key.weight)
         self._context.kernels.rotate_and_append(qkv, out, step, self._context.cache[layer], weights)
@@ -110,17 +112,17 @@ class DeviceStep:
         sinks: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        assert softcap is None
-        assert sinks is None
         context, count = self._context, self._num_decoding
         if out is None:
             out = torch.empty(queries.shape[0], queries[0].numel(), dtype=queries.dtype, device=queries.device)
         row_queries, chunk_queries, row_out, chunk_out = self._divided(queries, out)
         cache_layer, window = context.cache[layer], context.layers[layer].window
         if count:
-            context.kernels.decode_attention(row_queries, cache_layer, self._decode_step(scale), window, row_out)
+            context.kernels.decode_attention(
+                row_queries, cache_layer, self._decode_step(scale, softcap), window, row_out, sinks
+            )
         if count < len(queries):
-            context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out)
+            context.kernels.chunk_attention(chunk_queries, cache_layer, window, chunk_out, sinks)
         return out
 
     def _divided(self, queries: Tensor, out: Tensor) -> tuple[Tensor, ...]:
@@ -131,11 +133,12 @@ class DeviceStep:
             self._parts = queries[:count], queries[count:], out[:count], out[count:]
         return self._parts
 
-    def _decode_step(self, scale: float) -> DecodeStep:
-        if (step := self._decode_steps.get(scale)) is None:
+    def _decode_step(self, scale: float, softcap: float | None) -> DecodeStep:
+        key = scale, softcap
+        if (step := self._decode_steps.get(key)) is None:
             count = self._num_decoding
-            step = self._decode_steps[scale] = DecodeStep(
-                self._positions[:count], self._slots[:count], self._context.block_tables, scale
+            step = self._decode_steps[key] = DecodeStep(
+                self._positions[:count], self._slots[:count], self._context.block_tables, scale, softcap
             )
         return step
 

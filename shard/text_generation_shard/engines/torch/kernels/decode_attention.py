@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import triton
@@ -23,25 +22,18 @@ import triton.language as tl
 from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.arrival import arrives_last
+from text_generation_shard.engines.torch.kernels.decode_launch import (
+    FLOATS_PER_WARP,
+    LaunchConfig,
+    config_for,
+    group_rows,
+)
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 NO_WINDOW = 1 << 30
 """A window longer than any sequence."""
 
 LOG2_E = math.log2(math.e)
-
-MAX_SPLITS = 32
-FLOATS_PER_WARP = 2048
-"""Results that a warp can hold in registers, and partial results that it merges at a time."""
-LONG_ROW_TOKENS = 1024
-"""Minimum split length when the rows alone occupy the device: shorter rows are not split."""
-LONG_ROW_SPLITS = 4
-SECOND_KERNEL_PROGRAMS = 64
-"""Rows times KV heads up to which a second kernel merges the partial results. Measured on an H200, 8 KV heads of 4 query heads,
-head_dim 128, 600 tokens: second kernel 6.8 µs and last arrival 11.4 µs at one row, 14.1 and 18.8 at 8, but 15.0 and 13.4 at 12.
-3 KV heads of 3 query heads, head_dim 64: 4.4 and 5.1 at one row, 10.5 and 13.9 at 20, but 8.4 and 6.9 at 24."""
-
-Merge = Literal["second kernel", "last arrival"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,43 +48,8 @@ class DecodeStep:
     """int32 [slots, blocks of the longest sequence]."""
     scale: float
     """Factor of the products of query and key, usually 1 / √head_dim."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchConfig:
-    """Work distribution of a launch."""
-
-    splits: int
-    """Programs per (row, KV head). Those that a short row does not need exit immediately."""
-    min_blocks: int
-    """Minimum number of blocks per program."""
-    warps: int
-    stages: int
-    """Depth of the software pipeline: stages - 1 blocks are loading while one is processed."""
-    merge: Merge
-    """Merge of the partial results: by a second kernel, which merges the heads in parallel, or by the last program of the
-    row, which saves a launch."""
-
-
-def config_for(rows: int, num_heads: int, num_kv_heads: int, head_dim: int, multiprocessors: int) -> LaunchConfig:
-    """Return the launch configuration for a number of rows; it does not depend on lengths."""
-    programs = rows * num_kv_heads
-    results = _group_rows(num_heads, num_kv_heads) * triton.next_power_of_2(head_dim)
-    stages = 4 if head_dim > 64 else 6
-    # A single warp needs no synchronization, but must hold all results in its registers.
-    warps = min(4, -(-results // FLOATS_PER_WARP))
-    if programs >= 6 * multiprocessors:
-        return LaunchConfig(LONG_ROW_SPLITS, LONG_ROW_TOKENS // BLOCK_SIZE, warps, stages, "last arrival")
-    splits = min(MAX_SPLITS, triton.next_power_of_2(-(-4 * multiprocessors // programs)))
-    merge: Merge = "second kernel" if programs <= SECOND_KERNEL_PROGRAMS else "last arrival"
-    # With so few rows the device is not full: more warps start and merge the partial results sooner.
-    return LaunchConfig(splits, 1, warps if splits <= 8 else 4, stages, merge)
-
-
-def _group_rows(num_heads: int, num_kv_heads: int) -> int:
-    """Return the rows of the product of a KV head's queries and keys: at least the 16 of a matrix instruction."""
-    rows: int = triton.next_power_of_2(num_heads // num_kv_heads)
-    return max(16, rows)
+    softcap: float | None = None
+    """If given, scores s become softcap · tanh(s / softcap)."""
 
 
 class DecodeAttention:
@@ -114,7 +71,7 @@ class DecodeAttention:
         self._num_heads = num_heads
         self._num_kv_heads = num_kv_heads
         self._head_dim = head_dim
-        self._group_rows = _group_rows(num_heads, num_kv_heads)
+        self._group_rows = group_rows(num_heads, num_kv_heads)
         self._width = triton.next_power_of_2(head_dim)
         gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         multiprocessors = gpu.multi_processor_count if gpu else 1
@@ -127,11 +84,20 @@ class DecodeAttention:
         self._logs = torch.empty(parts, num_heads, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(max_rows, num_kv_heads, dtype=torch.int32, device=device)
 
-    def run(self, queries: Tensor, cache_layer: Tensor, step: DecodeStep, window: int | None, out: Tensor) -> None:
+    def run(
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        step: DecodeStep,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """out = softmax(scale · q·kᵀ)·v, [T, num_heads · head_dim], in the dtype of `queries`.
 
         `queries` [T, num_heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, num_kv_heads,
         BLOCK_SIZE, head_dim], contiguous. With a `window`, only keys with position − window < key <= position.
+        `sinks` [num_heads] are scores of keys without values.
         """
         rows = queries.shape[0]
         config = self._configs[rows - 1]
@@ -145,7 +111,9 @@ class DecodeAttention:
             self._partials,
             self._logs,
             self._arrivals,
-            step.scale * LOG2_E,
+            sinks,
+            step.scale * LOG2_E if step.softcap is None else step.scale / step.softcap,
+            0.0 if step.softcap is None else step.softcap * LOG2_E,
             NO_WINDOW if window is None else window,
             config.min_blocks,
             queries.stride(0),
@@ -153,6 +121,7 @@ class DecodeAttention:
             out.stride(0),
             LAST_ARRIVAL_MERGES=config.merge == "last arrival",
             HAS_WINDOW=window is not None,
+            HAS_SOFTCAP=step.softcap is not None,
             MERGED=FLOATS_PER_WARP * config.warps,
             KV_HEADS=self._num_kv_heads,
             GROUP=self._num_heads // self._num_kv_heads,
@@ -169,6 +138,7 @@ class DecodeAttention:
                 out,
                 self._partials,
                 self._logs,
+                sinks,
                 NO_WINDOW if window is None else window,
                 config.splits,
                 config.min_blocks,
@@ -193,7 +163,9 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     partials: tl.tensor,
     logs: tl.tensor,
     arrivals: tl.tensor,
+    sinks: tl.tensor | None,
     scale: float,
+    softcap: float,
     window: int,
     min_blocks: int,
     query_stride: int,
@@ -206,6 +178,7 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     MERGED: tl.constexpr,
     LAST_ARRIVAL_MERGES: tl.constexpr,
 ) -> None:
@@ -248,7 +221,11 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
         sources = keys_of_head + number.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + element_offsets
         key = tl.load(sources, mask=visible[:, None] & is_dim, other=0.0)
         value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=visible[:, None] & is_dim, other=0.0)
-        scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, float("-inf"))
+        scores = tl.dot(query, tl.trans(key)) * scale
+        if HAS_SOFTCAP:
+            # tanh(x) = 2 · sigmoid(2x) - 1.
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_maximum[:, None])
         decay = tl.exp2(maximum - new_maximum)
@@ -256,6 +233,9 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
         mean = tl.dot(weights.to(value.dtype), value, mean * decay[:, None])
         maximum = new_maximum
         number = next_number
+    if sinks is not None:
+        # A row that is split adds the sinks when its parts are merged.
+        total = tl.where(parts == 1, total + _sink_weights(sinks, heads, GROUP, maximum), total)
     mean = mean / total[:, None]
 
     if parts == 1:
@@ -270,6 +250,7 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
                 _merge(
                     partials,
                     logs,
+                    sinks,
                     out,
                     row,
                     splits,
@@ -290,6 +271,7 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     out: tl.tensor,
     partials: tl.tensor,
     logs: tl.tensor,
+    sinks: tl.tensor | None,
     window: int,
     splits: int,
     min_blocks: int,
@@ -303,7 +285,7 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     head, row = tl.program_id(0), tl.program_id(1)
     _, _, _, parts = _row_parts(tl.load(positions + row), window, splits, min_blocks, BLOCK)
     if parts > 1:
-        _merge(partials, logs, out, row, splits, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
+        _merge(partials, logs, sinks, out, row, splits, parts, head, out_stride, HEADS, 1, HEAD_DIM, WIDTH, MERGED)
 
 
 @triton.jit
@@ -322,6 +304,7 @@ def _row_parts(
 def _merge(  # noqa: PLR0913 – called from kernels only, whose arguments are flat
     partials: tl.tensor,
     logs: tl.tensor,
+    sinks: tl.tensor | None,
     out: tl.tensor,
     row: tl.tensor,
     splits: int,
@@ -363,6 +346,16 @@ def _merge(  # noqa: PLR0913 – called from kernels only, whose arguments are f
         total = total * decay + tl.sum(weights, axis=0)
         mean = mean * decay[:, None] + tl.sum(weights[:, :, None] * partial, axis=0)
         maximum = new_maximum
+    if sinks is not None:
+        total += _sink_weights(sinks, heads, GROUP, maximum)
     mean = mean / total[:, None]
     targets = out + row * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     tl.store(targets, mean.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & is_dim[None, :])
+
+
+@triton.jit
+def _sink_weights(sinks: tl.tensor, heads: tl.tensor, GROUP: tl.constexpr, maximum: tl.tensor) -> tl.tensor:
+    """Return the weights of the sinks relative to `maximum`, which is in units of log 2; rows beyond the group get any."""
+    first = tl.min(heads, axis=0)
+    scores = tl.load(sinks + tl.minimum(heads, first + GROUP - 1)).to(tl.float32)
+    return tl.exp2(scores * 1.4426950408889634 - maximum)

@@ -11,8 +11,8 @@ _BLOCK = 1024
 """Columns per program: eight per thread, with four warps."""
 
 
-def embed(ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor) -> None:
-    """residual[t] = float(table[id]), with id = ids[t], or last_tokens[slots[t]] if ids[t] is negative.
+def embed(ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor, scale: float = 1.0) -> None:
+    """residual[t] = scale · float(table[id]), with id = ids[t], or last_tokens[slots[t]] if ids[t] is negative.
 
     `ids` and `slots` int32 [tokens], `last_tokens` int32 [slots], `table` [vocabulary, hidden] in any float dtype,
     `residual` float32 [tokens, hidden]. The ids are not checked against the table.
@@ -26,6 +26,7 @@ def embed(ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residu
         residual,
         table.stride(0),
         residual.stride(0),
+        SCALE=scale,
         HIDDEN=hidden,
         BLOCK=_BLOCK,
         num_warps=4,
@@ -42,6 +43,7 @@ def _embed_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     residual: tl.tensor,
     table_stride: int,
     residual_stride: int,
+    SCALE: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -53,4 +55,6 @@ def _embed_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         known = tl.load(last_tokens + tl.load(slots + token))
     row = table + known.to(tl.int64) * table_stride  # a table may have more than 2³¹ elements
     values = tl.load(row + columns, mask=inside).to(tl.float32)
+    if SCALE != 1.0:
+        values *= SCALE
     tl.store(residual + token * residual_stride + columns, values, mask=inside)

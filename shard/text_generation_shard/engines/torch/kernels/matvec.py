@@ -80,18 +80,18 @@ def _order(config: MatvecConfig, weight: Tensor) -> Order:
     return config.order if config.order != "pdl" or supports_pdl(weight) else "ahead"
 
 
-def matvec(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """out = x · weightᵀ (+ bias), computed in float32 and rounded once to the dtype of `out`.
+def matvec(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+    """out = scale · (x · weightᵀ (+ bias)), computed in float32 and rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]. At most
     MAX_ROWS rows, here and below. The weight is contiguous; x and out may be slices of wider tensors.
     """
-    _launch(x, weight, out, bias)
+    _launch(x, weight, out, bias, scale=scale)
 
 
-def matvec_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> None:
-    """residual += x · weightᵀ (+ bias), in place: `residual` float32 [rows, outputs], the rest as for `matvec`."""
-    _launch(x, weight, residual, bias, add=True)
+def matvec_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+    """residual += scale · (x · weightᵀ (+ bias)), in place: `residual` float32 [rows, outputs], the rest as for `matvec`."""
+    _launch(x, weight, residual, bias, add=True, scale=scale)
 
 
 def norm_matvec(
@@ -151,6 +151,7 @@ def _launch(
     *,
     norm: tuple[Tensor | None, float] = (None, 0.0),
     add: bool = False,
+    scale: float = 1.0,
 ) -> None:
     outputs, inputs = weight.shape
     config = config_for(len(x), outputs, inputs)
@@ -168,6 +169,7 @@ def _launch(
         ROWS=len(x),
         K=inputs,
         ADD=add,
+        SCALE=scale,
         ORDER=order,
         BLOCK_N=config.block_n,
         BLOCK_K=triton.next_power_of_2(inputs),
@@ -190,6 +192,7 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     ROWS: tl.constexpr,
     K: tl.constexpr,
     ADD: tl.constexpr,
+    SCALE: tl.constexpr,
     ORDER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -208,13 +211,15 @@ def _matvec_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         if ADD:
             addend += tl.load(targets, mask=inside, other=0.0)
         if bias is not None:
-            addend += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+            addend += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32) * SCALE
         values = _vector(x + row * x_stride, K, BLOCK_K)
         if norm_weight is not None:
             # The scale depends on the whole row, so it is applied last.
             sums = _times(tile, values * factors) * norm_scale(values, eps, K)
         else:
             sums = _times(tile, values)
+        if SCALE != 1.0:
+            sums *= SCALE
         tl.store(targets, (sums + addend).to(out.dtype.element_ty), mask=inside)
 
 

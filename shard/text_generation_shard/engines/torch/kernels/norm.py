@@ -20,26 +20,47 @@ def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
     `residual` float32 [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype.
     """
-    _launch(None, residual, weight, eps, out)
+    _launch(None, residual, weight, eps, out, None, 1.0)
 
 
-def add_rms_norm(update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """residual += update, in place; then `rms_norm`. `update` [tokens, hidden] has any float dtype."""
-    _launch(update, residual, weight, eps, out)
+def add_rms_norm(
+    update: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    update_weight: Tensor | None = None,
+    scale: float = 1.0,
+) -> None:
+    """residual += scale · update, in place; then `rms_norm`. `update` [tokens, hidden] has any float dtype.
+
+    With an `update_weight` [hidden], the update is normed before it is added.
+    """
+    _launch(update, residual, weight, eps, out, update_weight, scale)
 
 
-def _launch(update: Tensor | None, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+def _launch(
+    update: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    update_weight: Tensor | None,
+    scale: float,
+) -> None:
     tokens, hidden = residual.shape
     block, num_warps = row_tile(hidden, _ELEMENTS_PER_THREAD)
     _norm_kernel[(tokens,)](
         update,
         residual,
+        update_weight,
         weight,
         out,
         0 if update is None else update.stride(0),
         residual.stride(0),
         out.stride(0),
         eps,
+        SCALE=scale,
         HIDDEN=hidden,
         BLOCK=block,
         num_warps=num_warps,
@@ -50,12 +71,14 @@ def _launch(update: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
 def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     update: tl.tensor | None,
     residual: tl.tensor,
+    update_weight: tl.tensor | None,
     weight: tl.tensor,
     out: tl.tensor,
     update_stride: int,
     residual_stride: int,
     out_stride: int,
     eps: float,
+    SCALE: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -65,7 +88,13 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     values = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if update is not None:
-        values += tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        added = tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        if update_weight is not None:
+            update_factors = tl.load(update_weight + columns, mask=inside, other=0.0).to(tl.float32)
+            added *= norm_scale(added, eps, HIDDEN) * update_factors
+        if SCALE != 1.0:
+            added *= SCALE
+        values += added
         tl.store(residual + row * residual_stride + columns, values, mask=inside)
     normed = values * norm_scale(values, eps, HIDDEN) * factors
     tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)

@@ -39,6 +39,9 @@ class RopeStep:
     head_dim: int
     eps: float
     """Epsilon of the query and key norms."""
+    query_beta: float = 0.0
+    """Rotated queries are multiplied by 1 + query_beta · ln(1 + ⌊position / query_period⌋)."""
+    query_period: int = 1
 
 
 def rotate_and_append(
@@ -75,6 +78,9 @@ def rotate_and_append(
         queries.stride(0),
         step.block_tables.stride(0),
         step.eps,
+        step.query_beta,
+        step.query_period,
+        HAS_QUERY_SCALE=step.query_beta != 0.0,
         NUM_HEADS=step.num_heads,
         NUM_KV_HEADS=step.num_kv_heads,
         HALF=step.head_dim // 2,
@@ -111,6 +117,9 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     queries_stride: int,
     block_tables_stride: int,
     eps: float,
+    query_beta: float,
+    query_period: int,
+    HAS_QUERY_SCALE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -148,6 +157,10 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     first = tl.where(is_value, first, normed_first * cos - normed_second * sin)
     second = tl.where(is_value, second, normed_second * cos + normed_first * sin)
 
+    if HAS_QUERY_SCALE:
+        query_scale = 1.0 + query_beta * tl.log(1.0 + (position // query_period).to(tl.float32))
+        first = tl.where(is_query, first * query_scale, first)
+        second = tl.where(is_query, second * query_scale, second)
     rotated = queries + token * queries_stride + elements
     tl.store(rotated, first.to(queries.dtype.element_ty), mask=is_query & inside)
     tl.store(rotated + HALF, second.to(queries.dtype.element_ty), mask=is_query & inside)

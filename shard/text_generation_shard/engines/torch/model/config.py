@@ -6,6 +6,7 @@ Models that this engine would compute wrongly are refused by name here, so that 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
@@ -14,6 +15,8 @@ import structlog
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
+from text_generation_shard.engines.torch.model.families import FAMILIES, Family, Flag, NormNames
+from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes
 from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.quantization.schemes import (
     KV_KEYS,
@@ -24,40 +27,13 @@ from text_generation_shard.json_object import MAX_COUNTS, JsonObject
 
 log = structlog.get_logger()
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""config.json's model_type, and the architecture of that type that generates text."""
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""`dynamic` and `longrope` are left out: they change the rotation with the sequence length, so keys cannot be cached."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding; the fields are those of transformers' `rope_parameters`."""
-
-    type: str
-    theta: float
-    factor: float = 1.0
-    original_max_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder."""
+    """Shape of a decoder."""
 
     model_type: str
     dtype: str
@@ -70,13 +46,25 @@ class ModelConfig:
     head_dim: int
     activation: str
     rms_norm_eps: float
-    rope: Rope
+    zero_centered_norms: bool
+    norms: NormNames
+    ropes: tuple[Rope, ...]
+    """The rotation of each layer."""
     max_sequence_length: int
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    fused_qkv: bool
+    fused_gate_up: bool
     query_key_norm: bool
+    attention_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    embedding_scale: float
+    residual_scale: float
+    """Factor of the outputs of attention and MLP."""
+    logits_divisor: float
     windows: tuple[int | None, ...]
     """For each layer, the number of positions it attends to, including the token's own; None: all."""
     eos_token_ids: tuple[int, ...]
@@ -106,53 +94,64 @@ def read_model_type(folder: Path) -> str:
 
 def is_native(folder: Path) -> bool:
     """Return True if the model in `folder` is of a type that this engine computes itself. Raises EngineError."""
-    return _read(folder, "config.json").optional_text("model_type") in ARCHITECTURES
+    return _read(folder, "config.json").optional_text("model_type") in FAMILIES
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read the config of the model in `folder`. Raises EngineError with a one-line message if it is not supported."""
     raw = _read(folder, "config.json")
     model_type = raw.optional_text("model_type")
-    if model_type not in ARCHITECTURES:
-        raise raw.error(f"model_type {shortened(model_type)} is not supported, only {', '.join(ARCHITECTURES)}")
-    architectures = raw.get("architectures") or [ARCHITECTURES[model_type]]
-    if not isinstance(architectures, list) or ARCHITECTURES[model_type] not in architectures:
-        raise raw.error(f"architecture {repr(architectures)[:200]} is not supported, only {ARCHITECTURES[model_type]}")
+    if model_type not in FAMILIES:
+        raise raw.error(f"model_type {shortened(model_type)} is not supported, only {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    architectures = raw.get("architectures") or [family.architecture]
+    if not isinstance(architectures, list) or family.architecture not in architectures:
+        raise raw.error(f"architecture {repr(architectures)[:200]} is not supported, only {family.architecture}")
     hidden_size = raw.count("hidden_size")
     num_heads = raw.count("num_attention_heads")
-    num_kv_heads = raw.count("num_key_value_heads", num_heads)
-    # Qwen3Config is the only one with a default head_dim.
-    head_dim = raw.count("head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads)
+    kv_heads_default = num_heads if raw.is_null("num_key_value_heads") else family.num_kv_heads or num_heads
+    num_kv_heads = raw.count("num_key_value_heads", kv_heads_default)
+    head_dim = raw.count("head_dim", family.head_dim or hidden_size // num_heads)
     if num_heads % num_kv_heads:
         raise raw.error(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
-    if head_dim % 2:
+    num_layers = raw.count("num_hidden_layers")
+    windows = _windows(raw, family, num_layers)
+    ropes = read_ropes(raw, family, windows)
+    if head_dim % 2 or any(rope.rotary_dim(head_dim) % 2 for rope in ropes):
         raise raw.error(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
-    activation = raw.optional_text("hidden_act") or "silu"
-    if activation not in ACTIVATIONS:
-        raise raw.error(f"hidden_act {shortened(activation)} is not supported, only {', '.join(ACTIVATIONS)}")
-    max_positions = raw.count("max_position_embeddings")
-    rope = _rope(raw, max_positions)
-    all_biased = model_type in ("llama", "qwen3") and raw.flag("attention_bias", default=False)
+    if wrong := [rope for rope in ropes if rope.factors and len(rope.factors) != rope.rotary_dim(head_dim) // 2]:
+        raise raw.error(f"longrope has {len(wrong[0].factors)} factors for {wrong[0].rotary_dim(head_dim)} dimensions")
     return ModelConfig(
         model_type=model_type,
         dtype=_dtype(raw),
         vocab_size=raw.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=raw.count("intermediate_size"),
-        num_layers=(num_layers := raw.count("num_hidden_layers")),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        activation=activation,
-        rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        max_sequence_length=_max_sequence_length(raw, rope, max_positions),
-        tie_word_embeddings=raw.flag("tie_word_embeddings", default=False),
-        qkv_bias=all_biased or model_type == "qwen2",
-        output_bias=all_biased,
-        mlp_bias=model_type == "llama" and raw.flag("mlp_bias", default=False),
-        query_key_norm=model_type == "qwen3",
-        windows=_windows(raw, model_type, num_layers),
+        activation=_activation(raw, family),
+        rms_norm_eps=raw.number("rms_norm_eps", family.rms_norm_eps),
+        zero_centered_norms=family.zero_centered_norms,
+        norms=family.norms,
+        ropes=ropes,
+        max_sequence_length=_max_sequence_length(raw, ropes),
+        tie_word_embeddings=raw.flag("tie_word_embeddings", default=family.tie_word_embeddings),
+        qkv_bias=_flag(raw, family.qkv_bias),
+        output_bias=_flag(raw, family.output_bias),
+        mlp_bias=_flag(raw, family.mlp_bias),
+        fused_qkv=family.fused_qkv,
+        fused_gate_up=family.fused_gate_up,
+        query_key_norm=family.query_key_norm,
+        attention_scale=_attention_scale(raw, family, head_dim),
+        attention_softcap=_softcap(raw, "attn_logit_softcapping", family.attention_softcap),
+        final_softcap=_softcap(raw, "final_logit_softcapping", family.final_softcap),
+        embedding_scale=_multiplier(raw, family, "embedding_multiplier")
+        * (hidden_size**0.5 if family.scales_embedding else 1.0),
+        residual_scale=_multiplier(raw, family, "residual_multiplier"),
+        logits_divisor=_multiplier(raw, family, "logits_scaling"),
+        windows=windows,
         eos_token_ids=eos_token_ids(folder, raw),
         quantization=_quantization(folder, raw),
     )
@@ -190,80 +189,79 @@ def _dtype(raw: JsonObject) -> str:
     return dtype
 
 
-def _rope(raw: JsonObject, max_positions: int) -> Rope:
-    """Port of transformers' `RotaryEmbeddingConfigMixin.convert_rope_params_to_dict`, for one set of parameters."""
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise raw.error("rope_parameters must be an object")
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_TYPES or any(isinstance(value, dict) for value in given.values()):
-        raise raw.error(
-            f"rope type {shortened(kind)} is not supported, only {', '.join(ROPE_TYPES)}, one for all layers"
-        )
-    if (given.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise raw.error("partial_rotary_factor is not supported")
-    inner = JsonObject(raw.path, given, advice=f"; rope type {kind!r} needs it")
-    number = inner.number
-    if (theta := number("rope_theta", raw.number("rope_theta", 10_000.0))) <= 1:
-        raise raw.error(f"rope_theta is {theta}, not above 1")
-    if kind == "default":
-        return Rope(kind, theta)
-    if kind == "linear":
-        return Rope(kind, theta, factor=number("factor"))
-    key = "original_max_position_embeddings"
-    original = raw.count(key) if key in raw else inner.count(key, max_positions)
-    if kind == "llama3":
-        return Rope(
-            kind,
-            theta,
-            factor=number("factor"),
-            original_max_positions=original,
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
-        )
-    return Rope(
-        kind,
-        theta,
-        factor=number("factor", max_positions / original),
-        original_max_positions=original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        attention_factor=None if given.get("attention_factor") is None else number("attention_factor"),
-        mscale=number("mscale") if given.get("mscale") else 0.0,
-        mscale_all_dim=number("mscale_all_dim") if given.get("mscale_all_dim") else 0.0,
-        truncate=given.get("truncate") is not False,
-    )
+def _activation(raw: JsonObject, family: Family) -> str:
+    name = family.activation_field
+    activation = raw.optional_text(name) or family.activation
+    if activation not in ACTIVATIONS:
+        raise raw.error(f"{name} {shortened(activation)} is not supported, only {', '.join(ACTIVATIONS)}")
+    return activation
 
 
-def _max_sequence_length(raw: JsonObject, rope: Rope, max_positions: int) -> int:
+def _flag(raw: JsonObject, flag: Flag) -> bool:
+    return flag if isinstance(flag, bool) else raw.flag(flag[0], default=flag[1])
+
+
+def _attention_scale(raw: JsonObject, family: Family, head_dim: int) -> float:
+    match family.attention_scale:
+        case "head_dim":
+            return 1.0 / math.sqrt(head_dim)
+        case "query_pre_attn_scalar":
+            return 1.0 / math.sqrt(raw.number("query_pre_attn_scalar", 256.0))
+        case "attention_multiplier":
+            return raw.number("attention_multiplier", 1.0)
+
+
+def _softcap(raw: JsonObject, name: str, default: float | None) -> float | None:
+    """Return the cap c of scores s, which become c·tanh(s / c). Null means none."""
+    if name in raw and (default is not None or name == "final_logit_softcapping"):
+        return raw.number(name)
+    return None if raw.is_null(name) else default
+
+
+def _multiplier(raw: JsonObject, family: Family, name: str) -> float:
+    return raw.number(name, 1.0) if family.multipliers else 1.0
+
+
+def _max_sequence_length(raw: JsonObject, ropes: tuple[Rope, ...]) -> int:
     """Return max_position_embeddings, which includes the scaling factor, except in some YaRN checkpoints."""
-    if rope.type != "yarn":
-        return max_positions
-    length = max(max_positions, int(rope.original_max_positions * rope.factor))
+    max_positions = raw.count("max_position_embeddings")
+    yarn = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.type == "yarn"]
+    length = max([max_positions, *yarn])
     if length > MAX_COUNTS["max_position_embeddings"]:
         raise raw.error(f"YaRN extends the sequences to {length} positions, more than any model has")
     return length
 
 
-def _windows(raw: JsonObject, model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, as MistralModel and Qwen2Config/Qwen3Config define it."""
-    if model_type == "mistral":
-        # MistralConfig has a default window; null disables it.
-        window = None if raw.is_null("sliding_window") else raw.count("sliding_window", 4096)
-        return (window,) * num_layers
-    if model_type == "llama" or not raw.flag("use_sliding_window", default=False):
+def _windows(raw: JsonObject, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer, as the config classes of transformers define it."""
+    if family.windows == "none":
         return (None,) * num_layers
-    window = raw.count("sliding_window", 4096)
+    if family.windows == "use_sliding_window" and not raw.flag("use_sliding_window", default=False):
+        return (None,) * num_layers
+    # A null disables the window.
+    has_window = "sliding_window" in raw or (family.window is not None and not raw.is_null("sliding_window"))
+    window = raw.count("sliding_window", family.window) if has_window else None
     types = raw.get("layer_types")
+    if family.windows == "all layers":
+        return (window,) * num_layers
     if types is None:
-        first = raw.get("max_window_layers")
-        first = first if isinstance(first, int) else 28
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+        return tuple(window if _is_sliding(raw, family, layer) else None for layer in range(num_layers))
     if not isinstance(types, list) or len(types) != num_layers:
         raise raw.error(f"layer_types must name {num_layers} layers")
-    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+    if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
         raise raw.error(f"layer types {shortened(unknown[:1])} are not supported")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if SLIDING in types and window is None:
+        raise raw.error("layer_types names layers with a window, and sliding_window is missing")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _is_sliding(raw: JsonObject, family: Family, layer: int) -> bool:
+    """Return True if a layer has a window, without layer_types."""
+    if family.windows == "use_sliding_window":
+        first = raw.get("max_window_layers")
+        return layer >= (first if isinstance(first, int) else 28)
+    pattern = raw.count("sliding_window_pattern", family.window_pattern)
+    return pattern == 1 or (layer + 1) % pattern != 0
 
 
 def eos_token_ids(folder: Path, raw: JsonObject) -> tuple[int, ...]:

@@ -72,10 +72,13 @@ class Decoder:
         self._ops = ops
         self._group = group
         self._device = weights.embedding.device
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, self._device)
+        rotary = {rope: RotaryEmbedding(rope, config.head_dim, self._device) for rope in set(config.ropes)}
         if ops.has_buffers:
-            self._rotary.fill_table(config.max_sequence_length)
-        self._scale = config.head_dim**-0.5
+            for each in rotary.values():
+                each.fill_table(config.max_sequence_length)
+        self._rotary = [rotary[rope] for rope in config.ropes]
+        # Rounded to the dtype of the embedding, as in transformers.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
         self.num_pieces = config.num_layers + 1
 
     def forward(self, step: Step) -> Tensor:
@@ -89,11 +92,11 @@ class Decoder:
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
         head, size = self._weights.head, self._group.tp.world_size
         if size == 1:
-            return head(hidden, None if memory is None else memory[: len(hidden)])
+            return self._capped(head(hidden, None if memory is None else memory[: len(hidden)]))
         if memory is None:
             memory = self.logits_memory(len(hidden))
         self._group.all_gather_last_dim(head(hidden), memory[: len(hidden)])
-        return memory[: len(hidden), : self._config.vocab_size]
+        return self._capped(memory[: len(hidden), : self._config.vocab_size])
 
     def logits_memory(self, rows: int) -> Tensor:
         width = self._group.tp.world_size * self._weights.head.weight.shape[0]
@@ -127,8 +130,8 @@ class Decoder:
         """
         layers = self._weights.layers
         if index == 0:
-            residual = state.step.embed(self._weights.embedding, state.buffers.residual)
-            state.stream = ResidualStream(residual, state.buffers.normed)
+            residual = state.step.embed(self._weights.embedding, self._embedding_scale, state.buffers.residual)
+            state.stream = ResidualStream(residual, state.buffers.normed, scale=self._config.residual_scale)
         else:
             self._after_attention(layers[index - 1], state)
         if index < len(layers):
@@ -138,14 +141,28 @@ class Decoder:
 
     def attend(self, index: int, state: ForwardPass) -> None:
         """Compute the attention of a layer."""
-        state.attended = state.step.attend(index, state.queries, self._scale, out=state.buffers.attended)
+        config = self._config
+        state.attended = state.step.attend(
+            index, state.queries, config.attention_scale, softcap=config.attention_softcap, out=state.buffers.attended
+        )
 
     def _before_attention(self, index: int, layer: LayerWeights, state: ForwardPass) -> None:
         qkv = self._ops.norm_linear(state.stream, layer.input_norm, layer.qkv, state.buffers.qkv)
-        state.queries = state.step.rotate_and_append(index, qkv, self._rotary, layer.head_norms, state.buffers.queries)
+        state.queries = state.step.rotate_and_append(
+            index, qkv, self._rotary[index], layer.head_norms, state.buffers.queries
+        )
 
     def _after_attention(self, layer: LayerWeights, state: ForwardPass) -> None:
         ops, stream = self._ops, state.stream
-        ops.add_linear(stream, state.attended, layer.output)
+        ops.add_linear(stream, state.attended, layer.output, layer.after_attention)
         inner = ops.norm_linear_activate(stream, layer.mlp_norm, layer.gate_up, self._config.activation)
-        ops.add_linear(stream, inner, layer.down)
+        ops.add_linear(stream, inner, layer.down, layer.after_mlp)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """Return the logits after the last operations of the model, in place."""
+        config = self._config
+        if config.logits_divisor != 1.0:
+            logits.div_(config.logits_divisor)
+        if config.final_softcap is not None:
+            logits.div_(config.final_softcap).tanh_().mul_(config.final_softcap)
+        return logits

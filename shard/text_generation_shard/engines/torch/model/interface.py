@@ -31,8 +31,8 @@ class Step(Protocol):
         """Return the token ids, int64 [tokens]."""
         ...
 
-    def embed(self, table: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the rows of `table` [vocabulary, hidden] of the tokens."""
+    def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """Return the rows of `table` [vocabulary, hidden] of the tokens, times `scale`."""
         ...
 
     def append(self, layer: int, keys_values: Tensor) -> None:

@@ -6,11 +6,19 @@ import torch
 
 
 class RMSNorm:
-    """x · rsqrt(mean(x²) + eps) · weight over vectors of some width."""
+    """x · rsqrt(mean(x²) + eps) · weight over vectors of some width. Fill `weight`, then process it."""
 
-    def __init__(self, width: int, eps: float, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, width: int, eps: float, device: torch.device, dtype: torch.dtype, *, zero_centered: bool = False
+    ) -> None:
         self.weight = torch.empty(width, device=device, dtype=dtype)
         self.eps = eps
+        self._zero_centered = zero_centered
+
+    def process_weights_after_loading(self) -> None:
+        """Add the 1 of a zero-centered weight, in float32: in bfloat16 the 1 would take the weight's bits."""
+        if self._zero_centered:
+            self.weight = self.weight.float() + 1.0
 
 
 class HeadNorms:
@@ -19,9 +27,12 @@ class HeadNorms:
     def __init__(self, query: RMSNorm, key: RMSNorm) -> None:
         self.query, self.key = query, key
         self.rows = torch.empty(0)
-        """[query heads + key heads, head_dim], after `stack`: one weight row per head, so that all are normed at once."""
+        """[query heads + key heads, head_dim], after loading: one weight row per head, so that all are normed at once."""
 
-    def stack(self, num_heads: int, num_kv_heads: int) -> None:
-        """Fill `rows` from the loaded weights."""
+    def process_weights_after_loading(self, num_heads: int, num_kv_heads: int, order: list[int] | None) -> None:
+        """Fill `rows`; `order` is that of the dimensions of a head: see `head_order`."""
+        for norm in (self.query, self.key):
+            norm.process_weights_after_loading()
+            norm.weight = norm.weight if order is None else norm.weight[order]
         weights = (self.query.weight.expand(num_heads, -1), self.key.weight.expand(num_kv_heads, -1))
         self.rows = torch.cat(weights)

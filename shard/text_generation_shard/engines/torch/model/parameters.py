@@ -12,10 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, Projection, ShardRange
 from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.model.precision import Precision
+from text_generation_shard.engines.torch.model.rope import head_order
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.parameter import ParameterShard
 from text_generation_shard.engines.torch.quantization.layers import QuantizedLinear, quantized_linear
@@ -27,7 +29,7 @@ class LayerWeights:
     def __init__(
         self, config: ModelConfig, index: int, tp: TensorParallelRank, device: torch.device, precision: Precision
     ) -> None:
-        self.window = config.windows[index]
+        self._index = index
         self._prefix = f"model.layers.{index}."
         self._config, self._device, self._precision = config, device, precision
         hidden = ShardRange.whole(config.hidden_size)
@@ -36,6 +38,10 @@ class LayerWeights:
         inner = tp.even(config.intermediate_size, "inner values of the MLP")
         attention = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
         mlp = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
+        if config.fused_qkv:
+            attention = [("self_attn.qkv_proj", _fused(queries, keys, keys))]
+        if config.fused_gate_up:
+            mlp = [("mlp.gate_up_proj", _fused(inner, inner))]
         self.qkv = self._linear([(name, rows, hidden) for name, rows in attention], bias=config.qkv_bias)
         self.gate_up = self._linear([(name, rows, hidden) for name, rows in mlp], bias=config.mlp_bias)
         # The outputs of the ranks are summed, so only one rank adds the bias.
@@ -43,13 +49,31 @@ class LayerWeights:
         self.output = self._linear([("self_attn.o_proj", hidden, queries)], bias=config.output_bias and first)
         self.down = self._linear([("mlp.down_proj", hidden, inner)], bias=config.mlp_bias and first)
         self._num_heads, self._num_kv_heads = queries.length // config.head_dim, keys.length // config.head_dim
-        self.input_norm, self.mlp_norm = self._norm(config.hidden_size), self._norm(config.hidden_size)
+        names, hidden_size = config.norms, config.hidden_size
+        self.input_norm, self.mlp_norm = self._norm(hidden_size), self._norm(hidden_size)
+        self.after_attention = self._norm(hidden_size) if names.after_attention else None
+        """The norm of the output of attention, before it is added to the residual stream."""
+        self.after_mlp = self._norm(hidden_size) if names.after_mlp else None
         self.head_norms: HeadNorms | None = None
         if config.query_key_norm:
             self.head_norms = HeadNorms(self._norm(config.head_dim), self._norm(config.head_dim))
 
     def _norm(self, width: int) -> RMSNorm:
-        return RMSNorm(width, self._config.rms_norm_eps, self._device, self._precision.model)
+        config = self._config
+        return RMSNorm(
+            width, config.rms_norm_eps, self._device, self._precision.model, zero_centered=config.zero_centered_norms
+        )
+
+    @property
+    def _norms(self) -> dict[str, RMSNorm]:
+        """The norms of the residual stream and of the outputs, by name."""
+        names = self._config.norms
+        norms = {names.before_attention: self.input_norm, names.before_mlp: self.mlp_norm}
+        if names.after_attention and self.after_attention:
+            norms[names.after_attention] = self.after_attention
+        if names.after_mlp and self.after_mlp:
+            norms[names.after_mlp] = self.after_mlp
+        return norms
 
     @property
     def linears(self) -> tuple[ParallelLinear | QuantizedLinear, ...]:
@@ -57,8 +81,7 @@ class LayerWeights:
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         parameters: dict[str, ParameterShard | Tensor] = {
-            f"{self._prefix}input_layernorm.weight": self.input_norm.weight,
-            f"{self._prefix}post_attention_layernorm.weight": self.mlp_norm.weight,
+            f"{self._prefix}{name}.weight": norm.weight for name, norm in self._norms.items()
         }
         if self.head_norms is not None:
             parameters[f"{self._prefix}self_attn.q_norm.weight"] = self.head_norms.query.weight
@@ -70,8 +93,23 @@ class LayerWeights:
     def process_weights_after_loading(self) -> None:
         for linear in self.linears:
             linear.process_weights_after_loading()
+        for norm in self._norms.values():
+            norm.process_weights_after_loading()
+        order = head_order(self._config.ropes[self._index], self._config.head_dim)
         if self.head_norms is not None:
-            self.head_norms.stack(self._num_heads, self._num_kv_heads)
+            self.head_norms.process_weights_after_loading(self._num_heads, self._num_kv_heads, order)
+        if order is not None:
+            self._reorder_heads(order)
+
+    def _reorder_heads(self, order: list[int]) -> None:
+        """Reorder the dimensions of query and key heads: see `head_order`."""
+        if not isinstance(self.qkv, ParallelLinear):
+            raise EngineError(f"{self._config.model_type} models are not served quantized on CUDA")
+        count, head_dim = self._num_heads + self._num_kv_heads, self._config.head_dim
+        for tensor in (self.qkv.weight, self.qkv.bias):
+            if tensor is not None:
+                heads = tensor[: count * head_dim].view(count, head_dim, *tensor.shape[1:])
+                heads.copy_(heads[:, order].clone())
 
     def _linear(
         self, parts: Sequence[tuple[str, ShardRange, ShardRange]], *, bias: bool
@@ -94,12 +132,16 @@ class ModelWeights:
         dtype: torch.dtype,
         precision: Precision | None = None,
     ) -> None:
+        if tp.world_size > 1 and (config.fused_qkv or config.fused_gate_up):
+            raise EngineError(f"{config.model_type} models cannot be divided among shards: use --num-replicas")
         self.num_heads = tp.even(config.num_heads, "attention heads").length
         self.num_kv_heads = tp.kv_heads(config.num_kv_heads).length
         self.precision = Precision.of(config, dtype) if precision is None else precision
         """Final after `process_weights_after_loading`."""
         self.layers = [LayerWeights(config, index, tp, device, self.precision) for index in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device, dtype)
+        self.norm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, device, dtype, zero_centered=config.zero_centered_norms
+        )
         self._vocabulary = tp.padded(config.vocab_size)
         rows = -(-config.vocab_size // tp.world_size)
         # Padding rows are zero, and so are their logits; the gather of logits drops them.
@@ -133,6 +175,7 @@ class ModelWeights:
 
     def process_weights_after_loading(self) -> None:
         """Prepare the loaded weights for use. A tied LM head that needs another dtype than the embedding becomes a copy."""
+        self.norm.process_weights_after_loading()
         for layer in self.layers:
             layer.process_weights_after_loading()
         norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
@@ -149,6 +192,11 @@ class ModelWeights:
         """Reorder all weights for products on a CPU: see `Linear.pack`."""
         for linear in (*self.linears, self.head):
             linear.pack()
+
+
+def _fused(*parts: ShardRange) -> ShardRange:
+    """Return the rows of a checkpoint's fused projection, whole."""
+    return ShardRange.whole(sum(part.length for part in parts))
 
 
 def _of_heads(heads: ShardRange, head_dim: int) -> ShardRange:

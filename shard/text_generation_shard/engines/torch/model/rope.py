@@ -7,19 +7,26 @@ import math
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.model.config import Rope
+from text_generation_shard.engines.torch.model.rope_config import Rope
 
 _TABLE_CHUNK = 4096
 """Positions whose angles are held at once while a table is computed."""
 
 
 class RotaryEmbedding:
-    """The rotation x·cos + rotate_half(x)·sin of query and key heads, for the layers with the same parameters."""
+    """The rotation x·cos + rotate_half(x)·sin of query and key heads, for the layers with the same parameters.
+
+    All pairs are (i, i + head_dim / 2). Where a checkpoint has others, `head_order` says how the dimensions of its query and key
+    heads are reordered: products of query and key do not change. Dimensions that are not rotated have frequency 0.
+    """
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
-        frequencies, self._scale = inverse_frequencies(rope, head_dim)
-        self._frequencies = frequencies.to(device)
+        frequencies, scale = inverse_frequencies(rope, head_dim)
+        self.rope = rope
         self._half = head_dim // 2
+        rest = torch.zeros(self._half - len(frequencies))
+        self._frequencies = torch.cat((frequencies, rest)).to(device)
+        self._scale = torch.cat((torch.full_like(frequencies, scale), rest + 1.0)).to(device)
         self.table = torch.empty(0, device=device)
         """float32 [max_positions, 2, head_dim / 2], after `fill_table`."""
 
@@ -45,8 +52,26 @@ class RotaryEmbedding:
         rolled = heads.roll(self._half, -1)
         heads.mul_(cos).addcmul_(rolled, sin)
 
+    def query_factors(self, positions: Tensor) -> Tensor:
+        """Return the factors of the queries by position: see `Rope.query_beta`."""
+        passed = (positions // self.rope.original_max_positions).float()
+        return 1 + self.rope.query_beta * torch.log1p(passed)
 
-def rotary_table(frequencies: Tensor, scale: float, max_positions: int, device: torch.device) -> Tensor:
+
+def head_order(rope: Rope, head_dim: int) -> list[int] | None:
+    """Return the dimension of a checkpoint's head at each of ours; None if they are the same."""
+    rotary_dim = rope.rotary_dim(head_dim)
+    if rope.interleaved:
+        first, second = list(range(0, rotary_dim, 2)), list(range(1, rotary_dim, 2))
+    elif rotary_dim < head_dim:
+        first, second = list(range(rotary_dim // 2)), list(range(rotary_dim // 2, rotary_dim))
+    else:
+        return None
+    middle = (rotary_dim + head_dim) // 2
+    return [*first, *range(rotary_dim, middle), *second, *range(middle, head_dim)]
+
+
+def rotary_table(frequencies: Tensor, scale: float | Tensor, max_positions: int, device: torch.device) -> Tensor:
     """Return cos and sin times `scale` for positions 0..max_positions - 1: float32 [max_positions, 2, head_dim / 2].
 
     `frequencies` float32 [head_dim / 2] and `scale` come from `inverse_frequencies`. An angle is the float32 product of position
@@ -64,19 +89,31 @@ def rotary_table(frequencies: Tensor, scale: float, max_positions: int, device: 
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Return the frequencies [head_dim / 2] in float32, and the factor for cos and sin.
+    """Return the frequencies of the rotated pairs in float32, and the factor for cos and sin.
 
     The formulas of transformers' ROPE_INIT_FUNCTIONS, operation by operation, so that the bits agree.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    rotary_dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    if rope.type == "none":
+        return torch.zeros_like(exponents), 1.0
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.type == "linear":
         return frequencies / rope.factor, 1.0
     if rope.type == "llama3":
         return _llama3(rope, frequencies), 1.0
     if rope.type == "yarn":
-        return _yarn(rope, head_dim, exponents), _yarn_attention_factor(rope)
+        return _yarn(rope, rotary_dim, exponents), _yarn_attention_factor(rope)
+    if rope.type == "longrope":
+        return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents), _longrope_attention_factor(rope)
     return frequencies, 1.0
+
+
+def _longrope_attention_factor(rope: Rope) -> float:
+    """transformers' `_compute_longrope_parameters` (Ding et al. 2024, arXiv 2402.13753)."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:

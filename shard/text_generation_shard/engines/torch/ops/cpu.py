@@ -17,7 +17,7 @@ class CpuOps:
     has_buffers = False
 
     def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
-        return functional.rms_norm(stream.residual, norm.weight.shape, norm.weight, norm.eps)
+        return _rms_norm(stream.residual, norm)
 
     def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
         return linear(self.norm(stream, norm))
@@ -26,8 +26,15 @@ class CpuOps:
         gate, up = gate_up(self.norm(stream, norm)).chunk(2, dim=-1)
         return ACTIVATIONS[kind](gate).mul_(up)
 
-    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear) -> None:
-        self.add(stream, linear(x))
+    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
+        self.add(stream, linear(x), norm)
 
-    def add(self, stream: ResidualStream, update: Tensor) -> None:
-        stream.residual += update
+    def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
+        stream.residual.add_(update if norm is None else _rms_norm(update, norm), alpha=stream.scale)
+
+
+def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+    """Return the normed rows in the dtype of `x`, which the weight may exceed."""
+    if norm.weight.dtype == x.dtype:
+        return functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+    return functional.rms_norm(x.float(), norm.weight.shape, norm.weight, norm.eps).to(x.dtype)

@@ -34,8 +34,11 @@ class DeviceOps:
         if stream.update is None:
             self._kernels.rms_norm(stream.residual, norm.weight, norm.eps, out)
         else:
-            self._kernels.add_rms_norm(stream.update, stream.residual, norm.weight, norm.eps, out)
-            stream.update = None
+            update_weight = None if stream.update_norm is None else stream.update_norm.weight
+            self._kernels.add_rms_norm(
+                stream.update, stream.residual, norm.weight, norm.eps, out, update_weight, stream.scale
+            )
+            stream.update = stream.update_norm = None
         return out
 
     def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -56,18 +59,18 @@ class DeviceOps:
             self._kernels.activate(product, kind, inner)
         return inner
 
-    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear) -> None:
-        if not self._fuses(linear, stream):
-            self.add(stream, linear(x))
+    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
+        if norm is not None or not self._fuses(linear, stream):
+            self.add(stream, linear(x), norm)
             return
         # The residual stream itself is part of rank 0's summand.
         product = self._kernels.matvec_add if self._group.tp.rank == 0 else self._kernels.matvec
-        product(x, linear.weight, stream.residual, linear.bias)
+        product(x, linear.weight, stream.residual, linear.bias, stream.scale)
         self._group.all_reduce(stream.residual)
 
-    def add(self, stream: ResidualStream, update: Tensor) -> None:
+    def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         self._group.all_reduce(update)
-        stream.update = update
+        stream.update, stream.update_norm = update, norm
 
     def _inner(self, stream: ResidualStream, gate_up_width: int) -> Tensor:
         """Allocate the inner values of an MLP."""

@@ -27,6 +27,10 @@ class ResidualStream:
     """Buffer [tokens, hidden] for normed hidden states; None: each norm allocates its own."""
     update: Tensor | None = None
     """An output that is still to be added: the norm that reads the stream next adds it, in the same kernel."""
+    update_norm: RMSNorm | None = None
+    """The norm of `update`, if it has one."""
+    scale: float = 1.0
+    """Factor of all updates."""
 
 
 class Ops(Protocol):
@@ -47,11 +51,11 @@ class Ops(Protocol):
         """Return act(gate) · up of the product of the normed stream: [tokens, outputs / 2]."""
         ...
 
-    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear) -> None:
-        """Add the product of `x` [tokens, inputs], summed over the ranks, to the stream."""
+    def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
+        """Add the product of `x` [tokens, inputs] to the stream, as `add` does."""
 
-    def add(self, stream: ResidualStream, update: Tensor) -> None:
-        """Add `update` [tokens, hidden], this rank's part of a sum over the ranks, to the stream."""
+    def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
+        """Add `update` [tokens, hidden], summed over the ranks, then normed, then scaled, to the stream."""
 
 
 class Kernels(Protocol):
@@ -63,11 +67,22 @@ class Kernels(Protocol):
 
     def update_tables(self, cells: Tensor, blocks: Tensor, tables: Tensor) -> None: ...
 
-    def embed(self, ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor) -> None: ...
+    def embed(
+        self, ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor, scale: float
+    ) -> None: ...
 
     def rms_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
 
-    def add_rms_norm(self, update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+    def add_rms_norm(
+        self,
+        update: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        update_weight: Tensor | None,
+        scale: float,
+    ) -> None: ...
 
     def rotate_and_append(
         self,
@@ -95,18 +110,26 @@ class Kernels(Protocol):
         bias: Tensor | None,
     ) -> None: ...
 
-    def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None: ...
+    def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, scale: float) -> None: ...
 
-    def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> None: ...
+    def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> None: ...
 
     def decode_attention(
-        self, queries: Tensor, cache_layer: Tensor, step: DecodeStep, window: int | None, out: Tensor
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        step: DecodeStep,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None: ...
 
     def plan_chunks(self, plan: StepPlan, pages: Tensor) -> None:
         """Plan `chunk_attention` for the chunks of a step; `pages` is the plan's column on the device."""
 
-    def chunk_attention(self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor) -> None:
+    def chunk_attention(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None
+    ) -> None:
         """out = softmax(q·kᵀ·scale)·v for the tokens of the chunks; `queries` [tokens, heads, head_dim], `out` flattened."""
 
     def sample_greedy(

@@ -24,23 +24,36 @@ class ReferenceKernels:
 
     fused_tokens = 1
 
-    def __init__(self, head_dim: int) -> None:
-        self._scale = head_dim**-0.5
+    def __init__(self, scale: float, softcap: float | None = None) -> None:
+        self._scale, self._softcap = scale, softcap
         self._chunks: list[tuple[int, Tensor, int]] = []
         """For each planned chunk: its tokens, its pages, the number of tokens in the pages."""
 
     def update_tables(self, cells: Tensor, blocks: Tensor, tables: Tensor) -> None:
         tables.view(-1)[cells.long()] = blocks
 
-    def embed(self, ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor) -> None:
+    def embed(
+        self, ids: Tensor, slots: Tensor, last_tokens: Tensor, table: Tensor, residual: Tensor, scale: float
+    ) -> None:
         known = torch.where(ids >= 0, ids, last_tokens[slots.long()])
-        residual.copy_(table[known.long()])
+        residual.copy_(table[known.long()]).mul_(scale)
 
     def rms_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         out.copy_(_normed(residual, eps) * weight)
 
-    def add_rms_norm(self, update: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        residual += update
+    def add_rms_norm(
+        self,
+        update: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        out: Tensor,
+        update_weight: Tensor | None,
+        scale: float,
+    ) -> None:
+        if update_weight is not None:
+            update = _normed(update.to(residual.dtype), eps) * update_weight
+        residual.add_(update, alpha=scale)
         self.rms_norm(residual, weight, eps, out)
 
     def rotate_and_append(
@@ -61,6 +74,9 @@ class ReferenceKernels:
             query_weight, key_weight = head_norms
             rotated_queries = _rotated(_normed(unrotated.to(cos.dtype), step.eps) * query_weight, cos, sin)
             rotated_keys = _rotated(_normed(keys.to(cos.dtype), step.eps) * key_weight, cos, sin)
+        if step.query_beta:
+            passed = torch.log1p((positions // step.query_period).to(rotated_queries.dtype))
+            rotated_queries = rotated_queries * (1 + step.query_beta * passed).view(-1, 1, 1)
         queries.copy_(rotated_queries)
         blocks = step.block_tables[step.slots.long(), positions // BLOCK_SIZE].long()
         cache_layer[blocks, 0, :, positions % BLOCK_SIZE] = rotated_keys.to(cache_layer.dtype)
@@ -87,18 +103,24 @@ class ReferenceKernels:
     ) -> None:
         self.activate(_product(_normed(residual, eps) * norm_weight, weight, bias), kind, out)
 
-    def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
-        out.copy_(_product(x.to(out.dtype), weight, bias))
+    def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, scale: float) -> None:
+        out.copy_(_product(x.to(out.dtype), weight, bias) * scale)
 
-    def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None) -> None:
-        residual += _product(x.to(residual.dtype), weight, bias)
+    def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> None:
+        residual += _product(x.to(residual.dtype), weight, bias) * scale
 
     def decode_attention(
-        self, queries: Tensor, cache_layer: Tensor, step: DecodeStep, window: int | None, out: Tensor
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        step: DecodeStep,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
+        rules = (window, step.scale, step.softcap, sinks)
         for row, (position, slot) in enumerate(zip(step.positions.tolist(), step.slots.tolist(), strict=True)):
-            table = step.block_tables[slot]
-            out[row] = _attend(queries[row : row + 1], cache_layer, table, position + 1, window, step.scale)
+            out[row] = _attend(queries[row : row + 1], cache_layer, step.block_tables[slot], position + 1, *rules)
 
     def plan_chunks(self, plan: StepPlan, pages: Tensor) -> None:
         queries, ends = plan.column("query_indptr").tolist(), plan.column("page_indptr").tolist()
@@ -112,11 +134,13 @@ class ReferenceKernels:
             for chunk, rest in enumerate(rests)
         ]
 
-    def chunk_attention(self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor) -> None:
+    def chunk_attention(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None
+    ) -> None:
         at = 0
         for tokens, pages, length in self._chunks:
             own = queries[at : at + tokens]
-            out[at : at + tokens] = _attend(own, cache_layer, pages, length, window, self._scale)
+            out[at : at + tokens] = _attend(own, cache_layer, pages, length, window, self._scale, self._softcap, sinks)
             at += tokens
 
     def sample_greedy(
@@ -146,8 +170,15 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _attend(
-    queries: Tensor, cache_layer: Tensor, table: Tensor, length: int, window: int | None, scale: float
+def _attend(  # noqa: PLR0913 – as flat as the kernels
+    queries: Tensor,
+    cache_layer: Tensor,
+    table: Tensor,
+    length: int,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attend with the last tokens of a sequence of `length`: `queries` [tokens, heads, head_dim] → [tokens, heads · head_dim]."""
     dtype = torch.promote_types(queries.dtype, torch.float32)
@@ -159,5 +190,11 @@ def _attend(
     seen = torch.arange(length, device=queries.device)
     hidden = seen > own if window is None else (seen > own) | (seen <= own - window)
     scores = torch.einsum("thd,hkd->htk", queries, keys) * scale
-    result = torch.einsum("htk,hkd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(-1, 1, 1).expand(-1, scores.shape[1], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    result = torch.einsum("htk,hkd->thd", scores.softmax(-1)[..., :length], values)
     return result.flatten(1)

@@ -40,7 +40,13 @@ class TritonKernels:
         heads = (shape.layers[0].num_heads, shape.layers[0].num_kv_heads, config.head_dim)
         # Measured on an H200: wide products beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
         self.fused_tokens = MAX_ROWS if config.hidden_size <= MAX_NARROW_HIDDEN_SIZE else 1
-        self._chunks = ChunkAttention(*heads, frozenset(config.windows), shape.dtype)
+        self._chunks = ChunkAttention(
+            *heads,
+            frozenset(config.windows),
+            shape.dtype,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+        )
         self.plan_chunks = self._chunks.plan
         self.chunk_attention = self._chunks.run
         self.decode_attention = DecodeAttention(*heads, max_slots, shape.device).run

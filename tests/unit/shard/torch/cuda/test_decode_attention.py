@@ -13,14 +13,8 @@ from reference_ops import relative_error as error
 from torch import Tensor
 from triton_interpreter import allow_computed_bounds
 
-from text_generation_shard.engines.torch.kernels import decode_attention
-from text_generation_shard.engines.torch.kernels.decode_attention import (
-    DecodeAttention,
-    DecodeStep,
-    LaunchConfig,
-    Merge,
-    config_for,
-)
+from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention, DecodeStep
+from text_generation_shard.engines.torch.kernels.decode_launch import MAX_SPLITS, LaunchConfig, Merge, config_for
 
 TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
 H200_MULTIPROCESSORS = 132
@@ -56,24 +50,29 @@ class Case:
     def queries(self) -> Tensor:
         return self.qkv[:, : self.shape.heads * self.shape.head_dim].view(-1, self.shape.heads, self.shape.head_dim)
 
-    def expected(self, window: int | None) -> Tensor:
+    def expected(self, window: int | None, sinks: Tensor | None = None) -> Tensor:
         rows = []
         for row, (position, slot) in enumerate(
             zip(self.step.positions.tolist(), self.step.slots.tolist(), strict=True)
         ):
             table = self.step.block_tables[slot]
             keys, values = keys_and_values(self.cache_layer.double(), table, position + 1)
-            rows.append(attend(self.queries[row].double(), keys, values, self.step.scale, window).flatten())
+            query, step = self.queries[row].double(), self.step
+            rows.append(attend(query, keys, values, step.scale, window, step.softcap, sinks).flatten())
         return torch.stack(rows)
 
     def run(
-        self, attention: DecodeAttention, window: int | None = None, out_dtype: torch.dtype | None = None
+        self,
+        attention: DecodeAttention,
+        window: int | None = None,
+        out_dtype: torch.dtype | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         shape, out_dtype = self.shape, out_dtype or self.qkv.dtype
         out = torch.full(
             (len(self.qkv), shape.heads * shape.head_dim), torch.nan, dtype=out_dtype, device=self.qkv.device
         )
-        attention.run(self.queries, self.cache_layer, self.step, window, out)
+        attention.run(self.queries, self.cache_layer, self.step, window, out, sinks)
         return out
 
 
@@ -103,6 +102,15 @@ def an_attention(shape: Shape, rows: int, device: torch.device, config: LaunchCo
 
 
 @pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
+def test_capped_scores_and_sinks(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
+    case = a_case(SMOL, [1, 16, 70, 17], device, dtype)
+    case = replace(case, step=replace(case.step, softcap=1.5))
+    sinks = torch.linspace(-2, 3, SMOL.heads, dtype=torch.float64, device=device)
+    out = case.run(an_attention(SMOL, 4, device, replace(SPLIT, merge=merge)), sinks=sinks.float())
+    assert error(out, case.expected(None, sinks)) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("merge", ["second kernel", "last arrival"])
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(
     "shape",
@@ -122,7 +130,7 @@ def test_rows_of_different_lengths_match_the_formula(
 def test_a_single_long_row_is_split_into_many_parts(merge: Merge, device: torch.device, dtype: torch.dtype) -> None:
     shape = Shape(8, 1, 128)
     config = config_for(1, *shape, H200_MULTIPROCESSORS)
-    assert config.splits == decode_attention.MAX_SPLITS
+    assert config.splits == MAX_SPLITS
     case = a_case(shape, [700], device, dtype)
     attention = an_attention(shape, 1, device, replace(config, merge=merge))
     first, second = case.run(attention), case.run(attention)
@@ -167,6 +175,4 @@ def test_the_workspace_is_bounded_and_the_device_is_filled(kv_heads: int, head_d
     for rows in range(1, 513):
         config = config_for(rows, 4 * kv_heads, kv_heads, head_dim, H200_MULTIPROCESSORS)
         assert rows * config.splits * kv_heads * head_dim * 4 < 12 << 20  # bytes, per query head of a KV head
-        assert (
-            rows * config.splits * kv_heads > 2 * H200_MULTIPROCESSORS or config.splits == decode_attention.MAX_SPLITS
-        )
+        assert rows * config.splits * kv_heads > 2 * H200_MULTIPROCESSORS or config.splits == MAX_SPLITS

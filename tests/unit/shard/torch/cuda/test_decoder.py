@@ -24,8 +24,8 @@ SEPARATE = ["rotate_and_append", "decode_attention", "add_rms_norm", "activate",
 class RecordingKernels:
     """The reference kernels; records the names of those that are called."""
 
-    def __init__(self, head_dim: int) -> None:
-        self._kernels = ReferenceKernels(head_dim)
+    def __init__(self, scale: float) -> None:
+        self._kernels = ReferenceKernels(scale)
         self.launched: list[str] = []
 
     def __getattr__(self, name: str) -> object:
@@ -51,7 +51,7 @@ class RecordingKernels:
 def test_a_step_launches_no_more_kernels_than_needed(tmp_path: Path, tokens: int, kernels: list[str]) -> None:
     folder = write_checkpoint(tmp_path, random_tensors())
     config, weights = read_model_config(folder), load_for_cuda(folder, torch.device("cpu"), torch.float32)
-    recording, group = RecordingKernels(config.head_dim), ParallelGroup(TensorParallelRank())
+    recording, group = RecordingKernels(config.attention_scale), ParallelGroup(TensorParallelRank())
     decoder = Decoder(config, weights, DeviceOps(recording, group, torch.float32), group)
     cache = [torch.zeros(tokens, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim) for _ in weights.layers]
     slots = torch.arange(tokens, dtype=torch.int32)

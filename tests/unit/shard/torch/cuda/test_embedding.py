@@ -21,4 +21,6 @@ def test_each_token_gets_its_row_and_a_negative_id_the_last_token_of_the_slot(
     buffer = torch.full((7, hidden), torch.nan, device=device)
     embed(ids, slots, last_tokens, table, buffer[:5])
     assert torch.equal(buffer[:5], table[[44, 5, 22, 0, 0]].float())
+    embed(ids, slots, last_tokens, table, buffer[:5], 0.25)
+    assert torch.equal(buffer[:5], table[[44, 5, 22, 0, 0]].float() * 0.25)
     assert buffer[5:].isnan().all()

@@ -92,8 +92,10 @@ def test_the_product_is_added_to_the_residual_stream(make: Make, rows: int, outp
     expected = residual.double() + x.double() @ weight.double().T
     matvec_add(x, weight, residual)
     assert rounded_once(residual, expected)
-    matvec_add(x, weight, residual, bias)
-    assert rounded_once(residual, expected + x.double() @ weight.double().T + bias.double())
+    product = x.double() @ weight.double().T + bias.double()
+    expected = residual.double() + product * 0.3
+    matvec_add(x, weight, residual, bias, 0.3)
+    assert rounded_once(residual, expected)
 
 
 def test_a_bias_is_added_before_rounding_and_rows_may_be_strided(make: Make) -> None:

@@ -15,6 +15,16 @@ EPS = 1e-2
 """Much larger than in models, so that it matters."""
 
 
+def test_an_update_is_normed_and_scaled_before_it_is_added(device: torch.device) -> None:
+    update, residual = torch.randn(2, 3, 577, device=device).unbind()
+    weight, update_weight = torch.randn(2, 577, device=device).unbind()
+    total = residual.double() + 0.3 * rms_norm(update.double(), update_weight.double(), EPS)
+    out = torch.empty_like(residual)
+    norm.add_rms_norm(update, residual, weight, EPS, out, update_weight, 0.3)
+    assert rounded_once(residual, total)
+    assert rounded_once(out, rms_norm(total, weight.double(), EPS))
+
+
 @pytest.mark.parametrize("update", ["none", "rounded", "float32"])
 @pytest.mark.parametrize(("tokens", "hidden"), SHAPES)
 def test_matches_float64_rounded_once(

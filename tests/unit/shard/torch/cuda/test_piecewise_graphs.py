@@ -154,7 +154,7 @@ def make_runner(folder: Path, device: torch.device) -> Runner:
     config = read_model_config(folder)
     weights = load_for_cuda(folder, device, torch.float32)
     shape = CacheShape(config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, torch.float32)
-    kernels, group = ReferenceKernels(config.head_dim), ParallelGroup(TensorParallelRank())
+    kernels, group = ReferenceKernels(config.attention_scale), ParallelGroup(TensorParallelRank())
     decoder = Decoder(config, weights, DeviceOps(kernels, group, torch.float32), group)
     runner = Runner(decoder, kernels, group, shape, SLOTS, MAX_LENGTH)
     runner.allocate(BLOCKS)

@@ -43,7 +43,7 @@ class Model:
     def __post_init__(self) -> None:
         self.config = read_model_config(self.folder)
         self.weights = load_for_cuda(self.folder, CPU, self.dtype)
-        self.kernels, group = ReferenceKernels(self.config.head_dim), ParallelGroup(TensorParallelRank())
+        self.kernels, group = ReferenceKernels(self.config.attention_scale), ParallelGroup(TensorParallelRank())
         ops = DeviceOps(self.kernels, group, self.dtype)
         self.decoder = Decoder(self.config, self.weights, ops, group)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.rope import RopeStep, rotate_and_append
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.engines.torch.model.config import Rope
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding, inverse_frequencies, rotary_table
+from text_generation_shard.engines.torch.model.rope_config import Rope
 
 SLOTS, POSITIONS = 4, 160
 DUMMY_BLOCK = SLOTS * POSITIONS // BLOCK_SIZE
@@ -79,6 +79,19 @@ def test_queries_are_rotated_and_keys_and_values_stored(
     assert torch.equal(stored[:, 1], values.to(dtype))
     cache[blocks, :, :, step.positions % BLOCK_SIZE] = torch.nan
     assert cache.isnan().all()
+
+
+def test_queries_are_scaled_by_their_position(device: torch.device) -> None:
+    heads = Heads(2, 1, 32)
+    step = _step(heads, 4, device)
+    qkv = torch.randn(4, heads.width, device=device)
+    expected, scaled = qkv[:, :64].clone(), qkv[:, :64].clone()
+    cache, other = _empty_cache(heads, torch.float32, device), _empty_cache(heads, torch.float32, device)
+    rotate_and_append(qkv, expected, step, cache, None)
+    rotate_and_append(qkv, scaled, replace(step, query_beta=0.3, query_period=7), other, None)
+    factors = 1 + 0.3 * torch.log(1 + torch.floor(step.positions / 7))
+    torch.testing.assert_close(scaled, expected * factors.unsqueeze(1))
+    torch.testing.assert_close(other, cache, rtol=0, atol=0, equal_nan=True)
 
 
 def test_tokens_of_the_dummy_slot_are_written_only_to_its_block(device: torch.device) -> None:

@@ -1,0 +1,225 @@
+"""The families of decoders that this engine computes itself, by config.json's model_type.
+
+A family is its differences from Llama, with the defaults of its config class in transformers, which a config.json may omit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Flag = bool | tuple[str, bool]
+"""A fixed switch, or a field of config.json with its default."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """Names of the norms of a layer in a checkpoint."""
+
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    after_attention: str | None = None
+    after_mlp: str | None = None
+
+
+BEFORE = NormNames()
+"""The norms of Llama."""
+GEMMA_NORMS = NormNames(
+    before_mlp="pre_feedforward_layernorm",
+    after_attention="post_attention_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+"""The norms of Gemma 2 and 3, whose `post_attention_layernorm` is not the one before the MLP."""
+GLM4_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The switches of a model_type, and the defaults of the fields that config.json may omit."""
+
+    architecture: str
+    """The architecture of this type that generates text."""
+    head_dim: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    num_kv_heads: int | None = None
+    """None: num_attention_heads."""
+    activation: str = "silu"
+    activation_field: str = "hidden_act"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    qkv_bias: Flag = False
+    output_bias: Flag = False
+    mlp_bias: Flag = False
+    query_key_norm: bool = False
+    zero_centered_norms: bool = False
+    """True: a norm multiplies by 1 + weight."""
+    norms: NormNames = BEFORE
+    fused_qkv: bool = False
+    """True: a checkpoint has one tensor for query, key and value."""
+    fused_gate_up: bool = False
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
+    """The rope_theta of layers with a window; None: that of the other layers."""
+    partial_rotary: float | None = None
+    """Default of partial_rotary_factor, the part of a head that is rotated; None: heads are rotated whole."""
+    interleaved_rotary: bool = False
+    """True: dimensions 2i and 2i + 1 are rotated together, not i and i + half of the head."""
+    no_rope_interval: int = 0
+    """Default of no_rope_layer_interval: every n-th layer has no rotation; 0: all layers have one."""
+    windows: Literal["none", "all layers", "use_sliding_window", "layer_types"] = "none"
+    """The layers with a window: see `config._windows`."""
+    window: int | None = None
+    """Default of sliding_window."""
+    window_pattern: int = 1
+    """Without layer_types, every layer has a window but each n-th, if n > 1."""
+    attention_scale: Literal["head_dim", "query_pre_attn_scalar", "attention_multiplier"] = "head_dim"
+    """The field that scales the products of query and key: the first two by the inverse of its square root."""
+    attention_softcap: float | None = None
+    """Default of attn_logit_softcapping; None: the family does not cap."""
+    final_softcap: float | None = None
+    """Default of final_logit_softcapping."""
+    scales_embedding: bool = False
+    """True: embeddings are multiplied by √hidden_size."""
+    multipliers: bool = False
+    """True: the config has embedding_multiplier, residual_multiplier and logits_scaling."""
+
+
+ATTENTION_BIAS = ("attention_bias", False)
+MLP_BIAS = ("mlp_bias", False)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", qkv_bias=ATTENTION_BIAS, output_bias=ATTENTION_BIAS, mlp_bias=MLP_BIAS),
+    "mistral": Family("MistralForCausalLM", num_kv_heads=8, windows="all layers", window=4096),
+    "ministral": Family("MinistralForCausalLM", num_kv_heads=8, windows="layer_types", window=4096),
+    "ministral3": Family(
+        "Ministral3ForCausalLM", num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, windows="all layers"
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="use_sliding_window", window=4096),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        num_kv_heads=32,
+        head_dim=128,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        query_key_norm=True,
+        windows="use_sliding_window",
+        window=4096,
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        num_kv_heads=16,
+        head_dim=256,
+        activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        zero_centered_norms=True,
+        scales_embedding=True,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        num_kv_heads=4,
+        head_dim=256,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        tie_word_embeddings=True,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        zero_centered_norms=True,
+        norms=GEMMA_NORMS,
+        windows="layer_types",
+        window=4096,
+        window_pattern=2,
+        attention_scale="query_pre_attn_scalar",
+        attention_softcap=50.0,
+        final_softcap=30.0,
+        scales_embedding=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        num_kv_heads=4,
+        head_dim=256,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        tie_word_embeddings=True,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        query_key_norm=True,
+        zero_centered_norms=True,
+        norms=GEMMA_NORMS,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        windows="layer_types",
+        window=4096,
+        window_pattern=6,
+        attention_scale="query_pre_attn_scalar",
+        scales_embedding=True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        rms_norm_eps=1e-5,
+        fused_qkv=True,
+        fused_gate_up=True,
+        partial_rotary=1.0,
+        windows="all layers",
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        mlp_bias=MLP_BIAS,
+        attention_scale="attention_multiplier",
+        multipliers=True,
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        num_kv_heads=2,
+        head_dim=128,
+        rms_norm_eps=1.5625e-07,
+        qkv_bias=("attention_bias", True),
+        fused_gate_up=True,
+        partial_rotary=0.5,
+        interleaved_rotary=True,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        num_kv_heads=2,
+        head_dim=128,
+        rms_norm_eps=1.5625e-07,
+        qkv_bias=("attention_bias", True),
+        norms=GLM4_NORMS,
+        fused_gate_up=True,
+        partial_rotary=0.5,
+        interleaved_rotary=True,
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        num_kv_heads=8,
+        head_dim=128,
+        qkv_bias=("attention_bias", True),
+        output_bias=("attention_out_bias", False),
+        mlp_bias=MLP_BIAS,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        num_kv_heads=4,
+        tie_word_embeddings=True,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        mlp_bias=MLP_BIAS,
+        rope_theta=2_000_000.0,
+        no_rope_interval=4,
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        num_kv_heads=2,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        qkv_bias=("use_bias", False),
+        output_bias=("use_bias", False),
+        mlp_bias=("use_bias", False),
+        rope_theta=500_000.0,
+        interleaved_rotary=True,
+    ),
+}
