@@ -28,6 +28,7 @@ MAX_FILES = {
     "a metric of requests": 2,
     "a route": 2,
     "a tool-call format": 3,
+    "a model family": 1,
 }
 ROWS = re.findall(r"^\| (an? [^|]+) \| `(\w+)` \| ([^|]+) \|$", TEXT, re.MULTILINE)
 

@@ -308,7 +308,7 @@ class GlmParser(TaggedParser):
 
 
 class MiniMaxParser(TaggedParser):
-    """MiniMax-M2."""
+    """Format `minimax_m2`: the calls of MiniMax-M2."""
 
     TAGS = Tags(
         block=(MINIMAX_BLOCK, "</minimax:tool_call>"),
