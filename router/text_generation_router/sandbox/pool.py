@@ -294,7 +294,8 @@ class _Worker:
         self._timeout_s = timeout_s
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self.process.kill)
         if not self._writer.is_closing():  # else `outcome` is about to see it
-            self._writer.write(HEADER.pack(len(payload), FrameKind.JOB) + payload)
+            self._writer.write(HEADER.pack(len(payload), FrameKind.JOB))
+            self._writer.write(payload)
 
     async def outcome(self, max_output: int) -> bytes | SandboxError:
         """Wait for the result of the job, or for the end of the worker, also without a job."""
