@@ -35,10 +35,24 @@ def main() -> None:
 
     try:
         code = asyncio.run(launch(config, environ))
-    except Exception:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
-        structlog.get_logger().exception("a bug ended the launcher")
-        code = ExitCode.BUG
+    except Exception as error:  # noqa: BLE001  (a bug is logged with its traceback and has its own exit code)
+        if memory_is_out(error):
+            structlog.get_logger().error("no memory is left for a thread or a process of the launcher")
+            code = ExitCode.FAILED
+        else:
+            structlog.get_logger().exception("a bug ended the launcher")
+            code = ExitCode.BUG
     sys.exit(code)
+
+
+def memory_is_out(error: BaseException) -> bool:
+    """Return True if the error, or one in its group, is that the system refused memory or a thread."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(memory_is_out, error.exceptions))
+    # Python has no class of its own for a thread that cannot be started.
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and str(error).startswith("can't start new thread")
+    )
 
 
 if __name__ == "__main__":
