@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, NotRequired
 
 import orjson
@@ -203,7 +203,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usa
     }
 
 
-def content_logprobs(outputs: Sequence[TokenOutput], tokenizer: Tokenizer) -> ChatLogprobs:
+def content_logprobs(outputs: Iterable[TokenOutput], tokenizer: Tokenizer) -> ChatLogprobs:
     """The `logprobs` of a choice. The token that ended the text is not part of its content."""
     content: list[ContentLogprob] = []
     for output in outputs:

@@ -120,6 +120,6 @@ class ChatRoutes:
         return {
             "index": index,
             "message": message,
-            "logprobs": content_logprobs(collector.outputs, self._serving.tokenizer) if body.logprobs else None,
+            "logprobs": content_logprobs(collector.take_outputs(), self._serving.tokenizer) if body.logprobs else None,
             "finish_reason": CHAT_FINISH[answer.finish],
         }

@@ -130,7 +130,7 @@ class CompletionRoutes:
         if scored is not None:
             columns = scored.copy()
             if body.max_tokens != 0:
-                columns.add(collector.outputs)
+                columns.add(collector.take_outputs())
             logprobs = columns.take()
         return {
             "index": index,

@@ -171,11 +171,12 @@ def whole_reply(
     """The response of /generate."""
     reply: GenerateAnswer = {"generated_text": _generated_text(best.ended.result(), body)}
     if body.parameters.details or body.parameters.decoder_input_details:
-        details = _details(best, tokenizer)
+        outputs = list(best.take_outputs())
+        details = _details(best, outputs, tokenizer)
         if others:
             details["best_of_sequences"] = [_other(other, body, tokenizer) for other in others]
         if best.request.logprobs.top_n:
-            details["top_tokens"] = [_top_tokens(output.top, tokenizer) for output in best.outputs]
+            details["top_tokens"] = [_top_tokens(output.top, tokenizer) for output in outputs]
         if cached_tokens:
             details["cached_tokens"] = cached_tokens
         reply["details"] = details
@@ -214,7 +215,7 @@ def _top_tokens(top: Iterable[TopToken], tokenizer: Tokenizer) -> list[TokenAnsw
     ]
 
 
-def _details(collected: Collector, tokenizer: Tokenizer) -> Details:
+def _details(collected: Collector, outputs: Sequence[TokenOutput], tokenizer: Tokenizer) -> Details:
     """Details of one sequence, without those that depend on others."""
     ending = collected.ended.result()
     return {
@@ -225,13 +226,14 @@ def _details(collected: Collector, tokenizer: Tokenizer) -> Details:
             {"id": token_id, "text": tokenizer.token_text(token_id), "logprob": orjson.Fragment(logprob)}
             for token_id, logprob in zip(collected.request.prompt, collected.prompt_logprobs, strict=False)
         ],
-        "tokens": [_token(output) for output in collected.outputs],
+        "tokens": [_token(output) for output in outputs],
     }
 
 
 def _other(collected: Collector, body: GenerateBody, tokenizer: Tokenizer) -> BestOfSequence:
     """A sequence of `best_of` that was not chosen."""
-    details = _details(collected, tokenizer)
+    outputs = list(collected.take_outputs())
+    details = _details(collected, outputs, tokenizer)
     other: BestOfSequence = {
         "generated_text": _generated_text(collected.ended.result(), body),
         "finish_reason": details["finish_reason"],
@@ -241,5 +243,5 @@ def _other(collected: Collector, body: GenerateBody, tokenizer: Tokenizer) -> Be
         "tokens": details["tokens"],
     }
     if collected.request.logprobs.top_n:
-        other["top_tokens"] = [_top_tokens(output.top, tokenizer) for output in collected.outputs]
+        other["top_tokens"] = [_top_tokens(output.top, tokenizer) for output in outputs]
     return other
