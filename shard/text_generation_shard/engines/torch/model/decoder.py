@@ -155,8 +155,7 @@ class Decoder:
     def _after_attention(self, layer: LayerWeights, state: ForwardPass) -> None:
         ops, stream = self._ops, state.stream
         ops.add_linear(stream, state.attended, layer.output, layer.after_attention)
-        inner = ops.norm_linear_activate(stream, layer.mlp_norm, layer.gate_up, self._config.activation)
-        ops.add_linear(stream, inner, layer.down, layer.after_mlp)
+        layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
 
     def _capped(self, logits: Tensor) -> Tensor:
         """Return the logits after the last operations of the model, in place."""

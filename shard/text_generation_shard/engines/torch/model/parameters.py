@@ -15,6 +15,7 @@ from torch import Tensor
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, Projection, ShardRange
+from text_generation_shard.engines.torch.model.mlp import MLP, DenseMLP
 from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.model.rope import head_order
@@ -24,30 +25,29 @@ from text_generation_shard.engines.torch.quantization.layers import QuantizedLin
 
 
 class LayerWeights:
-    """Weights of one layer: the projections `qkv`, `output`, `gate_up` and `down`, and the norm weights."""
+    """Weights of one layer: the projections `qkv` and `output` of its attention, its MLP, and its norms."""
 
     def __init__(
         self, config: ModelConfig, index: int, tp: TensorParallelRank, device: torch.device, precision: Precision
     ) -> None:
-        self._index = index
         self._prefix = f"model.layers.{index}."
         self._config, self._device, self._precision = config, device, precision
         hidden = ShardRange.whole(config.hidden_size)
         queries = _of_heads(tp.even(config.num_heads, "attention heads"), config.head_dim)
         keys = _of_heads(tp.kv_heads(config.num_kv_heads), config.head_dim)
-        inner = tp.even(config.intermediate_size, "inner values of the MLP")
         attention = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
-        mlp = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
         if config.fused_qkv:
             attention = [("self_attn.qkv_proj", _fused(queries, keys, keys))]
-        if config.fused_gate_up:
-            mlp = [("mlp.gate_up_proj", _fused(inner, inner))]
-        self.qkv = self._linear([(name, rows, hidden) for name, rows in attention], bias=config.qkv_bias)
-        self.gate_up = self._linear([(name, rows, hidden) for name, rows in mlp], bias=config.mlp_bias)
+        self._head_order = head_order(config.ropes[index], config.head_dim)
+        self.qkv = self._linear(
+            [(name, rows, hidden) for name, rows in attention],
+            bias=config.qkv_bias,
+            quantized=self._head_order is None,  # rows of quantized weights cannot be reordered
+        )
         # The outputs of the ranks are summed, so only one rank adds the bias.
         first = tp.rank == 0
         self.output = self._linear([("self_attn.o_proj", hidden, queries)], bias=config.output_bias and first)
-        self.down = self._linear([("mlp.down_proj", hidden, inner)], bias=config.mlp_bias and first)
+        self.mlp: MLP = self._dense_mlp(hidden, tp.even(config.intermediate_size, "inner values of the MLP"), first)
         self._num_heads, self._num_kv_heads = queries.length // config.head_dim, keys.length // config.head_dim
         names, hidden_size = config.norms, config.hidden_size
         self.input_norm, self.mlp_norm = self._norm(hidden_size), self._norm(hidden_size)
@@ -57,6 +57,17 @@ class LayerWeights:
         self.head_norms: HeadNorms | None = None
         if config.query_key_norm:
             self.head_norms = HeadNorms(self._norm(config.head_dim), self._norm(config.head_dim))
+
+    def _dense_mlp(self, hidden: ShardRange, inner: ShardRange, first: bool) -> DenseMLP:  # noqa: FBT001
+        config = self._config
+        gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
+        if config.fused_gate_up:
+            gate_up = [("mlp.gate_up_proj", _fused(inner, inner))]
+        return DenseMLP(
+            self._linear([(name, rows, hidden) for name, rows in gate_up], bias=config.mlp_bias),
+            self._linear([("mlp.down_proj", hidden, inner)], bias=config.mlp_bias and first),
+            config.activation,
+        )
 
     def _norm(self, width: int) -> RMSNorm:
         config = self._config
@@ -77,7 +88,8 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[ParallelLinear | QuantizedLinear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        """The projections, without experts."""
+        return self.qkv, self.output, *self.mlp.projections
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         parameters: dict[str, ParameterShard | Tensor] = {
@@ -86,38 +98,39 @@ class LayerWeights:
         if self.head_norms is not None:
             parameters[f"{self._prefix}self_attn.q_norm.weight"] = self.head_norms.query.weight
             parameters[f"{self._prefix}self_attn.k_norm.weight"] = self.head_norms.key.weight
-        for linear in self.linears:
-            parameters |= linear.named_parameters()
+        for each in (self.qkv, self.output, self.mlp):
+            parameters |= each.named_parameters()
         return parameters
 
     def process_weights_after_loading(self) -> None:
-        for linear in self.linears:
-            linear.process_weights_after_loading()
+        for each in (self.qkv, self.output, self.mlp):
+            each.process_weights_after_loading()
         for norm in self._norms.values():
             norm.process_weights_after_loading()
-        order = head_order(self._config.ropes[self._index], self._config.head_dim)
         if self.head_norms is not None:
-            self.head_norms.process_weights_after_loading(self._num_heads, self._num_kv_heads, order)
-        if order is not None:
-            self._reorder_heads(order)
+            self.head_norms.process_weights_after_loading(self._num_heads, self._num_kv_heads, self._head_order)
+        if self._head_order is not None and isinstance(self.qkv, ParallelLinear):
+            self._reorder_heads(self.qkv, self._head_order)
 
-    def _reorder_heads(self, order: list[int]) -> None:
+    def pack(self) -> None:
+        """Reorder all weights for products on a CPU: see `Linear.pack`."""
+        for each in (self.qkv, self.output, self.mlp):
+            each.pack()
+
+    def _reorder_heads(self, qkv: ParallelLinear, order: list[int]) -> None:
         """Reorder the dimensions of query and key heads: see `head_order`."""
-        if not isinstance(self.qkv, ParallelLinear):
-            raise EngineError(f"{self._config.model_type} models are not served quantized on CUDA")
         count, head_dim = self._num_heads + self._num_kv_heads, self._config.head_dim
-        for tensor in (self.qkv.weight, self.qkv.bias):
+        for tensor in (qkv.weight, qkv.bias):
             if tensor is not None:
                 heads = tensor[: count * head_dim].view(count, head_dim, *tensor.shape[1:])
                 heads.copy_(heads[:, order].clone())
 
     def _linear(
-        self, parts: Sequence[tuple[str, ShardRange, ShardRange]], *, bias: bool
+        self, parts: Sequence[tuple[str, ShardRange, ShardRange]], *, bias: bool, quantized: bool = True
     ) -> ParallelLinear | QuantizedLinear:
         projections = [Projection(f"{self._prefix}{name}", outputs, inputs) for name, outputs, inputs in parts]
-        linear = quantized_linear(
-            projections, self._config.quantization, self._device, self._precision.model, bias=bias
-        )
+        scheme = self._config.quantization if quantized else None
+        linear = quantized_linear(projections, scheme, self._device, self._precision.model, bias=bias)
         return linear or ParallelLinear(projections, self._device, self._precision, bias=bias)
 
 
@@ -179,7 +192,7 @@ class ModelWeights:
         for layer in self.layers:
             layer.process_weights_after_loading()
         norms = [self.norm, *(norm for layer in self.layers for norm in (layer.input_norm, layer.mlp_norm))]
-        after_norms = [self.head, *(linear for layer in self.layers for linear in (layer.qkv, layer.gate_up))]
+        after_norms = [self.head, *(linear for layer in self.layers for linear in (layer.qkv, *layer.mlp.after_norm))]
         after_loading = self.precision.after_loading(
             [norm.weight for norm in norms], [each.weight for each in after_norms]
         )
@@ -190,8 +203,9 @@ class ModelWeights:
 
     def pack(self) -> None:
         """Reorder all weights for products on a CPU: see `Linear.pack`."""
-        for linear in (*self.linears, self.head):
-            linear.pack()
+        for layer in self.layers:
+            layer.pack()
+        self.head.pack()
 
 
 def _fused(*parts: ShardRange) -> ShardRange:

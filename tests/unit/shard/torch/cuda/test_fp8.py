@@ -127,12 +127,12 @@ def test_products_match_the_dequantized_checkpoint(
         weights = load_for_cuda(tmp_path, device, dtype_on(device), TensorParallelRank(rank, size))
         inputs = x.to(device, weights.embedding.dtype)
         out = torch.full((5, 192 // size), float("nan"), device=device, dtype=inputs.dtype)
-        weights.layers[1].gate_up(inputs, out)
+        weights.layers[1].mlp.gate_up(inputs, out)
         whole = reference_product(tensors, FUSED["gate_up"], x)
         expected = torch.cat([half.chunk(size, 1)[rank] for half in whole.chunk(2, 1)], 1)
         # The GPU rounds the product to bfloat16 and sums with about 14 bits.
         assert error(out.cpu(), expected) < (1e-2 if device.type == "cuda" else 1e-3)
-        assert isinstance(weights.layers[1].down, Fp8Linear)
+        assert isinstance(weights.layers[1].mlp.down, Fp8Linear)
         assert weights.head.weight.dtype == weights.embedding.dtype
     if size == 1:
         qkv = weights.layers[1].qkv(inputs).cpu()
@@ -146,9 +146,9 @@ def test_biases_are_added_and_weights_of_unsupported_sizes_are_widened(tmp_path:
     out = layer.qkv(torch.zeros(2, 64, device=device, dtype=layer.mlp_norm.weight.dtype))
     expected = torch.cat([tensors[f"model.layers.1.self_attn.{name}.bias"] for name in FUSED["qkv"]])
     assert error(out.cpu(), expected.double().expand(2, -1)) < 1e-2
-    assert isinstance(layer.down, ParallelLinear)
-    expected = dequantized(tensors)["model.layers.1.mlp.down_proj.weight"].to(layer.down.weight.dtype)
-    assert torch.equal(layer.down.weight.cpu(), expected)
+    assert isinstance(layer.mlp.down, ParallelLinear)
+    expected = dequantized(tensors)["model.layers.1.mlp.down_proj.weight"].to(layer.mlp.down.weight.dtype)
+    assert torch.equal(layer.mlp.down.weight.cpu(), expected)
 
 
 def test_ignored_modules_are_not_quantized(tmp_path: Path, device: torch.device) -> None:
@@ -169,7 +169,7 @@ def test_a_product_of_projections_with_and_without_quantization_is_dequantized(t
     assert isinstance(layer.qkv, ParallelLinear)
     expected = torch.cat([dequantized(mixed)[f"model.layers.1.self_attn.{part}.weight"] for part in FUSED["qkv"]])
     assert torch.equal(layer.qkv.weight, expected)
-    assert isinstance(layer.gate_up, Fp8Linear)
+    assert isinstance(layer.mlp.gate_up, Fp8Linear)
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -179,7 +179,7 @@ def test_dummy_weights_have_the_expected_deviation(tmp_path: Path, device: torch
     weights = ModelWeights(read_model_config(folder), TensorParallelRank(), device, torch.bfloat16)
     fill_dummy(weights.named_parameters())
     weights.process_weights_after_loading()
-    down = weights.layers[0].down
+    down = weights.layers[0].mlp.down
     assert isinstance(down, Fp8Linear)
     assert (down.weight.float() * down.weight_scale.t()).std().item() == pytest.approx(0.02, rel=0.1)
     x = torch.randn(3, 96, device=device, dtype=torch.bfloat16)

@@ -53,7 +53,7 @@ def test_ranks_together_compute_the_same_as_one(
         expected = [query.chunk(size, 1)[rank], key[:, kv][:, :kv_width], value[:, kv][:, :kv_width]]
         assert close(layer.qkv(hidden.to(device)), torch.cat(expected, 1))
         assert close(
-            layer.gate_up(hidden.to(device)), torch.cat([gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1)
+            layer.mlp.gate_up(hidden.to(device)), torch.cat([gate.chunk(size, 1)[rank], up.chunk(size, 1)[rank]], 1)
         )
         assert torch.equal(layer.mlp_norm.weight.cpu(), tensors["model.layers.1.post_attention_layernorm.weight"])
         norms = (
@@ -64,7 +64,7 @@ def test_ranks_together_compute_the_same_as_one(
         assert norms == [tensors[name].tolist() for name in head_norms[2:] if name in tensors]
     outputs = [weights.layers[1].output(part) for weights, part in zip(ranks, parts(queries), strict=True)]
     assert close(sum(outputs, torch.zeros(())), reference("self_attn.o_proj", queries))
-    outputs = [weights.layers[1].down(part) for weights, part in zip(ranks, parts(inner), strict=True)]
+    outputs = [weights.layers[1].mlp.down(part) for weights, part in zip(ranks, parts(inner), strict=True)]
     assert close(sum(outputs, torch.zeros(())), reference("mlp.down_proj", inner))
 
 

@@ -90,11 +90,11 @@ def test_tensors_have_the_dtypes_of_the_precision(make: Make, dtype: torch.dtype
     weights, layer = model.weights, model.weights.layers[1]
     precision = weights.precision
     assert precision == (FINE if dtype == BF16 else Precision(dtype, FP32, dtype))
-    for weight in (layer.qkv.weight, layer.gate_up.weight, weights.head.weight):
+    for weight in (layer.qkv.weight, layer.mlp.gate_up.weight, weights.head.weight):
         assert weight.dtype == precision.normed
     for weight in (
         layer.output.weight,
-        layer.down.weight,
+        layer.mlp.down.weight,
         weights.embedding,
         weights.norm.weight,
         layer.mlp_norm.weight,
@@ -103,9 +103,13 @@ def test_tensors_have_the_dtypes_of_the_precision(make: Make, dtype: torch.dtype
     activations = model.decoder.activations(3)
     assert (activations.normed.dtype, activations.qkv.dtype) == (precision.normed, FP32)
     assert (activations.queries.dtype, activations.attended.dtype) == (dtype, dtype)
-    for out in (layer.qkv(activations.normed), layer.gate_up(activations.normed), layer.output(activations.attended)):
+    for out in (
+        layer.qkv(activations.normed),
+        layer.mlp.gate_up(activations.normed),
+        layer.output(activations.attended),
+    ):
         assert out.dtype == FP32
-    assert layer.down(layer.down.weight).dtype == FP32
+    assert layer.mlp.down(layer.mlp.down.weight).dtype == FP32
 
 
 def test_converted_weights_are_the_same_numbers(make: Make) -> None:

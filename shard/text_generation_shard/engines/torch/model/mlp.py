@@ -1,0 +1,75 @@
+"""The MLP of a layer: the part between its attention and the next layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from text_generation_shard.engines.torch.model.linear import ParallelLinear
+from text_generation_shard.engines.torch.model.norm import RMSNorm
+from text_generation_shard.engines.torch.ops.interface import Ops, ResidualStream
+from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.quantization.layers import QuantizedLinear
+
+
+class MLP(Protocol):
+    """Weights of one layer's MLP, and its computation. A dense MLP, or a mixture of experts."""
+
+    @property
+    def projections(self) -> Sequence[ParallelLinear | QuantizedLinear]:
+        """The fused projections."""
+        ...
+
+    @property
+    def after_norm(self) -> Sequence[ParallelLinear | QuantizedLinear]:
+        """The projections that are multiplied with normed hidden states."""
+        ...
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        """Return the tensors to fill, by checkpoint name."""
+        ...
+
+    def process_weights_after_loading(self) -> None:
+        """Prepare the loaded weights for use."""
+
+    def pack(self) -> None:
+        """Reorder the loaded weights for products on a CPU: see `Linear.pack`."""
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        """Add the MLP of the stream, normed by `before`, to the stream. `after` norms the sum over the ranks."""
+
+
+class DenseMLP:
+    """down(act(gate(x)) · up(x))."""
+
+    def __init__(
+        self, gate_up: ParallelLinear | QuantizedLinear, down: ParallelLinear | QuantizedLinear, activation: str
+    ) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self._activation = activation
+
+    @property
+    def projections(self) -> Sequence[ParallelLinear | QuantizedLinear]:
+        return self.gate_up, self.down
+
+    @property
+    def after_norm(self) -> Sequence[ParallelLinear | QuantizedLinear]:
+        return (self.gate_up,)
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        return {**self.gate_up.named_parameters(), **self.down.named_parameters()}
+
+    def process_weights_after_loading(self) -> None:
+        for linear in self.projections:
+            linear.process_weights_after_loading()
+
+    def pack(self) -> None:
+        for linear in self.projections:
+            linear.pack()
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        inner = ops.norm_linear_activate(stream, before, self.gate_up, self._activation)
+        ops.add_linear(stream, inner, self.down, after)
