@@ -26,23 +26,29 @@ from text_generation_shard.engines.torch.weights import load
 from text_generation_shard.grammar import Grammars
 
 
+def prepare_device(device: torch.device, dtype: torch.dtype) -> None:
+    """Make `device` the one of this thread. Raises EngineError if it cannot compute in `dtype`."""
+    if device.type != "cuda":
+        if find_spec("triton") is None:
+            raise EngineError("tensor parallelism needs Triton, on CPU as well: pip install triton")
+        return
+    if dtype == torch.float32:
+        raise EngineError("dtype float32 is not served on CUDA: --dtype bfloat16 or float16")
+    torch.cuda.set_device(device)
+    # Split-K products add their parts in float32: in bfloat16 the logits of a small model are 10 % less accurate.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # Graphs cannot be captured on the default stream; one thread does all work of the engine, on this stream.
+    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
 @torch.inference_mode()
 def build_on_cuda(
     config: ShardConfig, model_config: ModelConfig, info: EngineInfo, grammars: Grammars | None
 ) -> Engine:
     """Build the engine of rank 0, or of a follower. A group on CPUs uses the reference kernels: slow, but the same results."""
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
-    if device.type == "cuda" and dtype == torch.float32:
-        raise EngineError("dtype float32 is not served on CUDA: --dtype bfloat16 or float16")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # Split-K products add their parts in float32: in bfloat16 the logits of a small model are 10 % less accurate.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        # Graphs cannot be captured on the default stream; one thread does all work of the engine, on this stream.
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    elif find_spec("triton") is None:
-        raise EngineError("tensor parallelism needs Triton, on CPU as well: pip install triton")
+    prepare_device(device, dtype)
     group = join_group(config, device)
     weights = ModelWeights(model_config, group.tp, device, dtype)
     load(config, weights.named_parameters(), model_config.quantization)

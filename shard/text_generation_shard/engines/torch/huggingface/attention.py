@@ -7,7 +7,7 @@ the same order each time; the number of a call is the number of its layer in the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,11 +83,17 @@ def paged_attention(  # noqa: PLR0913 – the signature is that of transformers'
 
 
 class AttentionRecorder:
-    """Records the attention calls of a pass and the shapes of the layers of their cache; computes nothing."""
+    """Records the attention calls of a pass and the shapes of the layers of their cache; computes nothing.
 
-    def __init__(self) -> None:
+    `head_dims` are those that the kernels serve: heads in between are widened. Empty: all.
+    """
+
+    def __init__(self, head_dims: Sequence[int] = ()) -> None:
         self.calls: list[AttentionCall] = []
         self.layers: list[LayerShape] = []
+        self.rules: list[tuple[float, float | None]] = []
+        """Scale and softcap of each layer of the cache."""
+        self._head_dims = head_dims
         self._cached: list[tuple[LayerShape, Tensor, Tensor]] = []
 
     def attend(
@@ -103,7 +109,7 @@ class AttentionRecorder:
         heads, kv_heads = queries.shape[0], keys.shape[0]
         if heads % kv_heads or values.shape[0] != kv_heads or keys.shape[2] != queries.shape[2]:
             raise EngineError(f"attention of {heads} heads over {kv_heads} heads of keys is not served")
-        shape = LayerShape(heads, kv_heads, max(keys.shape[2], values.shape[2]), window)
+        shape = LayerShape(heads, kv_heads, self._served(max(keys.shape[2], values.shape[2])), window)
         for index, (other, other_keys, other_values) in enumerate(self._cached):
             if shape == other and _is_same(keys, other_keys) and _is_same(values, other_values):
                 self.calls.append(AttentionCall(index, is_first=False))
@@ -111,8 +117,17 @@ class AttentionRecorder:
         else:
             self.calls.append(AttentionCall(len(self.layers), is_first=True))
             self.layers.append(shape)
+            self.rules.append((scale, softcap))
             self._cached.append((shape, keys, values))
         return values.new_zeros(queries.shape[1], heads, values.shape[2])
+
+    def _served(self, head_dim: int) -> int:
+        """Return the smallest head_dim of the kernels that holds `head_dim`; they serve any if there are none."""
+        if not self._head_dims:
+            return head_dim
+        if head_dim > max(self._head_dims):
+            raise EngineError(f"head_dim {head_dim} is not served on CUDA, only up to {max(self._head_dims)}")
+        return min(each for each in self._head_dims if each >= head_dim)
 
 
 class StepAttention:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, EngineError
+from text_generation_shard.engine import Engine, EngineError, EngineInfo
 from text_generation_shard.engines.torch.build import check_memory, choose_device, engine_info
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
+from text_generation_shard.engines.torch.executor import Executor
 from text_generation_shard.engines.torch.huggingface.check import check_model
-from text_generation_shard.engines.torch.huggingface.config import read_config
+from text_generation_shard.engines.torch.huggingface.config import TransformersConfig, read_config
 from text_generation_shard.engines.torch.huggingface.load import load_model
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kv_cache import CacheShape
@@ -27,27 +29,57 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
         torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
     model_config = read_config(Path(config.model_path))
-    if device.type == "cuda":
-        raise EngineError("models of transformers are not served on CUDA yet: --device cpu")
     if config.world_size > 1:
         raise EngineError("models of transformers are not divided over devices: --num-replicas instead of --num-shard")
     dtype = getattr(torch, config.dtype or model_config.dtype)
     check_memory(model_config, dtype.itemsize, device, config.world_size)
     grammars = load_grammars(config.model_path, model_config.eos_token_ids)
     info = engine_info(config, model_config, device, grammars)
-    keep_freed_memory()
-    model = TransformersModel(load_model(config, model_config, device, dtype))
-
-    def executor() -> CpuExecutor:
-        shape = CacheShape(tuple(model.layers), device, dtype)
-        return CpuExecutor(
-            model,
-            shape,
-            info.max_sequence_length,
-            info.max_slots,
-            config.cpu_memory_fraction,
-        )
-
+    build = _cuda_executors if device.type == "cuda" else _cpu_executors
+    model, executor = build(config, model_config, info, dtype)
     check_model(model, model_config.vocab_size, executor)
     model.record()
     return TorchEngine(info, executor(), grammars, open_trace(config))
+
+
+def _cpu_executors(
+    config: ShardConfig, model_config: TransformersConfig, info: EngineInfo, dtype: torch.dtype
+) -> tuple[TransformersModel, Callable[[], Executor]]:
+    """Load the model; return it, and a function that builds an executor for it as it is recorded."""
+    keep_freed_memory()
+    device = torch.device(info.device)
+    model = TransformersModel(load_model(config, model_config, device, dtype))
+
+    def executor() -> Executor:
+        shape = CacheShape(tuple(model.layers), device, dtype)
+        return CpuExecutor(model, shape, info.max_sequence_length, info.max_slots, config.cpu_memory_fraction)
+
+    return model, executor
+
+
+def _cuda_executors(
+    config: ShardConfig, model_config: TransformersConfig, info: EngineInfo, dtype: torch.dtype
+) -> tuple[TransformersModel, Callable[[], Executor]]:
+    """Do the same as `_cpu_executors` on a GPU."""
+    from text_generation_shard.engines.torch.attention.chunks import HEAD_DIMS
+    from text_generation_shard.engines.torch.cuda.build import prepare_device
+    from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
+    from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
+    from text_generation_shard.engines.torch.cuda.runner import Runner
+    from text_generation_shard.engines.torch.huggingface.kernels import LayeredKernels
+    from text_generation_shard.engines.torch.parallel.group import join_group
+
+    device = torch.device(info.device)
+    prepare_device(device, dtype)
+    model = TransformersModel(load_model(config, model_config, device, dtype), HEAD_DIMS)
+    group = join_group(config, device)
+    memory = DeviceMemory(device, config.cuda_memory_fraction)
+
+    def executor() -> Executor:
+        torch.cuda.empty_cache()
+        shape = CacheShape(tuple(model.layers), device, dtype)
+        kernels = LayeredKernels(model, info.vocab_size, info.max_slots, dtype, device)
+        runner = Runner(model, kernels, group, shape, info.max_slots, info.max_sequence_length)
+        return CudaExecutor(runner, memory, group, shape, info.max_slots)
+
+    return model, executor

@@ -17,6 +17,7 @@ from torch import Tensor
 from text_generation_proto.values import Stopping
 from text_generation_shard.engine import EngineError, NewSequence
 from text_generation_shard.engines.torch.executor import Executor
+from text_generation_shard.engines.torch.huggingface.config import one_line
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
@@ -44,12 +45,10 @@ def check_model(model: TransformersModel, vocab_size: int, executor: Callable[[]
         except (EngineError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
-            raise model.refusal(error) from None
+            raise model.refusal(one_line(error)) from None
     difference = _difference(served.float().cpu(), expected.float().cpu(), model.dtype)
     if not difference <= MOST_DIFFERENCE.get(model.dtype, MOST_DIFFERENCE_OF_16_BITS):
-        raise EngineError(
-            f"{model.architecture} is not served by transformers: with our attention its logits differ by {difference:.0e} from its own"
-        )
+        raise model.refusal(f"with our attention its logits differ by {difference:.0e} from its own")
     log.info("attention checked", architecture=model.architecture, difference=f"{difference:.0e}")
 
 

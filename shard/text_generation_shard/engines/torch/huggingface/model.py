@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,8 +32,9 @@ class TransformersModel:
     given hidden states in the place of the base model's output.
     """
 
-    def __init__(self, model: LibraryModel) -> None:
+    def __init__(self, model: LibraryModel, head_dims: Sequence[int] = ()) -> None:
         self.library = model
+        self._head_dims = head_dims
         self.architecture = type(model).__name__
         self._base = base_of(model)
         self._run_base = self._base.forward
@@ -43,34 +45,36 @@ class TransformersModel:
         self._calls: list[AttentionCall] = []
         self.layers: list[LayerShape] = []
         """Shapes of the layers of the KV cache."""
+        self.rules: list[tuple[float, float | None]] = []
+        """Scale and softcap of the scores in each of them."""
 
     @property
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.library.dtype
         return dtype
 
-    def refusal(self, error: Exception) -> EngineError:
-        """Return the error that refuses this model because its code raised `error`."""
-        return EngineError(f"{self.architecture} is not served by transformers: {one_line(error)}")
+    def refusal(self, reason: str) -> EngineError:
+        """Return the error that refuses this model."""
+        return EngineError(f"{self.architecture} is not served by transformers: {reason}")
 
     @torch.inference_mode()
     def record(self) -> None:
         """Find the attention calls of a forward pass, and the shapes of their cache. Raises EngineError."""
-        recorder = AttentionRecorder()
+        recorder = AttentionRecorder(self._head_dims)
         device = self.library.device
         ids = torch.zeros(1, RECORDED_TOKENS, dtype=torch.long, device=device)
         positions = torch.arange(RECORDED_TOKENS, device=device).unsqueeze(0)
         try:
             with handled_by(recorder):
                 output = self._run_base(input_ids=ids, position_ids=positions, use_cache=False)
-        except (EngineError, torch.OutOfMemoryError):
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
-            raise self.refusal(error) from None
+            raise self.refusal(one_line(error)) from None
         if not recorder.calls:
-            raise EngineError(f"{self.architecture} is not served by transformers: its attention has no interface")
+            raise self.refusal("its attention has no interface")
         self._output_class = type(output)
-        self._calls, self.layers = recorder.calls, recorder.layers
+        self._calls, self.layers, self.rules = recorder.calls, recorder.layers, recorder.rules
 
     def forward(self, step: Step) -> Tensor:
         with handled_by(StepAttention(step, self._calls, self.layers)):
@@ -88,7 +92,7 @@ class TransformersModel:
             logits = self._library_logits(torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device))
         finally:
             self._given = None
-        return logits if memory is None else memory[: len(logits)].copy_(logits)
+        return logits.float() if memory is None else memory[: len(logits)].copy_(logits)
 
     def logits_memory(self, rows: int) -> Tensor:
         head = self.library.get_output_embeddings().weight
