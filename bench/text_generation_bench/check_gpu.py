@@ -145,7 +145,13 @@ def main() -> int:
     reference: Reference = torch.load(options.reference) if options.reference else make_reference(options.model)
     for part in ("prompts", "logits", "tops", "texts"):
         reference[part] = reference[part][:: options.every]
-    config = ShardConfig(engine="torch", model_path=str(options.model), device=options.device, dtype=options.dtype)
+    config = ShardConfig(
+        engine="torch",
+        model_path=str(options.model),
+        model_impl=options.model_impl,
+        device=options.device,
+        dtype=options.dtype,
+    )
     engine = cast(TorchEngine, build_engine(config))
     print(
         f"{options.model.name}, {engine.info.dtype} on {engine.info.device}, {len(reference['prompts'])} prompts",
@@ -330,6 +336,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of the model")
+    add("--model-impl", choices=("auto", "native", "transformers"), default="auto", help="code that runs the model")
     add("--device", default="cuda")
     add("--dtype", default="bfloat16")
     add("--make-reference", type=Path, help="write the reference to this file and exit")

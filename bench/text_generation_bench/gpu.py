@@ -63,6 +63,7 @@ def main() -> None:
     bandwidth = options.bandwidth * 1e9 if options.bandwidth else float(_own_child("--copy-bandwidth"))
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as scratch:
         model, arguments = options.model, ["--max-concurrent-requests", "1024", *shlex.split(options.launcher_args)]
+        arguments += ["--model-impl", options.model_impl]
         if options.shape:
             model = shaped_folder(options.shape, options.model, Path(scratch, options.shape), options.quantization)
             arguments += ["--load-format", "dummy"]
@@ -223,6 +224,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, help="folder of the model; with --shape: the model whose tokenizer is used")
+    add("--model-impl", choices=("auto", "native", "transformers"), default="auto", help="code that runs the model")
     add("--shape", choices=sorted(SHAPES), help="serve random weights of this shape")
     add("--quantization", choices=sorted(QUANTIZATIONS), help="with --shape: random weights in this format")
     add("--streams", type=lambda text: [int(word) for word in text.split(",")], default=[1, 32, 128, 256])

@@ -42,12 +42,17 @@ def check_model(model: TransformersModel, vocab_size: int, executor: Callable[[]
         try:
             expected = torch.stack([model.own_logits(sequence) for sequence in ids])
             served = _served_logits(executor(), ids)
+            difference = _difference(served, expected, model.dtype)
+            most = MOST_DIFFERENCE.get(model.dtype, MOST_DIFFERENCE_OF_16_BITS)
+            if difference > most and model.dtype not in MOST_DIFFERENCE and model.library._supports_sdpa:
+                # Rounding in many layers: the library's own functions may differ as much.
+                other = torch.stack([model.own_logits(sequence, "sdpa") for sequence in ids])
+                most = max(most, 2 * _difference(other, expected, model.dtype))
         except (EngineError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 – a model that is not served can fail in many ways
             raise model.refusal(one_line(error)) from None
-    difference = _difference(served.float().cpu(), expected.float().cpu(), model.dtype)
-    if not difference <= MOST_DIFFERENCE.get(model.dtype, MOST_DIFFERENCE_OF_16_BITS):
+    if not difference <= most:
         raise model.refusal(f"with our attention its logits differ by {difference:.0e} from its own")
     log.info("attention checked", architecture=model.architecture, difference=f"{difference:.0e}")
 
@@ -117,6 +122,7 @@ def _served_logits(executor: Executor, ids: Tensor) -> Tensor:
 
 def _difference(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     """Return the relative error: of all logits, or in 16 bits of the median token, as rounding may choose other experts."""
+    logits, expected = logits.float().cpu(), expected.float().cpu()
     if dtype in MOST_DIFFERENCE:
         return float((logits - expected).norm() / expected.norm())
     return float(((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median())

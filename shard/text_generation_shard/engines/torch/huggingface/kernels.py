@@ -11,17 +11,16 @@ from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention, DecodeStep
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
-from text_generation_shard.engines.torch.kernels.tables import update_tables
+from text_generation_shard.engines.torch.ops.triton import PlainKernels
 
 Heads = tuple[int, int, int]
 """Query heads, KV heads, head_dim."""
 
 
-class LayeredKernels:
-    """The part of `Kernels` that a model of transformers needs on a GPU. Holds the workspaces."""
+class LayeredKernels(PlainKernels):
+    """Implements `Kernels` for layers of different shapes. Holds the workspaces."""
 
     fused_tokens = 0
-    update_tables = staticmethod(update_tables)
 
     def __init__(
         self, model: TransformersModel, vocab_size: int, max_slots: int, dtype: torch.dtype, device: torch.device

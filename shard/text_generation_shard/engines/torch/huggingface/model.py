@@ -99,9 +99,9 @@ class TransformersModel:
         return torch.empty(rows, head.shape[0], dtype=torch.float32, device=head.device)
 
     @torch.inference_mode()
-    def own_logits(self, token_ids: Tensor) -> Tensor:
-        """Return the logits [tokens, vocabulary] of one sequence with the library's own attention."""
-        use_attention(self.library, "eager")
+    def own_logits(self, token_ids: Tensor, attention: str = "eager") -> Tensor:
+        """Return the logits [tokens, vocabulary] of one sequence with an attention function of the library."""
+        use_attention(self.library, attention)
         try:
             return self._library_logits(token_ids.unsqueeze(0).to(self.library.device))
         finally:

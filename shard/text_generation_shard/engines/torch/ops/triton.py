@@ -22,8 +22,8 @@ from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE
 
 
-class TritonKernels:
-    """Implements `Kernels`. Holds the workspaces."""
+class PlainKernels:
+    """The kernels without a workspace."""
 
     update_tables = staticmethod(update_tables)
     embed = staticmethod(embed)
@@ -35,6 +35,10 @@ class TritonKernels:
     norm_matvec_activate = staticmethod(norm_matvec_activate)
     matvec = staticmethod(matvec)
     matvec_add = staticmethod(matvec_add)
+
+
+class TritonKernels(PlainKernels):
+    """Implements `Kernels` for layers of one shape. Holds the workspaces."""
 
     def __init__(self, config: ModelConfig, shape: CacheShape, max_slots: int) -> None:
         heads = (shape.layers[0].num_heads, shape.layers[0].num_kv_heads, config.head_dim)
