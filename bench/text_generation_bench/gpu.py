@@ -92,7 +92,7 @@ def main() -> None:
 
 def load(options: argparse.Namespace, config: ModelConfig, url: str, streams: int) -> Row:
     """Run the load at one number of streams."""
-    command = [sys.executable, str(options.load or OWN_LOAD), "--url", url, "--conc", str(streams)]
+    command = [sys.executable, str(options.load or OWN_LOAD), "--url", url, "--model", "tgi", "--conc", str(streams)]
     command += ["--isl", str(options.isl), "--osl", str(options.osl), "--rounds", str(options.rounds)]
     command += ["--procs", str(options.procs), "--vocab", str(config.vocab_size)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -175,6 +175,14 @@ async def test_an_answer_follows_its_response_format(stack: Stack) -> None:
     assert joined(await chunks(stack.client, CHAT, body)) == answer
 
 
+async def test_a_constrained_answer_ends_the_reasoning_that_the_prompt_starts(stack: Stack) -> None:
+    body = await asking(stack, "Hi<think>\n", guided_choice=["yes", "no"])
+    async with stack.client.post(CHAT, json=body) as response:
+        assert response.headers["x-compute-characters"] == str(len("Hi<think>\n\n</think>\n\n"))
+        answer = whole(await response.json())
+    assert (answer["content"] in ("yes", "no"), answer["reasoning_content"]) == (True, "")
+
+
 async def test_tools_that_may_not_be_called_leave_room_for_a_format(stack: Stack) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
     body = await asking(stack, "x", tools=TOOLS, tool_choice="none", response_format=form, max_tokens=200)

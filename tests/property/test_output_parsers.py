@@ -269,3 +269,26 @@ def test_text_and_arguments_come_while_they_are_written() -> None:
     assert parser.feed('", "arg') == [ToolCallStart(0, "f")]
     assert parser.feed('uments": {"a": 1') == [ToolCallArguments(0, '{"a": 1')]
     assert parser.feed("}}") == [ToolCallArguments(0, "}")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=c>\nno"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">'),
+        ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=a>\n"),
+        ("deepseek_v3", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "'),
+        ("kimi_k2", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": "'),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>'),
+        ("llama4_pythonic", "[f(a='x"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "'),
+        ("openai", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "'),
+    ],
+)
+def test_every_format_streams_a_text_argument(kind: str, before: str) -> None:
+    parser = make(kind)
+    assert ToolCallStart(0, "f") in parser.feed(before)
+    assert parser.feed("New ") == [ToolCallArguments(0, "New ")]
+    assert parser.feed("York") == [ToolCallArguments(0, "York")]

@@ -65,6 +65,10 @@ QWEN: Table = {
             )
         ],
     ),
+    "a text that may be null": (
+        qwen(("code", "nul"), ("code", "None!"), ("code", "x = 1\n"), ("code", ""), ("limit", "null")),
+        [Call("search", '{"code": "nul", "code": "None!", "code": "x = 1\\n", "code": "", "limit": "null"}')],
+    ),
     "no type": (qwen(("other", "5")), [Call("search", '{"other": "5"}')]),
     "lines, quotes and tags in a text": (
         qwen(("q", 'if a < b:\n\n    say("\\n")\n</div></function>\n</param')),

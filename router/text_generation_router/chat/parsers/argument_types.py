@@ -15,7 +15,12 @@ from text_generation_router.chat.parsers.literals import literal_as_json
 Schema = Mapping[str, Any]
 
 STRING: Final = frozenset({"string"})
+NULL_OR_STRING: Final = frozenset({"string", "null"})
 
+_NULLS: Final = ("null", "None")
+
+_MAX_NULL: Final = 16
+"""Characters of a null with the whitespace around it."""
 _MAX_DEPTH: Final = 8
 """References and unions within each other that are followed."""
 _OTHER_NAMES: Final = {
@@ -50,7 +55,7 @@ def argument_types(parameters: Schema, name: str) -> frozenset[str]:
 def value_as_json(text: str, types: frozenset[str]) -> str:
     """Return the JSON of a value of one of `types`; the text as a string if it fits none of the others."""
     written = text.strip()
-    if "null" in types and written in ("null", "None"):
+    if "null" in types and written in _NULLS:
         return "null"
     if "integer" in types and (integer := _INTEGER.fullmatch(written)):
         return integer[1]
@@ -62,6 +67,11 @@ def value_as_json(text: str, types: frozenset[str]) -> str:
     if container in types and (value := literal_as_json(written)) is not None:
         return value
     return json.dumps(text, ensure_ascii=False)
+
+
+def may_be_null(text: str) -> bool:
+    """Return True if a value that starts with `text` may be null."""
+    return len(text) <= _MAX_NULL and any(null.startswith(text.strip()) for null in _NULLS)
 
 
 def _types(schema: object, root: Schema, depth: int) -> frozenset[str]:

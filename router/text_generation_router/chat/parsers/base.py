@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.event_buffer import EventBuffer
 from text_generation_router.chat.parsers.json_scanner import SPACE
-from text_generation_router.chat.parsers.readers import CallReader, JsonCallReader
+from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader, CallReader, JsonCallReader
 
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the parameters of the tools, by name."""
@@ -68,6 +68,8 @@ class CallParser:
         """The end of the last piece, which may be the start of a marker."""
         self._opening: list[str] = []
         """Characters between the marker and the call: text only if no call follows."""
+        self._awaits_end = False
+        """A call was read, its end marker was not."""
         self._reader: CallReader | None = None
         self._phase: Callable[[str, int], int] = self._text
 
@@ -109,6 +111,14 @@ class CallParser:
         self._opening = [marker]
         self._phase = self._head
 
+    def _on_end(self, marker: str) -> None:
+        """Drop the marker that ends a call; without a call before it, it is text."""
+        if self._awaits_end:
+            self._events.drop_blanks()
+        else:
+            self._events.text(marker)
+        self._awaits_end = False
+
     def _head(self, text: str, at: int) -> int:
         """Expect a call."""
         char = text[at]
@@ -130,6 +140,27 @@ class CallParser:
     def _skip(self, char: str, at: int) -> int:
         self._opening.append(char)
         return at + 1
+
+    def _named(self, text: str, at: int) -> int:
+        """Read a name up to the object of its arguments."""
+        char = text[at]
+        if char != "{":
+            self._skip(char, at)
+            return at + 1 if len(self._opening) < 2 * MAX_NAME else self._not_a_call(at + 1)
+        name = self._call_name("".join(self._opening))
+        if name not in self._tools:
+            return self._not_a_call(at)
+        self._events.start(name)
+        self._read(self._arguments_reader())
+        return at
+
+    def _call_name(self, opening: str) -> str:
+        """Return the name of the call from the text between its marker, included, and its arguments."""
+        return opening.strip()
+
+    def _arguments_reader(self) -> CallReader:
+        """Return the reader of the arguments of a call whose name was read."""
+        return ArgumentsReader(self._events)
 
     def _not_a_call(self, at: int) -> int:
         """Treat the skipped characters as text: no call follows."""

@@ -29,19 +29,12 @@ class HermesParser(CallParser):
     TEXT_MARKERS = RAW_MARKERS = Markers((HERMES_START, HERMES_END))
     SPECIAL = frozenset({HERMES_START, HERMES_END})
 
-    def __init__(self, tools: Tools) -> None:
-        super().__init__(tools)
-        self._awaits_end = False
-
     def _on_marker(self, marker: str) -> None:
         if marker == HERMES_START:
             self._awaits_end = False
             super()._on_marker(marker)
-        elif self._awaits_end:
-            self._awaits_end = False
-            self._events.drop_blanks()
         else:
-            self._events.text(marker)
+            self._on_end(marker)
 
     def _after(self, text: str, at: int) -> int:
         self._awaits_end = True

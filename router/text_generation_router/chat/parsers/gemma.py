@@ -8,7 +8,7 @@ from typing import Final
 from text_generation_router.chat.events import Event
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.literals import GEMMA, LiteralCallReader
-from text_generation_router.chat.parsers.readers import MAX_NAME
+from text_generation_router.chat.parsers.readers import CallReader
 
 GEMMA_CALL: Final = "<|tool_call>"
 _CALL_END: Final = "<tool_call|>"
@@ -27,37 +27,34 @@ class Gemma4Parser(CallParser):
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
-        self._awaits_end = False
         self._held = ""
         """The name of the channel, then the newline at the end of the reasoning, as far as they were read."""
-        self._named = False
+        self._in_thought = False
         """The name of the channel was read."""
 
     def finish(self) -> Sequence[Event]:
         if self._phase == self._reasoning:
-            self._events.reason(self._held + self._rest if self._named else "")
+            self._events.reason(self._held + self._rest if self._in_thought else "")
             self._phase = self._after
         return super().finish()
 
     def _on_marker(self, marker: str) -> None:
         if marker == GEMMA_CALL:
+            self._awaits_end = False
             super()._on_marker(marker)
         elif marker == _CHANNEL:
             self._held = ""
-            self._named = False
+            self._in_thought = False
             self._phase = self._reasoning
-        elif marker == _CALL_END and not self._awaits_end:
-            self._events.text(marker)
-        else:
-            self._events.drop_blanks()
-        self._awaits_end = False
+        elif marker == _CALL_END:
+            self._on_end(marker)
 
     def _reasoning(self, text: str, at: int) -> int:
         start, end = self._ENDS_OF_REASONING.find(text, at)
         self._reason(text[at:start])
         if start == end:
             return self._hold(text, start)
-        if not self._named and self._held.strip() != _THOUGHT.strip():
+        if not self._in_thought and self._held.strip() != _THOUGHT.strip():
             self._events.reason(self._held)
         if text[start:end] == GEMMA_CALL:
             self._phase = self._text
@@ -67,11 +64,11 @@ class Gemma4Parser(CallParser):
 
     def _reason(self, piece: str) -> None:
         piece = self._held + piece
-        if not self._named:
+        if not self._in_thought:
             self._held = piece
             if _THOUGHT.startswith(piece):
                 return
-            self._named = True
+            self._in_thought = True
             piece = piece.removeprefix(_THOUGHT)
         self._held = "\n" if piece.endswith("\n") else ""
         self._events.reason(piece.removesuffix("\n"))
@@ -83,17 +80,13 @@ class Gemma4Parser(CallParser):
         return at
 
     def _head(self, text: str, at: int) -> int:
-        """Read from `call:` to the arguments."""
-        char = text[at]
-        if char != "{":
-            self._skip(char, at)
-            return at + 1 if len(self._opening) < 2 * MAX_NAME else self._not_a_call(at + 1)
-        name = "".join(self._opening).removeprefix(GEMMA_CALL).strip().removeprefix("call:").strip()
-        if name not in self._tools:
-            return self._not_a_call(at)
-        self._events.start(name)
-        self._read(LiteralCallReader(self._events, GEMMA))
-        return at
+        return self._named(text, at)
+
+    def _call_name(self, opening: str) -> str:
+        return opening.removeprefix(GEMMA_CALL).strip().removeprefix("call:").strip()
+
+    def _arguments_reader(self) -> CallReader:
+        return LiteralCallReader(self._events, GEMMA)
 
     def _after(self, text: str, at: int) -> int:
         self._awaits_end = True

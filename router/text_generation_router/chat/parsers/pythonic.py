@@ -26,32 +26,29 @@ class PythonicParser(Llama3JsonParser):
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
         self._in_list = False
-        self._awaits_end = False
         self._name = ""
 
     def finish(self) -> Sequence[Event]:
-        if self._phase == self._named and not self._name and self._events.calls:
+        if self._phase == self._python_name and not self._name and self._events.calls:
             self._phase = self._after
         return super().finish()
 
     def _on_marker(self, marker: str) -> None:
-        if marker == PYTHON_END and self._awaits_end:
-            self._events.drop_blanks()
-        elif marker == PYTHON_END:
-            self._events.text(marker)
+        if marker == PYTHON_END:
+            self._on_end(marker)
         else:
+            self._awaits_end = False
             super()._on_marker(marker)
-        self._awaits_end = False
 
     def _head(self, text: str, at: int) -> int:
         if text[at] != "[":
             return super()._head(text, at)
         self._in_list = True
-        self._phase = self._named
+        self._phase = self._python_name
         self._name = ""
         return self._skip("[", at)
 
-    def _named(self, text: str, at: int) -> int:
+    def _python_name(self, text: str, at: int) -> int:
         """Read a name up to its bracket."""
         char = text[at]
         if char == "(" and self._name in self._tools:
@@ -76,7 +73,7 @@ class PythonicParser(Llama3JsonParser):
             self._phase = self._text
             return at + 1
         if char == ",":
-            self._phase = self._named
+            self._phase = self._python_name
             self._name = ""
         return self._skip(char, at) if char == "," or char in SPACE else self._not_a_call(at)
 

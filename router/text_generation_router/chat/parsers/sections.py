@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
-from text_generation_router.chat.parsers.readers import MAX_NAME, ArgumentsReader
+from text_generation_router.chat.parsers.readers import CallReader
 
 DEEPSEEK_CALLS: Final = "<｜tool▁calls▁begin｜>"
 KIMI_CALLS: Final = "<|tool_calls_section_begin|>"
@@ -62,23 +62,13 @@ class SectionParser(CallParser):
         self._phase = self._named
         return end
 
-    def _named(self, text: str, at: int) -> int:
-        """Read from the name to the arguments."""
-        char = text[at]
-        if char != "{":
-            self._skip(char, at)
-            return at + 1 if len(self._opening) < 2 * MAX_NAME else self._not_a_call(at + 1)
-        name = self._call_name("".join(self._opening).rpartition(self.CALL[0])[2])
-        if name not in self._tools:
-            return self._not_a_call(at)
-        self._events.start(name)
-        self._open = {self.CALL[1], self.SECTION[1]}
-        self._read(ArgumentsReader(self._events))
-        return at
-
-    def _call_name(self, head: str) -> str:
-        kind, _, rest = head.partition(self.SEPARATOR)
+    def _call_name(self, opening: str) -> str:
+        kind, _, rest = opening.rpartition(self.CALL[0])[2].partition(self.SEPARATOR)
         return rest.strip().removesuffix(f"{_FENCE}json").strip() or kind.strip()
+
+    def _arguments_reader(self) -> CallReader:
+        self._open = {self.CALL[1], self.SECTION[1]}
+        return super()._arguments_reader()
 
     def _after(self, text: str, at: int) -> int:
         """Expect the end of the call, of which a fence is a part."""
@@ -108,6 +98,6 @@ class KimiParser(SectionParser):
     CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
     SEPARATOR = "<|tool_call_argument_begin|>"
 
-    def _call_name(self, head: str) -> str:
-        name, _, number = super()._call_name(head).removeprefix("functions.").rpartition(":")
+    def _call_name(self, opening: str) -> str:
+        name, _, number = super()._call_name(opening).removeprefix("functions.").rpartition(":")
         return name or number

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from text_generation_router.chat.events import Event
-from text_generation_router.chat.parsers.argument_types import STRING, argument_types, value_as_json
+from text_generation_router.chat.parsers.argument_types import (
+    NULL_OR_STRING,
+    STRING,
+    argument_types,
+    may_be_null,
+    value_as_json,
+)
 from text_generation_router.chat.parsers.base import CallParser, Markers, Tools
 from text_generation_router.chat.parsers.json_scanner import SPACE
 from text_generation_router.chat.parsers.literals import json_text
@@ -80,8 +86,6 @@ class TaggedParser(CallParser):
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)
-        self._awaits_end = False
-        """A call has ended, its block has not."""
         self._word = ""
         """The name of the call or argument, as far as it was read."""
         self._arguments = 0
@@ -110,11 +114,7 @@ class TaggedParser(CallParser):
     def _on_marker(self, marker: str) -> None:
         tags = self.TAGS
         if marker == tags.block_end:
-            if self._awaits_end:
-                self._events.drop_blanks()
-            else:
-                self._events.text(marker)
-            self._awaits_end = False
+            self._on_end(marker)
             return
         if marker == tags.block:
             self._awaits_end = False
@@ -262,6 +262,11 @@ class TaggedParser(CallParser):
         if self._line_start:
             self._line_start = False
             piece = piece.removeprefix("\n")
+        if self._types == NULL_OR_STRING and not may_be_null(held := "".join(self._parts) + piece):
+            self._types = STRING
+            self._parts.clear()
+            self._events.arguments('"')
+            piece = held
         if self._types != STRING:
             self._parts.append(piece)
             return
