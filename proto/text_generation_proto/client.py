@@ -31,6 +31,9 @@ from text_generation_proto.v1 import shard_pb2_grpc
 RECONNECT_S = 30.0
 """Seconds of waiting for a shard after which certificates are read again."""
 
+OPENS_WITHIN_S = 3.0
+"""Seconds after which a session that is not refused counts as open."""
+
 RunCall = grpc.aio.StreamStreamCall[pb.Orders, pb.StepReport]
 
 
@@ -135,8 +138,15 @@ class ShardClient:
         return call
 
     async def opened(self, call: RunCall) -> None:
-        """Return once the session of `call` is open. Raises AioRpcError if it is refused."""
-        metadata = await call.initial_metadata()
+        """Return once the session of `call` is open. Raises AioRpcError if it is refused.
+
+        A shard of an older version does not say that it is open, but refuses at once.
+        """
+        try:
+            async with asyncio.timeout(OPENS_WITHIN_S):
+                metadata = await call.initial_metadata()
+        except TimeoutError:
+            return
         if not any(pair in SESSION_OPEN for pair in metadata):
             # A refusal: its status follows, if it is not there already.
             raise grpc.aio.AioRpcError(

@@ -65,7 +65,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict[str, str]]]
 
 def parsed(pod: Pod) -> LauncherConfig:
     """Return the settings of a pod, by the launcher's own parser."""
-    args = ["--shard-token=t" if arg.startswith("--shard-token-file=") else arg for arg in pod.args]
+    args = [arg.replace("$(POD_IP)", "10.0.0.7") for arg in pod.args]
+    args = ["--shard-token=t" if arg.startswith("--shard-token-file=") else arg for arg in args]
     group = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "demo-0.demo.llm"}
     return read_config(args, group if pod.owner.startswith("LeaderWorkerSet") else {})
 

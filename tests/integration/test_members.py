@@ -13,6 +13,7 @@ from cluster_listener import Listener
 from http_stack import until
 from shard_server import ServedShard, running, serve_engine
 
+from text_generation_proto import client
 from text_generation_proto.values import WarmUpLimits
 from text_generation_router.metrics.instruments import Registry
 from text_generation_router.metrics.steps import StepMetrics
@@ -24,6 +25,7 @@ from text_generation_router.shards.cluster import Cluster
 from text_generation_router.shards.first_join import join_first
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engines.echo import EchoEngine
+from text_generation_shard.servicer import RunContext, ShardServicer
 
 
 @dataclass
@@ -36,11 +38,11 @@ class World:
     shards: dict[str, ServedShard] = field(default_factory=dict)
     engines: dict[str, EchoEngine] = field(default_factory=dict)
 
-    async def shard(self, name: str, **settings: float) -> str:
+    async def shard(self, name: str, servicer: type[ShardServicer] = ShardServicer, **settings: float) -> str:
         address = f"unix://{self.folder}/{name}"
         engine = EchoEngine.build(ShardConfig(engine="echo", **({"echo_step_ms": 2} | settings)))  # type: ignore[arg-type]
         self.engines[address] = engine
-        self.shards[address] = await self.stack.enter_async_context(serve_engine(engine, address))
+        self.shards[address] = await self.stack.enter_async_context(serve_engine(engine, address, servicer))
         return address
 
     async def cluster(self, *members: str) -> Members:
@@ -56,6 +58,26 @@ class World:
         made.set(*members)
         await self.stack.enter_async_context(running(cluster, lambda: cluster.run(follow(), joined, WarmUpLimits())))
         return made
+
+
+class OlderServicer(ShardServicer):
+    """A shard of a version that does not say that a session is open."""
+
+    async def Run(self, request_iterator: object, context: RunContext) -> None:
+        await super().Run(request_iterator, _Silent(context))  # type: ignore[arg-type]
+
+
+class _Silent:
+    """A context that sends no initial metadata of its own."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._context, name)
+
+    async def send_initial_metadata(self, metadata: object) -> None:
+        """Send nothing."""
 
 
 @dataclass
@@ -181,3 +203,14 @@ async def test_a_shard_that_another_router_drives_is_taken_once_that_lets_go(tmp
         assert len(running_there.tokens) == 100
         assert first.states == {b: "taken"}
         assert not first.cluster.ready
+
+
+async def test_a_shard_of_an_older_version_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One upgrade of a whole deployment replaces routers and shards at the same time."""
+    monkeypatch.setattr(client, "OPENS_WITHIN_S", 0.2)
+    async with world(tmp_path) as shards:
+        router = await shards.cluster(older := await shards.shard("older", OlderServicer))
+        await router.until({older: "serving"})
+        listener = router.submit(20)
+        await listener.over.wait()
+        assert len(listener.tokens) == 20

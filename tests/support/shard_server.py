@@ -32,7 +32,9 @@ class ServedShard:
 
 
 @asynccontextmanager
-async def serve_engine(engine: Engine, address: str) -> AsyncIterator[ServedShard]:
+async def serve_engine(
+    engine: Engine, address: str, servicer: type[ShardServicer] = ShardServicer
+) -> AsyncIterator[ServedShard]:
     """Serve `engine` at `address`."""
     thread = EngineThread()
     owner = SessionOwner(thread)
@@ -40,7 +42,7 @@ async def serve_engine(engine: Engine, address: str) -> AsyncIterator[ServedShar
     server = create_server()
     shard_health = ShardHealth()
     await shard_health.set_serving(serving=True)
-    shard_pb2_grpc.add_ShardServicer_to_server(ShardServicer(owner, shard_health), server)
+    shard_pb2_grpc.add_ShardServicer_to_server(servicer(owner, shard_health), server)
     health_pb2_grpc.add_HealthServicer_to_server(shard_health.servicer, server)
 
     async def drain() -> None:
