@@ -12,11 +12,12 @@ compute (the score counts that work already), or if another sequence is computin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.fleet import SMALL_FLEET, PrefixHints, least_loaded, pseudo_random
 from text_generation_router.scheduling.policy import Dispatch, Policy
+from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence
 
@@ -25,7 +26,11 @@ Reason = tuple[ReplicaScheduler, ScheduledSequence | None, int]
 leader, until `replica` has prefill room."""
 
 
-def still_holds(reason: Reason) -> bool:
+MAX_SKIPPED = 16
+"""Sequences that one dispatch skips: it has to take microseconds."""
+
+
+def _still_holds(reason: Reason) -> bool:
     """Return True if a sequence skipped for this reason has to wait on."""
     replica, leader, tokens = reason
     if replica.is_lost:
@@ -36,11 +41,20 @@ def still_holds(reason: Reason) -> bool:
 
 
 class Dispatcher:
-    """Ranks the replicas that have room. `replicas` (by number, None for one that does not serve) and `draining` are the
-    scheduler's."""
+    """Places queued sequences on replicas that have room.
 
-    def __init__(self, policy: Policy, replicas: Mapping[int, ReplicaScheduler | None], draining: Set[int]) -> None:
+    `queue`, `replicas` (by number, None for one that does not serve) and `draining` are the scheduler's.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        queue: FairQueue,
+        replicas: Mapping[int, ReplicaScheduler | None],
+        draining: Set[int],
+    ) -> None:
         self._policy = policy
+        self._queue = queue
         self._replicas = replicas
         self._numbers: list[int] = []
         """The numbers of all replicas: a sample takes any of them."""
@@ -52,6 +66,7 @@ class Dispatcher:
         """Replicas that may not, but only because of prompts they have yet to compute."""
         self._hints: PrefixHints | None = None
         """None in a small fleet."""
+        self._skipped: dict[Reason, list[ScheduledSequence]] = {}
         self._chosen_at: dict[int, int] = {}
         self._choices = 0
 
@@ -97,7 +112,39 @@ class Dispatcher:
             for number, replica in self._replicas.items()
         )
 
-    def rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], Reason | None]:
+    def place(self) -> Iterator[tuple[ScheduledSequence, ReplicaScheduler]]:
+        """Place sequences on replicas with room. Yield each with its replica; the caller takes it out of the queue."""
+        for over in [reason for reason in self._skipped if not _still_holds(reason)]:
+            self._queue.unskip(self._skipped.pop(over))
+
+        skipped = 0
+        while skipped < MAX_SKIPPED and (sequence := self._queue.peek()) is not None:
+            if not self.has_room(len(self._queue)):
+                break
+            ranked, reason = self._rank_with_reason(sequence)
+            if reason is not None:
+                self._queue.skip(sequence)
+                self._skipped.setdefault(reason, []).append(sequence)
+                skipped += 1
+            elif replica := next((each for each in ranked if each.place(sequence)), None):
+                self._placed(sequence, replica.replica)
+                yield sequence, replica
+            elif self.can_hold(sequence):
+                break
+            else:
+                self._queue.skip(sequence)  # until a replica joins or stops to drain
+
+    def unskip_all(self) -> None:
+        """Look at all sequences again: a replica drains, or stops to."""
+        self._skipped.clear()
+        self._queue.unskip(self._queue)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if a sequence is skipped without a reason. For tests."""
+        reasoned = {each for group in self._skipped.values() for each in group}
+        assert all(each in reasoned or not self.can_hold(each) for each in self._queue if each.skipped)
+
+    def _rank_with_reason(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], Reason | None]:
         """Return the replicas with room, the best for `sequence` first, and the reason to skip it, if there is one.
 
         Of many replicas only a few are ranked: see `fleet`.
@@ -126,8 +173,7 @@ class Dispatcher:
             replicas = [*replicas[start:], *replicas[:start]]
         return replicas, None
 
-    def placed(self, sequence: ScheduledSequence, replica: int) -> None:
-        """Record that `replica` got `sequence`."""
+    def _placed(self, sequence: ScheduledSequence, replica: int) -> None:
         self._choices += 1
         self._chosen_at[replica] = self._choices
         self._changed.add(replica)

@@ -107,6 +107,37 @@ class Throughput:
         return min(self._busy * math.exp(min(self._last - now, 0.0) / BUSY_MEMORY_S), 1.0)
 
 
+class Throughputs:
+    """The throughputs of all replicas, by number."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, Throughput] = {}
+
+    def added(self, replica: int) -> None:
+        """Add a replica."""
+        self._all[replica] = Throughput()
+
+    def removed(self, replica: int) -> None:
+        """Forget a replica."""
+        del self._all[replica]
+
+    def record(self, replica: int, now: float, tokens: int, busy_s: float, *, queued: bool, share: float) -> None:
+        """Record a step of a replica, as `Throughput.record` does."""
+        self._all[replica].record(now, tokens, busy_s, queued=queued, share=share)
+
+    def wait(self, work: float, replicas: Sequence[int]) -> float | None:
+        """Return the seconds in which `replicas` serve `work` tokens; None if unknown."""
+        return estimate_wait(work, [self._all[replica].rate() for replica in replicas])
+
+    def fastest(self) -> list[int]:
+        """Return the fastest replica, serving or lost, if there is one."""
+        return sorted(self._all, key=lambda replica: self._all[replica].rate())[-1:]
+
+    def busy_ratio(self, replicas: Sequence[int], now: float) -> float:
+        """Return the mean busy ratio of `replicas`; 0 without one."""
+        return sum(self._all[replica].busy_ratio(now) for replica in replicas) / max(1, len(replicas))
+
+
 def _decayed_sum(
     sums: tuple[float, float, float], now: float, tokens: int, seconds: float
 ) -> tuple[float, float, float]:

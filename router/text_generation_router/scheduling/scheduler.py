@@ -35,17 +35,14 @@ from operator import attrgetter
 from text_generation_proto.values import FailureCode
 from text_generation_router.request import Request, RequestId, TenantId
 from text_generation_router.scheduling.capacity import Capacity
-from text_generation_router.scheduling.dispatch import Dispatcher, Reason, still_holds
-from text_generation_router.scheduling.estimates import OutputLengths, Throughput, estimate_wait
+from text_generation_router.scheduling.dispatch import Dispatcher
+from text_generation_router.scheduling.estimates import OutputLengths, Throughputs
 from text_generation_router.scheduling.lazy_heap import LazyHeap
 from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
 from text_generation_router.scheduling.sequence import ScheduledSequence, State
-
-MAX_SKIPPED = 16
-"""Sequences that one `dispatch` skips: it has to take microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +80,11 @@ class Scheduler:
         """By number; None if it does not serve."""
         self._capacity = Capacity()
         self.draining: set[int] = set()
-        self._dispatcher = Dispatcher(policy, self.replicas, self.draining)
+        self._dispatcher = Dispatcher(policy, self.queue, self.replicas, self.draining)
         self._sequences: dict[RequestId, ScheduledSequence] = {}
-        self._skipped: dict[Reason, list[ScheduledSequence]] = {}
         self._deadlines: LazyHeap[ScheduledSequence] = LazyHeap(attrgetter("deadline"))
         self._lengths = OutputLengths()
-        self._throughputs: dict[int, Throughput] = {}
+        self._throughputs = Throughputs()
         self._numbers = count()
         self._arrivals = 0
         self._lost_preemptions = 0
@@ -160,30 +156,14 @@ class Scheduler:
 
     def dispatch(self) -> list[int]:
         """Place queued sequences on replicas with room. Return the replicas that got some."""
-        for over in [reason for reason in self._skipped if not still_holds(reason)]:
-            self.queue.unskip(self._skipped.pop(over))
         placed: dict[int, None] = {}
-        skipped = 0
-        while skipped < MAX_SKIPPED and (sequence := self.queue.peek()) is not None:
-            if not self._dispatcher.has_room(len(self.queue)):
-                break
-            ranked, reason = self._dispatcher.rank(sequence)
-            if reason is not None:
-                self.queue.skip(sequence)
-                self._skipped.setdefault(reason, []).append(sequence)
-                skipped += 1
-            elif replica := next((each for each in ranked if each.place(sequence)), None):
-                self._start(sequence, replica)
-                placed[replica.replica] = None
-            elif self._dispatcher.can_hold(sequence):
-                break
-            else:
-                self.queue.skip(sequence)  # until a replica joins or stops to drain
+        for sequence, replica in self._dispatcher.place():
+            self._start(sequence, replica)
+            placed[replica.replica] = None
         return list(placed)
 
     def _start(self, sequence: ScheduledSequence, replica: ReplicaScheduler) -> None:
         """Take a sequence that was placed out of the queue; charge its tenant the first time."""
-        self._dispatcher.placed(sequence, replica.replica)
         tenant = sequence.request.qos.tenant
         self.queue.tenants.started(tenant)
         self.queue.remove(sequence)
@@ -215,7 +195,9 @@ class Scheduler:
         served, left = scheduler.update(output, deliveries)
         if output.step_s:
             share = 1.0 if output.prefilled else scheduler.room_in_use
-            self._throughputs[replica].record(now, served, output.step_s, queued=len(self.queue) > 0, share=share)
+            queued = len(self.queue) > 0
+            self._throughputs.record(replica, now, served, output.step_s, queued=queued, share=share)
+
         for sequence in left:
             if sequence.state is State.WAITING:
                 self._requeue(sequence)
@@ -247,15 +229,16 @@ class Scheduler:
         """Return the number of a new replica, which does not serve yet. No number is used twice."""
         number = next(self._numbers)
         self.replicas[number] = None
-        self._throughputs[number] = Throughput()
+        self._throughputs.added(number)
         self._dispatcher.added(number)
         return number
 
     def remove(self, replica: int) -> Deliveries:
         """Forget a replica that was lost or never served. Queued requests that no other replica can hold fail."""
         assert self.replicas[replica] is None, "a replica is lost before it is removed"
-        del self.replicas[replica], self._throughputs[replica]
+        del self.replicas[replica]
         self.draining.discard(replica)
+        self._throughputs.removed(replica)
         self._dispatcher.removed(replica)
         self._capacity.removed(replica)
         return self._fail_unfit()
@@ -306,8 +289,7 @@ class Scheduler:
         """Give `replica` no new sequences, or give it some again."""
         (self.draining.add if draining else self.draining.discard)(replica)
         self._dispatcher.changed(replica)
-        self._skipped.clear()
-        self.queue.unskip(self.queue)
+        self._dispatcher.unskip_all()
 
     def _work(self, sequence: ScheduledSequence) -> int:
         """Return the expected cost in tokens: prompt tokens that no replica has cached, and new tokens."""
@@ -320,17 +302,17 @@ class Scheduler:
         The work before it over the measured throughput: the work of the whole queue, or of its tenant over that tenant's
         share, whichever is less. `for_permit`: a sequence must end first, even if a replica has room.
         """
-        serving, rates = self.serving, self._rates(self.serving)
-        if work := self.queue.work:
-            return estimate_wait(min(work, self.queue.tenants.work(tenant) / self.queue.tenants.share(tenant)), rates)
-        if not for_permit and self._dispatcher.has_room(1):
+        serving = self.serving
+        tenants = self.queue.tenants
+        if queued := self.queue.work:
+            work = min(queued, tenants.work(tenant) / tenants.share(tenant))
+        elif not for_permit and self._dispatcher.has_room(1):
             return 0.0
-        # The queue is empty: the wait for one sequence to end.
-        running = sum(replica.occupied_slots for replica in serving)
-        return estimate_wait(sum(max(0, replica.work) for replica in serving) / max(1, running), rates)
+        else:  # the wait for one sequence to end
+            running = sum(replica.occupied_slots for replica in serving)
+            work = sum(max(0, replica.work) for replica in serving) / max(1, running)
 
-    def _rates(self, replicas: Sequence[ReplicaScheduler]) -> list[float]:
-        return [self._throughputs[replica.replica].rate() for replica in replicas]
+        return self._throughputs.wait(work, _numbers(serving))
 
     def exceeds_queue_limit(self, request: Request) -> bool:
         """Return True if more tokens of work would wait than the policy allows."""
@@ -360,15 +342,14 @@ class Scheduler:
 
     def stats(self, now: float = math.inf) -> SchedulerStats:
         """Return gauges and counters, in time proportional to the number of replicas. At infinity no replica is busy."""
-        serving, available = self.serving, self.available
+        serving, available = self.serving, _numbers(self.available)
         # Without a replica: the wait until one of those that were lost is back and has served the queue.
-        rates = self._rates(available) or [max((each.rate() for each in self._throughputs.values()), default=0.0)]
-        busy = sum(self._throughputs[replica.replica].busy_ratio(now) for replica in available)
+        expected = available or self._throughputs.fastest()
         return SchedulerStats(
             waiting=len(self.queue),
             queued_tokens=self.queue.work,
-            queue_seconds=estimate_wait(self.queue.work, rates) or 0.0,
-            busy_ratio=busy / max(1, len(available)),
+            queue_seconds=self._throughputs.wait(self.queue.work, expected) or 0.0,
+            busy_ratio=self._throughputs.busy_ratio(available, now),
             running=sum(replica.occupied_slots for replica in serving),
             promised_tokens=sum(replica.promised_tokens for replica in serving),
             used_blocks=sum(replica.cache.used for replica in serving),
@@ -392,8 +373,11 @@ class Scheduler:
         assert set(self.queue) == {each for each in sequences if each.state is State.WAITING}
         on_replicas = sum(replica.occupied_slots for replica in self.serving)
         assert len(sequences) == len(self.queue) + on_replicas, "each sequence waits or has one slot"
-        reasoned = {each for group in self._skipped.values() for each in group}
-        assert all(each in reasoned or not self._dispatcher.can_hold(each) for each in self.queue if each.skipped)
+        self._dispatcher.check_invariants()
         self.queue.check_invariants()
         for replica in self.serving:
             replica.check_invariants()
+
+
+def _numbers(replicas: Sequence[ReplicaScheduler]) -> list[int]:
+    return [replica.replica for replica in replicas]
