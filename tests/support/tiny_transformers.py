@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from text_generation_shard.engines.torch.model.families import FAMILIES
+from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 331,
@@ -29,7 +29,8 @@ SHAPE: dict[str, Any] = {
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return a model of `config` with random weights, the same each time."""
     torch.manual_seed(5)
-    model = getattr(transformers, FAMILIES[config.model_type].architecture)(config).eval()
+    family = FAMILIES.get(config.model_type) or WRAPPERS[config.model_type]
+    model = getattr(transformers, family.architecture)(config).eval()
     for name, weight in model.named_parameters():
         # Norms and biases are initialized to ones and zeros, which would hide a mix-up.
         if weight.ndim == 1:

@@ -18,12 +18,30 @@ from text_generation_shard.engine import EngineError
 INDEX = "model.safetensors.index.json"
 
 
-class Checkpoint:
-    """The names of a folder's tensors and their files. Raises EngineError with a one-line message."""
+TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""Prefixes of the text part of a model of text and images, as transformers 4 and 5 write it, and those of a model of text."""
 
-    def __init__(self, folder: Path) -> None:
+
+class Checkpoint:
+    """The names of a folder's tensors and their files. Raises EngineError with a one-line message.
+
+    With `text_only`, the tensors of the text part of a model of text and images have the names of a model of text.
+    """
+
+    def __init__(self, folder: Path, *, text_only: bool = False) -> None:
         self.folder = folder
         self._files = _files(folder)
+        self._stored: dict[str, str] = {}
+        """Names in the files, where they differ."""
+        if text_only:
+            self._rename_text_part()
+
+    def _rename_text_part(self) -> None:
+        for prefix, ours in TEXT_PREFIXES.items():
+            for name in [name for name in self._files if name.startswith(prefix)]:
+                renamed = ours + name.removeprefix(prefix)
+                self._stored[renamed] = name
+                self._files[renamed] = self._files.pop(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -47,7 +65,8 @@ class Checkpoint:
             names_of.setdefault(self._files[name], []).append(name)
         tensors: dict[str, Tensor] = {}
         for path, some in names_of.items():
-            found = _mapped(path, some)
+            stored = _mapped(path, [self._stored.get(name, name) for name in some])
+            found = {name: stored[self._stored.get(name, name)] for name in some}
             tensors |= sorted(found.items(), key=lambda item: item[1].data_ptr())
         return tensors
 

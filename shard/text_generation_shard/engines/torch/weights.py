@@ -43,7 +43,7 @@ def load_weights(folder: Path, parameters: NamedParameters, scheme: Scheme | Non
     Weights that `scheme` says are quantized are dequantized into a parameter of a wider dtype.
     """
     parts = {name: _part(parameter) for name, parameter in parameters.items()}
-    transfers = LoadingPlan(Checkpoint(folder), parts, scheme).transfers()
+    transfers = LoadingPlan(Checkpoint(folder, text_only=True), parts, scheme).transfers()
     progress = LoadingProgress(sum(transfer.nbytes for transfer in transfers))
     for copied in copy_all(transfers):
         progress.add(copied)

@@ -14,6 +14,7 @@ from tiny_transformers import random_model, save
 from transformers import (
     Ernie4_5Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -22,12 +23,15 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
+    Mistral3Config,
     MistralConfig,
     Phi3Config,
+    PixtralVisionConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     SeedOssConfig,
+    SiglipVisionConfig,
     SmolLM3Config,
 )
 
@@ -43,6 +47,14 @@ from text_generation_shard.engines.torch.model.config import read_model_config
 NEW_TOKENS = 16
 LENGTHS = (1, 16, 31, 50, 200)
 SHAPE = TINY_SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
@@ -125,6 +137,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "glm": GlmConfig(**SHAPE, head_dim=16),
     "glm4": Glm4Config(**SHAPE, head_dim=16),
+    "gemma3, text part": Gemma3Config(
+        text_config=Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=19, layer_types=MIXED).to_dict(),
+        vision_config=SiglipVisionConfig(**VISION).to_dict(),
+        image_token_index=3,
+    ),
+    "mistral3, text part": Mistral3Config(
+        text_config=MistralConfig(**SHAPE, head_dim=8, sliding_window=None).to_dict(),
+        vision_config=PixtralVisionConfig(**VISION).to_dict(),
+        tie_word_embeddings=False,
+        image_token_index=3,
+    ),
     "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
     "smollm3": SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1]),
     "ernie4_5": Ernie4_5Config(**SHAPE, head_dim=16, use_bias=True),

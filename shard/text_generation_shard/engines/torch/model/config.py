@@ -15,7 +15,7 @@ import structlog
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
-from text_generation_shard.engines.torch.model.families import FAMILIES, Family, Flag, NormNames
+from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS, Family, Flag, NormNames
 from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes
 from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError
 from text_generation_shard.engines.torch.quantization.schemes import (
@@ -94,21 +94,24 @@ def read_model_type(folder: Path) -> str:
 
 def is_native(folder: Path) -> bool:
     """Return True if the model in `folder` is of a type that this engine computes itself. Raises EngineError."""
-    return _read(folder, "config.json").optional_text("model_type") in FAMILIES
+    return _text_part(_read(folder, "config.json")).optional_text("model_type") in FAMILIES
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Read the config of the model in `folder`. Raises EngineError with a one-line message if it is not supported."""
-    raw = _read(folder, "config.json")
+    whole = _read(folder, "config.json")
+    raw = _text_part(whole)
     model_type = raw.optional_text("model_type")
     if model_type not in FAMILIES:
         raise raw.error(f"model_type {shortened(model_type)} is not supported, only {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
-    architectures = raw.get("architectures") or [family.architecture]
-    if not isinstance(architectures, list) or family.architecture not in architectures:
-        raise raw.error(f"architecture {repr(architectures)[:200]} is not supported, only {family.architecture}")
+    wrapper = WRAPPERS.get(whole.optional_text("model_type") or "")
+    architecture = family.architecture if wrapper is None else wrapper.architecture
+    architectures = whole.get("architectures") or [architecture]
+    if not isinstance(architectures, list) or architecture not in architectures:
+        raise whole.error(f"architecture {repr(architectures)[:200]} is not supported, only {architecture}")
     hidden_size = raw.count("hidden_size")
-    num_heads = raw.count("num_attention_heads")
+    num_heads = raw.count("num_attention_heads", family.num_heads)
     kv_heads_default = num_heads if raw.is_null("num_key_value_heads") else family.num_kv_heads or num_heads
     num_kv_heads = raw.count("num_key_value_heads", kv_heads_default)
     head_dim = raw.count("head_dim", family.head_dim or hidden_size // num_heads)
@@ -124,7 +127,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     return ModelConfig(
         model_type=model_type,
         dtype=_dtype(raw),
-        vocab_size=raw.count("vocab_size"),
+        vocab_size=raw.count("vocab_size", family.vocab_size),
         hidden_size=hidden_size,
         intermediate_size=raw.count("intermediate_size"),
         num_layers=num_layers,
@@ -136,7 +139,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         zero_centered_norms=family.zero_centered_norms,
         norms=family.norms,
         ropes=ropes,
-        max_sequence_length=_max_sequence_length(raw, ropes),
+        max_sequence_length=_max_sequence_length(raw, family, ropes),
         tie_word_embeddings=raw.flag("tie_word_embeddings", default=family.tie_word_embeddings),
         qkv_bias=_flag(raw, family.qkv_bias),
         output_bias=_flag(raw, family.output_bias),
@@ -162,6 +165,18 @@ def _read(folder: Path, name: str) -> JsonObject:
         return JsonObject.read(folder, name)
     except (FileNotFoundError, NotADirectoryError):
         raise EngineError(f"{folder / name} does not exist") from None
+
+
+def _text_part(raw: JsonObject) -> JsonObject:
+    """Return the config of the text part of a model of text and images, or `raw` itself."""
+    wrapper = WRAPPERS.get(raw.optional_text("model_type") or "")
+    if wrapper is None:
+        return raw
+    shared = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
+    values = {key: raw.get(key) for key in shared if key in raw} | dict(raw.inner("text_config").values)
+    values.setdefault("model_type", wrapper.text_type)
+    values["tie_word_embeddings"] = raw.flag("tie_word_embeddings", default=wrapper.ties)
+    return JsonObject(raw.path, values, within="text_config.")
 
 
 def _quantization(folder: Path, raw: JsonObject) -> Scheme | None:
@@ -222,9 +237,9 @@ def _multiplier(raw: JsonObject, family: Family, name: str) -> float:
     return raw.number(name, 1.0) if family.multipliers else 1.0
 
 
-def _max_sequence_length(raw: JsonObject, ropes: tuple[Rope, ...]) -> int:
+def _max_sequence_length(raw: JsonObject, family: Family, ropes: tuple[Rope, ...]) -> int:
     """Return max_position_embeddings, which includes the scaling factor, except in some YaRN checkpoints."""
-    max_positions = raw.count("max_position_embeddings")
+    max_positions = raw.count("max_position_embeddings", family.max_positions)
     yarn = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.type == "yarn"]
     length = max([max_positions, *yarn])
     if length > MAX_COUNTS["max_position_embeddings"]:

@@ -34,11 +34,34 @@ GLM4_NORMS = NormNames(after_attention="post_self_attn_layernorm", after_mlp="po
 
 
 @dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A model of text and images, of which the text part is served."""
+
+    architecture: str
+    text_type: str
+    """Default model_type of the text part."""
+    ties: bool
+    """Default of tie_word_embeddings."""
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", ties=True),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", ties=True),
+    "llava": Wrapper("LlavaForConditionalGeneration", "llama", ties=False),
+}
+"""By model_type."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The switches of a model_type, and the defaults of the fields that config.json may omit."""
 
     architecture: str
     """The architecture of this type that generates text."""
+    vocab_size: int | None = None
+    num_heads: int | None = None
+    max_positions: int | None = None
+    """Defaults of sizes, where checkpoints omit them; None: config.json must have them."""
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
@@ -138,6 +161,9 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         num_kv_heads=4,
+        vocab_size=262_208,
+        num_heads=8,
+        max_positions=131_072,
         head_dim=256,
         activation="gelu_pytorch_tanh",
         activation_field="hidden_activation",
