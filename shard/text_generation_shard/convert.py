@@ -109,6 +109,7 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         max_top_n_tokens=info.max_top_n_tokens,
         grammar_kinds=[convert.GRAMMAR_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
         reserves_max_length=info.reserves_max_length,
+        keeps_states=info.keeps_states,
         unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in info.unsupported],
         version=version("text-generation-trtllm"),
     )

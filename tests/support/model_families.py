@@ -37,6 +37,12 @@ SHARED_EXPERTS = EXPERTS | {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -83,6 +89,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family("GLM-4.5 to 4.7", SHARED_EXPERTS, "sigmoid router, shared experts", always=True),
     "deepseek_v3": Family("DeepSeek V3, Kimi K2", SHARED_EXPERTS | LATENT, "latent attention", always=True),
+    "qwen3_5_text": Family("Qwen3.5 to 3.8", LINEAR, "gated delta nets in three of four layers", always=True),
+    "qwen3_5_moe_text": Family("Qwen3.5-MoE", LINEAR | SHARED_EXPERTS, "gated delta nets, experts"),
+    "qwen3_next": Family(
+        "Qwen3-Next",
+        LINEAR | SHARED_EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        "gated delta nets, experts",
+    ),
+    "lfm2": Family(
+        "LFM2",
+        {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_key_value_heads": 2},
+        "short convolutions",
+    ),
+    "olmo_hybrid": Family("OLMo Hybrid", LINEAR, "gated delta nets"),
     "phi3": Family("Phi-3, Phi-4", features="fused projections", always=True),
     "gpt2": Family("GPT-2", GPT_SIZES, "LayerNorm, learned positions", always=True),
     "cohere2": Family("Command R7B, Command A", features="parallel blocks, layers without rotation", always=True),

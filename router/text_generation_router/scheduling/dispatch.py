@@ -152,7 +152,7 @@ class Dispatcher:
         ranked, better = self._rank(sequence)
         if better is not None:
             return ranked, (better, None, 0)
-        if self._policy.prefix_caching and not sequence.request.logprobs.prompt:
+        if ranked and ranked[0].reuses_prefixes and not sequence.request.logprobs.prompt:
             tokens, leader = ranked[0].prompts.longest_shared(sequence)
             if leader and tokens - ranked[0].cache.cached_tokens(sequence) >= MIN_SHARED_TOKENS:
                 return ranked, (ranked[0], leader, tokens)
@@ -211,4 +211,5 @@ class Dispatcher:
 
 
 def _score(sequence: ScheduledSequence, replica: ReplicaScheduler) -> int:
-    return max(replica.cache.cached_tokens(sequence), replica.prompts.longest_shared(sequence)[0]) - replica.work
+    pending = replica.prompts.longest_shared(sequence)[0] if replica.reuses_prefixes else 0
+    return max(replica.cache.cached_tokens(sequence), pending) - replica.work

@@ -31,6 +31,8 @@ class ReplicaSpec:
     """The engine batches by itself: it gets whole prompts, no chunks and no blocks."""
     reserves_max_length: bool = False
     """The engine starts a sequence only if the KV blocks for prompt + max_new_tokens are free."""
+    keeps_states: bool = False
+    """The model has states beside KV blocks: no prefix is reused."""
 
     @property
     def num_tokens(self) -> int:

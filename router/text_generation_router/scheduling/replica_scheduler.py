@@ -47,7 +47,8 @@ class ReplicaScheduler:
     def __init__(self, replica: int, spec: ReplicaSpec, policy: Policy) -> None:
         self.replica = replica
         self.spec = spec
-        self.cache = KVCache(spec.num_blocks, spec.block_size, prefix_caching=policy.prefix_caching)
+        self.reuses_prefixes = policy.prefix_caching and not spec.keeps_states
+        self.cache = KVCache(spec.num_blocks, spec.block_size, prefix_caching=self.reuses_prefixes)
         self.prompts = PendingPrompts(spec.block_size)
         self.is_lost = False
         self.work = 0

@@ -39,6 +39,7 @@ class ReplicaInfo:
             block_size=self.pool.block_size,
             self_scheduling=self.info.scheduling == pb.SCHEDULING_SELF,
             reserves_max_length=self.info.reserves_max_length,
+            keeps_states=self.info.keeps_states,
         )
 
     @property

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_checks import assert_idle
-from scheduler_rig import Rig, a_policy, words
+from scheduler_rig import BLOCK, Rig, a_policy, words
 
 from text_generation_proto.values import FailureCode
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS, shared_tokens
-from text_generation_router.scheduling.messages import StepOutput
+from text_generation_router.scheduling.messages import ReplicaSpec, StepOutput
 
 
 def a_rig(**changes: object) -> Rig:
@@ -70,6 +70,18 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
         rig.serve(words(1, 80), new=1)
     assert rig.scheduler.stats().hit_tokens == 0
     assert rig.scheduler.stats().cached_blocks == 0
+
+
+def test_a_replica_whose_model_keeps_states_reuses_nothing_and_nothing_waits_for_it() -> None:
+    rig = a_rig()
+    rig.lose(0)
+    rig.receive(rig.scheduler.open(0, ReplicaSpec(8, 100, BLOCK, keeps_states=True)))
+    together = [rig.submit(words(1, 200), new=1) for _ in range(2)]
+    rig.turn()
+    assert rig.placed() == together
+    rig.until_idle()
+    rig.serve(words(1, 200), new=1)
+    assert (rig.scheduler.stats().hit_tokens, rig.scheduler.stats().cached_blocks) == (0, 0)
 
 
 def test_only_blocks_reported_as_computed_are_committed() -> None:

@@ -9,6 +9,7 @@ from torch.nn import functional
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
 from text_generation_shard.engines.torch.cpu.batch import StepBatch
 from text_generation_shard.engines.torch.kv_cache import PagedKVCache
+from text_generation_shard.engines.torch.model.interface import SequenceTokens
 from text_generation_shard.engines.torch.model.norm import HeadNorms
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
 
@@ -32,6 +33,12 @@ class CpuStep:
 
     def token_ids(self) -> Tensor:
         return self._batch.token_ids
+
+    def sequences(self) -> list[SequenceTokens]:
+        return [
+            SequenceTokens(tiles[0][1].slot, tiles[0][1].start, [(offset, tile.length) for offset, tile in tiles])
+            for tiles in self._batch.offsets
+        ]
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         rows = functional.embedding(self._batch.token_ids, table)

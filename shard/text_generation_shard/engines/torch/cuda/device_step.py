@@ -13,6 +13,7 @@ from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
 from text_generation_shard.engines.torch.kernels.rope import RopeStep
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.model.interface import SequenceTokens
 from text_generation_shard.engines.torch.model.norm import HeadNorms
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.ops.interface import Kernels
@@ -60,6 +61,9 @@ class DeviceStep:
     def token_ids(self) -> Tensor:
         ids = self._ids.long()
         return torch.where(ids >= 0, ids, self._context.last_tokens[self._slots.long()].long())
+
+    def sequences(self) -> list[SequenceTokens]:
+        raise NotImplementedError("the device alone knows the sequences of a step")
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         if out is None:

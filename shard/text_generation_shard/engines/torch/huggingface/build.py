@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,8 +38,11 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
     info = engine_info(config, model_config, device, grammars)
     build = _cuda_executors if device.type == "cuda" else _cpu_executors
     model, executor = build(config, model_config, info, dtype)
+    if model.keeps_states and device.type == "cuda":
+        raise model.refusal("its layers with a state run on CPU only")
     check_model(model, model_config.vocab_size, executor)
     model.record()
+    info = replace(info, keeps_states=model.keeps_states)
     return TorchEngine(info, executor(), grammars, open_trace(config))
 
 

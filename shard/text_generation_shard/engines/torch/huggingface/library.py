@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import transformers
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -56,6 +56,11 @@ def decoder_class(config: LibraryConfig) -> LibraryModel:
 def register_attention(name: str, function: Callable[..., object]) -> None:
     """Make `function` the attention of models whose config asks for `name`."""
     ALL_ATTENTION_FUNCTIONS.register(name, function)
+
+
+def new_cache(config: LibraryConfig) -> Any:  # noqa: ANN401 – see LibraryModel
+    """Return an empty cache of the library for one sequence."""
+    return DynamicCache(config=config)
 
 
 def base_of(model: LibraryModel) -> LibraryModel:

@@ -19,6 +19,7 @@ from text_generation_shard.engines.torch.huggingface.attention import (
 )
 from text_generation_shard.engines.torch.huggingface.config import one_line
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel, base_of, use_attention
+from text_generation_shard.engines.torch.huggingface.states import SlotStates
 from text_generation_shard.engines.torch.model.interface import Step
 
 RECORDED_TOKENS = 4
@@ -39,6 +40,7 @@ class TransformersModel:
         self._base = base_of(model)
         self._run_base = self._base.forward
         self._base.forward = self._run_or_give
+        self._states = SlotStates(model)
         self._given: Any = None
         """The output that the base model is to give without running."""
         self._output_class: Any = None
@@ -47,6 +49,11 @@ class TransformersModel:
         """Shapes of the layers of the KV cache."""
         self.rules: list[tuple[float, float | None]] = []
         """Scale and softcap of the scores in each of them."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if the model has layers with a state."""
+        return bool(self._states.layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +71,7 @@ class TransformersModel:
         device = self.library.device
         ids = torch.zeros(1, RECORDED_TOKENS, dtype=torch.long, device=device)
         positions = torch.arange(RECORDED_TOKENS, device=device).unsqueeze(0)
+        self._states.begin(None)
         try:
             with handled_by(recorder):
                 output = self._run_base(input_ids=ids, position_ids=positions, use_cache=False)
@@ -77,6 +85,7 @@ class TransformersModel:
         self._calls, self.layers, self.rules = recorder.calls, recorder.layers, recorder.rules
 
     def forward(self, step: Step) -> Tensor:
+        self._states.begin(step)
         with handled_by(StepAttention(step, self._calls, self.layers)):
             output = self._run_base(
                 input_ids=step.token_ids().unsqueeze(0),
@@ -101,6 +110,7 @@ class TransformersModel:
     @torch.inference_mode()
     def own_logits(self, token_ids: Tensor, attention: str = "eager") -> Tensor:
         """Return the logits [tokens, vocabulary] of one sequence with an attention function of the library."""
+        self._states.begin(None)
         use_attention(self.library, attention)
         try:
             return self._library_logits(token_ids.unsqueeze(0).to(self.library.device))

@@ -5,12 +5,24 @@ The native decoder and Hugging Face modules are models. A CPU step attends by an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from text_generation_shard.engines.torch.model.norm import HeadNorms
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTokens:
+    """The tokens of one sequence in a step."""
+
+    slot: int
+    start: int
+    """Position of the first."""
+    places: list[tuple[int, int]]
+    """(index of the first in the flat order, number) of each run of tokens, in order of position."""
 
 
 class Step(Protocol):
@@ -29,6 +41,10 @@ class Step(Protocol):
 
     def token_ids(self) -> Tensor:
         """Return the token ids, int64 [tokens]."""
+        ...
+
+    def sequences(self) -> list[SequenceTokens]:
+        """Return the places of the tokens, by sequence. Raises NotImplementedError where only the device knows them."""
         ...
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
