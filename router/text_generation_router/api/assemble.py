@@ -11,7 +11,7 @@ from text_generation_router.api.core.admission import Permits, RequestPreparer
 from text_generation_router.api.core.chat import ChatPreparer
 from text_generation_router.api.core.serving import Serving
 from text_generation_router.api.core.settings import Settings
-from text_generation_router.chat.parsers import NAMES, detect_format, detect_reasoning
+from text_generation_router.chat.parsers import FORMATS, NAMES, detect_format, detect_reasoning
 from text_generation_router.chat.template import TemplateRenderer
 from text_generation_router.chat.template_files import ChatTemplates
 from text_generation_router.grammar.compiler import GrammarCompiler, grammar_sandbox
@@ -53,5 +53,7 @@ async def assemble(
         special = frozenset(tokenizer.special_texts.values())
         chosen = config.tool_call_parser
         call_format = detect_format(template, special) if chosen == "auto" else NAMES[chosen]
+        if chosen == "auto" and not (templates.using_tools or FORMATS[call_format].has_channels):
+            call_format = "json"  # the prompt asks for it
         reasoning = detect_reasoning(template, special) if config.split_reasoning else None
         yield serving, ChatPreparer(serving, renderer, call_format=call_format, reasoning=reasoning)

@@ -15,6 +15,7 @@ import orjson
 
 from text_generation_router.aside import aside
 from text_generation_router.chat.conversation import Conversation, Json, Tool
+from text_generation_router.chat.parsers.harmony import HARMONY_CHANNEL
 from text_generation_router.chat.template_files import DEFAULT, TOOL_USE, ChatTemplateError, ChatTemplates
 from text_generation_router.errors import InvalidRequest, TemplateError, Unhealthy
 from text_generation_router.preparation import Preparation
@@ -154,6 +155,9 @@ def template_input(conversation: Conversation, templates: ChatTemplates) -> Temp
     messages = [plain_message(message) for message in conversation.messages]
     continue_final = _continues(conversation, messages[-1])
     knows_tools = name in templates.using_tools
+    is_harmony = HARMONY_CHANNEL in templates.sources[name]
+    if is_harmony:
+        messages = [_with_one_text(message) for message in messages]
     if tools:
         appendix = tool_appendix(tools, conversation.tool_prompt, knows_tools=knows_tools)
         _append(messages[:-1] if continue_final else messages, appendix)
@@ -162,7 +166,7 @@ def template_input(conversation: Conversation, templates: ChatTemplates) -> Temp
         **templates.special_tokens,
         **conversation.template_kwargs,
         "messages": messages,
-        "tools": [template_tool(tool) for tool in tools] if tools and knows_tools else None,
+        "tools": [template_tool(tool, described=is_harmony) for tool in tools] if tools and knows_tools else None,
         "add_generation_prompt": conversation.add_generation_prompt and not continue_final,
     }
     return TemplateInput(
@@ -182,11 +186,14 @@ def tool_appendix(tools: Sequence[Tool], tool_prompt: str | None, *, knows_tools
     return f"\n---\n{listed}\n{tool_prompt or DEFAULT_TOOL_PROMPT}"
 
 
-def template_tool(tool: Tool) -> Json:
-    """Return a tool in the form of templates. Without parameters it gets an empty object schema: templates read it."""
+def template_tool(tool: Tool, *, described: bool = False) -> Json:
+    """Return a tool in the form of templates. Without parameters it gets an empty object schema: templates read it.
+
+    `described`: without a description it gets an empty one, which the template of gpt-oss reads.
+    """
     function: Json = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
+    if tool.description is not None or described:
+        function["description"] = tool.description or ""
     function["parameters"] = tool.parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
@@ -200,6 +207,14 @@ def plain_message(message: Json) -> Json:
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
+
+
+def _with_one_text(message: Json) -> Json:
+    """Return a message without text beside its reasoning if it has calls: the template of gpt-oss refuses both."""
+    if not (message.get("tool_calls") and message.get("content") and message.get("thinking")):
+        return message
+    thought = f"{message['thinking']}\n{message['content']}"
+    return {**message, "content": "", "thinking": thought, "reasoning_content": thought}
 
 
 def _text(part: object) -> str:

@@ -51,6 +51,10 @@ def _renderer(config: dict[str, Any]) -> Callable[[bytes], bytes]:
     def render(payload: bytes) -> bytes:
         request = json.loads(payload)
         template, variables = templates[request["template"]], request["variables"]
+        for message in variables["messages"]:
+            for call in message.get("tool_calls", ()):
+                if isinstance(arguments := call["function"].get("arguments"), dict):
+                    call["function"]["arguments"] = _Arguments(arguments)
         if request["continue_final"]:
             text = _render_for_continuation(template, variables, max_characters)
         else:
@@ -146,6 +150,16 @@ class _Dict:
 
     def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict` has it
         return dict.fromkeys(*args, **kwargs)
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call: an object, and its JSON where a template joins it with text, as those of DeepSeek do."""
+
+    def __add__(self, other: str) -> str:
+        return _to_json(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + _to_json(self)
 
 
 class _Namespace(Namespace):

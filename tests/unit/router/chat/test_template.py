@@ -138,3 +138,13 @@ async def test_arguments_of_the_template() -> None:
             [{"role": "user", "content": ""}], template_kwargs={"enable_thinking": 1, "args": 2}
         )
         assert (await renderer.render(conversation)).startswith("1 ")
+
+
+async def test_arguments_are_an_object_and_json_where_a_template_joins_them_with_text() -> None:
+    template = (
+        "{% set call = messages[1].tool_calls[0].function %}{{ call.arguments.a + 1 }} {{ 'f' + call.arguments + '!' }}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {"a": 1, "b": "é"}}}]
+    conversation = Conversation([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": calls}])
+    async with a_renderer(template) as renderer:
+        assert await renderer.render(conversation) == '2 f{"a": 1, "b": "é"}!'

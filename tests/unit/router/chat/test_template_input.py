@@ -49,6 +49,18 @@ def test_tools_as_templates_know_them() -> None:
     ]
 
 
+def test_harmonys_template_gets_descriptions_and_one_text_before_calls() -> None:
+    harmony = ChatTemplates({"default": "<|channel|>"}, {}, frozenset({"default"}))
+    messages = [HELLO, CALL | {"content": "I look.", "reasoning_content": "Hm."}, HI | {"reasoning": "Hm."}]
+    given = variables(Conversation(messages, [NOW], continue_final_message=False), harmony)
+    assert given["tools"][0]["function"]["description"] == ""
+    assert [(message["content"], message.get("thinking")) for message in given["messages"]] == [
+        ("Hello", None),
+        ("", "Hm.\nI look."),
+        ("Hi", "Hm."),
+    ]
+
+
 def test_a_template_that_knows_tools_gets_no_text_about_them() -> None:
     assert variables(Conversation([HELLO], [ADD]), WITH_TOOLS)["messages"] == [HELLO]
     asked = variables(Conversation([HELLO], [ADD], tool_prompt="Use them."), WITH_TOOLS)
