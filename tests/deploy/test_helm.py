@@ -229,6 +229,16 @@ def test_pods_have_no_privileges_no_tokens_and_no_secrets(path: Path) -> None:
     assert rules == ([wanted] if discovers else [])
 
 
+@pytest.mark.parametrize("shape", ["split", "group"])
+@pytest.mark.parametrize(("tag", "changed"), [("image.tag", {"shards", "workers"}), ("router.image.tag", {"router"})])
+def test_one_tag_changes_only_its_pods(shape: str, tag: str, changed: set[str]) -> None:
+    """Two upgrades in an order are possible: a pod whose template is unchanged stays."""
+    flags = (*HUB, "--set", f"shape={shape},secrets.shardToken.secret=token,image.tag=v1,router.image.tag=v1")
+    before, after = list(pods(render(*flags))), list(pods(render(*flags, "--set", f"{tag}=v2")))
+    differ = {new.part for old, new in zip(before, after, strict=True) if old != new}
+    assert differ == changed & {pod.part for pod in before}
+
+
 @pytest.mark.parametrize("shape", ["cell", "group"])
 def test_liveness_waits_for_the_launcher(shape: str) -> None:
     """A router answers while shards restart; a shard that loads again does not. The launcher ends a hang first."""

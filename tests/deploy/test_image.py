@@ -138,6 +138,11 @@ def test_the_cpu_image_serves_without_privileges_and_drains(
     request.join()
     assert late[0]["details"]["generated_tokens"] == 30  # type: ignore[index]
     assert podman.inspect("text-generation")["State"]["ExitCode"] == 0
+    if user is None:
+        for command in commands("containers.md", "Upgrade and roll back"):
+            podman(command.replace(*here))
+        assert podman.inspect("text-generation-1")["State"]["Status"] == "running"
+        podman("podman stop --time 120 text-generation-1 && podman rm text-generation-1 text-generation")
     figures.append(("size of the CPU image", f"{podman.inspect(cpu_image)['Size'] / 1e6:.0f} MB"))
 
 
