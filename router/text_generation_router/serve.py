@@ -277,6 +277,7 @@ def _policy(config: RouterConfig, info: pb.InfoResponse) -> Policy:
         **settings
         | {
             "max_batch_prefill_tokens": config.max_batch_prefill_tokens or info.suggested_prefill_tokens,
+            "chunk_tokens": info.suggested_chunk_tokens or None,
             "max_batch_size": min(config.max_batch_size or info.max_slots, info.max_slots),
             "target_itl_s": config.target_itl_ms / 1e3 or None,
             "dispatch": Dispatch(config.dispatch),

@@ -106,6 +106,7 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         rank=rank,
         world_size=world_size,
         suggested_prefill_tokens=info.suggested_prefill_tokens,
+        suggested_chunk_tokens=info.suggested_chunk_tokens,
         max_top_n_tokens=info.max_top_n_tokens,
         grammar_kinds=[convert.GRAMMAR_KINDS_TO_PB[kind] for kind in info.grammar_kinds],
         reserves_max_length=info.reserves_max_length,

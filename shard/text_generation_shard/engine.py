@@ -77,6 +77,8 @@ class EngineInfo:
     """Self-scheduling engines: admits a sequence only if KV blocks for prompt + max_new_tokens are free."""
     keeps_states: bool = False
     """The model has states beside KV blocks: a sequence starts at its first token, never on blocks computed before."""
+    suggested_chunk_tokens: int = 0
+    """Prompt tokens in a step beside as many decoding sequences as prompts that wait; 0: as many as without decoding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,6 +174,7 @@ class InfoResponse(google.protobuf.message.Message):
     UNSUPPORTED_FIELD_NUMBER: builtins.int
     RESERVES_MAX_LENGTH_FIELD_NUMBER: builtins.int
     KEEPS_STATES_FIELD_NUMBER: builtins.int
+    SUGGESTED_CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -204,6 +205,8 @@ class InfoResponse(google.protobuf.message.Message):
     """SCHEDULING_SELF: a sequence starts only if KV blocks for prompt + max_new_tokens are free."""
     keeps_states: builtins.bool
     """The model has states beside KV blocks: NewSequence.computed_tokens is 0, and no prefix is reused."""
+    suggested_chunk_tokens: builtins.int
+    """A prefill budget beside as many decoding sequences as prompts that wait; 0: suggested_prefill_tokens."""
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -237,8 +240,9 @@ class InfoResponse(google.protobuf.message.Message):
         unsupported: collections.abc.Iterable[Global___Unsupported] | None = ...,
         reserves_max_length: builtins.bool = ...,
         keeps_states: builtins.bool = ...,
+        suggested_chunk_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 

@@ -1,7 +1,7 @@
 """Chunked prefill: which prompts of a replica get how much of a step's token budget.
 
-Without a latency target the budget of a step is `--max-batch-prefill-tokens`. With one, `ChunkSizer` lowers it beside
-decoding sequences.
+The budget of a step is `--max-batch-prefill-tokens`. Beside decoding sequences `ChunkSizer` lowers it: by a latency target
+if there is one, else as the engine suggests.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class ChunkSizer:
         self._max_tokens = policy.max_batch_prefill_tokens
         self._min_tokens = min(self._max_tokens, block_size)
         self._target_s = policy.target_itl_s
+        self._chunk_tokens = min(self._max_tokens, policy.chunk_tokens or self._max_tokens)
         self._decode_s = 0.0
         self._token_s = 0.0
         self._largest_chunk = 0
@@ -86,10 +87,13 @@ class ChunkSizer:
             # Without steps that only decode, the decode time has to follow from those that do both.
             self._decode_s *= 1 + (min(max(seconds / expected_s, 0.5), 2.0) - 1) / (4 * DECODE_STEPS)
 
-    def budget(self, decoding: int) -> int:
-        """Return the prompt tokens that the next step may compute beside `decoding` sequences."""
-        if self._target_s is None or not decoding:
+    def budget(self, decoding: int, prompts: int = 1) -> int:
+        """Return the prompt tokens of `prompts` that the next step may compute beside `decoding` sequences."""
+        if not decoding:
             return self._max_tokens
+        if self._target_s is None:
+            # A client that waits for its first token counts as much as one that waits for the next.
+            return min(self._chunk_tokens * max(prompts, decoding) // decoding, self._max_tokens)
         if not self._token_s:
             return self._min_tokens
         room_s = max(MARGIN * self._target_s - self._decode_s, MIN_PREFILL_SHARE * self._decode_s)

@@ -34,6 +34,8 @@ class Policy:
     """Steps without a placement after which the ratio no longer counts: `--max-waiting-tokens`."""
     target_itl_s: float | None = None
     """Target for the duration of steps that decode and prefill; None: only the token budget limits chunks."""
+    chunk_tokens: int | None = None
+    """Without a target: prompt tokens in a step beside as many decoding sequences as prompts that wait; None: the budget."""
     prefix_caching: bool = True
     dispatch: Dispatch = Dispatch.PREFIX
     tenant_weights: Mapping[TenantId, float] = field(default_factory=dict)

@@ -148,7 +148,7 @@ class ReplicaScheduler:
             self._preempt()
         budget = self.prompts.unscheduled
         if not self.spec.self_scheduling:
-            budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running)
+            budget = self._chunk_sizer.budget(len(self._running) - self.prompts.running, len(self.prompts))
         placements, prefill = [], []
         for sequence, chunk in self.prompts.schedule(budget):
             if sequence.state is State.PLACED:

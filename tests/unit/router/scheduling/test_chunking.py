@@ -69,6 +69,14 @@ def test_without_a_target_or_without_decoding_the_budget_is_the_limit() -> None:
     assert make_sizer(0.001).budget(decoding=0) == MAX_TOKENS
 
 
+@pytest.mark.parametrize(
+    ("decoding", "prompts", "tokens"), [(0, 1, 512), (1, 1, 64), (1, 5, 320), (1, 47, 512), (48, 1, 64), (31, 17, 64)]
+)
+def test_prompts_that_wait_take_a_suggested_chunk_by_their_share(decoding: int, prompts: int, tokens: int) -> None:
+    sizer = ChunkSizer(Policy(512, 64, chunk_tokens=64), BLOCK)
+    assert sizer.budget(decoding, prompts) == tokens
+
+
 def test_before_a_measurement_the_budget_is_one_block() -> None:
     assert make_sizer(0.05).budget(decoding=10) == BLOCK
 

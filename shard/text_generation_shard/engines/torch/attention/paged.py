@@ -19,7 +19,7 @@ from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.cpu.batch import StepBatch, TileGroup
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, BlockTables, CacheShape, PagedKVCache
 
-FEW_KEYS = 512
+FEW_KEYS = 384
 """Up to this many keys in a group of decode rows, one fused call is faster than three products."""
 
 
@@ -91,9 +91,8 @@ class AttentionPlan:
         is_plain = softcap is None and sinks is None
         if is_plain and group.queries == 1 and size * view.keys <= FEW_KEYS:
             mask = view.mask.view(size, kv_heads, 1, view.keys)[:, :1]
-            fused = functional.scaled_dot_product_attention(
-                own.unsqueeze(2), keys, values, mask, scale=scale, enable_gqa=True
-            )
+            grouped = own.view(size, kv_heads, -1, head_dim)
+            fused = functional.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
             return fused.flatten(1)
         if planned.query_index is not None:
             own = own[planned.query_index]

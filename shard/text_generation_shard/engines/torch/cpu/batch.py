@@ -20,7 +20,7 @@ GROUP_COST = 2048
 """Cost of one more group, in padded (query, key) pairs; measured on CPU."""
 MAX_GROUP_PAIRS = 1 << 18
 """Largest number of (query, key) pairs of a group: bounds the memory of its scores."""
-MAX_GROUP_KEYS = 1 << 14
+MAX_GROUP_KEYS = 1 << 13
 """Largest number of keys of a group: bounds the size of its gathered keys and values, so that they fit the CPU cache."""
 
 
