@@ -83,7 +83,7 @@ def test_a_shard_is_free_soon_after_the_host_of_its_router_vanished(load: str) -
         wait_for(holder, "driven")
         with started(shard_host, sys.executable, "-c", WAITER, ADDRESS) as waiter:
             wait_for(waiter, "held")
-            ip("-n", router_host, "link", "set", "eth0", "down")
+            ip("-n", router_host[-1], "link", "set", "eth0", "down")
             vanished = time.monotonic()
             wait_for(waiter, "free")
             seconds = time.monotonic() - vanished
