@@ -35,7 +35,7 @@ NOT_IN_FLAGS = (
 """Settings that the chart decides, or that have a value of their own in it."""
 
 TOPICS = {
-    "Model": "model_id served_model_name revision huggingface_hub_cache engine model_impl dtype load_format device tokenizer_config_path chat_template "
+    "Model": "model_id served_model_name revision huggingface_hub_cache engine model_impl dtype quantize load_format device tokenizer_config_path chat_template "
     "tool_call_parser split_reasoning trust_remote_code",
     "Replicas and shards": "parts num_replicas num_shard sharded places nodes node_rank leader_address max_shard_restarts "
     "shard_uds_path shard_tcp_port shard_hostname shards peers peer_name shard_connect_timeout health_port drain_timeout shutdown_timeout hang_timeout dispatch max_request_moves",

@@ -28,7 +28,6 @@ UNSUPPORTED = frozenset(
         "ngrok_edge",
         "otlp_endpoint",
         "otlp_service_name",
-        "quantize",
         "rope_factor",
         "rope_scaling",
         "speculate",
@@ -42,7 +41,6 @@ UNSUPPORTED = frozenset(
 ALTERNATIVES = {
     "cuda_graphs": "the tensorrt-llm engine has cuda_graph_config in --trtllm-options",
     "kv_cache_dtype": "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options",
-    "quantize": "the tensorrt-llm engine serves checkpoints that are quantised already, and needs no flag for it",
 }
 """Alternatives to some of them, for the error message."""
 
@@ -211,7 +209,7 @@ def read_config(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         if any(word == flag or word.startswith(f"{flag}=") for word in argv):
             exit_with_usage_error(LauncherConfig, f"{flag} is a flag of TGI's that this server does not have{instead}")
         if environ.get(name.upper()):
-            # Ignoring it would be worse: with QUANTIZE unnoticed, the model takes twice the memory.
+            # Ignoring it would be worse: with KV_CACHE_DTYPE unnoticed, the cache takes twice the memory.
             exit_with_usage_error(
                 LauncherConfig,
                 f"{name.upper()} is set: that is a setting of TGI's which this server does not have; unset it{instead}",

@@ -15,6 +15,21 @@ EngineName = Literal["auto", "torch", "tensorrt-llm", "echo"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 ModelImpl = Literal["auto", "native", "transformers"]
 DType = Literal["float16", "bfloat16", "float32"]
+Quantize = Literal[
+    "awq",
+    "bitsandbytes",
+    "bitsandbytes-fp4",
+    "bitsandbytes-nf4",
+    "compressed-tensors",
+    "eetq",
+    "exl2",
+    "fp8",
+    "gptq",
+    "marlin",
+    "modelopt",
+    "mxfp4",
+]
+"""The values of TGI's flag, and the formats that it does not know."""
 
 
 class ShardSettings(HangSettings, ShardAccess):
@@ -29,6 +44,9 @@ class ShardSettings(HangSettings, ShardAccess):
     auto: native for the types of models that it knows, else transformers."""
     dtype: DType | None = None
     """Data type of weights, activations and KV cache; default: that of the checkpoint."""
+    quantize: Quantize | None = None
+    """Quantization of the weights. fp8: the torch engine quantizes those of a checkpoint without quantization while it loads
+    them. The format of a quantized checkpoint is read from its config.json: a value that differs from it is refused."""
     load_format: LoadFormat = "auto"
     """Format of the weights. dummy: random weights, only config.json is read."""
     device: str = "auto"

@@ -31,13 +31,15 @@ def build_engine(config: ShardConfig) -> Engine:
     if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native(folder)):
         return _build_with_transformers(config, folder)
     # Checked before PyTorch is imported, which takes seconds.
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, config.quantize)
     from text_generation_shard.engines.torch.build import build_torch_engine
 
     return build_torch_engine(config, model_config)
 
 
 def _build_with_transformers(config: ShardConfig, folder: Path) -> Engine:
+    if config.quantize is not None:
+        raise EngineError(f"--quantize {config.quantize}: models that transformers computes are not quantized")
     if find_spec("transformers") is None:
         from text_generation_shard.engines.torch.model.config import read_model_type
         from text_generation_shard.engines.torch.model.families import FAMILIES

@@ -133,7 +133,6 @@ def test_unsupported_tgi_flags_are_rejected_by_name(name: str, capsys: pytest.Ca
     [
         ("kv_cache_dtype", "the tensorrt-llm engine has kv_cache_config: {dtype: …} in --trtllm-options"),
         ("cuda_graphs", "the tensorrt-llm engine has cuda_graph_config in --trtllm-options"),
-        ("quantize", "the tensorrt-llm engine serves checkpoints that are quantised already, and needs no flag for it"),
     ],
 )
 def test_rejection_names_the_alternative(name: str, alternative: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,11 @@ log = structlog.get_logger()
 
 def build(config: ShardConfig) -> TensorRTEngine:
     """Return an engine that has generated a token. Raises EngineError with a message of one line."""
+    if config.quantize is not None:
+        raise EngineError(
+            f"--quantize {config.quantize}: the tensorrt-llm engine serves checkpoints that are quantised already, "
+            "and needs no flag for it"
+        )
     folder = inspect_folder(Path(config.model_path))
     check_folder(folder, world_size=config.tensor_parallel, installed=installed_version(), gpus=None)
     options = read_options(config.trtllm_options) if config.trtllm_options else {}

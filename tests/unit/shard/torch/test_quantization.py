@@ -172,6 +172,29 @@ def test_an_expression_that_matches_for_ever_ends_the_start_in_one_line() -> Non
         scheme.format_of("model.layers.0.self_attention_of_a_long_name.down_projection")
 
 
+@pytest.mark.parametrize(
+    ("found", "asked", "refusal"),
+    [
+        (GPTQ, "gptq", None),
+        (COMPRESSED_DYNAMIC, "compressed-tensors", None),
+        (COMPRESSED_DYNAMIC, "fp8", None),
+        (compressed(weights=INT4), "fp8", "--quantize fp8: the checkpoint is quantized as compressed-tensors"),
+        (GPTQ, "awq", "--quantize awq: the checkpoint is quantized as gptq"),
+        (None, "gptq", "--quantize gptq: the checkpoint is not quantized, only fp8 is done at load time"),
+        (None, "bitsandbytes-nf4", "--quantize bitsandbytes-nf4: the checkpoint is not quantized"),
+    ],
+)
+def test_the_flag_must_agree_with_the_checkpoint(
+    tmp_path: Path, found: dict[str, Any] | None, asked: str, refusal: str | None
+) -> None:
+    folder = write(tmp_path, {"quantization_config": found})
+    if refusal is None:
+        assert read_model_config(folder, asked) == read_model_config(folder)
+    else:
+        with pytest.raises(EngineError, match=re.escape(f"config.json: {refusal}")):
+            read_model_config(folder, asked)
+
+
 def write(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None = None) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG | config))
     if modelopt is not None:
@@ -206,6 +229,22 @@ def test_a_refusal_names_the_file(
 ) -> None:
     with pytest.raises(EngineError, match=re.escape(refusal)):
         read_model_config(write(tmp_path, config, modelopt))
+
+
+def test_rows_are_quantized_at_load_time_as_by_the_tool(tmp_path: Path) -> None:
+    """--quantize fp8 serves the same as a checkpoint whose rows were quantized before; embeddings and LM head stay."""
+    tensors = random_tensors()
+    plain = write_checkpoint(tmp_path / "plain", tensors)
+    before = write_checkpoint(tmp_path / "before", dequantized(quantized(tensors, per_row=True)))
+    served = []
+    for folder, quantize in ((plain, "fp8"), (before, None), (plain, None)):
+        engine = build_engine(
+            ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4, quantize=quantize)  # type: ignore[arg-type]
+        )
+        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)))
+        served.append(driver.alone((5, 17, 300), 16))
+    assert served[0] == served[1]
+    assert served[0] != served[2]
 
 
 def test_a_cpu_serves_dequantized_weights(tmp_path: Path) -> None:

@@ -14,6 +14,14 @@ from torch import Tensor
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.quantization.formats.gptq import GptqFormat
+from text_generation_shard.engines.torch.quantization.humming import (
+    bits_and_group,
+    dense_weight,
+    packed_codes,
+    packed_scales,
+    packed_zeros,
+)
 from text_generation_shard.engines.torch.quantization.schemes import Scheme, read_scheme
 from text_generation_shard.engines.torch.weights import load_weights
 
@@ -103,3 +111,41 @@ def test_hostile_tensors_are_refused_in_one_line_before_anything_is_written(tmp_
     assert key.rpartition(".")[2] in str(refusal.value) or parameter in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not target.any()
+
+
+UNEVEN = ("compressed-tensors-float8-block",)
+"""Blocks that do not divide the inputs: always dequantized."""
+PACKED = [name for name in CASES if name not in UNEVEN and bits_and_group(case(name)[0].rules[0][1]) is not None]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_weights_are_those_that_are_dequantized(name: str) -> None:
+    """The tensors for humming, of the whole weight and of a rank's rows and columns."""
+    scheme, tensors, expected, parameter = case(name)
+    weights = scheme.format_of("m")
+    assert weights is not None
+    with_zeros = not getattr(weights, "symmetric", True)
+    stored = {
+        role: tensors[key]
+        for role, each in weights.stored(parameter, tuple(expected.shape)).items()
+        for key in each.names
+        if key in tensors
+    }
+    bits, group = bits_and_group(weights) or (0, 0)
+    columns = slice(group, 2 * group) if 0 < group <= 32 else slice(0, 64)
+    for rows, inputs in ((slice(0, 32), slice(0, 64)), (slice(16, 24), columns)):
+        words = slice(rows.start * bits // 32, rows.stop * bits // 32)
+        dense = dense_weight(
+            weights,
+            packed_codes(weights, stored, rows, inputs),
+            packed_scales(weights, stored, rows, inputs),
+            packed_zeros(weights, stored, words, inputs) if with_zeros else None,
+        )
+        assert torch.equal(dense.to(expected.dtype), expected[rows, inputs])
+
+
+def test_zero_points_beyond_the_codes_are_refused_where_they_are_packed() -> None:
+    weights = GptqFormat(4, 32, zero_offset=True, symmetric=False, desc_act=False)
+    tensors = {"qzeros": torch.full((2, 4), -1, dtype=torch.int32)}
+    with pytest.raises(EngineError, match="a zero point is 16, more than a code"):
+        packed_zeros(weights, tensors, slice(0, 4), slice(0, 64))

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -17,13 +18,10 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS, Family, Flag, NormNames
 from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes
-from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError
-from text_generation_shard.engines.torch.quantization.schemes import (
-    KV_KEYS,
-    Scheme,
-    read_scheme,
-)
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
+
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.quantization.schemes import Scheme
 
 log = structlog.get_logger()
 
@@ -97,8 +95,11 @@ def is_native(folder: Path) -> bool:
     return _text_part(_read(folder, "config.json")).optional_text("model_type") in FAMILIES
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read the config of the model in `folder`. Raises EngineError with a one-line message if it is not supported."""
+def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
+    """Read the config of the model in `folder`, served with --quantize `quantize`.
+
+    Raises EngineError with a one-line message if it is not supported.
+    """
     whole = _read(folder, "config.json")
     raw = _text_part(whole)
     model_type = raw.optional_text("model_type")
@@ -156,7 +157,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         logits_divisor=_multiplier(raw, family, "logits_scaling"),
         windows=windows,
         eos_token_ids=eos_token_ids(folder, raw),
-        quantization=_quantization(folder, raw),
+        quantization=_quantization(folder, raw, quantize),
     )
 
 
@@ -179,21 +180,25 @@ def _text_part(raw: JsonObject) -> JsonObject:
     return JsonObject(raw.path, values, within="text_config.")
 
 
-def _quantization(folder: Path, raw: JsonObject) -> Scheme | None:
-    """Read the quantization of config.json, else of ModelOpt's hf_quant_config.json beside it."""
+def _quantization(folder: Path, raw: JsonObject, asked: str | None) -> Scheme | None:
+    """Read the quantization of config.json, else of ModelOpt's hf_quant_config.json beside it; compare it with --quantize."""
     source, given = raw, raw.get("quantization_config")
     if not given and (folder / (name := "hf_quant_config.json")).exists():
         source = _read(folder, name)
         given = source.get("quantization")
-    if not given:
+    if not given and asked is None:
         return None
+    # Imports PyTorch, which takes seconds: not needed to refuse a model.
+    from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError
+    from text_generation_shard.engines.torch.quantization.schemes import KV_KEYS, choose_scheme, read_scheme
+
     try:
-        scheme = read_scheme(given)
+        scheme = choose_scheme(read_scheme(given) if given else None, asked)
     except UnsupportedSchemeError as error:
         raise source.error(str(error)) from None
-    if asked := [given[key] for key in KV_KEYS if given.get(key)]:
+    if kinds := [given[key] for key in KV_KEYS if given and given.get(key)]:
         # Our KV cache is more precise than the checkpoint asks for; the scales for keys and values are not needed.
-        log.info("the KV cache is not quantized", checkpoint_asks=asked[0])
+        log.info("the KV cache is not quantized", checkpoint_asks=kinds[0])
     return scheme
 
 

@@ -59,6 +59,25 @@ def online_fp8() -> Scheme:
     return Scheme("fp8", ((ONLINE_MODULES, weights),), online=True)
 
 
+def choose_scheme(found: Scheme | None, asked: str | None) -> Scheme | None:
+    """Return the scheme to serve with: that of the checkpoint, or that of --quantize if the checkpoint has none.
+
+    Raises UnsupportedSchemeError if the two differ.
+    """
+    if asked is None:
+        return found
+    if found is None:
+        if asked == "fp8":
+            return online_fp8()
+        raise UnsupportedSchemeError(
+            f"--quantize {asked}: the checkpoint is not quantized, only fp8 is done at load time"
+        )
+    is_fp8 = all(isinstance(weights, Fp8Format | Fp8BlockFormat) for _, weights in found.rules)
+    if asked != found.method and not (asked == "fp8" and is_fp8):
+        raise UnsupportedSchemeError(f"--quantize {asked}: the checkpoint is quantized as {found.method}")
+    return found
+
+
 def _modelopt(given: Mapping[str, Any]) -> Scheme:
     algorithm = str(given.get("quant_algo"))
     ignored = module_names(given.get("ignore") or given.get("exclude_modules"))

@@ -24,8 +24,9 @@ from text_generation_shard.engines.torch.quantization.format import (
 )
 from text_generation_shard.engines.torch.quantization.formats.integers import (
     WORD_BITS,
-    IntegerWeight,
     check_group_size,
+    dequantized,
+    middle,
     unpacked,
 )
 
@@ -71,19 +72,28 @@ class AwqFormat:
     def check(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
         """All values are valid."""
 
-    def integers(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> IntegerWeight:
-        """Return the codes of a range of the weight."""
-        rows, columns = ranges
-        zeros = _codes_of(tensors["qzeros"], rows).t() if self.zero_point else 1 << (BITS - 1)
-        return IntegerWeight(
-            codes=_codes_of(tensors["qweight"][columns], rows).t(),
-            zeros=zeros,
-            scales=tensors["scales"][:, rows].t(),
-            groups=group_index(columns, self.group_size),
-        )
+    def codes(self, tensors: Mapping[str, Tensor], rows: slice, columns: slice) -> Tensor:
+        """Return unsigned codes [rows, columns]."""
+        return _codes_of(tensors["qweight"][columns], rows).t()
+
+    def zeros(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """Return zero points [rows, groups]."""
+        if self.symmetric:
+            return middle(BITS, self.scales(tensors, rows))
+        return _codes_of(tensors["qzeros"], rows).t()
+
+    def scales(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """Return scales [rows, groups]."""
+        return tensors["scales"][:, rows].t()
 
     def dequantize(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> Tensor:
-        return self.integers(tensors, ranges).dequantize()
+        rows, columns = ranges
+        return dequantized(
+            self.codes(tensors, rows, columns),
+            self.zeros(tensors, rows),
+            self.scales(tensors, rows),
+            group_index(columns, self.group_size),
+        )
 
 
 def _codes_of(words: Tensor, outputs: slice) -> Tensor:

@@ -26,9 +26,9 @@ from text_generation_shard.engines.torch.quantization.format import (
 )
 from text_generation_shard.engines.torch.quantization.formats.integers import (
     WORD_BITS,
-    IntegerWeight,
     check_bits,
     check_group_size,
+    dequantized,
     unpacked_range,
 )
 
@@ -70,19 +70,26 @@ class GptqFormat:
     def check(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
         check_groups(tensors.get("g_idx"), tensors["scales"].shape[0], "g_idx")
 
-    def integers(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> IntegerWeight:
-        """Return the codes of a range of the weight."""
-        rows, columns = ranges
-        g_idx = tensors.get("g_idx")
-        return IntegerWeight(
-            codes=unpacked_range(tensors["qweight"][:, rows], self.bits, 0, columns).t(),
-            zeros=unpacked_range(tensors["qzeros"], self.bits, 1, rows).t() + (1 if self.zero_offset else 0),
-            scales=tensors["scales"][:, rows].t(),
-            groups=group_index(columns, self.group_size) if g_idx is None else g_idx[columns],
-        )
+    def codes(self, tensors: Mapping[str, Tensor], rows: slice, columns: slice) -> Tensor:
+        """Return unsigned codes [rows, columns]."""
+        return unpacked_range(tensors["qweight"][:, rows], self.bits, 0, columns).t()
+
+    def zeros(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """Return zero points [rows, groups]."""
+        return unpacked_range(tensors["qzeros"], self.bits, 1, rows).t() + (1 if self.zero_offset else 0)
+
+    def scales(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """Return scales [rows, groups]."""
+        return tensors["scales"][:, rows].t()
 
     def dequantize(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> Tensor:
-        return self.integers(tensors, ranges).dequantize()
+        rows, columns = ranges
+        return dequantized(
+            self.codes(tensors, rows, columns),
+            self.zeros(tensors, rows),
+            self.scales(tensors, rows),
+            tensors["g_idx"][columns] if "g_idx" in tensors else group_index(columns, self.group_size),
+        )
 
 
 def check_groups(g_idx: Tensor | None, groups: int, name: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -12,27 +10,22 @@ from text_generation_shard.engines.torch.quantization.format import UnsupportedS
 WORD_BITS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class IntegerWeight:
-    """A range of a weight: unsigned codes [rows, columns], and zeros and scales by row and group."""
+def dequantized(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
+    """Return the weight [rows, columns] from codes [rows, columns], zeros and scales [rows, groups], and the columns' groups.
 
-    codes: Tensor
-    zeros: Tensor | int
-    """Integers [rows, groups], or one for all."""
-    scales: Tensor
-    """[rows, groups]."""
-    groups: Tensor
-    """[columns]: the group of each column."""
+    The result has the dtype of the scales, in which codes and zeros are exact.
+    """
+    return (codes - zeros.index_select(1, groups)).to(scales.dtype) * scales.index_select(1, groups)
 
-    def dequantize(self) -> Tensor:
-        """Return the weight [rows, columns] in the dtype of the scales."""
-        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros.index_select(1, self.groups)
-        return (self.codes - zeros).to(self.scales.dtype) * self.scales.index_select(1, self.groups)
+
+def middle(bits: int, scales: Tensor) -> Tensor:
+    """Return the zero points of symmetric weights, of the shape of the scales."""
+    return torch.full_like(scales, 1 << (bits - 1), dtype=torch.int16)
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     """Unpack int32 words of 32 / bits codes each, the lowest bits first, along `dim`; int16, codes from 0 to 2^bits − 1."""
-    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
     shifts = shifts.view(-1, *(1,) * (words.ndim - 1 - dim))
     codes = (words.unsqueeze(dim + 1) >> shifts).bitwise_and_((1 << bits) - 1)
     return codes.to(torch.int16).flatten(dim, dim + 1)

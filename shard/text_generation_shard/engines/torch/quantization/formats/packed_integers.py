@@ -24,7 +24,8 @@ from text_generation_shard.engines.torch.quantization.format import (
 from text_generation_shard.engines.torch.quantization.formats.gptq import check_groups
 from text_generation_shard.engines.torch.quantization.formats.integers import (
     WORD_BITS,
-    IntegerWeight,
+    dequantized,
+    middle,
     unpacked_range,
 )
 
@@ -60,28 +61,40 @@ class PackedIntegerFormat:
     def check(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
         if "shape" in tensors and tuple(tensors["shape"].tolist()) != shape:
             raise UnsupportedSchemeError(f"weight_shape is {tensors['shape'].tolist()}, config.json says {list(shape)}")
-        g_idx = tensors.get("g_idx")
-        # -1 everywhere, as llm-compressor initializes it, means no order.
-        if g_idx is not None and not (g_idx == -1).all():
-            check_groups(g_idx, tensors["scale"].shape[1], "weight_g_idx")
+        check_groups(_order(tensors), tensors["scale"].shape[1], "weight_g_idx")
 
-    def integers(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> IntegerWeight:
-        """Return the codes of a range of the weight."""
-        rows, columns = ranges
-        g_idx = tensors.get("g_idx")
-        in_order = g_idx is None or bool((g_idx == -1).all())
-        return IntegerWeight(
-            codes=unpacked_range(tensors["packed"][rows], self.bits, 1, columns),
-            zeros=1 << (self.bits - 1) if self.symmetric else unpacked_range(tensors["zero_point"], self.bits, 0, rows),
-            scales=tensors["scale"][rows],
-            groups=group_index(columns, self.group_size) if g_idx is None or in_order else g_idx[columns],
-        )
+    def codes(self, tensors: Mapping[str, Tensor], rows: slice, columns: slice) -> Tensor:
+        """Return unsigned codes [rows, columns]."""
+        return unpacked_range(tensors["packed"][rows], self.bits, 1, columns)
+
+    def zeros(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """Return zero points [rows, groups]."""
+        if self.symmetric:
+            return middle(self.bits, self.scales(tensors, rows))
+        return unpacked_range(tensors["zero_point"], self.bits, 0, rows)
+
+    def scales(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
+        """Return scales [rows, groups]."""
+        return tensors["scale"][rows]
 
     def dequantize(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> Tensor:
-        return self.integers(tensors, ranges).dequantize()
+        rows, columns = ranges
+        g_idx = _order(tensors)
+        return dequantized(
+            self.codes(tensors, rows, columns),
+            self.zeros(tensors, rows),
+            self.scales(tensors, rows),
+            group_index(columns, self.group_size) if g_idx is None else g_idx[columns],
+        )
 
     def _words(self, length: int) -> int:
         return -(-length * self.bits // WORD_BITS)
+
+
+def _order(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the group of each input, if the groups are in another order; -1 everywhere means that they are not."""
+    g_idx = tensors.get("g_idx")
+    return None if g_idx is None or bool((g_idx == -1).all()) else g_idx
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +132,12 @@ class Int8Format:
         def of_rows(values: Tensor) -> Tensor:
             return values.reshape(-1, values.shape[-1]).expand(outputs, -1)[rows]
 
-        return IntegerWeight(
-            codes=tensors["weight"][rows, columns].to(torch.int16),
-            zeros=0 if self.symmetric else of_rows(tensors["zero_point"]).to(torch.int16),
-            scales=of_rows(tensors["scale"]),
-            groups=group_index(columns, self.group_size or -1),
-        ).dequantize()
+        scales = of_rows(tensors["scale"])
+        return dequantized(
+            tensors["weight"][rows, columns].to(torch.int16),
+            torch.zeros_like(scales, dtype=torch.int16)
+            if self.symmetric
+            else of_rows(tensors["zero_point"]).to(torch.int16),
+            scales,
+            group_index(columns, self.group_size or -1),
+        )
