@@ -214,12 +214,6 @@ HOSTILE = {
     "escapes": "\\",
     "blanks": " \n",
     "fences": "```",
-    "tags": "</function>\n",
-    "parameters": "<parameter=a>",
-    "headers": "<|channel|>",
-    "quotes": "'",
-    "half a quote": '<|"',
-    "words": "1",
 }
 BEFORE = {
     "hermes": '<tool_call>{"name":"f","arguments":{"a":"',
@@ -228,21 +222,25 @@ BEFORE = {
     "json": '{"arguments":"{\\"a\\":\\"',
     "json_calls": '{"function":{"a":"',
     "llama3_json+inside": "",
-    "qwen3_coder": "<function=f><parameter=a>",
-    "glm45": "<tool_call>f<arg_key>b</arg_key><arg_value>",
-    "deepseek_v3": "<｜tool▁call▁begin｜>",
-    "gemma4": "<|tool_call>call:f{a:",
-    "llama4_pythonic": "[f(a=",
-    "openai": "<|channel|>analysis<|message|>",
 }
+HOSTILE_BY_FORMAT = {
+    "qwen3_coder": ("<function=f><parameter=a>", ("</function>\n", "</function>", "</para", "\n", "<parameter=a>")),
+    "glm45": ("<tool_call>f<arg_key>b</arg_key><arg_value>[", ("</arg", "<arg_key>", "[", "1,")),
+    "deepseek_v3": ("<｜tool▁call▁begin｜>", ("<｜tool▁sep｜>", "f{", "x")),
+    "gemma4": ("<|tool_call>call:f{a:", ('<|"', "[", '<|"|>', "1")),
+    "llama4_pythonic": ("[f(a=", ("'", "\\", "(", "1")),
+    "openai": ("<|channel|>", ("<|channel|>", "x", "<|message|>", "<|start|>", "\n")),
+}
+FLOODS = [
+    *((kind, before, unit) for kind, before in BEFORE.items() for unit in HOSTILE.values()),
+    *((kind, before, unit) for kind, (before, units) in HOSTILE_BY_FORMAT.items() for unit in units),
+]
 
 
-@pytest.mark.parametrize("kind", BEFORE)
-@pytest.mark.parametrize("unit", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_answer_takes_linear_time(kind: str, unit: str) -> None:
+@pytest.mark.parametrize(("kind", "before", "unit"), FLOODS)
+def test_a_hostile_answer_takes_linear_time(kind: str, before: str, unit: str) -> None:
     """Quadratic work takes minutes at this length; the bound allows for a slow machine."""
-    hostile = unit * (MILLION // 8 // len(unit))
-    answer = BEFORE[kind] + hostile
+    answer = before + unit * (MILLION // 8 // len(unit))
     for pieces in (list(answer), [answer]):
         parser = make(kind)
         began = time.thread_time()

@@ -18,6 +18,8 @@ import orjson
 from text_generation_router.chat.parsers.event_buffer import EventBuffer
 from text_generation_router.chat.parsers.json_scanner import MAX_DEPTH, SPACE
 
+MAX_PYTHON: Final = 8192
+"""Characters of a whole literal in Python, which is converted at once: ten milliseconds."""
 MAX_WORD: Final = 1024
 """Characters of a number, a name or a text without quotes."""
 
@@ -304,10 +306,12 @@ class LiteralCallReader:
 
 
 def literal_as_json(text: str) -> str | None:
-    """Return a list or an object, in JSON or Python, as JSON; None if it is neither."""
+    """Return a list or an object, in JSON or short in Python, as JSON; None if it is neither."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
+        if len(text) > MAX_PYTHON:
+            return None
         written: list[str] = []
         scanner = LiteralScanner(PYTHON, written.append)
         fits = all(not scanner.closed and scanner.push(char) for char in text)
