@@ -298,10 +298,15 @@ class Checks:
 
 def make_reference(model: Path) -> Reference:
     """Compute prompts, logits and greedy texts with transformers in float32 on the CPU."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = [list(prompt) for prompt in _prompts(tokenizer)]
+    return reference_of(model, [list(prompt) for prompt in _prompts(AutoTokenizer.from_pretrained(model))])
+
+
+def reference_of(model: Path, prompts: list[list[int]], *, texts: bool = True) -> Reference:
+    """Compute the logits, and greedy texts, of some prompts with transformers in float32 on the CPU."""
+    from transformers import AutoModelForCausalLM
+
     decoder = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     decoder.generation_config.eos_token_id = None
     columns = torch.randperm(decoder.config.vocab_size, generator=torch.Generator().manual_seed(0))[:COLUMNS]
@@ -312,6 +317,8 @@ def make_reference(model: Path) -> Reference:
             logits = decoder(ids).logits[0]
             reference["logits"].append(logits[:, columns].half())
             reference["tops"].append(logits.argmax(-1))
+            if not texts:
+                continue
             mask = torch.ones_like(ids)
             out = decoder.generate(  # type: ignore[misc]
                 ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0
