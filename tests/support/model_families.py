@@ -140,6 +140,12 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": Family("Hunyuan dense", features="norms of queries and keys after rotation"),
     "hunyuan_v1_moe": Family("Hunyuan MoE", EXPERTS | {"moe_topk": 2, "num_shared_expert": 1}, "experts"),
     "jetmoe": Family("JetMoE", EXPERTS | {"kv_channels": 16}, "experts in attention too"),
+    "llama4_text": Family(
+        "Llama 4",
+        EXPERTS
+        | {"attention_chunk_size": 24, "floor_scale": 16, "intermediate_size_mlp": 96, "no_rope_layers": [1, 1, 0, 1]},
+        "attention by chunks, scale of queries by position, experts",
+    ),
     "minimax_m2": Family("MiniMax-M2", EXPERTS, "experts, partial rotation"),
     "ministral": Family("Ministral", features="windows"),
     "ministral3": Family("Ministral 3", features="query scale by position"),

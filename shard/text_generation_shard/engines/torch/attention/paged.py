@@ -133,7 +133,7 @@ class AttentionPlan:
     ) -> _View:
         """Build the view of a group; `positions` [sequences, queries], `slots` [sequences, 1]."""
         device, window = self._device, layer.window
-        first_blocks = [0 if window is None else max(0, tile.start - window + 1) // BLOCK_SIZE for tile in group.tiles]
+        first_blocks = [layer.first_position(tile.start) // BLOCK_SIZE for tile in group.tiles]
         end_blocks = [-(-tile.end // BLOCK_SIZE) for tile in group.tiles]
         count = max(end - first for first, end in zip(first_blocks, end_blocks, strict=True))
         first = torch.tensor(first_blocks, device=device).unsqueeze(1)
@@ -146,6 +146,8 @@ class AttentionPlan:
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= key_positions <= query_positions - window
+        if layer.chunk is not None:
+            hidden |= key_positions < query_positions // layer.chunk * layer.chunk
         mask = torch.zeros(hidden.shape, device=device, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
         if group.queries > 1:
             mask = mask.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor, cat
+from torch import Tensor, arange, cat, ones
 from torch.nn import Module, functional
 
 from text_generation_shard.engine import EngineError
@@ -21,6 +21,16 @@ from text_generation_shard.engines.torch.model.interface import Step
 
 NAME = "paged_cache"
 """Name of our attention function in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """The rules of a layer by which scores become weights."""
+
+    scale: float
+    softcap: float | None
+    window: int | None
+    chunk: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +47,16 @@ class AttentionHandler(Protocol):
     """Computes or records the attention calls of a forward pass."""
 
     def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, queries: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules, sinks: Tensor | None
     ) -> Tensor:
         """Return attention [tokens, heads, value dim] of `queries`, `keys` and `values` [heads, tokens, dim]."""
+        ...
+
+    def position_factors(self, period: float, strength: float) -> Tensor:
+        """Return a factor for each token: scaled_by_position(own position) / scaled_by_position(place in the batch).
+
+        Llama 4 computes the scale of its queries from the place, as if the batch were one sequence.
+        """
         ...
 
 
@@ -78,8 +88,21 @@ def paged_attention(  # noqa: PLR0913 – the signature is that of transformers'
 ) -> tuple[Tensor, None]:
     """Return the attention of a flat batch, [1, tokens, heads, value dim], as transformers calls it."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _handlers[-1].attend(query[0], key[0], value[0], scale, sliding_window or None, softcap, s_aux)
-    return out.unsqueeze(0), None
+    rules = AttentionRules(scale, softcap, sliding_window or None, _chunk(module))
+    handler = _handlers[-1]
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        factors = handler.position_factors(float(module.floor_scale), float(module.attn_scale))  # type: ignore[arg-type]
+        query = query * factors.to(query.dtype).view(1, 1, -1, 1)
+    return handler.attend(query[0], key[0], value[0], rules, s_aux).unsqueeze(0), None
+
+
+def _chunk(module: Module) -> int | None:
+    """Return the length of the chunks that the tokens of a layer attend to: only its config and its mask have it."""
+    config: Any = getattr(module, "config", None)
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is None or index is None or index >= len(kinds) or kinds[index] != "chunked_attention":
+        return None
+    return int(config.attention_chunk_size)
 
 
 class AttentionRecorder:
@@ -97,19 +120,14 @@ class AttentionRecorder:
         self._cached: list[tuple[LayerShape, Tensor, Tensor]] = []
 
     def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, queries: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules, sinks: Tensor | None
     ) -> Tensor:
         heads, kv_heads = queries.shape[0], keys.shape[0]
         if heads % kv_heads or values.shape[0] != kv_heads or keys.shape[2] != queries.shape[2]:
             raise EngineError(f"attention of {heads} heads over {kv_heads} heads of keys is not served")
-        shape = LayerShape(heads, kv_heads, self._served(max(keys.shape[2], values.shape[2])), window)
+        shape = LayerShape(
+            heads, kv_heads, self._served(max(keys.shape[2], values.shape[2])), rules.window, rules.chunk
+        )
         for index, (other, other_keys, other_values) in enumerate(self._cached):
             if shape == other and _is_same(keys, other_keys) and _is_same(values, other_values):
                 self.calls.append(AttentionCall(index, is_first=False))
@@ -117,9 +135,12 @@ class AttentionRecorder:
         else:
             self.calls.append(AttentionCall(len(self.layers), is_first=True))
             self.layers.append(shape)
-            self.rules.append((scale, softcap))
+            self.rules.append((rules.scale, rules.softcap))
             self._cached.append((shape, keys, values))
         return values.new_zeros(queries.shape[1], heads, values.shape[2])
+
+    def position_factors(self, period: float, strength: float) -> Tensor:
+        return ones(1)
 
     def _served(self, head_dim: int) -> int:
         """Return the smallest head_dim of the kernels that holds `head_dim`; they serve any if there are none."""
@@ -139,14 +160,7 @@ class StepAttention:
         self._layers = layers
 
     def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, queries: Tensor, keys: Tensor, values: Tensor, rules: AttentionRules, sinks: Tensor | None
     ) -> Tensor:
         call = next(self._calls)
         head_dim = self._layers[call.layer].head_dim
@@ -154,8 +168,18 @@ class StepAttention:
             pairs = cat((_widened(keys, head_dim), _widened(values, head_dim)))
             self._step.append(call.layer, pairs.transpose(0, 1).to(values.dtype))
         own = _widened(queries, head_dim).transpose(0, 1).to(values.dtype)
-        attended = self._step.attend(call.layer, own, scale, softcap=softcap, sinks=sinks)
+        attended = self._step.attend(call.layer, own, rules.scale, softcap=rules.softcap, sinks=sinks)
         return attended.view(own.shape)[..., : values.shape[2]].to(queries.dtype)
+
+    def position_factors(self, period: float, strength: float) -> Tensor:
+        positions = self._step.positions
+        places = arange(len(positions), device=positions.device)
+        return _scales(positions, period, strength) / _scales(places, period, strength)
+
+
+def _scales(positions: Tensor, period: float, strength: float) -> Tensor:
+    """Return the scales of queries (Nakanishi 2025, arXiv 2501.19399), which grow with the logarithm of the position."""
+    return ((positions.float() + 1.0) / period).floor().log1p() * strength + 1.0
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
 import torch
 
 from text_generation_shard.config import ShardConfig
@@ -14,7 +15,7 @@ from text_generation_shard.engines.torch.build import check_memory, choose_devic
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor
-from text_generation_shard.engines.torch.huggingface.check import check_model
+from text_generation_shard.engines.torch.huggingface.check import CHUNK, WINDOW, check_model
 from text_generation_shard.engines.torch.huggingface.config import TransformersConfig, read_config
 from text_generation_shard.engines.torch.huggingface.load import load_model
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
@@ -22,6 +23,8 @@ from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.memory import keep_freed_memory
 from text_generation_shard.engines.torch.trace import open_trace
 from text_generation_shard.grammar import load_grammars
+
+log = structlog.get_logger()
 
 
 def build_huggingface_engine(config: ShardConfig) -> Engine:
@@ -36,14 +39,19 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
     check_memory(model_config, dtype.itemsize, device, config.world_size)
     grammars = load_grammars(config.model_path, model_config.eos_token_ids)
     info = engine_info(config, model_config, device, grammars)
-    build = _cuda_executors if device.type == "cuda" else _cpu_executors
-    model, executor = build(config, model_config, info, dtype)
-    if model.keeps_states and device.type == "cuda":
+    on_cuda = device.type == "cuda"
+    model, executor = (_cuda_executors if on_cuda else _cpu_executors)(config, model_config, info, dtype)
+    if model.keeps_states and on_cuda:
         raise model.refusal("its layers with a state run on CPU only")
-    check_model(model, model_config.vocab_size, executor)
     model.record()
-    info = replace(info, keeps_states=model.keeps_states)
-    return TorchEngine(info, executor(), grammars, open_trace(config))
+    chunks = [layer.chunk for layer in model.layers if layer.chunk is not None]
+    if chunks and on_cuda and min(chunks) < info.max_sequence_length:
+        # Within the first chunk, it makes no difference.
+        log.info("sequences end with the first chunk of attention", tokens=min(chunks))
+        info = replace(info, max_sequence_length=min(chunks))
+    check_model(model, model_config.vocab_size, executor, (WINDOW,) if on_cuda else (WINDOW, CHUNK))
+    model.record()
+    return TorchEngine(replace(info, keeps_states=model.keeps_states), executor(), grammars, open_trace(config))
 
 
 def _cpu_executors(

@@ -7,7 +7,7 @@ made small for it, so that they matter within so few tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import structlog
@@ -21,12 +21,12 @@ from text_generation_shard.engines.torch.huggingface.config import one_line
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
-from text_generation_shard.step.sequence import Sequence, StepRow, StepRows
+from text_generation_shard.step import sequence as step
 
 TOKENS = 64
 CHUNKS = ((27, 11), (23, 29), (13, 23))
 """Prompt tokens of both sequences in each step; the last token is decoded."""
-WINDOW_NAMES = ("sliding_window", "attention_chunk_size")
+WINDOW, CHUNK = "sliding_window", "attention_chunk_size"
 SMALL_WINDOW = 13
 MOST_DIFFERENCE = {torch.float32: 1e-4}
 MOST_DIFFERENCE_OF_16_BITS = 2e-2
@@ -34,9 +34,14 @@ MOST_DIFFERENCE_OF_16_BITS = 2e-2
 log = structlog.get_logger()
 
 
-def check_model(model: TransformersModel, vocab_size: int, executor: Callable[[], Executor]) -> None:
-    """Raise EngineError if our logits differ from the model's own. `executor` builds one for the model as it is recorded."""
-    with small_windows(model.library):
+def check_model(
+    model: TransformersModel, vocab_size: int, executor: Callable[[], Executor], limits: Sequence[str] = (WINDOW, CHUNK)
+) -> None:
+    """Raise EngineError if our logits differ from the model's own. `executor` builds one for the model as it is recorded.
+
+    `limits` are the names of the limits of attention that the executor knows.
+    """
+    with small_windows(model.library, limits):
         model.record()
         ids = torch.randint(0, vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(1))
         try:
@@ -58,14 +63,14 @@ def check_model(model: TransformersModel, vocab_size: int, executor: Callable[[]
 
 
 @contextmanager
-def small_windows(model: LibraryModel) -> Iterator[None]:
+def small_windows(model: LibraryModel, names: Sequence[str]) -> Iterator[None]:
     """Make the sliding windows of a model so small that they matter in a short text."""
     changed: list[tuple[object, str, int]] = []
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
     for holder in (*model.modules(), *configs.values()):
-        for name in WINDOW_NAMES:
+        for name in names:
             window = vars(holder).get(name)
             if isinstance(window, int) and not isinstance(window, bool) and window > SMALL_WINDOW:
                 changed.append((holder, name, window))
@@ -83,7 +88,7 @@ def _served_logits(executor: Executor, ids: Tensor) -> Tensor:
     blocks = TOKENS // BLOCK_SIZE
     executor.allocate(len(ids) * blocks)
     sequences = [
-        Sequence.admit(
+        step.Sequence.admit(
             NewSequence(
                 slot=slot,
                 prompt=tuple(tokens[:-1]),
@@ -96,10 +101,10 @@ def _served_logits(executor: Executor, ids: Tensor) -> Tensor:
     parts: list[list[Tensor]] = [[] for _ in sequences]
     starts = [0] * len(sequences)
     for lengths in CHUNKS:
-        rows = StepRows(
+        rows = step.StepRows(
             None,
             [
-                StepRow(sequence, start, length, samples=start + length == sequence.prompt_length)
+                step.StepRow(sequence, start, length, samples=start + length == sequence.prompt_length)
                 for sequence, start, length in zip(sequences, starts, lengths, strict=True)
             ],
         )
@@ -112,8 +117,10 @@ def _served_logits(executor: Executor, ids: Tensor) -> Tensor:
     executor.store_sampled_tokens(rows, ids[:, -1].int().to(launched.hidden.device))
     for sequence, token in zip(sequences, ids[:, -1].tolist(), strict=True):
         sequence.tokens.append(token)
-    decoding = [StepRow(sequence, start, 1, samples=True) for sequence, start in zip(sequences, starts, strict=True)]
-    launched = executor.launch(StepRows(None, decoding), greedy=False)
+    decoding = [
+        step.StepRow(sequence, start, 1, samples=True) for sequence, start in zip(sequences, starts, strict=True)
+    ]
+    launched = executor.launch(step.StepRows(None, decoding), greedy=False)
     assert launched.logits is not None
     return torch.stack(
         [torch.cat((*part, last.unsqueeze(0))) for part, last in zip(parts, launched.logits, strict=True)]
