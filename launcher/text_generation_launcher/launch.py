@@ -25,7 +25,7 @@ from text_generation_launcher.plan import (
     PlanError,
     ShardSpec,
     check_ports,
-    count_parts,
+    count_partitions,
     count_processes,
     gpus_per_shard,
     make_plan,
@@ -103,7 +103,7 @@ async def _serve(
     engine = choose_engine(config.engine, has_gpu=devices.count > 0 and config.device != "cpu")
     token = config.shard_token or (secrets.token_hex(32) if config.parts == "all" else "")
     config = config.model_copy(update={"engine": engine, "shard_token": token})
-    used = count_parts(config, devices)  # before a download that may take an hour
+    used = count_partitions(config, devices)  # before a download that may take an hour
     check_ports(config, devices)
     if config.parts != "router":
         check_engine(config, environ)

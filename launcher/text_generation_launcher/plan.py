@@ -125,39 +125,41 @@ class LaunchContext:
 
 def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
     """Return the processes to start. Raises PlanError."""
-    parts = count_parts(config, context.devices)
+    partitions = count_partitions(config, context.devices)
     ranks = range(count_processes(config, context.devices))
     replicas = range(0 if config.parts == "router" else config.num_replicas)
     shards = tuple(_shard(config, context, replica, rank) for replica in replicas for rank in ranks)
     alone = config.node_rank or config.parts == "shards"
-    router = None if alone else _router(config, context, shards, parts * config.nodes)
+    router = None if alone else _router(config, context, shards, partitions * config.nodes)
     return LaunchPlan(shards, router, listen_host(config.hostname), config.port, config.management_port)
 
 
-def count_parts(config: LauncherConfig, devices: Devices) -> int:
-    """Return the number of model parts on this host; with accelerators, one part takes one. Raises PlanError."""
+def count_partitions(config: LauncherConfig, devices: Devices) -> int:
+    """Return the number of model partitions on this host; with accelerators, each takes one. Raises PlanError."""
     if config.parts == "router":
         return 0
-    parts = _on_one_node(config, count_shards(config, devices))
-    total = parts * config.num_replicas
-    if (number := _device_number(config)) is not None and parts > 1:
-        raise PlanError(f"`device` is {config.device}, and {parts} shards take a device each")
+    partitions = _on_one_node(config, count_shards(config, devices))
+    total = partitions * config.num_replicas
+    if (number := _device_number(config)) is not None and partitions > 1:
+        raise PlanError(f"`device` is {config.device}, and {partitions} shards take a device each")
     if config.num_replicas > 1 and _on_devices(config, devices) and number is not None:
         raise PlanError(f"`device` is {config.device}, and {config.num_replicas} replicas take a device each")
     if number is not None and config.engine == "tensorrt-llm" and number >= devices.count:
         raise PlanError(f"`device` is {config.device}, and {devices.count} devices are visible")
-    # Parts of one model may share a CPU only if --device cpu asks for it: sharing one gains nothing.
-    split = parts > 1 and (config.device != "cpu" or config.engine == "tensorrt-llm")
+    # Partitions of one model may share a CPU only if --device cpu asks for it: sharing one gains nothing.
+    split = partitions > 1 and (config.device != "cpu" or config.engine == "tensorrt-llm")
     if total > devices.count and (split or (config.num_replicas > 1 and _on_devices(config, devices))):
-        raise PlanError(f"not enough cuda devices: {_devices_needed(config, parts)}, and {devices.count} are visible")
+        raise PlanError(
+            f"not enough cuda devices: {_devices_needed(config, partitions)}, and {devices.count} are visible"
+        )
     return total
 
 
-def _devices_needed(config: LauncherConfig, parts: int) -> str:
+def _devices_needed(config: LauncherConfig, partitions: int) -> str:
     if config.num_replicas == 1:
-        return f"{parts} shards take one each (--num-shard)"
-    each = "one" if parts == 1 else str(parts)
-    flags = "--num-replicas" if parts == 1 else "--num-replicas, --num-shard"
+        return f"{partitions} shards take one each (--num-shard)"
+    each = "one" if partitions == 1 else str(partitions)
+    flags = "--num-replicas" if partitions == 1 else "--num-replicas, --num-shard"
     return f"{config.num_replicas} replicas take {each} each ({flags})"
 
 
@@ -178,7 +180,7 @@ def _device_number(config: LauncherConfig) -> int | None:
 
 
 def count_shards(config: LauncherConfig, devices: Devices) -> int:
-    """Return the number of parts to split the model into (TGI: shards). Raises PlanError."""
+    """Return the number of partitions to split the model into (TGI: shards). Raises PlanError."""
     wanted = config.num_shard
     if config.nodes > 1 and wanted is None:
         wanted = max(1, devices.count) * config.nodes
@@ -200,7 +202,7 @@ def count_shards(config: LauncherConfig, devices: Devices) -> int:
 def count_processes(config: LauncherConfig, devices: Devices) -> int:
     """Return the number of shard processes per replica on this host. Raises PlanError.
 
-    One per part, except for TensorRT-LLM: it spreads over devices itself, behind one shard.
+    One per partition, except for TensorRT-LLM: it spreads over devices itself, behind one shard.
     """
     return 1 if config.engine == "tensorrt-llm" else _on_one_node(config, count_shards(config, devices))
 
@@ -229,11 +231,11 @@ def check_ports(config: LauncherConfig, devices: Devices) -> None:
         raise PlanError(f"`management_port` and `port` are both {config.port}")
 
 
-def compute_type(parts: int, devices: Devices) -> str:
-    """Return the default x-compute-type header: number of parts over all replicas and device, as `1-nvidia-h200`, `2-cpu`."""
+def compute_type(partitions: int, devices: Devices) -> str:
+    """Return the default x-compute-type header: number of partitions over all replicas and device, as `1-nvidia-h200`, `2-cpu`."""
     if devices.count == 0:
-        return f"{parts}-cpu"
-    return f"{parts}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
+        return f"{partitions}-cpu"
+    return f"{partitions}-{(devices.name or 'gpu').lower().replace(' ', '-')}"
 
 
 SECRETS = frozenset({"api_key", "shard_token"})
@@ -314,10 +316,10 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
 
 def _visible_devices(config: LauncherConfig, context: LaunchContext, replica: int) -> str:
     """Return CUDA_VISIBLE_DEVICES for a replica that spreads over several devices itself: only its own."""
-    parts = count_shards(config, context.devices)
+    partitions = count_shards(config, context.devices)
     number = _device_number(config)
-    first = replica * parts if number is None else number
-    return ",".join(nth_visible(context.environ, first + part) for part in range(parts))
+    first = replica * partitions if number is None else number
+    return ",".join(nth_visible(context.environ, first + offset) for offset in range(partitions))
 
 
 def _with_mpirun(config: LauncherConfig, context: LaunchContext, shard: ShardSpec) -> ShardSpec:
@@ -364,13 +366,15 @@ def _cpu_share(config: LauncherConfig, context: LaunchContext, shards: int) -> d
     return share
 
 
-def _router(config: LauncherConfig, context: LaunchContext, shards: tuple[ShardSpec, ...], parts: int) -> ChildSpec:
+def _router(
+    config: LauncherConfig, context: LaunchContext, shards: tuple[ShardSpec, ...], partitions: int
+) -> ChildSpec:
     settings = child_settings(config, RouterConfig) | {
         "model_path": str(context.model_path),
         "shard_address": tuple(shard.address for shard in shards if shard.rank == 0 and config.places == "local"),
         "hostname": listen_host(config.hostname),
         "max_input_tokens": config.input_limit,
-        "compute_type": config.compute_type or (compute_type(parts, context.devices) if parts else "unknown"),
+        "compute_type": config.compute_type or (compute_type(partitions, context.devices) if partitions else "unknown"),
         "lifeline_fd": context.lifeline_fd,
         "log_drops_fd": context.log_drops_fd,
         "api_key": (),

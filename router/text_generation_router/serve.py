@@ -100,7 +100,7 @@ async def serve(config: RouterConfig) -> ExitCode:
                 app = create_app(
                     serving,
                     chats,
-                    healthy=lambda: cluster.ready and not cluster.leaving,
+                    healthy=lambda: cluster.ready and not cluster.stopping,
                     info=_model_info(model, templates),
                 )
             except ValueError as error:  # an AIP_* path that is invalid or taken
@@ -177,7 +177,7 @@ async def _run_cluster(
     peers: Source | None,
     joined: Mapping[Address, ReplicaInfo | None],
 ) -> None:
-    """Drive all shards, or this router's part of them."""
+    """Drive all shards, or those that are assigned to this router."""
     limits = _warm_up_limits(config)
     if peers is None:
         await cluster.run(known(source), joined, limits, config)
@@ -315,7 +315,7 @@ async def _serve_http(
             await signals.stop.wait()
             collecting.cancel()
         finally:
-            cluster.leaving = True
+            cluster.stopping = True
         if config.shutdown_delay:
             log.info("not ready, still accepting", seconds=config.shutdown_delay)
             with suppress(TimeoutError):

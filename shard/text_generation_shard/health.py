@@ -33,7 +33,7 @@ class ShardHealth:
         self._serving = serving
         await self._publish()
 
-    async def leave(self) -> None:
+    async def stop(self) -> None:
         """Serve no more: later changes have no effect."""
         await self.servicer.enter_graceful_shutdown()
 

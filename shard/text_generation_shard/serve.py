@@ -59,7 +59,7 @@ async def serve(config: ShardConfig) -> ExitCode:
         notifier = Notifier()
         notifier.show(lambda: f"loading {config.model_path}")
         code = await _serve_engine(config, thread, owner, health, notifier, signals)
-        await health.leave()
+        await health.stop()
         owner.stop()
         for each in (server, *probes):
             await each.stop(grace=1.0 if each is server else None)
@@ -114,7 +114,7 @@ async def _serve_engine(
         heartbeat = HeartbeatSender(notifier, description.SerializeToString())
         reporting = tasks.create_task(report_progress(owner.monitor, engine, health, config.hang_timeout, heartbeat))
         await _wait_for_either(signals.stop.wait(), owner.crashed.wait())
-        await health.leave()
+        await health.stop()
         if signals.stop.is_set():
             notifier.show(lambda: f"draining {engine.running} sequences")
             notifier.stopping()

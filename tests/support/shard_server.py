@@ -46,7 +46,7 @@ async def serve_engine(
     health_pb2_grpc.add_HealthServicer_to_server(shard_health.servicer, server)
 
     async def drain() -> None:
-        await shard_health.leave()
+        await shard_health.stop()
         owner.drain()
 
     server.add_insecure_port(address)

@@ -44,7 +44,7 @@ class Cluster:
 
     def __init__(self, scheduler: Scheduler, observer: StepObserver, hang_timeout_s: float = HANG_TIMEOUT_S) -> None:
         self.scheduler = scheduler
-        self.leaving = False
+        self.stopping = False
         """Set by the router when it is to stop: it is not ready, but still accepts requests until it drains."""
         self.draining = False
         """Set by the router when it accepts no new requests; those accepted before still run."""

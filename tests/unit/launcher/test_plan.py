@@ -7,7 +7,7 @@ from launch_plans import config, context, plan, router_of, shards_of
 
 from text_generation_launcher.devices import Devices
 from text_generation_launcher.model import hub_tokens
-from text_generation_launcher.plan import PlanError, check_ports, compute_type, count_parts, count_shards
+from text_generation_launcher.plan import PlanError, check_ports, compute_type, count_partitions, count_shards
 from text_generation_router.config import listen_host
 
 # ------------------------------------------------------------------------------------------------------------ settings
@@ -130,7 +130,7 @@ def test_compute_type_counts_the_parts_of_all_replicas() -> None:
     for engine in ("torch", "tensorrt-llm"):
         settings = {"engine": engine, "num_shard": 4, "num_replicas": 2}
         assert router_of(plan(8, **settings)).compute_type == "8-nvidia-h200"
-        assert count_parts(config(**settings), Devices(8, None)) == 8
+        assert count_partitions(config(**settings), Devices(8, None)) == 8
 
 
 # ---------------------------------------------------------------------------------------------- replicas and their ranks

@@ -18,7 +18,7 @@ from text_generation_router.errors import Draining, TooManyConnections, UnknownR
 class Shutdown(Protocol):
     """The state of a server that stops: it leaves, then it drains."""
 
-    leaving: bool
+    stopping: bool
     draining: bool
 
 
@@ -48,7 +48,7 @@ class Gate:
         return check
 
     async def close_connection(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Signal handler for `on_response_prepare`: while leaving, and beyond the limit, a response is the last one."""
-        if self._shutdown.leaving or connection_of(request).probes_only:
+        """Signal handler for `on_response_prepare`: while it stops, and beyond the limit, a response is the last one."""
+        if self._shutdown.stopping or connection_of(request).probes_only:
             response.headers[hdrs.CONNECTION] = "close"
             response.force_close()

@@ -25,7 +25,7 @@ def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     return Conversation(
-        messages=[_message(message) for message in taken_out(body.messages)],
+        messages=[_message(message) for message in pop_each(body.messages)],
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=_tool_choice(body.tool_choice),
         tool_prompt=body.tool_prompt or None,
@@ -37,7 +37,7 @@ def to_conversation(body: ChatBody, grammar: Grammar | None) -> Conversation:
     )
 
 
-def taken_out(entries: list[T]) -> Iterator[T]:
+def pop_each(entries: list[T]) -> Iterator[T]:
     """Yield the entries of a list and remove them: freed one by one, they do not hold up the event loop at the end."""
     entries.reverse()
     while entries:
