@@ -9,31 +9,9 @@ import pytest
 import torch
 from engine_driver import Driver, Stream
 from full_grid import full
+from native_families import native_configs
 from tiny_transformers import SHAPE as TINY_SHAPE
 from tiny_transformers import random_model, save
-from transformers import (
-    Ernie4_5Config,
-    Gemma2Config,
-    Gemma3Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    Glm4Config,
-    GlmConfig,
-    GraniteConfig,
-    LlamaConfig,
-    Ministral3Config,
-    MinistralConfig,
-    Mistral3Config,
-    MistralConfig,
-    Phi3Config,
-    PixtralVisionConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    SeedOssConfig,
-    SiglipVisionConfig,
-    SmolLM3Config,
-)
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -47,111 +25,7 @@ from text_generation_shard.engines.torch.model.config import read_model_config
 NEW_TOKENS = 16
 LENGTHS = (1, 16, 31, 50, 200)
 SHAPE = TINY_SHAPE | {"max_position_embeddings": 256, "tie_word_embeddings": False}
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "llama, tied": LlamaConfig(**SHAPE | {"tie_word_embeddings": True}),
-    "llama, biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
-    "llama, no grouped queries": LlamaConfig(**SHAPE | {"num_key_value_heads": 6}),
-    "llama, wide heads, gelu": LlamaConfig(**SHAPE, head_dim=24, hidden_act="gelu_pytorch_tanh"),
-    "llama, yarn rope": LlamaConfig(
-        **SHAPE,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    ),
-    "mistral": MistralConfig(**SHAPE, sliding_window=None),
-    "mistral, sliding window": MistralConfig(**SHAPE, sliding_window=19),
-    "qwen2": Qwen2Config(**SHAPE),
-    "qwen2, sliding window in some layers": Qwen2Config(
-        **SHAPE, use_sliding_window=True, sliding_window=32, max_window_layers=1
-    ),
-    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
-    "qwen3, tied": Qwen3Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=16, attention_bias=True),
-    "gemma": GemmaConfig(**SHAPE, head_dim=16),
-    "gemma2": Gemma2Config(
-        **SHAPE | {"tie_word_embeddings": True},
-        head_dim=16,
-        sliding_window=19,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-    ),
-    "gemma3_text": Gemma3TextConfig(
-        **SHAPE, head_dim=16, sliding_window=19, layer_types=MIXED, query_pre_attn_scalar=24
-    ),
-    "gemma3_text, scaled": Gemma3TextConfig(
-        **SHAPE | {"num_hidden_layers": 6},
-        head_dim=16,
-        sliding_window=32,
-        final_logit_softcapping=3.0,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    ),
-    "phi3": Phi3Config(**SHAPE, sliding_window=40),
-    "phi3, partial rotation, longrope": Phi3Config(
-        **SHAPE,
-        original_max_position_embeddings=256,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "short_factor": [1.0, 2.5],
-            "long_factor": [9.0, 9.0],
-        },
-    ),
-    "granite": GraniteConfig(
-        **SHAPE,
-        attention_bias=True,
-        embedding_multiplier=7.0,
-        residual_multiplier=0.3,
-        attention_multiplier=0.2,
-        logits_scaling=4.0,
-    ),
-    "ministral": MinistralConfig(**SHAPE, head_dim=8, sliding_window=19, layer_types=MIXED),
-    "ministral3": Ministral3Config(
-        **SHAPE,
-        head_dim=16,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e5,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.3,
-        },
-    ),
-    "glm": GlmConfig(**SHAPE, head_dim=16),
-    "glm4": Glm4Config(**SHAPE, head_dim=16),
-    "gemma3, text part": Gemma3Config(
-        text_config=Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=19, layer_types=MIXED).to_dict(),
-        vision_config=SiglipVisionConfig(**VISION).to_dict(),
-        image_token_index=3,
-    ),
-    "mistral3, text part": Mistral3Config(
-        text_config=MistralConfig(**SHAPE, head_dim=8, sliding_window=None).to_dict(),
-        vision_config=PixtralVisionConfig(**VISION).to_dict(),
-        tie_word_embeddings=False,
-        image_token_index=3,
-    ),
-    "seed_oss": SeedOssConfig(**SHAPE, head_dim=16),
-    "smollm3": SmolLM3Config(**SHAPE, no_rope_layers=[1, 0, 1]),
-    "ernie4_5": Ernie4_5Config(**SHAPE, head_dim=16, use_bias=True),
-}
+CONFIGS = native_configs(SHAPE, head_dim=16, wide_head_dim=24)
 ALSO_COVERED = {
     "llama",
     "mistral",

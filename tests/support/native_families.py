@@ -1,0 +1,140 @@
+"""Tiny configs of the families that the torch engine computes itself, and of their switches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    Ernie4_5Config,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
+    Mistral3Config,
+    MistralConfig,
+    Phi3Config,
+    PixtralVisionConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SiglipVisionConfig,
+    SmolLM3Config,
+)
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) -> dict[str, PretrainedConfig]:
+    """Return the configs with three layers of the sizes in `shape`. `head_dim` is for those that need not derive it."""
+    default_head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+    mixed = ["sliding_attention", "full_attention", "sliding_attention"]
+    return {
+        "llama": LlamaConfig(**shape),
+        "llama, tied": LlamaConfig(**shape | {"tie_word_embeddings": True}),
+        "llama, biases": LlamaConfig(**shape, attention_bias=True, mlp_bias=True),
+        "llama, no grouped queries": LlamaConfig(**shape | {"num_key_value_heads": shape["num_attention_heads"]}),
+        "llama, wide heads, gelu": LlamaConfig(**shape, head_dim=wide_head_dim, hidden_act="gelu_pytorch_tanh"),
+        "llama, yarn rope": LlamaConfig(
+            **shape,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        "mistral": MistralConfig(**shape, sliding_window=None),
+        "mistral, sliding window": MistralConfig(**shape, sliding_window=19),
+        "qwen2": Qwen2Config(**shape),
+        "qwen2, sliding window in some layers": Qwen2Config(
+            **shape, use_sliding_window=True, sliding_window=32, max_window_layers=1
+        ),
+        "qwen3": Qwen3Config(**shape, head_dim=head_dim),
+        "qwen3, tied": Qwen3Config(**shape | {"tie_word_embeddings": True}, head_dim=head_dim, attention_bias=True),
+        "gemma": GemmaConfig(**shape, head_dim=head_dim),
+        "gemma2": Gemma2Config(
+            **shape | {"tie_word_embeddings": True},
+            head_dim=head_dim,
+            sliding_window=19,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+        "gemma3_text": Gemma3TextConfig(
+            **shape, head_dim=head_dim, sliding_window=19, layer_types=mixed, query_pre_attn_scalar=24
+        ),
+        "gemma3_text, scaled": Gemma3TextConfig(
+            **shape | {"num_hidden_layers": 6},
+            head_dim=head_dim,
+            sliding_window=32,
+            final_logit_softcapping=3.0,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+        "phi3": Phi3Config(**shape, sliding_window=40),
+        "phi3, partial rotation, longrope": Phi3Config(
+            **shape,
+            original_max_position_embeddings=shape["max_position_embeddings"],
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0 + pair for pair in range(default_head_dim // 4)],
+                "long_factor": [9.0] * (default_head_dim // 4),
+            },
+        ),
+        "granite": GraniteConfig(
+            **shape,
+            attention_bias=True,
+            embedding_multiplier=7.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.2,
+            logits_scaling=4.0,
+        ),
+        "ministral": MinistralConfig(**shape, head_dim=default_head_dim, sliding_window=19, layer_types=mixed),
+        "ministral3": Ministral3Config(
+            **shape,
+            head_dim=head_dim,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e5,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        ),
+        "glm": GlmConfig(**shape, head_dim=head_dim),
+        "glm4": Glm4Config(**shape, head_dim=head_dim),
+        "gemma3, text part": Gemma3Config(
+            text_config=Gemma3TextConfig(**shape, head_dim=head_dim, sliding_window=19, layer_types=mixed).to_dict(),
+            vision_config=SiglipVisionConfig(**VISION).to_dict(),
+            image_token_index=3,
+        ),
+        "mistral3, text part": Mistral3Config(
+            text_config=MistralConfig(**shape, head_dim=default_head_dim, sliding_window=None).to_dict(),
+            vision_config=PixtralVisionConfig(**VISION).to_dict(),
+            tie_word_embeddings=False,
+            image_token_index=3,
+        ),
+        "seed_oss": SeedOssConfig(**shape, head_dim=head_dim),
+        "smollm3": SmolLM3Config(**shape, no_rope_layers=[1, 0, 1]),
+        "ernie4_5": Ernie4_5Config(**shape, head_dim=head_dim, use_bias=True),
+    }
