@@ -21,6 +21,7 @@ from tiny_checkpoint import (
     random_tensors,
     write_checkpoint,
 )
+from tiny_quantized import FORMATS, quantized_model
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -231,32 +232,32 @@ def test_a_refusal_names_the_file(
         read_model_config(write(tmp_path, config, modelopt))
 
 
+def tokens_of(folder: Path, dtype: str, quantize: str | None = None) -> list[int]:
+    engine = build_engine(
+        ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4, dtype=dtype, quantize=quantize)
+    )  # type: ignore[arg-type]
+    return Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=512))).alone((5, 17, 300), 16)
+
+
 def test_rows_are_quantized_at_load_time_as_by_the_tool(tmp_path: Path) -> None:
     """--quantize fp8 serves the same as a checkpoint whose rows were quantized before; embeddings and LM head stay."""
     tensors = random_tensors()
     plain = write_checkpoint(tmp_path / "plain", tensors)
     before = write_checkpoint(tmp_path / "before", dequantized(quantized(tensors, per_row=True)))
-    served = []
-    for folder, quantize in ((plain, "fp8"), (before, None), (plain, None)):
-        engine = build_engine(
-            ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4, quantize=quantize)  # type: ignore[arg-type]
-        )
-        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)))
-        served.append(driver.alone((5, 17, 300), 16))
-    assert served[0] == served[1]
-    assert served[0] != served[2]
+    assert tokens_of(plain, "float32", "fp8") == tokens_of(before, "float32") != tokens_of(plain, "float32")
 
 
-def test_a_cpu_serves_dequantized_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp8 by row", *FORMATS])
+def test_a_cpu_serves_dequantized_weights(tmp_path: Path, name: str) -> None:
     """Weights are dequantized at load; activations are not quantized."""
-    tensors = quantized(random_tensors(), per_row=True)
-    tokens = []
-    for folder in (
-        write_checkpoint(tmp_path / "fp8", tensors, {"quantization_config": COMPRESSED_DYNAMIC}),
-        write_checkpoint(tmp_path / "plain", dequantized(tensors)),
-    ):
-        engine = build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=4))
-        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=512)))
-        tokens.append(driver.alone((5, 17, 300), 16))
-    assert tokens[0] == tokens[1]
-    assert len(set(tokens[0])) > 1
+    if name in FORMATS:
+        config, stored, dense = quantized_model(name, random_tensors())
+    else:
+        config, stored = COMPRESSED_DYNAMIC, quantized(random_tensors(), per_row=True)
+        dense = dequantized(stored)
+    packed = write_checkpoint(tmp_path / "packed", stored, {"quantization_config": config})
+    plain = write_checkpoint(tmp_path / "plain", dense)
+    for dtype in ("float32", "bfloat16"):
+        tokens = tokens_of(packed, dtype)
+        assert tokens == tokens_of(plain, dtype)
+        assert len(set(tokens)) > 1
