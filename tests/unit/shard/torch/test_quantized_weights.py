@@ -56,6 +56,17 @@ def test_weights_equal_the_library_s_to_the_bit(tmp_path: Path, name: str, dtype
     assert torch.equal(part, expected[inside].to(dtype))
 
 
+def test_groups_of_compressed_tensors_in_another_order(tmp_path: Path) -> None:
+    """weight_g_idx, which the library wrote until 2026: both groups exchanged, and their scales with them."""
+    scheme, tensors, expected, parameter = case("compressed-tensors-pack-int4")
+    tensors["m.weight_scale"] = tensors["m.weight_scale"].flip(1).contiguous()
+    tensors["m.weight_g_idx"] = (1 - torch.arange(64) // 32).int()
+    save_file(tensors, tmp_path / "model.safetensors")
+    whole = torch.zeros(expected.shape)
+    load_weights(tmp_path, {parameter: whole}, scheme)
+    assert torch.equal(whole, expected.float())
+
+
 def test_one_line_says_that_weights_are_dequantized(tmp_path: Path) -> None:
     scheme, tensors, expected, parameter = case("gptq-int4")
     plain = {"norm.weight": torch.ones(4), "lm_head.weight": torch.ones(8, 4)}
@@ -142,6 +153,15 @@ def test_packed_weights_are_those_that_are_dequantized(name: str) -> None:
             packed_zeros(weights, stored, words, inputs) if with_zeros else None,
         )
         assert torch.equal(dense.to(expected.dtype), expected[rows, inputs])
+
+
+def test_a_group_index_that_the_config_does_not_tell_is_refused_where_weights_are_packed() -> None:
+    """Dequantization follows it."""
+    _, tensors, _, _ = case("gptq-int4-act-order")
+    weights = GptqFormat(4, 16, zero_offset=True, symmetric=False, desc_act=False)
+    stored = {key.removeprefix("m."): tensor for key, tensor in tensors.items()}
+    with pytest.raises(EngineError, match="not in order, and the config does not say so"):
+        packed_codes(weights, stored, slice(0, 32), slice(0, 64))
 
 
 def test_zero_points_beyond_the_codes_are_refused_where_they_are_packed() -> None:

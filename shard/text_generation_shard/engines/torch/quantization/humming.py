@@ -48,7 +48,7 @@ def is_installed() -> bool:
 
 def bits_and_group(weights: WeightFormat | None) -> tuple[int, int] | None:
     """Return the bits of a weight and the inputs of a group (0: all), if humming multiplies with this format."""
-    if isinstance(weights, INTEGER_FORMATS) and not (isinstance(weights, GptqFormat) and weights.desc_act):
+    if isinstance(weights, INTEGER_FORMATS) and (isinstance(weights, AwqFormat) or not weights.desc_act):
         return (4 if isinstance(weights, AwqFormat) else weights.bits), max(weights.group_size, 0)
     if isinstance(weights, Fp8BlockFormat):
         return 8, weights.block[1]
@@ -171,6 +171,8 @@ def packed_codes(weights: WeightFormat, tensors: Mapping[str, Tensor], rows: sli
     if isinstance(weights, INTEGER_FORMATS):
         if weights.symmetric and not (weights.zeros(tensors, rows) == 1 << (bits - 1)).all():
             raise EngineError(f"{weights.label}: zero points are not in the middle, and the config says symmetric")
+        if not isinstance(weights, AwqFormat) and weights.order(tensors) is not None:
+            raise EngineError(f"{weights.label}: the groups of inputs are not in order, and the config does not say so")
         return packed(weights.codes(tensors, rows, columns), bits, 1)
     per_byte = 8 // bits
     stored = tensors["packed" if "packed" in tensors else "weight"][rows]

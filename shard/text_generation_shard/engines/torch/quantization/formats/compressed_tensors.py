@@ -88,7 +88,8 @@ def _integers(weights: Mapping[str, Any], name: object) -> WeightFormat:
     if size is None or (size == 0 and is_packed) or not isinstance(symmetric, bool):
         raise UnsupportedSchemeError(f"{METHOD}: weights {_words(weights)} are not supported")
     if is_packed:
-        return PackedIntegerFormat(check_bits(METHOD, bits), size, symmetric)
+        in_order = weights.get("actorder") in (None, False, "weight", "static")
+        return PackedIntegerFormat(check_bits(METHOD, bits), size, symmetric, desc_act=not in_order)
     if bits != 8:
         raise UnsupportedSchemeError(f"{METHOD}: weights {_words(weights)} are not supported")
     return Int8Format(size, symmetric)

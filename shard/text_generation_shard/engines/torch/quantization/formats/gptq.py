@@ -82,13 +82,20 @@ class GptqFormat:
         """Return scales [rows, groups]."""
         return tensors["scales"][:, rows].t()
 
+    def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the group of each input; None if they are in order."""
+        g_idx = tensors.get("g_idx")
+        in_order = g_idx is None or torch.equal(g_idx.long(), group_index(slice(0, len(g_idx)), self.group_size))
+        return None if in_order else g_idx
+
     def dequantize(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> Tensor:
         rows, columns = ranges
+        g_idx = self.order(tensors)
         return dequantized(
             self.codes(tensors, rows, columns),
             self.zeros(tensors, rows),
             self.scales(tensors, rows),
-            tensors["g_idx"][columns] if "g_idx" in tensors else group_index(columns, self.group_size),
+            group_index(columns, self.group_size) if g_idx is None else g_idx[columns],
         )
 
 

@@ -38,6 +38,8 @@ class PackedIntegerFormat:
     group_size: int
     """Inputs per group; -1: all, one scale per output."""
     symmetric: bool
+    desc_act: bool = False
+    """True: the groups of the inputs are not in order."""
 
     @property
     def label(self) -> str:
@@ -61,7 +63,7 @@ class PackedIntegerFormat:
     def check(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> None:
         if "shape" in tensors and tuple(tensors["shape"].tolist()) != shape:
             raise UnsupportedSchemeError(f"weight_shape is {tensors['shape'].tolist()}, config.json says {list(shape)}")
-        check_groups(_order(tensors), tensors["scale"].shape[1], "weight_g_idx")
+        check_groups(self.order(tensors), tensors["scale"].shape[1], "weight_g_idx")
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice, columns: slice) -> Tensor:
         """Return unsigned codes [rows, columns]."""
@@ -77,9 +79,14 @@ class PackedIntegerFormat:
         """Return scales [rows, groups]."""
         return tensors["scale"][rows]
 
+    def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the group of each input; None if they are in order. -1 everywhere, the initial value, means that they are."""
+        g_idx = tensors.get("g_idx")
+        return None if g_idx is None or bool((g_idx == -1).all()) else g_idx
+
     def dequantize(self, tensors: Mapping[str, Tensor], ranges: Sequence[slice]) -> Tensor:
         rows, columns = ranges
-        g_idx = _order(tensors)
+        g_idx = self.order(tensors)
         return dequantized(
             self.codes(tensors, rows, columns),
             self.zeros(tensors, rows),
@@ -89,12 +96,6 @@ class PackedIntegerFormat:
 
     def _words(self, length: int) -> int:
         return -(-length * self.bits // WORD_BITS)
-
-
-def _order(tensors: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the group of each input, if the groups are in another order; -1 everywhere means that they are not."""
-    g_idx = tensors.get("g_idx")
-    return None if g_idx is None or bool((g_idx == -1).all()) else g_idx
 
 
 @dataclass(frozen=True, slots=True)
