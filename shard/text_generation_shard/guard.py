@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -43,6 +44,23 @@ def create_server(token: str = "", max_calls: int = MAX_CALLS, max_streams: int 
     return grpc.aio.server(interceptors=(CallGuard(token),), options=options, maximum_concurrent_rpcs=max_calls)
 
 
+def settled(behavior: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Return a handler that lets go of a call which it aborts.
+
+    The error of `abort` refers to the frames of the handler, and so to the call, which refers to the error: it would stay
+    until garbage is collected, and count as one of its connection's.
+    """
+
+    @wraps(behavior)
+    async def settle(*arguments: object) -> None:
+        try:
+            await behavior(*arguments)
+        except grpc.aio.AbortError as error:  # the status is sent; gRPC raises the error again
+            error.__traceback__ = None
+
+    return settle
+
+
 class CallGuard(grpc.aio.ServerInterceptor):
     """Refuses calls without the token, and calls with one request that are too many, too long or too late.
 
@@ -76,6 +94,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         behavior: Any = handler.unary_unary or handler.unary_stream
         most = MAX_CALLS if handler.response_streaming else 1 if method == WARM_UP else MAX_UNARY_CALLS
 
+        @settled
         async def serve(_requests: object, context: Context) -> None:
             if self._calls[method] >= most:
                 await context.abort(
@@ -110,5 +129,6 @@ class CallGuard(grpc.aio.ServerInterceptor):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no message of this method")
 
 
+@settled
 async def _refuse(_requests: object, context: Context) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call carries no valid shard token")

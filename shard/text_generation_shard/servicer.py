@@ -16,6 +16,7 @@ from text_generation_proto.v1 import shard_pb2_grpc
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.convert import InvalidOrders, info_to_pb, orders_from_pb, report_to_pb
 from text_generation_shard.engine import Engine, EngineError, InsufficientMemory, StepResult
+from text_generation_shard.guard import settled
 from text_generation_shard.health import ShardHealth
 from text_generation_shard.session import EngineSession, SessionOwner
 
@@ -78,6 +79,7 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
         log.info("warmed up", kv_blocks=num_blocks, block_size=block_size, seconds=round(seconds, 2))
         return pb.WarmUpResponse(num_blocks=num_blocks, block_size=block_size, warm_up_seconds=seconds)
 
+    @settled
     async def Run(  # type: ignore[override]  # noqa: N802 - the stubs know generators only, gRPC also context.write
         self, request_iterator: object, context: RunContext
     ) -> None:

@@ -25,7 +25,7 @@ from text_generation_proto.parts import Joiner, most_orders, split
 from text_generation_proto.sockets import split_host_port
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.v1 import shard_pb2_grpc
-from text_generation_shard.guard import create_server
+from text_generation_shard.guard import MAX_STREAMS, create_server
 from text_generation_shard.health import ShardHealth
 
 ACCESS = ShardAccess.of(shard_token="open-sesame")
@@ -136,6 +136,22 @@ async def test_calls_that_are_reset_at_once_take_no_memory() -> None:
         await asyncio.to_thread(reset_calls, split_host_port(address)[1], 15, 6000)
         assert psutil.Process(process.pid).memory_info().rss - before < 32 << 20
         await client.info()
+
+
+async def test_a_call_that_was_refused_counts_no_more_as_one_of_its_connection() -> None:
+    address = free_address()
+    info = "/text_generation.v1.Shard/Info"
+    async with shard(address, access=ACCESS) as (client, _), client.session(await client.warm_up()):
+        async with ShardClient.connect(address, ACCESS) as other:
+            details = [await other.run().details() for _ in range(2 * MAX_STREAMS)]
+            assert set(details) == {"another Run session is open"}
+        async with grpc.aio.insecure_channel(address) as channel:
+            for size, token, expected in (
+                (5000, ACCESS.shard_token, grpc.StatusCode.RESOURCE_EXHAUSTED),
+                (0, "wrong", grpc.StatusCode.UNAUTHENTICATED),
+            ):
+                codes = [await code(channel, info, bytes(size), token) for _ in range(2 * MAX_STREAMS)]
+                assert set(codes) == {expected}
 
 
 async def test_unary_calls_are_short_and_one_warm_up_runs_at_a_time() -> None:
