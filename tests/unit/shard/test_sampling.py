@@ -158,6 +158,18 @@ def test_every_row_has_the_scores_and_the_token_of_the_formulas(data: st.DataObj
             assert expected[token].isfinite()
 
 
+@pytest.mark.parametrize("step", [1, 2], ids=["all rows", "every other row"])
+def test_more_rows_than_a_stage_computes_at_once(step: int) -> None:
+    samplings = [Sampling(greedy=False, temperature=0.5 + row / 40, top_p=0.9, seed=row) for row in range(70)]
+    rows = [make_row(each if row % step == 0 else Sampling()) for row, each in enumerate(samplings)]
+    logits = some_logits(len(rows), 300)
+    together = sample(logits, rows)
+    for number, row in enumerate(rows):
+        alone = sample(logits[number : number + 1], [row])
+        assert together.token_ids[number] == alone.token_ids[0]
+        assert torch.equal(together.scores[number], alone.scores[0])
+
+
 def splitmix64(x: int) -> int:
     x = (x + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF

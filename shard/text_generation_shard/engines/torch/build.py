@@ -29,7 +29,7 @@ from text_generation_shard.grammar import Grammars, load_grammars
 MAX_SLOTS = 256
 MAX_TOP_N_TOKENS = 20
 DEVICES = ("cpu", "cuda")
-CPU_PREFILL_TOKENS = 2048
+CPU_PREFILL_TOKENS = 1536
 """On CPU, larger chunks do not speed up prefill. Prompts that arrive together also decode together if one step computes them."""
 CPU_CHUNK_TOKENS = 64
 """Half as many cost a third more time each beside 48 decoding sequences, twice as many as much."""

@@ -96,7 +96,7 @@ class TorchEngine(SynchronousEngine):
     def warm_up(self, limits: WarmUpLimits) -> int:
         executor = self._executor
         self.reset()
-        worst = worst_step(self.info, limits)
+        worst = worst_step(self.info, limits, executor.threshold_search.rows_at_once)
         executor.allocate(0)
         executor.begin_measuring()
         try:

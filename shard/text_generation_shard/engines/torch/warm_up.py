@@ -20,8 +20,11 @@ class WorstStep:
     num_blocks: int
 
 
-def worst_step(info: EngineInfo, limits: WarmUpLimits) -> WorstStep:
-    """Build a step of long prompts that fill the prefill budget and one token in each remaining slot, within model limits."""
+def worst_step(info: EngineInfo, limits: WarmUpLimits, hardest_rows: int = 1 << 30) -> WorstStep:
+    """Build a step of long prompts that fill the prefill budget and one token in each remaining slot, within model limits.
+
+    The first `hardest_rows` sort the whole vocabulary; more need no more memory.
+    """
     slots = min(limits.max_batch_size or info.max_slots, info.max_slots)
     tokens = limits.max_batch_prefill_tokens or info.suggested_prefill_tokens
     longest = info.max_sequence_length - 1
@@ -41,7 +44,7 @@ def worst_step(info: EngineInfo, limits: WarmUpLimits) -> WorstStep:
                 slot=slot,
                 prompt=(0,) * length,
                 stopping=Stopping(max_new_tokens=1),
-                sampling=HARDEST_SAMPLING,
+                sampling=HARDEST_SAMPLING if slot < hardest_rows else Sampling(),
                 blocks=tuple(range(num_blocks, num_blocks + count)),
             )
         )

@@ -43,6 +43,8 @@ class ThresholdSearch:
     """(keys, weights, mass) → threshold; see `smallest_set`."""
     kth_largest: Callable[[Tensor, Tensor], Tensor]
     """(keys, k) → threshold; see `kth_largest`."""
+    rows_at_once: int = 1 << 30
+    """Rows that a stage computes at once: bounds its memory."""
 
 
 def smallest_set(keys: Tensor, weights: Tensor, mass: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ def kth_largest(keys: Tensor, k: Tensor) -> Tensor:
     return keys.topk(int(indices.max()) + 1, dim=-1).values.gather(1, indices)
 
 
-SORTING = ThresholdSearch(smallest_set, kth_largest)
+SORTING = ThresholdSearch(smallest_set, kth_largest, rows_at_once=32)
 """Sorts as many of the largest keys as needed; it suits a CPU."""
 
 
@@ -106,9 +108,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], search: ThresholdSearch 
         columns.append(_Column(drawing, uniforms([rows[index] for index in drawing])))
     sent = _send(columns, len(rows), scores.device)
     for (run, _), column in zip(stages, sent, strict=False):
-        part = column.select(scores)
-        run(part, column.values)
-        column.merge(scores, part)
+        for some in column.split(search.rows_at_once):
+            part = some.select(scores)
+            run(part, some.values)
+            some.merge(scores, part)
     probabilities = padded.softmax(-1)
     token_ids = _argmax(padded)
     if drawing:
@@ -155,6 +158,15 @@ class _DeviceColumn:
     """[used] int64; None for all rows."""
     values: Tensor
     """[used, 1] float64."""
+
+    def split(self, rows_at_once: int) -> list[_DeviceColumn]:
+        """Return columns of at most so many rows."""
+        count = len(self.values)
+        if count <= rows_at_once:
+            return [self]
+        rows = torch.arange(count, device=self.values.device) if self.rows is None else self.rows
+        parts = zip(torch.split(rows, rows_at_once), torch.split(self.values, rows_at_once), strict=True)
+        return [_DeviceColumn(some, values) for some, values in parts]
 
     def select(self, tensor: Tensor) -> Tensor:
         """Return the rows of `tensor` [rows, …] in use: a copy, or the tensor itself for all rows."""
