@@ -267,7 +267,7 @@ class ChatPreparer:
             return AnswerForm(), conversation.grammar, continuation + ("" if begun else own.answer_start)
         grammar = None
         if tools and self._call_format == "hermes" and all(tool.strict for tool in tools) and self._serves_lark:
-            # The only format whose markers are text, so that a grammar can match the start of a call.
+            # Its calls are JSON, and its markers are text, so that a grammar can match the start of a call.
             grammar = auto_tools(tools, *HERMES_CALL)
         form = AnswerForm(
             self._call_format if tools or own.has_channels else PLAIN,
