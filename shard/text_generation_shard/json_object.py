@@ -22,6 +22,10 @@ MAX_COUNTS: Mapping[str, int] = {
     "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 12,
     "max_position_embeddings": 1 << 24,
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+    "moe_intermediate_size": 1 << 20,
+    "shared_expert_intermediate_size": 1 << 20,
 }
 """Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). A separate
 check compares the weights that all sizes describe with the memory."""

@@ -62,6 +62,9 @@ class ModelDescription(Protocol):
     def projection_weights(self) -> int: ...
 
     @property
+    def active_weights(self) -> int: ...
+
+    @property
     def embedding_weights(self) -> int: ...
 
     @property
@@ -143,7 +146,7 @@ def _suggested_prefill_tokens(config: ModelDescription, device: torch.device, ra
     if device.type == "cpu":
         return CPU_PREFILL_TOKENS
     least, most = CUDA_PREFILL_TOKENS
-    tokens = int(CUDA_CHUNK_PRODUCTS * ranks / config.projection_weights)
+    tokens = int(CUDA_CHUNK_PRODUCTS * ranks / config.active_weights)
     return min(max(1 << (tokens.bit_length() - 1), least), most)
 
 

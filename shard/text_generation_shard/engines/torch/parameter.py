@@ -19,6 +19,27 @@ class PackedSource:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherSource:
+    """A tensor that a checkpoint may have instead of one with the name of the parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    """The expert, if the tensor has the weights of all experts of a layer: [experts, outputs, inputs]."""
+    transposed: bool = False
+    """True: [experts, inputs, outputs]."""
+    first_row: int = 0
+    """The row of the expert's weight at which the parameter starts."""
+
+    def select(self, source: Tensor, rows: int) -> Tensor:
+        """Return a view of the whole parameter, which has `rows` rows."""
+        if self.expert is None:
+            return source
+        weight = source[self.expert].t() if self.transposed else source[self.expert]
+        return weight.narrow(0, self.first_row, rows)
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterShard:
     """This rank's part of a checkpoint tensor."""
 
@@ -29,6 +50,7 @@ class ParameterShard:
     starts: tuple[int, ...]
     packed: PackedSource | None = None
     """None: the parameter is a tensor of the checkpoint, dequantized if it is quantized there."""
+    other: OtherSource | None = None
 
     @classmethod
     def whole(cls, tensor: Tensor) -> ParameterShard:

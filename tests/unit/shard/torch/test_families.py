@@ -37,6 +37,8 @@ ALSO_COVERED = {
     "glm",
     "phi3",
     "seed_oss",
+    "qwen2_moe",
+    "mixtral",
 }
 """Configs whose features other configs cover. The tests of rope frequencies cover the other rope types."""
 

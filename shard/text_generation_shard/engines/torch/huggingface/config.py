@@ -23,6 +23,8 @@ from text_generation_shard.engines.torch.huggingface.library import (
 from text_generation_shard.engines.torch.model.config import DTYPES, eos_token_ids
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
 
+EXPERTS_EACH = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+"""Keys of the number of experts of a token."""
 MAX_EXPERTS = 1 << 15
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 ROPE_THAT_CHANGES = ("dynamic", "longrope")
@@ -41,6 +43,7 @@ class TransformersConfig:
     max_sequence_length: int
     eos_token_ids: tuple[int, ...]
     projection_weights: int
+    active_weights: int
     """Number of weights beside the embeddings."""
     embedding_weights: int
     quantization: None = None
@@ -89,8 +92,16 @@ def read_config(folder: Path) -> TransformersConfig:
             folder, raw if "eos_token_id" in raw else raw.merged({"eos_token_id": text.eos_token_id})
         ),
         projection_weights=weights - embeddings,
+        active_weights=weights - embeddings - _idle_experts(model, text),
         embedding_weights=embeddings,
     )
+
+
+def _idle_experts(model: torch.nn.Module, text: LibraryConfig) -> int:
+    """Return the number of weights of the experts that a token is not multiplied with."""
+    each = next((getattr(text, key) for key in EXPERTS_EACH if isinstance(getattr(text, key, None), int)), 1)
+    experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
+    return sum(weight[each:].numel() for weight in experts)
 
 
 def one_line(error: Exception) -> str:

@@ -16,6 +16,7 @@ import structlog
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
+from text_generation_shard.engines.torch.model.expert_config import ExpertConfig, read_experts
 from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS, Family, Flag, NormNames
 from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+IF_USED = ("use_sliding_window", "use_sliding_window, all layers", "use_sliding_window, every second layer")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -66,6 +68,9 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """For each layer, the number of positions it attends to, including the token's own; None: all."""
     eos_token_ids: tuple[int, ...]
+    has_sinks: bool = False
+    """True: the softmax of attention counts one more score per head, without a value."""
+    experts: ExpertConfig | None = None
     quantization: Scheme | None = None
 
     def layer_shapes(self, num_heads: int = 0, num_kv_heads: int = 0) -> tuple[LayerShape, ...]:
@@ -76,8 +81,23 @@ class ModelConfig:
     @property
     def projection_weights(self) -> int:
         """Number of weights in the projections of all layers: nearly all weights but the embeddings."""
+        return self._weights(0 if self.experts is None else self.experts.count)
+
+    @property
+    def active_weights(self) -> int:
+        """Number of weights in the projections that one token is multiplied with."""
+        return self._weights(0 if self.experts is None else self.experts.each)
+
+    def _weights(self, experts_counted: int) -> int:
+        """Return the number of weights in the projections of all layers, with some experts of those that have any."""
         attention = self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * self.hidden_size * (attention + 3 * self.intermediate_size)
+        sparse_layers, sparse = 0, 0
+        if self.experts is not None:
+            sparse_layers = sum(self.experts.layers)
+            sparse = self.experts.count + 3 * (experts_counted * self.experts.inner + self.experts.shared_inner)
+        dense_layers = self.num_layers - sparse_layers
+        inner = sparse_layers * sparse + dense_layers * 3 * self.intermediate_size
+        return self.hidden_size * (self.num_layers * attention + inner)
 
     @property
     def embedding_weights(self) -> int:
@@ -135,7 +155,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        activation=_activation(raw, family),
+        activation=(activation := _activation(raw, family)),
         rms_norm_eps=raw.number("rms_norm_eps", family.rms_norm_eps),
         zero_centered_norms=family.zero_centered_norms,
         norms=family.norms,
@@ -157,6 +177,8 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         logits_divisor=_multiplier(raw, family, "logits_scaling"),
         windows=windows,
         eos_token_ids=eos_token_ids(folder, raw),
+        has_sinks=family.sinks,
+        experts=None if family.experts is None else read_experts(raw, family.experts, num_layers, activation),
         quantization=_quantization(folder, raw, quantize),
     )
 
@@ -256,13 +278,13 @@ def _windows(raw: JsonObject, family: Family, num_layers: int) -> tuple[int | No
     """Return the sliding window of each layer, as the config classes of transformers define it."""
     if family.windows == "none":
         return (None,) * num_layers
-    if family.windows == "use_sliding_window" and not raw.flag("use_sliding_window", default=False):
+    if family.windows in IF_USED and not raw.flag("use_sliding_window", default=False):
         return (None,) * num_layers
     # A null disables the window.
     has_window = "sliding_window" in raw or (family.window is not None and not raw.is_null("sliding_window"))
     window = raw.count("sliding_window", family.window) if has_window else None
     types = raw.get("layer_types")
-    if family.windows == "all layers":
+    if family.windows in ("all layers", "use_sliding_window, all layers"):
         return (window,) * num_layers
     if types is None:
         return tuple(window if _is_sliding(raw, family, layer) else None for layer in range(num_layers))
@@ -280,6 +302,8 @@ def _is_sliding(raw: JsonObject, family: Family, layer: int) -> bool:
     if family.windows == "use_sliding_window":
         first = raw.get("max_window_layers")
         return layer >= (first if isinstance(first, int) else 28)
+    if family.windows == "use_sliding_window, every second layer":
+        return layer % 2 == 0 and layer < raw.count("max_window_layers", 28)
     pattern = raw.count("sliding_window_pattern", family.window_pattern)
     return pattern == 1 or (layer + 1) % pattern != 0
 

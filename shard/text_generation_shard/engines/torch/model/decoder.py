@@ -143,7 +143,12 @@ class Decoder:
         """Compute the attention of a layer."""
         config = self._config
         state.attended = state.step.attend(
-            index, state.queries, config.attention_scale, softcap=config.attention_softcap, out=state.buffers.attended
+            index,
+            state.queries,
+            config.attention_scale,
+            softcap=config.attention_softcap,
+            sinks=self._weights.layers[index].sinks,
+            out=state.buffers.attended,
         )
 
     def _before_attention(self, index: int, layer: LayerWeights, state: ForwardPass) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from text_generation_shard.engines.torch.model.expert_config import ExpertFamily
+
 Flag = bool | tuple[str, bool]
 """A fixed switch, or a field of config.json with its default."""
 
@@ -81,6 +83,8 @@ class Family:
     """True: a checkpoint has one tensor for query, key and value."""
     fused_gate_up: bool = False
     rope_theta: float = 10_000.0
+    rope: tuple[tuple[str, str | float], ...] = ()
+    """Default of rope_parameters, without rope_theta."""
     local_rope_theta: float | None = None
     """The rope_theta of layers with a window; None: that of the other layers."""
     partial_rotary: float | None = None
@@ -89,7 +93,14 @@ class Family:
     """True: dimensions 2i and 2i + 1 are rotated together, not i and i + half of the head."""
     no_rope_interval: int = 0
     """Default of no_rope_layer_interval: every n-th layer has no rotation; 0: all layers have one."""
-    windows: Literal["none", "all layers", "use_sliding_window", "layer_types"] = "none"
+    windows: Literal[
+        "none",
+        "all layers",
+        "use_sliding_window",
+        "use_sliding_window, all layers",
+        "use_sliding_window, every second layer",
+        "layer_types",
+    ] = "none"
     """The layers with a window: see `config._windows`."""
     window: int | None = None
     """Default of sliding_window."""
@@ -103,6 +114,9 @@ class Family:
     """Default of final_logit_softcapping."""
     scales_embedding: bool = False
     """True: embeddings are multiplied by √hidden_size."""
+    sinks: bool = False
+    """True: the softmax of attention counts one more score per head, without a value."""
+    experts: ExpertFamily | None = None
     multipliers: bool = False
     """True: the config has embedding_multiplier, residual_multiplier and logits_scaling."""
 
@@ -127,6 +141,52 @@ FAMILIES: dict[str, Family] = {
         query_key_norm=True,
         windows="use_sliding_window",
         window=4096,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        num_kv_heads=16,
+        qkv_bias=("qkv_bias", True),
+        windows="use_sliding_window, every second layer",
+        window=4096,
+        experts=ExpertFamily(60, 4, inner=1408, shared_inner=5632, normalize=None, sparse_layers=True),
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        num_kv_heads=4,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        query_key_norm=True,
+        windows="use_sliding_window, all layers",
+        window=4096,
+        experts=ExpertFamily(128, 8, inner=768, normalize=None, sparse_layers=True),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        num_kv_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+        windows="all layers",
+        experts=ExpertFamily(8, 2, module="block_sparse_moe", names=("w1", "w3", "w2")),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        num_kv_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        qkv_bias=("attention_bias", True),
+        output_bias=("attention_bias", True),
+        rope_theta=150_000.0,
+        rope=(
+            ("rope_type", "yarn"),
+            ("factor", 32.0),
+            ("truncate", False),
+            ("original_max_position_embeddings", 4096),
+        ),
+        windows="layer_types",
+        window=128,
+        window_pattern=2,
+        sinks=True,
+        experts=ExpertFamily(128, 4, router="router", clamped=True),
     ),
     "gemma": Family(
         "GemmaForCausalLM",

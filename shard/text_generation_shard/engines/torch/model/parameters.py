@@ -14,6 +14,7 @@ from torch import Tensor
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.model.config import ModelConfig
+from text_generation_shard.engines.torch.model.experts import Experts
 from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, Projection, ShardRange
 from text_generation_shard.engines.torch.model.mlp import MLP, DenseMLP
 from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
@@ -45,9 +46,12 @@ class LayerWeights:
             quantized=self._head_order is None,  # rows of quantized weights cannot be reordered
         )
         # The outputs of the ranks are summed, so only one rank adds the bias.
-        first = tp.rank == 0
-        self.output = self._linear([("self_attn.o_proj", hidden, queries)], bias=config.output_bias and first)
-        self.mlp: MLP = self._dense_mlp(hidden, tp.even(config.intermediate_size, "inner values of the MLP"), first)
+        self.output = self._linear([("self_attn.o_proj", hidden, queries)], bias=config.output_bias and tp.rank == 0)
+        self.mlp = self._mlp(index, tp)
+        heads = queries.length // config.head_dim
+        self.sinks = torch.empty(heads, device=device, dtype=precision.model) if config.has_sinks else None
+        """Scores of keys without values, one for each query head."""
+        self._first_head = queries.start // config.head_dim
         self._num_heads, self._num_kv_heads = queries.length // config.head_dim, keys.length // config.head_dim
         names, hidden_size = config.norms, config.hidden_size
         self.input_norm, self.mlp_norm = self._norm(hidden_size), self._norm(hidden_size)
@@ -58,14 +62,22 @@ class LayerWeights:
         if config.query_key_norm:
             self.head_norms = HeadNorms(self._norm(config.head_dim), self._norm(config.head_dim))
 
-    def _dense_mlp(self, hidden: ShardRange, inner: ShardRange, first: bool) -> DenseMLP:  # noqa: FBT001
-        config = self._config
-        gate_up = [("mlp.gate_proj", inner), ("mlp.up_proj", inner)]
+    def _mlp(self, index: int, tp: TensorParallelRank) -> MLP:
+        experts = self._config.experts
+        if experts is None or not experts.layers[index]:
+            return self._dense_mlp("mlp", self._config.intermediate_size, tp)
+        shared = self._dense_mlp("mlp.shared_expert", experts.shared_inner, tp) if experts.shared_inner else None
+        return Experts(experts, self._config.hidden_size, self._prefix, tp, self._device, self._precision.model, shared)
+
+    def _dense_mlp(self, name: str, inner_size: int, tp: TensorParallelRank) -> DenseMLP:
+        config, hidden = self._config, ShardRange.whole(self._config.hidden_size)
+        inner = tp.even(inner_size, "inner values of the MLP")
+        gate_up = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
         if config.fused_gate_up:
-            gate_up = [("mlp.gate_up_proj", _fused(inner, inner))]
+            gate_up = [(f"{name}.gate_up_proj", _fused(inner, inner))]
         return DenseMLP(
             self._linear([(name, rows, hidden) for name, rows in gate_up], bias=config.mlp_bias),
-            self._linear([("mlp.down_proj", hidden, inner)], bias=config.mlp_bias and first),
+            self._linear([(f"{name}.down_proj", hidden, inner)], bias=config.mlp_bias and tp.rank == 0),
             config.activation,
         )
 
@@ -98,6 +110,10 @@ class LayerWeights:
         if self.head_norms is not None:
             parameters[f"{self._prefix}self_attn.q_norm.weight"] = self.head_norms.query.weight
             parameters[f"{self._prefix}self_attn.k_norm.weight"] = self.head_norms.key.weight
+        if self.sinks is not None:
+            parameters[f"{self._prefix}self_attn.sinks"] = ParameterShard(
+                self.sinks, (self._config.num_heads,), (self._first_head,)
+            )
         for each in (self.qkv, self.output, self.mlp):
             parameters |= each.named_parameters()
         return parameters

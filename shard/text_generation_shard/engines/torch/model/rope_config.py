@@ -55,7 +55,7 @@ NO_ROPE = Rope("none", 1.0)
 def read_ropes(raw: JsonObject, family: Family, windows: tuple[int | None, ...]) -> tuple[Rope, ...]:
     """Return the rotation of each layer. `windows` are the sliding windows of the layers."""
     max_positions = raw.count("max_position_embeddings", family.max_positions)
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or dict(family.rope)
     if not isinstance(given, dict):
         raise raw.error("rope_parameters must be an object")
     ropes = _by_kind(raw, family, given, max_positions)

@@ -7,7 +7,9 @@ from torch.nn import functional
 
 from text_generation_shard.engines.torch.model.linear import Linear
 from text_generation_shard.engines.torch.model.norm import RMSNorm
+from text_generation_shard.engines.torch.model.routing import softmax_top_k
 from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
+from text_generation_shard.engines.torch.ops.experts import experts_by_loop
 from text_generation_shard.engines.torch.ops.interface import ResidualStream
 
 
@@ -15,6 +17,8 @@ class CpuOps:
     """Implements `Ops` for a single rank."""
 
     has_buffers = False
+    route = staticmethod(softmax_top_k)
+    experts = staticmethod(experts_by_loop)
 
     def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
         return _rms_norm(stream.residual, norm)

@@ -26,6 +26,8 @@ class DeviceOps:
         self._kernels = kernels
         self._group = group
         self._dtype = dtype
+        self.route = kernels.route
+        self.experts = kernels.experts
 
     def norm(self, stream: ResidualStream, norm: RMSNorm, out: Tensor | None = None) -> Tensor:
         if out is None:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from text_generation_shard.engines.torch.model.linear import DenseLinear
+
 Activation = Callable[[Tensor], Tensor]
 """Maps the products [rows, 2 · inner] of gate and up to [rows, inner]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ExpertLinear:
     """A product with one weight per expert. The weights may be views with any strides."""
 
@@ -25,8 +27,23 @@ class ExpertLinear:
     bias: Tensor | None = None
     """[experts, outputs]."""
 
+    packed: tuple[DenseLinear, ...] = ()
+    """After `pack`: the products of the experts, which hold the weights."""
+
+    def pack(self) -> None:
+        """Reorder the weights for products on a CPU; `weight` can be used for nothing else: see `Linear.pack`."""
+        biases = [None] * len(self.weight) if self.bias is None else self.bias.unbind()
+        packed = []
+        for weight, bias in zip(self.weight.unbind(), biases, strict=True):
+            packed.append(DenseLinear(weight, bias, weight.dtype))
+            packed[-1].pack()
+        self.packed = tuple(packed)
+        self.weight = self.weight.new_empty(0).expand(len(packed), *self.weight.shape[1:-1], 0)
+
     def of(self, expert: int, x: Tensor) -> Tensor:
         """Return the product of one expert with `x` [rows, inputs]."""
+        if self.packed:
+            return self.packed[expert](x)
         return functional.linear(x, self.weight[expert], None if self.bias is None else self.bias[expert])
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.model.linear import Linear
 from text_generation_shard.engines.torch.model.norm import RMSNorm
+from text_generation_shard.engines.torch.ops.activation import GatedActivation
+from text_generation_shard.engines.torch.ops.experts import ExpertLinear
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
@@ -53,6 +55,22 @@ class Ops(Protocol):
 
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
         """Add the product of `x` [tokens, inputs] to the stream, as `add` does."""
+
+    def route(self, logits: Tensor, experts_each: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+        """Return the ids and the weights of the experts of each token: see `softmax_top_k`."""
+        ...
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: GatedActivation,
+    ) -> Tensor:
+        """Return the weighted sum of the outputs of each token's experts: see `experts_by_loop`."""
+        ...
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         """Add `update` [tokens, hidden], summed over the ranks, then normed, then scaled, to the stream."""
@@ -113,6 +131,18 @@ class Kernels(Protocol):
     def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, scale: float) -> None: ...
 
     def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> None: ...
+
+    def route(self, logits: Tensor, experts_each: int, *, normalize: bool) -> tuple[Tensor, Tensor]: ...
+
+    def experts(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        activation: GatedActivation,
+    ) -> Tensor: ...
 
     def decode_attention(
         self,

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.model.routing import softmax_top_k
 from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
+from text_generation_shard.engines.torch.ops.experts import experts_by_loop
 
 if TYPE_CHECKING:
     from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
@@ -23,6 +25,8 @@ class ReferenceKernels:
     """Implements `Kernels`."""
 
     fused_tokens = 1
+    route = staticmethod(softmax_top_k)
+    experts = staticmethod(experts_by_loop)
 
     def __init__(self, scale: float, softcap: float | None = None) -> None:
         self._scale, self._softcap = scale, softcap

@@ -6,6 +6,7 @@ from text_generation_shard.engines.torch.attention.chunks import ChunkAttention
 from text_generation_shard.engines.torch.kernels.activation import activate
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
 from text_generation_shard.engines.torch.kernels.embedding import embed
+from text_generation_shard.engines.torch.kernels.experts import experts
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kernels.matvec import (
     MAX_ROWS,
@@ -20,6 +21,7 @@ from text_generation_shard.engines.torch.kernels.tables import update_tables
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE
+from text_generation_shard.engines.torch.model.routing import softmax_top_k
 
 
 class PlainKernels:
@@ -35,6 +37,8 @@ class PlainKernels:
     norm_matvec_activate = staticmethod(norm_matvec_activate)
     matvec = staticmethod(matvec)
     matvec_add = staticmethod(matvec_add)
+    route = staticmethod(softmax_top_k)
+    experts = staticmethod(experts)
 
 
 class TritonKernels(PlainKernels):

@@ -18,6 +18,7 @@ from text_generation_shard.engines.torch.quantization.format import (
     UnsupportedSchemeError,
     WeightFormat,
 )
+from text_generation_shard.engines.torch.quantization.formats.float4 import GptOssMxfp4Format
 from text_generation_shard.engines.torch.quantization.formats.float8 import FP8, quantized_rows, row_scales
 from text_generation_shard.engines.torch.quantization.schemes import Scheme
 from text_generation_shard.engines.torch.transfer import Transfer
@@ -45,17 +46,20 @@ class LoadingPlan:
         formats: dict[str, WeightFormat] = {}
         transfers: dict[str, list[Transfer]] = {stored: [] for stored in plain}
         for name, stored in names.items():
-            tensor = plain.get(stored)
+            tensor, other = plain.get(stored), self._parts[name].other
             packed = self._parts[name].packed
             weights = self._format_of(name if packed is None else packed.name)
             if packed is not None and weights is not None:
                 formats[name] = weights
             elif tensor is not None and tensor.dtype in (*WIDE, self._parts[name].tensor.dtype):
-                transfers[stored].append(self._copy(name, stored, tensor, online=weights if self._online else None))
+                # Experts are not quantized online: no layer computes with the result.
+                online = weights if self._online and other is None else None
+                transfers[stored].append(self._copy(name, stored, tensor, online))
             elif weights is not None and len(self._parts[name].shape) > 1 and self._parts[name].tensor.dtype in WIDE:
                 formats[name] = weights
             elif tensor is None:
-                raise EngineError(f"{self._checkpoint.folder}: the checkpoint has no tensor {name}")
+                names_tried = name if other is None else f"{name} or {other.name}"
+                raise EngineError(f"{self._checkpoint.folder}: the checkpoint has no tensor {names_tried}")
             else:
                 raise self._error(stored, f"{name} is {type_name(tensor.dtype)}, a quantized checkpoint")
         return [transfer for some in transfers.values() for transfer in some] + self._dequantizations(formats)
@@ -72,6 +76,8 @@ class LoadingPlan:
     def _stored_name(self, name: str) -> str:
         """Return the name of the tensor that a parameter is read from, unless its weight is in a quantized format."""
         if name not in self._checkpoint:
+            if (source := self._parts[name].other) is not None and source.name in self._checkpoint:
+                return source.name
             for suffix, other in OTHER_NAMES.items():
                 if name.endswith(suffix):
                     return name.removesuffix(suffix) + (WEIGHT if self._online else other)
@@ -81,22 +87,24 @@ class LoadingPlan:
         part = self._parts[name]
         if name != stored and online is not None:
             # The scales of rows that are quantized while they are loaded; each rank has its own columns.
-            weight = self._checked(stored, tensor)
+            weight = self._checked(stored, stored, tensor)
             return Transfer(lambda rows: row_scales(weight[rows]), part.tensor, weight.nbytes)
-        source = self._checked(name, tensor)
+        source = self._checked(name, stored, tensor)
         if online is not None and name.endswith(WEIGHT):
             return Transfer(_quantize(source, part.tensor.dtype), part.tensor, source.nbytes)
         if part.tensor.dtype == FP8 and tensor.dtype != FP8:
-            raise self._error(name, f"{name} is {type_name(tensor.dtype)}, config.json says {type_name(FP8)}")
+            raise self._error(stored, f"{name} is {type_name(tensor.dtype)}, config.json says {type_name(FP8)}")
         return Transfer.of(source, part.tensor)
 
-    def _checked(self, name: str, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of the right shape."""
+    def _checked(self, name: str, stored: str, tensor: Tensor) -> Tensor:
+        """Return this rank's part of the tensor `stored` of the right shape."""
         part = self._parts[name]
         tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        if tuple(tensor.shape) != part.shape:
-            raise self._error(name, f"{name} has shape {list(tensor.shape)}, config.json says {list(part.shape)}")
-        return part.select(tensor)
+        other = part.other if part.other is not None and part.other.name == stored else None
+        shape = part.shape if other is None else other.shape
+        if tuple(tensor.shape) != shape:
+            raise self._error(stored, f"{stored} has shape {list(tensor.shape)}, config.json says {list(shape)}")
+        return part.select(tensor if other is None else other.select(tensor, part.shape[0]))
 
     def _dequantizations(self, formats: Mapping[str, WeightFormat]) -> list[Transfer]:
         """Return the transfers of weights in a quantized format."""
@@ -128,8 +136,7 @@ class LoadingPlan:
         return found
 
     def _expected(self, name: str, weights: WeightFormat) -> dict[str, StoredTensor]:
-        part = self._parts[name]
-        name, shape = (name, part.shape) if part.packed is None else (part.packed.name, part.packed.shape)
+        name, shape = self._quantized(name, weights)
         try:
             return weights.stored(name, shape)
         except UnsupportedSchemeError as error:
@@ -148,7 +155,7 @@ class LoadingPlan:
             if tensor.dtype not in expected.dtypes:
                 raise self._error(found[role], f"{found[role]} is {type_name(tensor.dtype)}, not of {weights.label}")
         try:
-            weights.check(tensors, part.shape if part.packed is None else part.packed.shape)
+            weights.check(tensors, self._quantized(name, weights)[1])
         except UnsupportedSchemeError as error:
             raise self._error(next(iter(found.values())), f"{name}: {error}") from None
         if (packed := part.packed) is not None:
@@ -160,11 +167,30 @@ class LoadingPlan:
         self._dequantized[weights.label, part.tensor.dtype] += 1
         inner = [slice(start, start + size) for start, size in zip(part.starts, part.tensor.shape, strict=True)][1:]
 
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if (other := part.other) is not None and isinstance(weights, GptOssMxfp4Format) and other.expert is not None:
+            expert = slice(other.expert, other.expert + 1)
+
+            def read_expert(rows: slice) -> Tensor:
+                outer = slice(part.starts[0] + rows.start, part.starts[0] + rows.stop)
+                return weights.dequantize(tensors, (expert, *inner, outer))[0].t()
+
+            return Transfer(read_expert, part.tensor, nbytes // other.shape[0])
+
         def read(rows: slice) -> Tensor:
             outer = slice(part.starts[0] + rows.start, part.starts[0] + rows.stop)
             return weights.dequantize(tensors, (outer, *inner))
 
-        return Transfer(read, part.tensor, sum(tensor.nbytes for tensor in tensors.values()))
+        return Transfer(read, part.tensor, nbytes)
+
+    def _quantized(self, name: str, weights: WeightFormat) -> tuple[str, tuple[int, ...]]:
+        """Return the name and the shape of the weight that a parameter is read from."""
+        part = self._parts[name]
+        if part.packed is not None:
+            return part.packed.name, part.packed.shape
+        if part.other is not None and isinstance(weights, GptOssMxfp4Format):
+            return part.other.name, part.other.shape
+        return name, part.shape
 
     def _error(self, stored: str, problem: str) -> EngineError:
         return EngineError(f"{self._checkpoint.path(stored)}: {problem}")

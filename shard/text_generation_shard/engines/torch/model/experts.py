@@ -1,0 +1,160 @@
+"""The mixture of experts of a layer: its weights, or one rank's part of them, and its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from text_generation_shard.engines.torch.model.expert_config import ExpertConfig
+from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, ShardRange
+from text_generation_shard.engines.torch.model.mlp import DenseMLP
+from text_generation_shard.engines.torch.model.norm import RMSNorm
+from text_generation_shard.engines.torch.ops.activation import GatedActivation
+from text_generation_shard.engines.torch.ops.experts import ExpertLinear
+from text_generation_shard.engines.torch.ops.interface import Ops, ResidualStream
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+from text_generation_shard.engines.torch.parameter import OtherSource, ParameterShard
+from text_generation_shard.engines.torch.quantization.layers import QuantizedLinear
+
+FUSED_MODULE = "mlp"
+"""The module that has the tensors of all experts in checkpoints that transformers 5 wrote in its own layout."""
+
+
+class Experts:
+    """Implements `MLP`: a router, experts, and possibly an expert shared by all tokens. Each rank has some inner values of every expert."""
+
+    def __init__(
+        self,
+        config: ExpertConfig,
+        hidden: int,
+        layer: str,
+        tp: TensorParallelRank,
+        device: torch.device,
+        dtype: torch.dtype,
+        shared: DenseMLP | None,
+    ) -> None:
+        self._config = config
+        interleaved = config.family.clamped
+        self._activation = GatedActivation(config.activation, interleaved, config.alpha, config.limit)
+        self._prefix = f"{layer}{config.family.module}."
+        self._fused = f"{layer}{FUSED_MODULE}."
+        self._inner = tp.even(config.inner, "inner values of an expert")
+        self._shared = shared
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        biased = config.family.clamped
+        # Rounded logits would choose other experts: they are float32 in any precision.
+        self._router = DenseLinear(empty(config.count, hidden), empty(config.count) if biased else None, torch.float32)
+        self._shared_gate = None if shared is None else DenseLinear(empty(1, hidden), None, torch.float32)
+        gate_up, down = (2 * self._inner.length, hidden), (hidden, self._inner.length)
+        self._gate_up = ExpertLinear(empty(config.count, *gate_up), empty(config.count, gate_up[0]) if biased else None)
+        # The outputs of the ranks are summed, so only one rank adds the bias.
+        down_bias = empty(config.count, hidden) if biased and tp.rank == 0 else None
+        self._down = ExpertLinear(empty(config.count, *down), down_bias)
+
+    @property
+    def projections(self) -> Sequence[ParallelLinear | QuantizedLinear]:
+        """The projections of the shared expert."""
+        return () if self._shared is None else self._shared.projections
+
+    @property
+    def after_norm(self) -> Sequence[ParallelLinear | QuantizedLinear]:
+        return () if self._shared is None else self._shared.after_norm
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        x = ops.norm(stream, before)
+        # gpt-oss softmaxes the chosen logits, which is the same as normalizing the probabilities.
+        ids, weights = ops.route(self._router(x), self._config.each, normalize=self._config.normalize)
+        out = ops.experts(x, ids, weights, self._gate_up, self._down, self._activation)
+        if self._shared is not None and self._shared_gate is not None:
+            shared = self._shared.down(self._activation(self._shared.gate_up(x)))
+            out += shared * self._shared_gate(x).sigmoid().to(out.dtype)
+        ops.add(stream, out, after)
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        """Return the tensors to fill. Those of an expert may be in a tensor of all experts instead: see OtherSource."""
+        family, prefix = self._config.family, self._prefix
+        parameters: dict[str, ParameterShard | Tensor] = {f"{prefix}{family.router}.weight": self._router.weight}
+        if self._router.bias is not None:
+            parameters[f"{prefix}{family.router}.bias"] = self._router.bias
+        if self._shared is not None and self._shared_gate is not None:
+            parameters |= self._shared.named_parameters()
+            parameters[f"{prefix}shared_expert_gate.weight"] = self._shared_gate.weight
+        if family.module != FUSED_MODULE:
+            weight = self._router.weight
+            other = OtherSource(f"{self._fused}{family.router}.weight", tuple(weight.shape))
+            parameters[f"{prefix}{family.router}.weight"] = replace(ParameterShard.whole(weight), other=other)
+        for expert in range(self._config.count):
+            parameters |= self._interleaved(expert) if family.clamped else self._of_expert(expert)
+        return parameters | self._biases()
+
+    def process_weights_after_loading(self) -> None:
+        if self._shared is not None:
+            self._shared.process_weights_after_loading()
+
+    def pack(self) -> None:
+        self._gate_up.pack()
+        self._down.pack()
+        if self._shared is not None:
+            self._shared.pack()
+
+    def _of_expert(self, expert: int) -> dict[str, ParameterShard]:
+        """Return gate, up and down of an expert: three tensors, or parts of `gate_up_proj` and `down_proj` of all experts."""
+        inner, config = self._inner, self._config
+        gate, up = self._gate_up.weight[expert].chunk(2)
+        hidden = gate.shape[1]
+        fused = f"{self._fused}experts.gate_up_proj"
+        whole, starts = (inner.total, hidden), (inner.start, 0)
+        shape = (config.count, 2 * inner.total, hidden)
+        sources = (
+            ParameterShard(gate, whole, starts, other=OtherSource(fused, shape, expert)),
+            ParameterShard(up, whole, starts, other=OtherSource(fused, shape, expert, first_row=inner.total)),
+            self._down_part(expert, transposed=False),
+        )
+        return {
+            f"{self._prefix}experts.{expert}.{name}.weight": source
+            for name, source in zip(config.family.names, sources, strict=True)
+        }
+
+    def _interleaved(self, expert: int) -> dict[str, ParameterShard]:
+        """Return the two weights of an expert of gpt-oss, which its checkpoints have for all experts, transposed."""
+        rows, name = _doubled(self._inner), f"{self._fused}experts.gate_up_proj"
+        weight = self._gate_up.weight[expert]
+        hidden = weight.shape[1]
+        source = OtherSource(name, (self._config.count, hidden, rows.total), expert, transposed=True)
+        return {
+            f"{self._prefix}experts.{expert}.gate_up_proj": ParameterShard(
+                weight, (rows.total, hidden), (rows.start, 0), other=source
+            ),
+            f"{self._prefix}experts.{expert}.down_proj": self._down_part(expert, transposed=True),
+        }
+
+    def _down_part(self, expert: int, *, transposed: bool) -> ParameterShard:
+        weight, inner = self._down.weight[expert], self._inner
+        hidden = weight.shape[0]
+        sizes = (inner.total, hidden) if transposed else (hidden, inner.total)
+        source = OtherSource(
+            f"{self._fused}experts.down_proj", (self._config.count, *sizes), expert, transposed=transposed
+        )
+        return ParameterShard(weight, (hidden, inner.total), (0, inner.start), other=source)
+
+    def _biases(self) -> dict[str, ParameterShard | Tensor]:
+        biases: dict[str, ParameterShard | Tensor] = {}
+        if (bias := self._gate_up.bias) is not None:
+            rows = _doubled(self._inner)
+            biases[f"{self._prefix}experts.gate_up_proj_bias"] = ParameterShard(
+                bias, (self._config.count, rows.total), (0, rows.start)
+            )
+        if self._down.bias is not None:
+            biases[f"{self._prefix}experts.down_proj_bias"] = self._down.bias
+        return biases
+
+
+def _doubled(inner: ShardRange) -> ShardRange:
+    """Return the rows of interleaved gate and up."""
+    return ShardRange(2 * inner.start, 2 * inner.length, 2 * inner.total)
