@@ -119,7 +119,8 @@ async def _serve(
     if listen_host(config.hostname) == "0.0.0.0" != config.hostname:
         log.warning("hostname is not an IP address: listening on all", hostname=config.hostname)
     with open_lifeline() as lifeline_fd:
-        log.info("starting", model_id=config.model_id, revision=config.revision, engine=config.engine)
+        engines = {} if config.parts == "router" else {"engine": config.engine}
+        log.info("starting", model_id=config.model_id, revision=config.revision, **engines)
         model_path = await resolve_model(config, environ, stop, lifeline_fd)
         run_shard: RunShard = run_to_end
         members_file = None

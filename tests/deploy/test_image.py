@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import shutil
 import socket
 import subprocess
@@ -53,17 +52,14 @@ def cpu_image(podman: Podman, router_image: str) -> str:
 
 @pytest.fixture(scope="module")
 def files(podman: Podman, demo_model: Path) -> None:
-    """The model and the secrets in the folder where the commands run."""
+    """The model, and the secrets by the commands of the page, in the folder where the commands run."""
     shutil.copytree(demo_model, podman.folder / "models" / MODEL)
     for path in (podman.folder / "models").rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
-    keys = podman.folder / "secrets" / "keys.toml"
-    keys.parent.mkdir()
-    keys.write_text(f'[[keys]]\nkey = "{KEY}"\ntenant = "test"\n', "utf-8")
-    token = keys.with_name("shard-token")
-    token.write_text(secrets.token_hex(32), "ascii")
-    for path in (keys, token):
-        path.chmod(0o640)
+    for heading in ("Run", "Router and shards apart"):
+        for command in commands("containers.md", heading):
+            if not command.startswith(("podman", "curl")):
+                podman(command)
 
 
 @pytest.fixture
@@ -103,7 +99,7 @@ def test_the_router_image_has_no_torch_no_installer_and_no_sources(
 def test_the_cpu_image_serves_without_privileges_and_drains(
     podman: Podman, cpu_image: str, files: None, here: list[str], user: str | None, figures: Figures
 ) -> None:
-    run, health, generate, stop = (command.replace(*here) for command in commands("containers.md", "Run"))
+    *_, run, health, generate, stop = (command.replace(*here) for command in commands("containers.md", "Run"))
     started = time.monotonic()
     podman(run if user is None else run.replace("podman run ", f"podman run --user {user} "))
     podman(health)
@@ -149,7 +145,7 @@ def test_the_cpu_image_serves_without_privileges_and_drains(
 def test_router_and_shards_serve_in_containers_of_their_own(
     podman: Podman, cpu_image: str, files: None, here: list[str]
 ) -> None:
-    shards, router, health, stop = (
+    _, shards, router, health, stop = (
         command.replace(*here) for command in commands("containers.md", "Router and shards apart")
     )
     launcher = "--entrypoint text-generation-launcher text-generation:router --parts router --model-id"
