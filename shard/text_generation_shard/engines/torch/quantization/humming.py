@@ -173,10 +173,14 @@ def packed_codes(weights: WeightFormat, tensors: Mapping[str, Tensor], rows: sli
             raise EngineError(f"{weights.label}: zero points are not in the middle, and the config says symmetric")
         if not isinstance(weights, AwqFormat) and weights.order(tensors) is not None:
             raise EngineError(f"{weights.label}: the groups of inputs are not in order, and the config does not say so")
+        if isinstance(weights, PackedIntegerFormat):
+            per_word = WORD_BITS // bits
+            return tensors["packed"][rows, columns.start // per_word : columns.stop // per_word]
         return packed(weights.codes(tensors, rows, columns), bits, 1)
     per_byte = 8 // bits
     stored = tensors["packed" if "packed" in tensors else "weight"][rows]
-    return stored[:, columns.start // per_byte : columns.stop // per_byte].contiguous().view(torch.int32)
+    stored = stored[:, columns.start // per_byte : columns.stop // per_byte]
+    return stored.flatten().view(torch.int32).view(len(stored), -1)
 
 
 def packed_scales(weights: WeightFormat, tensors: Mapping[str, Tensor], rows: slice, columns: slice) -> Tensor:
@@ -211,8 +215,8 @@ def dense_weight(weights: WeightFormat, codes: Tensor, scales: Tensor, zeros: Te
     if isinstance(weights, Mxfp4Format):
         return torch.tensor(E2M1, device=codes.device)[values.int()] * factors
     if zeros is None:
-        return (values - (1 << (bits - 1))).float() * factors
-    return (values - unpacked(zeros, bits, 0).repeat_interleave(inputs // scales.shape[1], 1)).float() * factors
+        return (values.float() - (1 << (bits - 1))) * factors
+    return (values.float() - unpacked(zeros, bits, 0).repeat_interleave(inputs // scales.shape[1], 1)) * factors
 
 
 def _bits_and_group(weights: WeightFormat) -> tuple[int, int]:

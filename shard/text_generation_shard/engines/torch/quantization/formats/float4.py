@@ -20,6 +20,8 @@ from text_generation_shard.engines.torch.quantization.format import (
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The value of each code."""
+_PAIRS = torch.tensor([(E2M1[byte & 0xF], E2M1[byte >> 4]) for byte in range(256)])
+"""The two values of each byte."""
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 EXPONENT_BIAS = 127
 BYTES = (torch.uint8,)
@@ -131,8 +133,7 @@ def _values(packed: Tensor, columns: slice) -> Tensor:
     """Return the values of a range of the last dimension, which has two codes in a byte; float32."""
     first, last = columns.start // 2, -(-columns.stop // 2)
     pairs = packed[..., first:last]
-    codes = torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2)
-    values = torch.tensor(E2M1)[codes.int()]
+    values = _PAIRS.index_select(0, pairs.flatten().int()).view(*pairs.shape[:-1], -1)
     return values[..., columns.start - 2 * first :][..., : columns.stop - columns.start]
 
 

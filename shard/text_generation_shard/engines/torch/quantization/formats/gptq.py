@@ -76,7 +76,7 @@ class GptqFormat:
 
     def zeros(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
         """Return zero points [rows, groups]."""
-        return unpacked_range(tensors["qzeros"], self.bits, 1, rows).t() + (1 if self.zero_offset else 0)
+        return unpacked_range(tensors["qzeros"], self.bits, 1, rows).t().short() + (1 if self.zero_offset else 0)
 
     def scales(self, tensors: Mapping[str, Tensor], rows: slice) -> Tensor:
         """Return scales [rows, groups]."""

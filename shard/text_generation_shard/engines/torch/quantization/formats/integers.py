@@ -8,27 +8,38 @@ from torch import Tensor
 from text_generation_shard.engines.torch.quantization.format import UnsupportedSchemeError
 
 WORD_BITS = 32
+MAX_GROUP_SIZE = 1 << 20
+"""Inputs; the limit of the inner size of a model."""
 
 
 def dequantized(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
     """Return the weight [rows, columns] from codes [rows, columns], zeros and scales [rows, groups], and the columns' groups.
 
-    The result has the dtype of the scales, in which codes and zeros are exact.
+    The result is rounded to the dtype of the scales. The product is computed in float32, where that of an integer and a scale of
+    16 bits is exact, so that the bits are those of a product in the dtype of the scales.
     """
-    return (codes - zeros.index_select(1, groups)).to(scales.dtype) * scales.index_select(1, groups)
+    runs, lengths = torch.unique_consecutive(groups, return_counts=True)
+    if not (lengths == lengths[0]).all():
+        runs, lengths = groups, torch.ones(1, dtype=torch.int64)
+    values = codes.view(codes.shape[0], len(runs), int(lengths[0])).float()
+    values -= zeros.index_select(1, runs).unsqueeze(2)
+    values *= scales.index_select(1, runs).unsqueeze(2)
+    return values.to(scales.dtype).view(codes.shape)
 
 
 def middle(bits: int, scales: Tensor) -> Tensor:
     """Return the zero points of symmetric weights, of the shape of the scales."""
-    return torch.full_like(scales, 1 << (bits - 1), dtype=torch.int16)
+    return torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Unpack int32 words of 32 / bits codes each, the lowest bits first, along `dim`; int16, codes from 0 to 2^bits − 1."""
-    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
-    shifts = shifts.view(-1, *(1,) * (words.ndim - 1 - dim))
-    codes = (words.unsqueeze(dim + 1) >> shifts).bitwise_and_((1 << bits) - 1)
-    return codes.to(torch.int16).flatten(dim, dim + 1)
+    """Unpack int32 words of 32 / bits codes each, the lowest bits first, along `dim`; uint8."""
+    # A copy: a dimension of one element may have any stride, which a view of other bytes does not accept.
+    copy = words.clone(memory_format=torch.contiguous_format)
+    codes = copy.view(torch.uint8).view(*words.shape, WORD_BITS // 8)
+    if bits == 4:
+        codes = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
+    return codes.movedim(-1, dim + 1).flatten(dim, dim + 1)
 
 
 def unpacked_range(words: Tensor, bits: int, dim: int, part: slice) -> Tensor:
@@ -41,15 +52,18 @@ def unpacked_range(words: Tensor, bits: int, dim: int, part: slice) -> Tensor:
 
 def check_bits(method: str, bits: object) -> int:
     """Return the number of bits if it is supported."""
-    if bits not in (4, 8) or isinstance(bits, bool):
-        raise UnsupportedSchemeError(f"{method}: weights of {bits} bits are not supported, only of 4 and 8")
-    assert isinstance(bits, int)
+    if not isinstance(bits, int) or bits not in (4, 8):
+        raise UnsupportedSchemeError(f"{method}: weights of {str(bits)[:50]} bits are not supported, only of 4 and 8")
     return bits
 
 
 def check_group_size(method: str, size: object) -> int:
     """Return the size of a group if it is a positive multiple of 8, or -1."""
-    if not isinstance(size, int) or isinstance(size, bool) or (size != -1 and (size < 8 or size % 8)):
+    if (
+        not isinstance(size, int)
+        or isinstance(size, bool)
+        or (size != -1 and (not 8 <= size <= MAX_GROUP_SIZE or size % 8))
+    ):
         raise UnsupportedSchemeError(
             f"{method}: group_size {str(size)[:50]} is not supported, only -1 and multiples of 8"
         )
@@ -58,10 +72,7 @@ def check_group_size(method: str, size: object) -> int:
 
 def packed(codes: Tensor, bits: int, dim: int) -> Tensor:
     """Pack codes [rows, columns] along `dim` into int32 words: the inverse of `unpacked`."""
-    per_word = WORD_BITS // bits
-    rows, columns = codes.shape
-    places = codes.reshape((rows // per_word, per_word, columns) if dim == 0 else (rows, columns // per_word, per_word))
-    words = torch.zeros_like(places.select(dim + 1, 0), dtype=torch.int32)
-    for place in range(per_word):
-        words |= places.select(dim + 1, place).int() << (bits * place)
-    return words
+    codes = codes.to(torch.uint8).movedim(dim, -1)
+    if bits == 4:
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    return codes.flatten().view(torch.int32).view(*codes.shape[:-1], -1).movedim(-1, dim)
