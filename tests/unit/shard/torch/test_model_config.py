@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -226,3 +227,14 @@ def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: st
     expected = read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({key: given[key] for key in required if key in given}))
     assert read_model_config(tmp_path) == expected
+
+
+@pytest.mark.parametrize("prefix", ["language_model.lm_head", "lm_head"])
+def test_the_text_part_of_a_model_has_its_own_head_if_the_checkpoint_has_one(tmp_path: Path, prefix: str) -> None:
+    text = {key: value for key, value in LLAMA.items() if key not in ("model_type", "architectures")}
+    whole = {"model_type": "mistral3", "text_config": text | {"num_key_value_heads": 4}, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = read_model_config(tmp_path)
+    assert (config.model_type, config.dtype, config.tie_word_embeddings) == ("mistral", "bfloat16", True)
+    save_file({f"{prefix}.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert not read_model_config(tmp_path).tie_word_embeddings

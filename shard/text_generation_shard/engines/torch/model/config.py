@@ -17,7 +17,7 @@ import structlog
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.model.expert_config import ExpertConfig, read_experts
-from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS, Family, Flag, NormNames
+from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS, Family, Flag, NormNames, Wrapper
 from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
 
@@ -198,8 +198,18 @@ def _text_part(raw: JsonObject) -> JsonObject:
     shared = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
     values = {key: raw.get(key) for key in shared if key in raw} | dict(raw.inner("text_config").values)
     values.setdefault("model_type", wrapper.text_type)
-    values["tie_word_embeddings"] = raw.flag("tie_word_embeddings", default=wrapper.ties)
+    values["tie_word_embeddings"] = _shares_head(raw, wrapper)
     return JsonObject(raw.path, values, within="text_config.")
+
+
+def _shares_head(raw: JsonObject, wrapper: Wrapper) -> bool:
+    """Return True if the output layer is the embedding: the checkpoint decides, because configs say it in several ways."""
+    folder = raw.path.parent
+    if not any(folder.glob("*.safetensors")):
+        return raw.flag("tie_word_embeddings", default=wrapper.ties)
+    from text_generation_shard.engines.torch.checkpoint import Checkpoint  # imports PyTorch
+
+    return "lm_head.weight" not in Checkpoint(folder, text_only=True)
 
 
 def _quantization(folder: Path, raw: JsonObject, asked: str | None) -> Scheme | None:
