@@ -17,11 +17,11 @@ from text_generation_shard.engines.torch.kernels.matvec import (
 )
 from text_generation_shard.engines.torch.kernels.norm import add_rms_norm, rms_norm
 from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
+from text_generation_shard.engines.torch.kernels.routing import route
 from text_generation_shard.engines.torch.kernels.tables import update_tables
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE
-from text_generation_shard.engines.torch.model.routing import softmax_top_k
 
 
 class PlainKernels:
@@ -37,7 +37,7 @@ class PlainKernels:
     norm_matvec_activate = staticmethod(norm_matvec_activate)
     matvec = staticmethod(matvec)
     matvec_add = staticmethod(matvec_add)
-    route = staticmethod(softmax_top_k)
+    route = staticmethod(route)
     experts = staticmethod(experts)
 
 

@@ -12,6 +12,8 @@ from triton_interpreter import allow_computed_bounds
 
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
 from text_generation_shard.engines.torch.kernels.experts import experts
+from text_generation_shard.engines.torch.kernels.routing import route
+from text_generation_shard.engines.torch.model.routing import softmax_top_k
 from text_generation_shard.engines.torch.ops.activation import GatedActivation
 from text_generation_shard.engines.torch.ops.experts import ExpertLinear, experts_by_loop
 
@@ -136,3 +138,20 @@ def test_pairs_are_grouped_by_expert_in_their_order(device: torch.device, tokens
         list(zip(groups.block_experts[:blocks].tolist(), groups.block_starts[:blocks].tolist(), strict=True))
         == expected
     )
+
+
+@pytest.mark.parametrize(("experts_each", "count", "normalize"), [(8, 128, True), (3, 60, False)])
+def test_the_kernel_routes_as_the_formula(device: torch.device, experts_each: int, count: int, normalize: bool) -> None:
+    torch.manual_seed(1)
+    logits = 3 * torch.randn(5, count, device=device)
+    logits[1, 7] = logits[1].amax() + 80  # one expert has all the probability
+    logits[2, 5] = torch.nan
+    logits[3] = torch.nan
+    ids, weights = route(logits, experts_each, normalize=normalize)
+    expected_ids, expected = softmax_top_k(logits, experts_each, normalize=normalize)
+    for row in (0, 1, 4):
+        likely = expected[row] > 0  # the order of experts without any probability is not defined
+        assert ids[row][likely].tolist() == expected_ids[row][likely].tolist()
+        assert torch.allclose(weights[row], expected[row], rtol=1e-6, atol=1e-7)
+    assert weights[2:4].isnan().all()
+    assert all(0 <= expert < count for expert in ids.flatten().tolist())
