@@ -128,10 +128,13 @@ def read_traces(traces: list[Path], starts: list[int]) -> list[dict[str, float]]
 def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, bandwidth: float) -> float:
     """Return the minimum time of a decode step of `streams` sequences: its memory traffic divided by the bandwidth."""
     size = ELEMENT_BYTES[_flag(options.launcher_args, "--dtype") or config.dtype]
-    heads = config.num_heads + 2 * config.num_kv_heads
-    attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    layers = config.num_layers * layer * projection_itemsize(config.quantization, size)
+    weights, experts = config.projection_weights, 0.0
+    if (mixture := config.experts) is not None:
+        # Experts are chosen as if at random, and those without tokens are not read.
+        all_experts = sum(mixture.layers) * mixture.count * 3 * config.hidden_size * mixture.inner
+        weights -= all_experts
+        experts = all_experts * (1 - (1 - mixture.each / mixture.count) ** streams) * size
+    layers = weights * projection_itemsize(config.quantization, size) + experts
     # A step reads one embedding row per stream, but the whole LM head, tied or not.
     head = config.vocab_size * config.hidden_size * size
     context = options.isl + options.osl / 2

@@ -39,6 +39,31 @@ _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_va
 SHAPES = {
     "llama-8b": _LLAMA | dict(zip(_SIZES, (4096, 32, 32, 8, 14336), strict=True)),
     "llama-70b": _LLAMA | dict(zip(_SIZES, (8192, 80, 64, 8, 28672), strict=True)),
+    "qwen3-30b-a3b": _LLAMA
+    | dict(zip(_SIZES, (2048, 48, 32, 4, 6144), strict=True))
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss-20b": _LLAMA
+    | dict(zip(_SIZES, (2880, 24, 64, 8, 2880), strict=True))
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "rope_theta": 150000.0,
+        "attention_bias": True,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+    },
 }
 """Model shapes to serve with random weights. The vocabulary is SmolLM2's."""
 QUANTIZATIONS: dict[str, dict[str, object]] = {
