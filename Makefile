@@ -69,6 +69,7 @@ test: check model node-packages ## Run the checks and the tests
 
 .PHONY: test-all
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
+	$(PY) scripts/prepare_demo_model.py .cache/models/gemma3-270m
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
 	$(MAKE) test-helm test-observability test-systemd test-image test-rolling test-members test-routers test-ray
 
@@ -200,7 +201,7 @@ proto: $(STAMP) ## Generate the stubs from the .proto files
 	$(call protoc,proto)
 
 .PHONY: docs
-docs: $(STAMP) ## Generate docs/flags.md from the settings
+docs: $(STAMP) ## Generate docs/flags.md, limits.md and models.md from settings, code and tests
 	$(PY) scripts/generate_docs.py
 
 .PHONY: proto-check

@@ -1,4 +1,5 @@
-"""Generate docs/flags.md from the settings of launcher, router and shard, and docs/limits.md from limits.txt.
+"""Generate docs/flags.md from the settings of launcher, router and shard, docs/limits.md from limits.txt, and docs/models.md
+from the tables of the parity tests.
 
 The flags that the values of the Helm chart may set are generated too, in the chart's values.schema.json.
 
@@ -11,6 +12,7 @@ import ast
 import importlib
 import inspect
 import json
+import sys
 import types
 import typing
 from pathlib import Path
@@ -22,6 +24,7 @@ from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.settings import ProcessConfig
 from text_generation_router.config import RouterConfig
 from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS
 
 ROOT = Path(__file__).parents[1]
 LIMITS = ROOT / "scripts" / "limits.txt"
@@ -194,6 +197,85 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,g}" if isinstance(value, float) else str(value)
 
 
+MODELS_INTRODUCTION = """\
+# Models
+
+Generated from the tables of the parity tests by `make docs`; do not edit.
+
+A model is a Hugging Face folder with config.json and safetensors. The torch engine computes the first table's families itself,
+on CPU and NVIDIA GPUs. It runs other decoders by Hugging Face's modeling code, with its own scheduler, paged KV cache and
+sampling; `--model-impl transformers` runs any model that way, `native` none. A model that neither can serve is refused at the
+start in one line. [quantization.md](quantization.md) lists the formats of quantized weights,
+[tensorrt-llm.md](tensorrt-llm.md) the models of the other engine.
+"""
+
+NATIVE_INTRODUCTION = """\
+## Native
+
+Checked by `tests/unit/shard/torch/test_families.py`: a random checkpoint of each case, in float32 on a CPU, gives the greedy
+tokens and prompt logprobs of transformers; prompts alone, together, in chunks, preempted, and by the operations of a GPU. The
+defaults of each config class are compared with those of transformers (`test_model_config.py`).
+
+| `model_type` | models | architecture | cases beside the plain one |
+|---|---|---|---|
+"""
+
+WRAPPERS_INTRODUCTION = """\
+
+Of models of text and images the text part is served; requests cannot have images.
+
+| `model_type` | architecture | default of the text part |
+|---|---|---|
+"""
+
+TRANSFORMERS_INTRODUCTION = """\
+
+## By transformers
+
+Needs the extra `transformers`. A check at the start compares the engine's attention with that of transformers and refuses a
+model that it would compute wrongly. Served is any decoder that passes; checked by `tests/unit/shard/torch/test_transformers.py`
+are these: a random checkpoint gives the logprobs of transformers' eager attention (relative error at most 1e-5, float32, CPU) and
+its greedy tokens; alone, together, in chunks, preempted, with a reused prefix.
+
+| `model_type` | models | differences from Llama |
+|---|---|---|
+"""
+
+REAL_MODELS = """\
+
+## Real models
+
+| model | from | check |
+|---|---|---|
+| SmolLM2-135M-Instruct | `make run` | greedy tokens of 24 prompts are those of transformers, in float32 (`tests/model/test_greedy_parity.py`) |
+| Gemma 3 270M | `make run MODEL=gemma3-270m` | the same over HTTP (`tests/model/test_gemma.py`). Gemma is provided under and subject to the [Gemma Terms of Use](https://ai.google.dev/gemma/terms) |
+
+No other weights were run here: the checks above are of structure, with random weights.
+"""
+
+
+def models_page() -> str:
+    """Return the text of docs/models.md."""
+    sys.path.append(str(ROOT / "tests" / "support"))
+    # Here, because they import transformers.
+    foreign, native, tiny = map(importlib.import_module, ("model_families", "native_families", "tiny_transformers"))
+    cases: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    for case in native.native_configs(tiny.SHAPE, head_dim=16, wide_head_dim=24):
+        name, _, variant = case.partition(", ")
+        if variant and name in cases:
+            cases[name].append(variant)
+    parts = [MODELS_INTRODUCTION, "\n", NATIVE_INTRODUCTION]
+    parts += [
+        f"| `{name}` | {native.MODELS.get(name, '')} | {family.architecture} | {'; '.join(cases[name])} |\n"
+        for name, family in FAMILIES.items()
+    ]
+    parts.append(WRAPPERS_INTRODUCTION)
+    parts += [f"| `{name}` | {each.architecture} | `{each.text_type}` |\n" for name, each in WRAPPERS.items()]
+    parts.append(TRANSFORMERS_INTRODUCTION)
+    parts += [f"| `{name}` | {family.models} | {family.features} |\n" for name, family in foreign.FAMILIES.items()]
+    return "".join([*parts, REAL_MODELS])
+
+
 def chart_schema() -> str:
     """Return values.schema.json of the chart with the flags of the launcher."""
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -221,7 +303,7 @@ def _flag(setting: dict[str, typing.Any]) -> dict[str, object]:
 
 def main() -> None:
     """Write the pages and the schema."""
-    for name, page in (("flags.md", flags_page()), ("limits.md", limits_page())):
+    for name, page in (("flags.md", flags_page()), ("limits.md", limits_page()), ("models.md", models_page())):
         (ROOT / "docs" / name).write_text(page, encoding="utf-8")
     (CHART / "values.schema.json").write_text(chart_schema(), encoding="utf-8")
 

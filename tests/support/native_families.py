@@ -42,6 +42,31 @@ VISION = {
 }
 
 
+MODELS = {
+    "llama": "Llama 1 to 3, SmolLM2, Vicuna, Yi, TinyLlama",
+    "mistral": "Mistral 7B, Nemo, Small 3, Codestral, Devstral, Magistral",
+    "ministral": "Ministral 8B",
+    "ministral3": "Ministral 3",
+    "qwen2": "Qwen 1.5 to 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 270M and 1B",
+    "phi3": "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+    "granite": "Granite 3",
+    "glm": "GLM-4-9B, GLM-Edge",
+    "glm4": "GLM-4-0414",
+    "seed_oss": "Seed-OSS",
+    "smollm3": "SmolLM3",
+    "ernie4_5": "ERNIE 4.5 0.3B",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen 1.5-MoE, Qwen2-MoE",
+    "qwen3_moe": "Qwen3-MoE, Qwen3-Coder",
+    "gpt_oss": "gpt-oss",
+}
+"""The models that people know of each family, for docs/models.md."""
+
+
 def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) -> dict[str, PretrainedConfig]:
     """Return the configs with three layers of the sizes in `shape`. `head_dim` is for those that need not derive it."""
     default_head_dim = shape["hidden_size"] // shape["num_attention_heads"]

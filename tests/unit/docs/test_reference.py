@@ -1,4 +1,4 @@
-"""docs/api.md and docs/flags.md agree with the code: errors, metrics and settings."""
+"""docs/api.md and the generated pages agree with the code: errors, metrics and settings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_metric_of_our_own_is_listed() -> None:
     assert dict(re.findall(r"^\| `(text_generation_\w+)` \| (.*) \|$", API, re.MULTILINE)) == families
 
 
-@pytest.mark.parametrize("name", ["flags", "limits"])
+@pytest.mark.parametrize("name", ["flags", "limits", "models"])
 def test_a_generated_page_is_up_to_date(name: str) -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "generate_docs.py"))[f"{name}_page"]()
     assert (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") == page, "run: make docs"
