@@ -12,8 +12,8 @@ from text_generation_router.errors import ModelNotFound
 
 MODEL_ALIAS = "tgi"
 """The name that TGI's clients give to any model."""
-HUB_ALIAS = "dummy"
-"""The name that huggingface_hub gives to the model of an endpoint."""
+PLACEHOLDERS = frozenset({MODEL_ALIAS, "dummy", "default", "model"})
+"""Names that clients send where a server has one model: TGI's clients, huggingface_hub, SGLang's and other examples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,14 @@ class Settings:
         return self.config.model_id or self.config.model_path
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound if a request names a model, or an adapter, that is not served. None and "" name none."""
-        if name and name not in (*self.model_names, self.config.model_path, MODEL_ALIAS, HUB_ALIAS):
+        """Raise ModelNotFound if a request names a model, or an adapter, that is not served.
+
+        None, "", placeholders and single letters, as load generators send them, name no model. The last part of the model's
+        name may stand for it.
+        """
+        if not name or len(name) == 1 or name in PLACEHOLDERS:
+            return
+        if name not in (*self.model_names, self.config.model_path, self.model_id.rstrip("/").rpartition("/")[2]):
             raise ModelNotFound(f"The model `{name}` does not exist")
 
     @property
