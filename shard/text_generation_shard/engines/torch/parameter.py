@@ -33,10 +33,9 @@ class OtherSource:
 
     def select(self, source: Tensor, rows: int) -> Tensor:
         """Return a view of the whole parameter, which has `rows` rows."""
-        if self.expert is None:
-            return source
-        weight = source[self.expert].t() if self.transposed else source[self.expert]
-        return weight.narrow(0, self.first_row, rows)
+        if self.expert is not None:
+            source = source[self.expert].t() if self.transposed else source[self.expert]
+        return source.narrow(0, self.first_row, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.model.precision import Precision
-from text_generation_shard.engines.torch.parameter import ParameterShard
+from text_generation_shard.engines.torch.parameter import OtherSource, ParameterShard
 
 TYPICAL_ROWS = 16
 """Rows of x that oneDNN optimizes the weight layout for; measured, 1 to 512 give the same layout and speed."""
@@ -33,12 +33,23 @@ class ShardRange:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedProjection:
+    """A projection of the checkpoint that has the rows of several."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Projection:
     """A projection of the checkpoint, and this rank's ranges of its outputs and inputs."""
 
     name: str
     outputs: ShardRange
     inputs: ShardRange
+    fused: FusedProjection | None = None
+    """The projection that has these rows in the checkpoint, from `first_row` on, if it is not one of its own."""
+    first_row: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -48,6 +59,13 @@ class Projection:
     @property
     def starts(self) -> tuple[int, int]:
         return self.outputs.start, self.inputs.start
+
+    def source(self, kind: str) -> OtherSource | None:
+        """Return the place of the weight or the bias in the fused projection."""
+        if self.fused is None:
+            return None
+        shape = (self.fused.rows, self.inputs.total) if kind == "weight" else (self.fused.rows,)
+        return OtherSource(f"{self.fused.name}.{kind}", shape, first_row=self.first_row)
 
 
 class Linear(Protocol):
@@ -127,7 +145,9 @@ def float32_product(x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
 def weight_parameters(projections: Sequence[Projection], weight: Tensor) -> dict[str, ParameterShard]:
     """Return the rows of a fused weight under the checkpoint names of its projections."""
     return {
-        f"{projection.name}.weight": ParameterShard(rows, projection.shape, projection.starts)
+        f"{projection.name}.weight": ParameterShard(
+            rows, projection.shape, projection.starts, other=projection.source("weight")
+        )
         for projection, rows in zip(projections, fused_rows(projections, weight), strict=True)
     }
 
@@ -136,7 +156,9 @@ def bias_parameters(projections: Sequence[Projection], bias: Tensor | None) -> d
     if bias is None:
         return {}
     return {
-        f"{projection.name}.bias": ParameterShard(rows, projection.shape[:1], projection.starts[:1])
+        f"{projection.name}.bias": ParameterShard(
+            rows, projection.shape[:1], projection.starts[:1], other=projection.source("bias")
+        )
         for projection, rows in zip(projections, fused_rows(projections, bias), strict=True)
     }
 

@@ -8,6 +8,7 @@ logits gathered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,7 +16,13 @@ from torch import Tensor
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.experts import Experts
-from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, Projection, ShardRange
+from text_generation_shard.engines.torch.model.linear import (
+    DenseLinear,
+    FusedProjection,
+    ParallelLinear,
+    Projection,
+    ShardRange,
+)
 from text_generation_shard.engines.torch.model.mlp import MLP, DenseMLP
 from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.model.precision import Precision
@@ -37,16 +44,16 @@ class LayerWeights:
         queries = _of_heads(tp.even(config.num_heads, "attention heads"), config.head_dim)
         keys = _of_heads(tp.kv_heads(config.num_kv_heads), config.head_dim)
         attention = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
-        if config.fused_qkv:
-            attention = [("self_attn.qkv_proj", _fused(queries, keys, keys))]
+        fused = "self_attn.qkv_proj" if config.fused_qkv else None
         self._head_order = head_order(config.ropes[index], config.head_dim)
         self.qkv = self._linear(
-            [(name, rows, hidden) for name, rows in attention],
+            self._projections(attention, fused, tp),
             bias=config.qkv_bias,
             quantized=self._head_order is None,  # rows of quantized weights cannot be reordered
         )
         # The outputs of the ranks are summed, so only one rank adds the bias.
-        self.output = self._linear([("self_attn.o_proj", hidden, queries)], bias=config.output_bias and tp.rank == 0)
+        output = Projection(f"{self._prefix}self_attn.o_proj", hidden, queries)
+        self.output = self._linear([output], bias=config.output_bias and tp.rank == 0)
         self.mlp = self._mlp(index, tp)
         heads = queries.length // config.head_dim
         self.sinks = torch.empty(heads, device=device, dtype=precision.model) if config.has_sinks else None
@@ -73,11 +80,11 @@ class LayerWeights:
         config, hidden = self._config, ShardRange.whole(self._config.hidden_size)
         inner = tp.even(inner_size, "inner values of the MLP")
         gate_up = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
-        if config.fused_gate_up:
-            gate_up = [(f"{name}.gate_up_proj", _fused(inner, inner))]
+        fused = f"{name}.gate_up_proj" if config.fused_gate_up else None
+        down = Projection(f"{self._prefix}{name}.down_proj", hidden, inner)
         return DenseMLP(
-            self._linear([(name, rows, hidden) for name, rows in gate_up], bias=config.mlp_bias),
-            self._linear([(f"{name}.down_proj", hidden, inner)], bias=config.mlp_bias and tp.rank == 0),
+            self._linear(self._projections(gate_up, fused, tp), bias=config.mlp_bias),
+            self._linear([down], bias=config.mlp_bias and tp.rank == 0),
             config.activation,
         )
 
@@ -141,10 +148,25 @@ class LayerWeights:
                 heads = tensor[: count * head_dim].view(count, head_dim, *tensor.shape[1:])
                 heads.copy_(heads[:, order].clone())
 
+    def _projections(
+        self, parts: Sequence[tuple[str, ShardRange]], fused: str | None, tp: TensorParallelRank
+    ) -> list[Projection]:
+        """Return projections of the hidden states with the given outputs; `fused` names the one that has all their rows."""
+        hidden = ShardRange.whole(self._config.hidden_size)
+        if fused is None:
+            return [Projection(f"{self._prefix}{name}", rows, hidden) for name, rows in parts]
+        whole = FusedProjection(f"{self._prefix}{fused}", sum(rows.total for _, rows in parts))
+        if tp.world_size == 1:
+            return [Projection(whole.name, ShardRange.whole(whole.rows), hidden)]
+        ends = accumulate(rows.total for _, rows in parts)
+        return [
+            Projection(f"{self._prefix}{name}", rows, hidden, whole, end - rows.total)
+            for (name, rows), end in zip(parts, ends, strict=True)
+        ]
+
     def _linear(
-        self, parts: Sequence[tuple[str, ShardRange, ShardRange]], *, bias: bool, quantized: bool = True
+        self, projections: Sequence[Projection], *, bias: bool, quantized: bool = True
     ) -> ParallelLinear | QuantizedLinear:
-        projections = [Projection(f"{self._prefix}{name}", outputs, inputs) for name, outputs, inputs in parts]
         scheme = self._config.quantization if quantized else None
         linear = quantized_linear(projections, scheme, self._device, self._precision.model, bias=bias)
         return linear or ParallelLinear(projections, self._device, self._precision, bias=bias)
@@ -161,8 +183,11 @@ class ModelWeights:
         dtype: torch.dtype,
         precision: Precision | None = None,
     ) -> None:
-        if tp.world_size > 1 and (config.fused_qkv or config.fused_gate_up):
-            raise EngineError(f"{config.model_type} models cannot be divided among shards: use --num-replicas")
+        fused = config.fused_qkv or config.fused_gate_up
+        if fused and tp.world_size > 1 and config.quantization is not None:
+            raise EngineError(
+                f"quantized {config.model_type} models cannot be divided among shards: use --num-replicas"
+            )
         self.num_heads = tp.even(config.num_heads, "attention heads").length
         self.num_kv_heads = tp.kv_heads(config.num_kv_heads).length
         self.precision = Precision.of(config, dtype) if precision is None else precision
@@ -222,11 +247,6 @@ class ModelWeights:
         for layer in self.layers:
             layer.pack()
         self.head.pack()
-
-
-def _fused(*parts: ShardRange) -> ShardRange:
-    """Return the rows of a checkpoint's fused projection, whole."""
-    return ShardRange.whole(sum(part.length for part in parts))
 
 
 def _of_heads(heads: ShardRange, head_dim: int) -> ShardRange:

@@ -22,7 +22,22 @@ def close(ours: Tensor, reference: Tensor) -> bool:
     return torch.allclose(ours.cpu(), reference, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{}, BIASED, {"model_type": "qwen3"}], ids=["plain", "biased", "head norms"])
+def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with one for query, key and value, and one for gate and up."""
+    tensors = dict(tensors)
+    for index in range(2):
+        for whole, parts in (("self_attn.qkv", ("q", "k", "v")), ("mlp.gate_up", ("gate", "up"))):
+            block = f"model.layers.{index}.{whole.split('.')[0]}"
+            rows = [tensors.pop(f"{block}.{name}_proj.weight") for name in parts]
+            tensors[f"model.layers.{index}.{whole}_proj.weight"] = torch.cat(rows)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, BIASED, {"model_type": "qwen3"}, {"model_type": "phi3"}],
+    ids=["plain", "biased", "head norms", "fused"],
+)
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_ranks_together_compute_the_same_as_one(
     tmp_path: Path, device: torch.device, changes: dict[str, Any], size: int
@@ -32,7 +47,7 @@ def test_ranks_together_compute_the_same_as_one(
     head_norms = [f"model.layers.{index}.self_attn.{name}_norm.weight" for index in range(2) for name in "qk"]
     if changes.get("model_type") == "qwen3":
         tensors |= {name: torch.randn(16) for name in head_norms}
-    write_checkpoint(tmp_path, tensors, changes)
+    write_checkpoint(tmp_path, fused(tensors) if changes.get("model_type") == "phi3" else tensors, changes)
     ranks = [load_for_cuda(tmp_path, device, torch.float32, TensorParallelRank(rank, size)) for rank in range(size)]
     hidden, queries, inner = (torch.randn(3, width) for width in (64, 128, 96))
 
