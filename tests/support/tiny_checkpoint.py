@@ -87,10 +87,14 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor], changes: dict[str
 
 
 def load_for_cuda(
-    folder: Path, device: torch.device, dtype: torch.dtype, tp: TensorParallelRank | None = None
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    tp: TensorParallelRank | None = None,
+    quantize: str | None = None,
 ) -> ModelWeights:
     """Load the checkpoint into the weights of the CUDA path, or a rank's part of it."""
-    config = read_model_config(folder)
+    config = read_model_config(folder, quantize)
     weights = ModelWeights(config, tp or TensorParallelRank(), device, dtype)
     load_weights(folder, weights.named_parameters(), config.quantization)
     weights.process_weights_after_loading()

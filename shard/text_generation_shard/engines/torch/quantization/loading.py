@@ -198,9 +198,12 @@ class LoadingPlan:
 
 def _quantize(weight: Tensor, dtype: torch.dtype) -> Callable[[slice], Tensor]:
     """Return the function that quantizes rows of a weight to FP8; for a wider dtype, it also dequantizes them."""
-    if dtype == FP8:
-        return lambda rows: quantized_rows(weight[rows])
-    return lambda rows: quantized_rows(weight[rows]).float() * row_scales(weight[rows])
+
+    def read(rows: slice) -> Tensor:
+        quantized, scales = quantized_rows(weight[rows])
+        return quantized if dtype == FP8 else quantized.float() * scales
+
+    return read
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -139,6 +139,27 @@ def test_products_match_the_dequantized_checkpoint(
         assert error(qkv, reference_product(tensors, FUSED["qkv"], x)) < (1e-2 if device.type == "cuda" else 1e-3)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_are_quantized_while_they_are_loaded(tmp_path: Path, device: torch.device, size: int) -> None:
+    """--quantize fp8: as a checkpoint whose rows were quantized before; a rank scales the rows of its own columns."""
+    tensors = random_tensors()
+    plain = write_checkpoint(tmp_path / "plain", tensors)
+    before = quantized(tensors, per_row=True)
+    packed = write_checkpoint(tmp_path / "packed", before, {"quantization_config": COMPRESSED_DYNAMIC})
+    for rank in range(size):
+        tp = TensorParallelRank(rank, size)
+        online = load_for_cuda(plain, device, dtype_on(device), tp, "fp8").layers[1]
+        offline = load_for_cuda(packed, device, dtype_on(device), tp).layers[1]
+        assert isinstance(online.qkv, Fp8Linear)
+        assert isinstance(offline.qkv, Fp8Linear)
+        assert torch.equal(online.qkv.weight.view(torch.uint8), offline.qkv.weight.view(torch.uint8))
+        assert torch.equal(online.qkv.weight_scale, offline.qkv.weight_scale)
+        assert isinstance(online.output, Fp8Linear)
+        columns = tensors["model.layers.1.self_attn.o_proj.weight"].chunk(size, 1)[rank]
+        assert error(online.output.weight_scale.cpu().t(), columns.double().abs().amax(1, keepdim=True) / 448) < 1e-6
+        assert error((online.output.weight.float() * online.output.weight_scale.t()).cpu(), columns.double()) < 4e-2
+
+
 def test_biases_are_added_and_weights_of_unsupported_sizes_are_widened(tmp_path: Path, device: torch.device) -> None:
     changes = {"attention_bias": True, "intermediate_size": 88, "quantization_config": COMPRESSED_DYNAMIC}
     tensors = quantized(random_tensors(changes), per_row=True)

@@ -66,9 +66,10 @@ def row_scales(weight: Tensor) -> Tensor:
     return (weight.float().abs().amax(1, keepdim=True) / FP8_MAX).clamp_min_(MIN_SCALE)
 
 
-def quantized_rows(weight: Tensor) -> Tensor:
-    """Return the weight in float8_e4m3fn, divided by `row_scales`."""
-    return (weight.float() / row_scales(weight)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+def quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight in float8_e4m3fn, divided by `row_scales`, and these."""
+    scales = row_scales(weight)
+    return (weight.float() / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 @dataclass(frozen=True, slots=True)
