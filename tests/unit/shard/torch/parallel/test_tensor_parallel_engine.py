@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from engine_driver import Driver, Stream
+from full_grid import full
+from native_families import native_configs
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig
 
@@ -71,7 +73,10 @@ def answers(engine: Engine) -> list[Stream]:
     return streams
 
 
-def test_a_divided_model_gives_the_same_results(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma2", *map(full, ("phi3", "granite", "glm4", "gpt_oss"))])
+def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> None:
+    configs = native_configs(SHAPE | {"tie_word_embeddings": False}, head_dim=16, wide_head_dim=24)
+    folder = Path(save(random_model(configs[family]), tmp_path / "checkpoint"))
     whole = answers(build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8)))
     with two_ranks(folder, tmp_path, "-m", "text_generation_shard") as engine:
         parts = answers(engine)
