@@ -58,6 +58,10 @@ MODULE = "model.layers.0.mlp.down_proj"
     ("config", "expected"),
     [
         (COMPRESSED_DYNAMIC, Fp8Format(scale_per_row=True, static_inputs=False, in_scale_dtype=True)),
+        (
+            compressed(input_activations=None),
+            Fp8Format(scale_per_row=True, static_inputs=False, in_scale_dtype=True, weight_only=True),
+        ),
         (compressed(**WHOLE), Fp8Format(scale_per_row=False, static_inputs=False, in_scale_dtype=True)),
         (compressed(**WHOLE, **STATIC), Fp8Format(scale_per_row=False, static_inputs=True, in_scale_dtype=True)),
         (compressed(weights=INT4, input_activations=None), PackedIntegerFormat(4, 128, symmetric=True)),
@@ -125,7 +129,7 @@ def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
         (compressed(weights=INT4 | {"strategy": "tensor"}), "int4 by tensor"),
         (compressed(weights=GROUP["weights"] | {"strategy": "block"}), "block_structure is None"),
         (compressed(weights=NVFP4 | {"group_size": 32}), "only NVFP4 and MXFP4"),
-        (compressed(input_activations=None), "activations None"),
+        (compressed(input_activations={"num_bits": 8, "type": "int"}), "activations int8 by None"),
         (compressed(input_activations=ACTIVATIONS | {"strategy": "group", "dynamic": True}), "float8 by group"),
         (compressed(input_activations=ACTIVATIONS | {"strategy": "token", "dynamic": False}), "float8 by token"),
         (compressed(output_activations=ACTIVATIONS), "output_activations"),

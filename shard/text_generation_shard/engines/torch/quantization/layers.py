@@ -28,8 +28,8 @@ def quantized_linear(
     weights, *others = {scheme.format_of(projection.name) for projection in projections}
     if others or weights is None:
         return None
-    if isinstance(weights, Fp8Format):
-        return Fp8Linear(projections, weights, device, dtype, bias=bias) if can_multiply(projections, device) else None
+    if isinstance(weights, Fp8Format) and not weights.weight_only and can_multiply(projections, device):
+        return Fp8Linear(projections, weights, device, dtype, bias=bias)
     if humming.can_multiply(projections, weights, device):
         return HummingLinear(projections, weights, device, dtype, bias=bias)
     return None
@@ -42,5 +42,6 @@ def projection_itemsize(scheme: Scheme | None, itemsize: int) -> float:
     sizes: list[float] = []
     for _, weights in scheme.rules:
         found = humming.bits_and_group(weights) if humming.is_installed() else None
-        sizes.append(1 if isinstance(weights, Fp8Format) else found[0] / 8 if found else itemsize)
+        is_fp8 = isinstance(weights, Fp8Format) and not weights.weight_only
+        sizes.append(1 if is_fp8 else found[0] / 8 if found else itemsize)
     return min(sizes)

@@ -112,6 +112,8 @@ def _float8(weights: Mapping[str, Any], inputs: object) -> WeightFormat:
         )
     if strategy not in ("tensor", "channel"):
         raise UnsupportedSchemeError(f"{METHOD}: weights {_words(weights)} are not supported")
+    if inputs is None:
+        return Fp8Format(strategy == "channel", static_inputs=False, in_scale_dtype=True, weight_only=True)
     is_float8 = isinstance(inputs, dict) and (inputs.get("type"), inputs.get("num_bits")) == ("float", 8)
     if not isinstance(inputs, dict) or not is_float8 or inputs.get("symmetric") is False:
         raise UnsupportedSchemeError(f"{METHOD}: FP8 weights with activations {_words(inputs)} are not supported")

@@ -37,6 +37,8 @@ class Fp8Format:
     """True: activations are scaled by the checkpoint's input_scale. False: each token by its own largest value."""
     in_scale_dtype: bool = False
     """True: dequantized weights are products in the dtype of the scales, as compressed-tensors defines them."""
+    weight_only: bool = False
+    """True: activations are not quantized, so that the product is not one of FP8."""
 
     @property
     def label(self) -> str:
