@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ LAYERS = 2
 """Layers whose weights alternate: together more than the L2 cache, at any number of rows."""
 LAUNCHES = 8
 
+OURS = partial(kernels.compute_experts, product=kernels.grouped_product)
 Layer = tuple[ExpertLinear, ExpertLinear]
 
 
@@ -71,7 +72,9 @@ def mixtures(table: Table) -> None:
             x, (ids, weights) = randn(rows, mixture.hidden), mixture.routed(rows)
             error = relative_error(mixture, layers[0], x, ids, weights)
             title = f"{mixture.name}, error {error:.1e}" + (" TOO LARGE" if error > MAX_ERROR else "")
-            measure(table, title, mixture, ids, launches(mixture, layers, x, ids, weights))
+            measure(table, title, mixture, ids, launches(mixture, layers, x, ids, weights, kernels.experts))
+            by_ours = launches(mixture, layers, x, ids, weights, OURS)
+            measure(table, "  products by our kernel", mixture, ids, by_ours)
             try:
                 measure(
                     table, "  grouped_mm, rows sorted before", mixture, ids, torch_launches(mixture, layers, x, ids)
@@ -85,12 +88,11 @@ def measure(table: Table, title: str, mixture: Mixture, ids: Tensor, some: list[
     table.row(title, len(ids), timed(some), mixture.num_bytes(ids), mixture.flops(ids))
 
 
-def launches(mixture: Mixture, layers: list[Layer], x: Tensor, ids: Tensor, weights: Tensor) -> list[Launch]:
+def launches(
+    mixture: Mixture, layers: list[Layer], x: Tensor, ids: Tensor, weights: Tensor, compute: Callable[..., Tensor]
+) -> list[Launch]:
     """Return launches of the kernels, from the grouping of the pairs to the sum over the experts of a token."""
-    return [
-        partial(kernels.experts, x, ids, weights, *layers[index % LAYERS], mixture.activation)
-        for index in range(LAUNCHES)
-    ]
+    return [partial(compute, x, ids, weights, *layers[index % LAYERS], mixture.activation) for index in range(LAUNCHES)]
 
 
 def relative_error(mixture: Mixture, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> float:
@@ -136,7 +138,7 @@ def sweep(table: Table, rows_tried: list[int]) -> None:
     for mixture, rows in itertools.product(MIXTURES[:2], rows_tried):
         layers = [mixture.layer() for _ in range(LAYERS)]
         x, (ids, weights) = randn(rows, mixture.hidden), mixture.routed(rows)
-        measure(table, f"{mixture.name} as it is", mixture, ids, launches(mixture, layers, x, ids, weights))
+        measure(table, f"{mixture.name} as it is", mixture, ids, launches(mixture, layers, x, ids, weights, OURS))
         groups = group_by_expert(ids, mixture.experts, kernels.block_rows(ids.numel(), mixture.experts, x.dtype))
         for columns, inputs in ((mixture.inner, mixture.hidden), (mixture.hidden, mixture.inner)):
             key = (columns, inputs, 1 << (ids.numel() - 1).bit_length())
@@ -144,7 +146,7 @@ def sweep(table: Table, rows_tried: list[int]) -> None:
             for tiling in tilings(kernels.tiling_for(groups, columns, inputs, x.dtype)):
                 kernels.TUNED[key] = tiling
                 try:
-                    found.append((timed(launches(mixture, layers, x, ids, weights)), tiling))
+                    found.append((timed(launches(mixture, layers, x, ids, weights, OURS)), tiling))
                 except Exception:  # noqa: BLE001, S112 – a tiling that needs too much shared memory
                     continue
             del kernels.TUNED[key]

@@ -24,6 +24,8 @@ class ExpertGroups:
 
     order: Tensor
     """int32 [pairs]: the pair of each row; pair p is the (p mod k)-th expert of token p div k."""
+    rows: Tensor
+    """int32 [pairs]: the row of each pair."""
     ends: Tensor
     """int32 [experts]: the end of each expert's rows."""
     block_experts: Tensor
@@ -44,15 +46,16 @@ def group_by_expert(ids: Tensor, experts: int, block_rows: int) -> ExpertGroups:
     pairs = ids.numel()
     max_blocks = min(pairs, pairs // block_rows + min(pairs, experts))
     programs, bins = triton.cdiv(pairs, _PAIRS), triton.next_power_of_2(experts)
-    sizes = [pairs, experts, max_blocks, max_blocks, 1, programs * bins]
+    sizes = [pairs, pairs, experts, max_blocks, max_blocks, 1, programs * bins]
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
-    order, ends, block_experts, block_starts, num_blocks, counts = torch.split(memory, sizes)
+    order, rows, ends, block_experts, block_starts, num_blocks, counts = torch.split(memory, sizes)
     if programs > 1:
         _count_kernel[(programs,)](ids, counts, pairs, BINS=bins, PAIRS=_PAIRS, num_warps=4)
     _place_kernel[(programs,)](
         ids,
         counts,
         order,
+        rows,
         ends,
         block_experts,
         block_starts,
@@ -67,7 +70,7 @@ def group_by_expert(ids: Tensor, experts: int, block_rows: int) -> ExpertGroups:
         COMPARED=16,
         num_warps=8,
     )
-    return ExpertGroups(order, ends, block_experts, block_starts, num_blocks, block_rows)
+    return ExpertGroups(order, rows, ends, block_experts, block_starts, num_blocks, block_rows)
 
 
 @triton.jit
@@ -84,6 +87,7 @@ def _place_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     ids: tl.tensor,
     counts: tl.tensor,
     order: tl.tensor,
+    rows: tl.tensor,
     ends: tl.tensor,
     block_experts: tl.tensor,
     block_starts: tl.tensor,
@@ -120,6 +124,7 @@ def _place_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         is_before = (compared[None, :] == experts[:, None]) & (number[None, :] < at[:, None])
         places += tl.sum(is_before.to(tl.int32), axis=1)
     tl.store(order + places, own, mask=inside)
+    tl.store(rows + own, places, mask=inside)
     blocks = (total + BLOCK_ROWS - 1) // BLOCK_ROWS
     block_ends = tl.cumsum(blocks, 0)
     if program == 0:

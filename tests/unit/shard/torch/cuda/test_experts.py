@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from full_grid import full
@@ -11,7 +13,12 @@ from torch.nn import functional
 from triton_interpreter import allow_computed_bounds
 
 from text_generation_shard.engines.torch.kernels.expert_groups import group_by_expert
-from text_generation_shard.engines.torch.kernels.experts import experts
+from text_generation_shard.engines.torch.kernels.experts import (
+    compute_experts,
+    experts,
+    grouped_mm,
+    grouped_product,
+)
 from text_generation_shard.engines.torch.kernels.routing import route
 from text_generation_shard.engines.torch.model.routing import softmax_top_k
 from text_generation_shard.engines.torch.ops.activation import GatedActivation
@@ -19,6 +26,11 @@ from text_generation_shard.engines.torch.ops.experts import ExpertLinear, expert
 
 ERRORS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 SILU = GatedActivation("silu")
+COMPUTE = (
+    experts_by_loop,
+    partial(compute_experts, product=grouped_product),
+    partial(compute_experts, product=grouped_mm),
+)
 GPT_OSS = GatedActivation("clamped_swiglu", interleaved=True, limit=1.5)
 
 
@@ -96,11 +108,11 @@ def test_the_weighted_sum_matches_float64(
     dtype = torch.float32 if precise else dtype
     operands = random_case(device, dtype, shape, bias=bias, transposed=transposed)
     expected = formula(*operands, activation)
-    for compute in (experts, experts_by_loop):
+    for compute in COMPUTE:
         out = compute(*operands, activation)
         assert out.dtype == dtype
-        assert relative_error(out, expected) < ERRORS[dtype], compute.__module__
-    # Any function of the products may take the place of the fused activation.
+        assert relative_error(out, expected) < ERRORS[dtype], compute
+    # Any function of the products may take the place of the gated activation.
     unfused = experts(*operands, lambda product: activation(product))
     assert relative_error(unfused, expected) < ERRORS[dtype]
 
@@ -108,7 +120,7 @@ def test_the_weighted_sum_matches_float64(
 def test_a_token_does_not_depend_on_the_others(device: torch.device) -> None:
     torch.manual_seed(1)
     x, ids, weights, gate_up, down = random_case(device, torch.float32, (9, 3, 6, 32, 16), bias=False, transposed=False)
-    for compute in (experts, experts_by_loop):
+    for compute in COMPUTE:
         whole = compute(x, ids, weights, gate_up, down, SILU)
         poisoned = x.clone()
         poisoned[4] = torch.nan
@@ -126,6 +138,7 @@ def test_pairs_are_grouped_by_expert_in_their_order(device: torch.device, tokens
     ids = torch.rand(tokens, count, device=device)[:, : count - 1].topk(k).indices
     groups = group_by_expert(ids, count, rows)
     assert groups.order.tolist() == ids.flatten().argsort(stable=True).tolist()
+    assert groups.order[groups.rows].tolist() == list(range(ids.numel()))
     sizes = ids.flatten().bincount(minlength=count)
     assert groups.ends.tolist() == sizes.cumsum(0).tolist()
     starts = groups.ends - sizes

@@ -1,0 +1,161 @@
+"""The kernels around the products of a mixture of experts: gather, gated activation, weighted sum."""
+
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.activation import activated
+from text_generation_shard.engines.torch.kernels.expert_groups import ExpertGroups
+from text_generation_shard.engines.torch.ops.activation import GatedActivation
+
+_COLUMNS = 1024
+"""Columns per program."""
+
+
+def gathered(x: Tensor, groups: ExpertGroups, each: int) -> Tensor:
+    """Return the row of `x` [tokens, hidden] of each row of the groups; a token has `each` experts."""
+    rows, hidden = groups.order.shape[0], x.shape[1]
+    out = x.new_empty(rows, hidden)
+    grid = (rows, triton.cdiv(hidden, _COLUMNS))
+    _gather_kernel[grid](
+        x, groups.order, out, x.stride(0), HIDDEN=hidden, EXPERTS_EACH=each, COLUMNS=_COLUMNS, num_warps=4
+    )
+    return out
+
+
+def activate_rows(products: Tensor, bias: Tensor | None, groups: ExpertGroups, activation: GatedActivation) -> Tensor:
+    """Return the gated activation [rows, inner] of `products` [rows, 2 · inner] + `bias` [experts, 2 · inner], contiguous."""
+    rows, inner, experts = products.shape[0], products.shape[1] // 2, groups.ends.shape[0]
+    out = products.new_empty(rows, inner)
+    step, up = (2, 1) if activation.interleaved else (1, inner)
+    _activate_kernel[(rows, triton.cdiv(inner, _COLUMNS))](
+        products,
+        bias,
+        groups.ends,
+        out,
+        step,
+        up,
+        activation.alpha,
+        activation.limit,
+        INNER=inner,
+        EXPERTS=experts,
+        BINS=triton.next_power_of_2(experts),
+        KIND=activation.kind,
+        COLUMNS=_COLUMNS,
+        num_warps=4,
+    )
+    return out
+
+
+def weighted_sum(results: Tensor, groups: ExpertGroups, ids: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
+    """Return Σ weight · (result + bias of the expert) over each token's experts, in the order of `ids`: [tokens, hidden].
+
+    `results` [rows, hidden] in the order of the groups, `ids` and `weights` [tokens, k], `bias` [experts, hidden].
+    """
+    (tokens, each), hidden = ids.shape, results.shape[1]
+    out = results.new_empty(tokens, hidden)
+    _sum_kernel[(tokens, triton.cdiv(hidden, _COLUMNS))](
+        results,
+        groups.rows,
+        ids,
+        weights,
+        bias,
+        out,
+        HIDDEN=hidden,
+        EXPERTS_EACH=each,
+        COLUMNS=_COLUMNS,
+        num_warps=4,
+    )
+    return out
+
+
+@triton.jit
+def gated(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """act(gate) · up, in float32: see GatedActivation."""
+    if KIND == "clamped_swiglu":
+        gate, up = tl.minimum(gate, limit), tl.maximum(tl.minimum(up, limit), -limit)
+        values = (up + 1.0) * gate * tl.sigmoid(alpha * gate)
+    else:
+        values = activated(gate, KIND) * up
+    return values
+
+
+@triton.jit
+def _gather_kernel(
+    x: tl.tensor,
+    order: tl.tensor,
+    out: tl.tensor,
+    x_stride: int,
+    HIDDEN: tl.constexpr,
+    EXPERTS_EACH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < HIDDEN
+    token = (tl.load(order + row) // EXPERTS_EACH).to(tl.int64)
+    values = tl.load(x + token * x_stride + columns, mask=inside, other=0.0)
+    tl.store(out + row * HIDDEN + columns, values, mask=inside)
+
+
+@triton.jit
+def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    products: tl.tensor,
+    bias: tl.tensor | None,
+    ends: tl.tensor,
+    out: tl.tensor,
+    step: int,
+    up_distance: int,
+    alpha: float,
+    limit: float,
+    INNER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    KIND: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < INNER
+    at = products + row * 2 * INNER + columns * step
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + up_distance, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        experts = tl.arange(0, BINS)
+        all_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=2147483647)
+        expert = tl.sum((all_ends <= row).to(tl.int32), axis=0)
+        bias_at = bias + expert * 2 * INNER + columns * step
+        gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(bias_at + up_distance, mask=inside, other=0.0).to(tl.float32)
+    values = gated(gate, up, alpha, limit, KIND)
+    tl.store(out + row * INNER + columns, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+    results: tl.tensor,
+    rows: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    bias: tl.tensor | None,
+    out: tl.tensor,
+    HIDDEN: tl.constexpr,
+    EXPERTS_EACH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < HIDDEN
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for number in tl.static_range(EXPERTS_EACH):
+        pair = token * EXPERTS_EACH + number
+        row = tl.load(rows + pair).to(tl.int64)
+        result = tl.load(results + row * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            expert = tl.load(ids + pair).to(tl.int64)
+            result += tl.load(bias + expert * HIDDEN + columns, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(weights + pair) * result
+    tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
