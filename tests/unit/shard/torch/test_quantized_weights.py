@@ -160,7 +160,7 @@ def test_a_group_index_that_the_config_does_not_tell_is_refused_where_weights_ar
     _, tensors, _, _ = case("gptq-int4-act-order")
     weights = GptqFormat(4, 16, zero_offset=True, symmetric=False, desc_act=False)
     stored = {key.removeprefix("m."): tensor for key, tensor in tensors.items()}
-    with pytest.raises(EngineError, match="not in order, and the config does not say so"):
+    with pytest.raises(EngineError, match="not in order, contrary to the config"):
         packed_codes(weights, stored, slice(0, 32), slice(0, 64))
 
 

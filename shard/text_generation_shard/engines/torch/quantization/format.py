@@ -14,7 +14,7 @@ WIDE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class UnsupportedSchemeError(ValueError):
-    """A config or a tensor asks for what is not supported; the message is one line, whatever values it quotes."""
+    """A config or a tensor asks for what is not supported; the message is one line, also if it quotes values."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))

@@ -172,7 +172,7 @@ def packed_codes(weights: WeightFormat, tensors: Mapping[str, Tensor], rows: sli
         if weights.symmetric and not (weights.zeros(tensors, rows) == 1 << (bits - 1)).all():
             raise EngineError(f"{weights.label}: zero points are not in the middle, and the config says symmetric")
         if not isinstance(weights, AwqFormat) and weights.order(tensors) is not None:
-            raise EngineError(f"{weights.label}: the groups of inputs are not in order, and the config does not say so")
+            raise EngineError(f"{weights.label}: the groups of inputs are not in order, contrary to the config")
         if isinstance(weights, PackedIntegerFormat):
             per_word = WORD_BITS // bits
             return tensors["packed"][rows, columns.start // per_word : columns.stop // per_word]
