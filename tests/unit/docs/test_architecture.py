@@ -29,6 +29,7 @@ MAX_FILES = {
     "a route": 2,
     "a tool-call format": 3,
     "a model family": 1,
+    "a model family with a new structure": 2,
 }
 ROWS = re.findall(r"^\| (an? [^|]+) \| `(\w+)` \| ([^|]+) \|$", TEXT, re.MULTILINE)
 

@@ -179,6 +179,7 @@ def test_eos_ids_come_from_generation_config_else_config(
         ({"rope_parameters": {"full_attention": [1]}}, "must hold an object for each kind"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', not a token id"),
+        (of("glm", head_dim=8, partial_rotary_factor=0.4), "rotates 3 of 8 dimensions, an odd number"),
         (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types must name 4 layers"),
         (of("qwen2", use_sliding_window=True, layer_types=["linear_attention"] * 4), "['linear_attention']"),
     ],

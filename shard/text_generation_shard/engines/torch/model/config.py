@@ -141,8 +141,10 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     num_layers = raw.count("num_hidden_layers")
     windows = _windows(raw, family, num_layers)
     ropes = read_ropes(raw, family, windows)
-    if head_dim % 2 or any(rope.rotary_dim(head_dim) % 2 for rope in ropes):
+    if head_dim % 2:
         raise raw.error(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
+    if odd := [dim for rope in ropes if (dim := rope.rotary_dim(head_dim)) % 2]:
+        raise raw.error(f"partial_rotary_factor rotates {odd[0]} of {head_dim} dimensions, an odd number")
     if wrong := [rope for rope in ropes if rope.factors and len(rope.factors) != rope.rotary_dim(head_dim) // 2]:
         raise raw.error(f"longrope has {len(wrong[0].factors)} factors for {wrong[0].rotary_dim(head_dim)} dimensions")
     return ModelConfig(

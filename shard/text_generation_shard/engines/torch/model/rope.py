@@ -63,12 +63,11 @@ def head_order(rope: Rope, head_dim: int) -> list[int] | None:
     rotary_dim = rope.rotary_dim(head_dim)
     if rope.interleaved:
         first, second = list(range(0, rotary_dim, 2)), list(range(1, rotary_dim, 2))
-    elif rotary_dim < head_dim:
-        first, second = list(range(rotary_dim // 2)), list(range(rotary_dim // 2, rotary_dim))
     else:
-        return None
+        first, second = list(range(rotary_dim // 2)), list(range(rotary_dim // 2, rotary_dim))
     middle = (rotary_dim + head_dim) // 2
-    return [*first, *range(rotary_dim, middle), *second, *range(middle, head_dim)]
+    order = [*first, *range(rotary_dim, middle), *second, *range(middle, head_dim)]
+    return None if order == list(range(head_dim)) else order
 
 
 def rotary_table(frequencies: Tensor, scale: float | Tensor, max_positions: int, device: torch.device) -> Tensor:
@@ -95,8 +94,6 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     """
     rotary_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-    if rope.type == "none":
-        return torch.zeros_like(exponents), 1.0
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.type == "linear":
         return frequencies / rope.factor, 1.0

@@ -23,7 +23,7 @@ class Rope:
     """Rotary position embedding; the fields are those of transformers' `rope_parameters`."""
 
     type: str
-    """One of ROPE_TYPES, `longrope`, or `none`: no rotation."""
+    """One of ROPE_TYPES, or `longrope`."""
     theta: float
     factor: float = 1.0
     original_max_positions: int = 0
@@ -49,7 +49,8 @@ class Rope:
         return int(head_dim * self.partial)
 
 
-NO_ROPE = Rope("none", 1.0)
+NO_ROPE = Rope("default", 1.0, partial=0.0)
+"""No dimension is rotated."""
 
 
 def read_ropes(raw: JsonObject, family: Family, windows: tuple[int | None, ...]) -> tuple[Rope, ...]:
