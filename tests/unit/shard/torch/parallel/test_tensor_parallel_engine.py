@@ -73,7 +73,7 @@ def answers(engine: Engine) -> list[Stream]:
     return streams
 
 
-@pytest.mark.parametrize("family", ["gemma2", *map(full, ("phi3", "granite", "glm4", "gpt_oss"))])
+@pytest.mark.parametrize("family", ["gemma2", *map(full, ("phi3", "granite", "glm4", "gpt_oss", "qwen2_moe"))])
 def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> None:
     configs = native_configs(SHAPE | {"tie_word_embeddings": False}, head_dim=16, wide_head_dim=24)
     folder = Path(save(random_model(configs[family]), tmp_path / "checkpoint"))
