@@ -44,8 +44,10 @@ class CpuStep:
         rows = functional.embedding(self._batch.token_ids, table)
         return rows if scale == 1.0 else rows.mul_(scale)
 
-    def append(self, layer: int, keys_values: Tensor) -> None:
-        self._cache.write(layer, self._batch.write_index, keys_values)
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        head_dim = self._plan.layers[layer].head_dim
+        widened = [functional.pad(each, (0, head_dim - each.shape[2])) for each in (keys, values)]
+        self._write(layer, torch.cat(widened).transpose(0, 1))
 
     def rotate_and_append(
         self,
@@ -64,7 +66,7 @@ class CpuStep:
             )
             rotated.copy_(normed * head_norms.rows)
         rotary.rotate(rotated, self._factors_of(rotary, qkv.dtype))
-        self.append(layer, heads[:, shape.num_heads :])
+        self._write(layer, heads[:, shape.num_heads :])
         queries = heads[:, : shape.num_heads]
         if rotary.rope.query_beta:
             queries.mul_(rotary.query_factors(self._batch.positions).view(-1, 1, 1).to(qkv.dtype))
@@ -81,6 +83,10 @@ class CpuStep:
         out: Tensor | None = None,
     ) -> Tensor:
         return self._plan.attend(queries, layer, scale, softcap=softcap, sinks=sinks)
+
+    def _write(self, layer: int, keys_values: Tensor) -> None:
+        """Write [tokens, 2 · KV heads, head_dim], keys first, to the cache."""
+        self._cache.write(layer, self._batch.write_index, keys_values)
 
     def _factors_of(self, rotary: RotaryEmbedding, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the factors of the rotation, which are the same in all its layers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from torch import Tensor
 from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
 from text_generation_shard.engines.torch.kernels.rope import RopeStep
-from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.model.interface import SequenceTokens
 from text_generation_shard.engines.torch.model.norm import HeadNorms
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
@@ -100,11 +98,9 @@ class DeviceStep:
         self._context.kernels.rotate_and_append(qkv, out, step, self._context.cache[layer], weights)
         return out
 
-    def append(self, layer: int, keys_values: Tensor) -> None:
-        blocks, offsets = self._cells
-        cache_layer = self._context.cache[layer]
-        heads, head_dim = cache_layer.shape[2], cache_layer.shape[4]
-        cache_layer[blocks, :, :, offsets] = keys_values.view(-1, 2, heads, head_dim).to(cache_layer.dtype)
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        context = self._context
+        context.kernels.append(keys, values, context.cache[layer], self._positions, self._slots, context.block_tables)
 
     def attend(
         self,
@@ -145,9 +141,3 @@ class DeviceStep:
                 self._positions[:count], self._slots[:count], self._context.block_tables, scale, softcap
             )
         return step
-
-    @cached_property
-    def _cells(self) -> tuple[Tensor, Tensor]:
-        """Blocks and offsets of the tokens in the cache, int64."""
-        positions = self._positions.long()
-        return self._context.block_tables[self._slots.long(), positions // BLOCK_SIZE].long(), positions % BLOCK_SIZE

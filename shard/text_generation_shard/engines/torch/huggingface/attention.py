@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, arange, cat, ones
+from torch import Tensor, arange, ones
 from torch.nn import Module, functional
 
 from text_generation_shard.engine import EngineError
@@ -165,8 +165,7 @@ class StepAttention:
         call = next(self._calls)
         head_dim = self._layers[call.layer].head_dim
         if call.is_first:
-            pairs = cat((_widened(keys, head_dim), _widened(values, head_dim)))
-            self._step.append(call.layer, pairs.transpose(0, 1).to(values.dtype))
+            self._step.append(call.layer, keys.to(values.dtype), values)
         own = _widened(queries, head_dim).transpose(0, 1).to(values.dtype)
         attended = self._step.attend(call.layer, own, rules.scale, softcap=rules.softcap, sinks=sinks)
         return attended.view(own.shape)[..., : values.shape[2]].to(queries.dtype)

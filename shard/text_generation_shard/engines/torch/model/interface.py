@@ -51,8 +51,8 @@ class Step(Protocol):
         """Return the rows of `table` [vocabulary, hidden] of the tokens, times `scale`."""
         ...
 
-    def append(self, layer: int, keys_values: Tensor) -> None:
-        """Write keys and values [tokens, 2 · KV heads, head_dim], keys first, to the cache of a layer."""
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [KV heads, tokens, dim], filled with zeros up to head_dim, to the cache of a layer."""
 
     def rotate_and_append(
         self,

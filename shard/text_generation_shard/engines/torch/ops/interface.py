@@ -111,6 +111,16 @@ class Kernels(Protocol):
         head_norms: tuple[Tensor, Tensor] | None,
     ) -> None: ...
 
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        cache_layer: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+    ) -> None: ...
+
     def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None: ...
 
     def norm_matvec(

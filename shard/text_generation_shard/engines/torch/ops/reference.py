@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
@@ -85,6 +86,23 @@ class ReferenceKernels:
         blocks = step.block_tables[step.slots.long(), positions // BLOCK_SIZE].long()
         cache_layer[blocks, 0, :, positions % BLOCK_SIZE] = rotated_keys.to(cache_layer.dtype)
         cache_layer[blocks, 1, :, positions % BLOCK_SIZE] = values.to(cache_layer.dtype)
+
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        cache_layer: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+    ) -> None:
+        blocks, offsets = (
+            block_tables[slots.long(), positions.long() // BLOCK_SIZE].long(),
+            positions.long() % BLOCK_SIZE,
+        )
+        for which, heads in enumerate((keys, values)):
+            widened = functional.pad(heads, (0, cache_layer.shape[4] - heads.shape[2]))
+            cache_layer[blocks, which, :, offsets] = widened.transpose(0, 1).to(cache_layer.dtype)
 
     def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None:
         gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)

@@ -17,6 +17,7 @@ from text_generation_shard.engines.torch.kernels.matvec import (
 )
 from text_generation_shard.engines.torch.kernels.norm import add_rms_norm, rms_norm
 from text_generation_shard.engines.torch.kernels.rope import rotate_and_append
+from text_generation_shard.engines.torch.kernels.rotate import append
 from text_generation_shard.engines.torch.kernels.routing import route
 from text_generation_shard.engines.torch.kernels.tables import update_tables
 from text_generation_shard.engines.torch.kv_cache import CacheShape
@@ -32,6 +33,7 @@ class PlainKernels:
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     rotate_and_append = staticmethod(rotate_and_append)
+    append = staticmethod(append)
     activate = staticmethod(activate)
     norm_matvec = staticmethod(norm_matvec)
     norm_matvec_activate = staticmethod(norm_matvec_activate)
