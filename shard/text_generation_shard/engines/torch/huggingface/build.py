@@ -49,9 +49,25 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
         # Within the first chunk, it makes no difference.
         log.info("sequences end with the first chunk of attention", tokens=min(chunks))
         info = replace(info, max_sequence_length=min(chunks))
-    check_model(model, model_config.vocab_size, executor, (WINDOW,) if on_cuda else (WINDOW, CHUNK))
+    if on_cuda:
+        _check_and_swap(model, model_config.vocab_size, executor)
+    else:
+        check_model(model, model_config.vocab_size, executor, (WINDOW, CHUNK))
     model.record()
     return TorchEngine(replace(info, keeps_states=model.keeps_states), executor(), grammars, open_trace(config))
+
+
+def _check_and_swap(model: TransformersModel, vocab_size: int, executor: Callable[[], Executor]) -> None:
+    """Check the model with faster parts; without them, if it is wrong with them."""
+    from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
+
+    restore = restorer(model.library)
+    try:
+        check_model(model, vocab_size, executor, (WINDOW,), lambda: swap_parts(model.library))
+    except EngineError as error:
+        restore()
+        check_model(model, vocab_size, executor, (WINDOW,))
+        log.warning("no parts are replaced", reason=str(error))
 
 
 def _cpu_executors(

@@ -1,7 +1,8 @@
-"""Models of transformers in the steps of a GPU, on a CPU: device steps, reference kernels, tokens known to the device alone."""
+"""Models of transformers in the steps of a GPU, on a CPU: device steps, replaced parts, reference attention."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
 from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
 from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.engine import TorchEngine
-from text_generation_shard.engines.torch.huggingface.check import check_model
+from text_generation_shard.engines.torch.huggingface.check import WINDOW, check_model
 from text_generation_shard.engines.torch.huggingface.config import read_config
 from text_generation_shard.engines.torch.huggingface.load import load_model
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
+from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
 from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -31,9 +33,21 @@ HEAD_DIMS = (64, 128)
 """Wider than the heads of the tiny models, which have to be padded."""
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", full("llama"), full("deepseek_v3"), full("gemma3_text")])
-def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    library_model = random_model(tiny_config(name, FAMILIES[name].changes))
+@pytest.fixture
+def restored() -> Iterator[list[Callable[[], None]]]:
+    """Functions that a test adds here are called at its end: a modeling file is changed for the whole process."""
+    restorers: list[Callable[[], None]] = []
+    yield restorers
+    for restore in restorers:
+        restore()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", *map(full, ("llama", "gemma3_text", "deepseek_v3", "qwen3_moe", "phi", "glm4", "gpt2", "cohere2"))],
+)
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, restored: list[Callable[[], None]]) -> None:
+    library_model = random_model(tiny_config(name, {**FAMILIES[name].changes, "num_hidden_layers": 2}))
     config = ShardConfig(model_path=write_model(library_model, tmp_path), device="cpu", max_batch_size=6, num_threads=1)
     model_config = read_config(tmp_path)
     info = engine_info(config, model_config, CPU, None)
@@ -46,13 +60,15 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
         runner = Runner(model, kernels, group, shape, info.max_slots, info.max_sequence_length)
         return CudaExecutor(runner, DeviceMemory(CPU, 0.4), group, shape, info.max_slots)
 
-    check_model(model, model_config.vocab_size, executor)
+    restored.append(restorer(model.library))
+    check_model(model, model_config.vocab_size, executor, (WINDOW,), lambda: swap_parts(model.library))
     model.record()
     assert {layer.head_dim for layer in model.layers} == {64}
     engine = TorchEngine(info, executor())
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
-    prompts = [tuple(torch.randint(3, 128, (length,)).tolist()) for length in (40, 7)]
-    streams = [driver.admit(prompt, 10, chunk=16) for prompt in prompts]
+    prompts = [tuple(torch.randint(3, 128, (length,)).tolist()) for length in (30, 7)]
+    # The last token of the first is computed alone.
+    streams = [driver.admit(prompt, new, chunk=24) for prompt, new in zip(prompts, (5, 4), strict=True)]
     driver.run()
     for prompt, stream in zip(prompts, streams, strict=True):
         with torch.inference_mode():
