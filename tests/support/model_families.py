@@ -184,10 +184,10 @@ def tiny_config(model_type: str, changes: Mapping[str, Any]) -> PretrainedConfig
     return config_class(**{name: value for name, value in (SIZES | dict(changes)).items() if name in fields})
 
 
-def random_model(config: PretrainedConfig) -> PreTrainedModel:
+def random_model(config: PretrainedConfig, kind: type = AutoModelForCausalLM) -> PreTrainedModel:
     """Return a model of `config` with random weights, the same each time."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    model = kind.from_config(config, attn_implementation="eager").eval().float()
     for weight in model.parameters():
         # Norms and biases are initialized to ones and zeros, which would hide a mix-up.
         if weight.ndim > 1:

@@ -9,6 +9,8 @@ import torch
 from engine_driver import Driver
 from full_grid import full
 from model_families import FAMILIES, SIZES, random_model, tiny_config, write_model
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
@@ -80,6 +82,20 @@ def test_a_window_that_only_the_mask_has_is_found(tmp_path: Path) -> None:
     config = tiny_config("phimoe", {"num_local_experts": 4, "sliding_window": 200})
     with pytest.raises(EngineError, match=r"PhimoeForCausalLM is not served .* logits differ"):
         build(write_model(random_model(config), tmp_path))
+
+
+def test_the_text_part_of_a_model_of_images_is_served(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tiny_config("ministral3", {}).to_dict()
+    whole = CONFIG_MAPPING["mistral3"](text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    model = random_model(whole, AutoModelForImageTextToText)
+    engine = build(write_model(model, tmp_path))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
+    prompt = tuple(range(5, 34))
+    tokens = driver.alone(prompt, 6)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
 def test_auto_prefers_the_native_code(tmp_path: Path) -> None:

@@ -60,6 +60,9 @@ def _from_checkpoint(
 ) -> LibraryModel:
     checkpoint = Checkpoint(folder)
     tensors = _text_tensors(checkpoint.map(checkpoint.names), model_config.model_class.base_model_prefix)
+    if len(tensors) < len(checkpoint.names) and not any(name.startswith("lm_head.") for name in tensors):
+        # The config of the whole model says that they are one, that of its text part may not.
+        model_config.library.tie_word_embeddings = True
     on_device = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") is not None else {}
     model, info = model_config.model_class.from_pretrained(
         None, config=model_config.library, state_dict=tensors, dtype=dtype, output_loading_info=True, **on_device
