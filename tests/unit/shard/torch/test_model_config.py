@@ -125,6 +125,8 @@ def test_yarn_extends_the_original_length(tmp_path: Path) -> None:
         (of("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=3), (None, None, None, 16)),
         (of("qwen2", sliding_window=16, use_sliding_window=True), (None,) * 4),
         (of("qwen3", sliding_window=16, use_sliding_window=True, layer_types=MIXED), (16, None, 16, None)),
+        (of("smollm3", sliding_window=16, use_sliding_window=True), (None, None, None, 16)),
+        (of("smollm3", sliding_window=16, layer_types=MIXED), (None,) * 4),
     ],
     ids=str,
 )
@@ -138,6 +140,11 @@ def test_each_family_has_its_biases_and_norms(tmp_path: Path) -> None:
     assert (qwen3.qkv_bias, qwen3.query_key_norm, qwen3.head_dim) == (False, True, 128)
     biased = read(tmp_path, {"attention_bias": True, "mlp_bias": True})
     assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
+
+
+def test_gelu_of_the_first_gemma_checkpoints_is_the_approximation(tmp_path: Path) -> None:
+    assert read(tmp_path, of("gemma", hidden_act="gelu")).activation == "gelu_pytorch_tanh"
+    assert read(tmp_path, {"hidden_act": "gelu"}).activation == "gelu"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,7 @@ def test_eos_ids_come_from_generation_config_else_config(
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', not a token id"),
         (of("glm", head_dim=8, partial_rotary_factor=0.4), "rotates 3 of 8 dimensions, an odd number"),
+        (of("gemma3_text", use_bidirectional_attention=True), "attention to earlier tokens only"),
         (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types must name 4 layers"),
         (of("qwen2", use_sliding_window=True, layer_types=["linear_attention"] * 4), "['linear_attention']"),
     ],

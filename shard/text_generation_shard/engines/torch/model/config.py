@@ -18,7 +18,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.model.expert_config import ExpertConfig, read_experts
 from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS, Family, Flag, NormNames, Wrapper
-from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes
+from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes, rotated_layers
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
-IF_USED = ("use_sliding_window", "use_sliding_window, all layers", "use_sliding_window, every second layer")
+USE_WINDOW = "use_sliding_window"
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -131,6 +131,8 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     architectures = whole.get("architectures") or [architecture]
     if not isinstance(architectures, list) or architecture not in architectures:
         raise whole.error(f"architecture {repr(architectures)[:200]} is not supported, only {architecture}")
+    if raw.get("use_bidirectional_attention"):
+        raise raw.error("use_bidirectional_attention: texts are generated with attention to earlier tokens only")
     hidden_size = raw.count("hidden_size")
     num_heads = raw.count("num_attention_heads", family.num_heads)
     kv_heads_default = num_heads if raw.is_null("num_key_value_heads") else family.num_kv_heads or num_heads
@@ -246,6 +248,8 @@ def _dtype(raw: JsonObject) -> str:
 def _activation(raw: JsonObject, family: Family) -> str:
     name = family.activation_field
     activation = raw.optional_text(name) or family.activation
+    if family.gelu_by_tanh and activation == "gelu":
+        return "gelu_pytorch_tanh"
     if activation not in ACTIVATIONS:
         raise raw.error(f"{name} {shortened(activation)} is not supported, only {', '.join(ACTIVATIONS)}")
     return activation
@@ -290,7 +294,7 @@ def _windows(raw: JsonObject, family: Family, num_layers: int) -> tuple[int | No
     """Return the sliding window of each layer, as the config classes of transformers define it."""
     if family.windows == "none":
         return (None,) * num_layers
-    if family.windows in IF_USED and not raw.flag("use_sliding_window", default=False):
+    if family.windows.startswith(USE_WINDOW) and not raw.flag(USE_WINDOW, default=False):
         return (None,) * num_layers
     # A null disables the window.
     has_window = "sliding_window" in raw or (family.window is not None and not raw.is_null("sliding_window"))
@@ -299,7 +303,8 @@ def _windows(raw: JsonObject, family: Family, num_layers: int) -> tuple[int | No
     if family.windows in ("all layers", "use_sliding_window, all layers"):
         return (window,) * num_layers
     if types is None:
-        return tuple(window if _is_sliding(raw, family, layer) else None for layer in range(num_layers))
+        rotated = rotated_layers(raw, family, num_layers)
+        return tuple(window if _is_sliding(raw, family, layer, rotated) else None for layer in range(num_layers))
     if not isinstance(types, list) or len(types) != num_layers:
         raise raw.error(f"layer_types must name {num_layers} layers")
     if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
@@ -309,8 +314,10 @@ def _windows(raw: JsonObject, family: Family, num_layers: int) -> tuple[int | No
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _is_sliding(raw: JsonObject, family: Family, layer: int) -> bool:
-    """Return True if a layer has a window, without layer_types."""
+def _is_sliding(raw: JsonObject, family: Family, layer: int, rotated: list[bool]) -> bool:
+    """Return True if a layer has a window, without layer_types. `rotated` says which layers have a rotation."""
+    if family.windows == "use_sliding_window, layers without rotation":
+        return not rotated[layer]
     if family.windows == "use_sliding_window":
         first = raw.get("max_window_layers")
         return layer >= (first if isinstance(first, int) else 28)

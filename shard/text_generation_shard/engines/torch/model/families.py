@@ -70,6 +70,8 @@ class Family:
     """None: num_attention_heads."""
     activation: str = "silu"
     activation_field: str = "hidden_act"
+    gelu_by_tanh: bool = False
+    """True: the activation `gelu` means its approximation by tanh, as in the first checkpoints of Gemma."""
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     qkv_bias: Flag = False
@@ -99,6 +101,7 @@ class Family:
         "use_sliding_window",
         "use_sliding_window, all layers",
         "use_sliding_window, every second layer",
+        "use_sliding_window, layers without rotation",
         "layer_types",
     ] = "none"
     """The layers with a window: see `config._windows`."""
@@ -193,6 +196,7 @@ FAMILIES: dict[str, Family] = {
         num_kv_heads=16,
         head_dim=256,
         activation="gelu_pytorch_tanh",
+        gelu_by_tanh=True,
         tie_word_embeddings=True,
         qkv_bias=ATTENTION_BIAS,
         output_bias=ATTENTION_BIAS,
@@ -295,6 +299,7 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=MLP_BIAS,
         rope_theta=2_000_000.0,
         no_rope_interval=4,
+        windows="use_sliding_window, layers without rotation",
     ),
     "ernie4_5": Family(
         "Ernie4_5ForCausalLM",

@@ -60,7 +60,7 @@ def read_ropes(raw: JsonObject, family: Family, windows: tuple[int | None, ...])
     if not isinstance(given, dict):
         raise raw.error("rope_parameters must be an object")
     ropes = _by_kind(raw, family, given, max_positions)
-    rotated = _rotated_layers(raw, family, len(windows))
+    rotated = rotated_layers(raw, family, len(windows))
     return tuple(
         ropes[FULL if window is None else SLIDING] if has_rope else NO_ROPE
         for window, has_rope in zip(windows, rotated, strict=True)
@@ -153,7 +153,7 @@ def _factors(raw: JsonObject, name: str, given: object) -> tuple[float, ...]:
     return tuple(map(float, given))
 
 
-def _rotated_layers(raw: JsonObject, family: Family, num_layers: int) -> list[bool]:
+def rotated_layers(raw: JsonObject, family: Family, num_layers: int) -> list[bool]:
     """Return for each layer if it has a rotation."""
     given = raw.get("no_rope_layers")
     if not family.no_rope_interval:
