@@ -62,7 +62,7 @@ def check(family: str, options: argparse.Namespace) -> bool:
         write_model(model, folder)
         random.seed(7)
         prompts = [[random.randrange(3, 100) for _ in range(8 + 3 * index)] for index in range(PROMPTS)]
-        reference = reference_of(folder, prompts, texts=options.texts)
+        reference = reference_of(folder, prompts, texts=options.texts, dtype=torch.float32)
         config = ShardConfig(
             engine="torch",
             model_path=str(folder),

@@ -303,8 +303,10 @@ def make_reference(model: Path) -> Reference:
     return reference_of(model, [list(prompt) for prompt in _prompts(AutoTokenizer.from_pretrained(model))])
 
 
-def reference_of(model: Path, prompts: list[list[int]], *, texts: bool = True) -> Reference:
-    """Compute the logits, and greedy texts, of some prompts with transformers in float32 on the CPU."""
+def reference_of(
+    model: Path, prompts: list[list[int]], *, texts: bool = True, dtype: torch.dtype = torch.float16
+) -> Reference:
+    """Compute the logits, kept in `dtype`, and greedy texts of some prompts with transformers in float32 on the CPU."""
     from transformers import AutoModelForCausalLM
 
     decoder = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -315,7 +317,7 @@ def reference_of(model: Path, prompts: list[list[int]], *, texts: bool = True) -
         for prompt in prompts:
             ids = torch.tensor([prompt])
             logits = decoder(ids).logits[0]
-            reference["logits"].append(logits[:, columns].half())
+            reference["logits"].append(logits[:, columns].to(dtype))
             reference["tops"].append(logits.argmax(-1))
             if not texts:
                 continue
