@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import text_generation.types
 from anthropic.types import Usage as AnthropicUsage
 from every_dialect import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, VERBATIM, Asking, stream_data
@@ -17,20 +18,29 @@ from openai.types.responses import ResponseUsage
 from sse_client import chunks, post
 
 Json = dict[str, Any]
-TEXT = " the" * 200
-"""200 tokens: several blocks and a remainder."""
 PROMPT = 200
+"""Tokens of each text: several blocks and a remainder."""
+WORDS = iter([" the", " and", " to", " in", " is", " that", " for", " it", " was", " on"])
+"""Each is one token."""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(demo_model: Path) -> AsyncIterator[Stack]:
     async with serve(demo_model, chat_template=VERBATIM) as stack:
         yield stack
 
 
-async def cached(stack: Stack, headers: dict[str, str] | None = None, **fields: object) -> int:
+@pytest.fixture
+def text() -> str:
+    """Return a text that no other test has sent."""
+    return next(WORDS) * PROMPT
+
+
+async def cached(stack: Stack, text: str, headers: dict[str, str] | None = None, **fields: object) -> int:
     """Return the cached tokens of another request with the same text, after it has ended."""
-    body = GENERATE.body(TEXT, 1) | fields
+    body = GENERATE.body(text, 1) | fields
     async with stack.client.post("/generate", json=body, headers=headers) as response:
         assert response.status == 200, await response.text()
         told = int(response.headers["x-cached-tokens"])
@@ -39,22 +49,22 @@ async def cached(stack: Stack, headers: dict[str, str] | None = None, **fields: 
     return told
 
 
-async def test_whole_blocks_are_cached_and_the_last_token_is_always_computed(stack: Stack) -> None:
-    assert await cached(stack) == 0
-    found = await cached(stack)
+async def test_whole_blocks_are_cached_and_the_last_token_is_always_computed(stack: Stack, text: str) -> None:
+    assert await cached(stack, text) == 0
+    found = await cached(stack, text)
     block = stack.scheduler.stats().block_size
     assert found % block == 0
     assert PROMPT - block <= found < PROMPT
 
 
-async def test_tgis_clients_accept_the_additional_field(stack: Stack) -> None:
-    await cached(stack)
-    found = await cached(stack)
-    reply = await post(stack.client, "/generate", GENERATE.body(TEXT, 2))
+async def test_tgis_clients_accept_the_additional_field(stack: Stack, text: str) -> None:
+    await cached(stack, text)
+    found = await cached(stack, text)
+    reply = await post(stack.client, "/generate", GENERATE.body(text, 2))
     assert reply["details"]["cached_tokens"] == found > 0
     assert text_generation.types.Response(**reply).details.generated_tokens == 2
     assert TextGenerationOutput.parse_obj_as_instance(reply).details.generated_tokens == 2
-    async with stack.client.post("/generate_stream", json=GENERATE.body(TEXT, 2)) as response:
+    async with stack.client.post("/generate_stream", json=GENERATE.body(text, 2)) as response:
         last = stream_data(await response.read())[-1]
     assert last["details"]["cached_tokens"] == found
     assert text_generation.types.StreamResponse(**last).details.generated_tokens == 2
@@ -103,51 +113,55 @@ def anthropics_sum(usage: Json) -> tuple[int, int]:
     ids=["chat", "completions", "responses", "messages"],
 )
 async def test_the_usage_has_the_cached_and_all_prompt_tokens(
-    stack: Stack, asking: Asking, streamed_usage: Callable[[bytes], Json], read: Callable[[Json], tuple[int, int]]
+    stack: Stack,
+    text: str,
+    asking: Asking,
+    streamed_usage: Callable[[bytes], Json],
+    read: Callable[[Json], tuple[int, int]],
 ) -> None:
-    fresh = await post(stack.client, asking.path, asking.body(TEXT, 3))
+    fresh = await post(stack.client, asking.path, asking.body(text, 3))
     assert read(fresh["usage"]) == (0, PROMPT)
     await until(lambda: stack.scheduler.stats().running == 0)
-    usage = (await post(stack.client, asking.path, asking.body(TEXT, 3)))["usage"]
+    usage = (await post(stack.client, asking.path, asking.body(text, 3)))["usage"]
     found, prompt = read(usage)
     assert 0 < found < prompt == PROMPT
-    body = asking.streamed(TEXT, 3)
+    body = asking.streamed(text, 3)
     if asking in (CHAT, COMPLETIONS):
         body["stream_options"] = {"include_usage": True}
     async with stack.client.post(asking.path, json=body) as response:
         assert streamed_usage(await response.read()) == usage
 
 
-async def test_a_prompt_with_several_choices_counts_once(stack: Stack) -> None:
-    body = {**COMPLETIONS.body(TEXT, 2), "prompt": [TEXT, " of" * PROMPT], "n": 3}
+async def test_a_prompt_with_several_choices_counts_once(stack: Stack, text: str) -> None:
+    body = {**COMPLETIONS.body(text, 2), "prompt": [text, " of" * PROMPT], "n": 3}
     fresh = (await post(stack.client, COMPLETIONS.path, body))["usage"]
     await until(lambda: stack.scheduler.stats().running == 0)
     again = (await post(stack.client, COMPLETIONS.path, body))["usage"]
     assert fresh["prompt_tokens_details"] == {"cached_tokens": 0}
     found = again["prompt_tokens_details"]["cached_tokens"]
-    assert found == 2 * await cached(stack)
+    assert found == 2 * await cached(stack, text)
     stream = await chunks(stack.client, COMPLETIONS.path, body | {"stream_options": {"include_usage": True}})
     assert stream[-1]["usage"] == again
 
 
-async def test_another_salt_shares_nothing(stack: Stack) -> None:
-    assert await cached(stack, cache_salt="a") == 0
-    assert await cached(stack, cache_salt="b") == 0
-    assert await cached(stack) == 0
-    assert await cached(stack, parameters={"max_new_tokens": 1, "details": True, "cache_salt": "a"}) > 0
+async def test_another_salt_shares_nothing(stack: Stack, text: str) -> None:
+    assert await cached(stack, text, cache_salt="a") == 0
+    assert await cached(stack, text, cache_salt="b") == 0
+    assert await cached(stack, text) == 0
+    assert await cached(stack, text, parameters={"max_new_tokens": 1, "details": True, "cache_salt": "a"}) > 0
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_a_tenant_learns_nothing_of_the_prompts_of_others(demo_model: Path, shared: bool) -> None:
+async def test_a_tenant_learns_nothing_of_the_prompts_of_others(demo_model: Path, text: str, shared: bool) -> None:
     settings: Json = {"api_key": ["alice", "bob"]} | ({"prefix_cache_per_tenant": False} if shared else {})
     async with serve(demo_model, settings=settings) as stack:
         alice, bob = ({"authorization": f"Bearer {name}"} for name in ("alice", "bob"))
-        assert await cached(stack, alice) == 0
-        assert await cached(stack, alice) > 0
+        assert await cached(stack, text, alice) == 0
+        assert await cached(stack, text, alice) > 0
         hits = stack.scheduler.stats().hit_tokens
-        assert await cached(stack, bob) == 0
+        assert await cached(stack, text, bob) == 0
         assert (stack.scheduler.stats().hit_tokens > hits) is shared
-        assert await cached(stack, bob) > 0
-        longer = TEXT + " a" * 40
-        assert await cached(stack, alice, inputs=longer) < PROMPT
-        assert await cached(stack, bob, inputs=longer) < PROMPT
+        assert await cached(stack, text, bob) > 0
+        longer = text + " a" * 40
+        assert await cached(stack, longer, alice) < PROMPT
+        assert await cached(stack, longer, bob) < PROMPT

@@ -7,6 +7,7 @@ import time
 from itertools import pairwise
 
 import pytest
+from full_grid import full
 from hypothesis import given
 from hypothesis import strategies as st
 from parser_events import Call, Part, read_parts
@@ -232,7 +233,12 @@ HOSTILE_BY_FORMAT = {
     "openai": ("<|channel|>", ("<|channel|>", "x", "<|message|>", "<|start|>", "\n")),
 }
 FLOODS = [
-    *((kind, before, unit) for kind, before in BEFORE.items() for unit in HOSTILE.values()),
+    # Each text in half of the formats, each format with half of the texts.
+    *(
+        full(kind, before, unit) if (row + column) % 2 else (kind, before, unit)
+        for row, (kind, before) in enumerate(BEFORE.items())
+        for column, unit in enumerate(HOSTILE.values())
+    ),
     *((kind, before, unit) for kind, (before, units) in HOSTILE_BY_FORMAT.items() for unit in units),
 ]
 
@@ -250,7 +256,7 @@ def test_a_hostile_answer_takes_linear_time(kind: str, before: str, unit: str) -
         assert time.thread_time() - began < 4
 
 
-@pytest.mark.parametrize("unit", ["<tool_call", '{"', "<think><think>"])
+@pytest.mark.parametrize("unit", ["<tool_call", full('{"'), full("<think><think>")])
 def test_a_million_characters_one_by_one_take_seconds(unit: str) -> None:
     parser = make("hermes+outside")
     began = time.thread_time()

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from full_grid import full
 from stack import Stack, running
 from streams import Streams
 from tokenizers import Tokenizer
@@ -65,10 +66,13 @@ def stacks(stack: Stack, process: str) -> str:
     )
 
 
-@pytest.mark.parametrize("fault", ["stopped", "step never ends"])
 @pytest.mark.parametrize(
-    ("replicas", "hang_timeout"),
-    [(2, 2), pytest.param(2, 15, marks=pytest.mark.full), pytest.param(1, 15, marks=pytest.mark.full)],
+    ("fault", "replicas", "hang_timeout"),
+    [
+        ("step never ends", 2, 2),
+        *(full("step never ends", replicas, 15) for replicas in (2, 1)),
+        *(full("stopped", replicas, seconds) for replicas, seconds in ((2, 2), (2, 15), (1, 15))),
+    ],
 )
 async def test_streams_of_a_shard_that_hangs_move_and_it_is_restarted(
     demo_model: Path, session: aiohttp.ClientSession, fault: str, replicas: int, hang_timeout: int
@@ -109,13 +113,13 @@ async def test_streams_of_a_shard_that_hangs_move_and_it_is_restarted(
 async def test_a_pause_and_a_long_prompt_are_no_hangs(demo_model: Path, session: aiohttp.ClientSession) -> None:
     """A shard that is stopped for less than --hang-timeout goes on; so does one that computes a prompt for longer."""
     slow_prompt = 40 * HANGING_PROMPT  # nothing of it is cached
-    with running(demo_model, *STEPS, "--echo-prefill-us", "35000", "--hang-timeout", "5") as stack:  # 200 tokens: 7 s
+    with running(demo_model, *STEPS, "--echo-prefill-us", "30000", "--hang-timeout", "3") as stack:  # 200 tokens: 6 s
         shard = stack.shard(0)
         async with asyncio.TaskGroup() as tasks:
             streams = Streams(session, tasks)
             await streams.open(stack.url, 4, max_new_tokens=100)
             shard.suspend()
-            await asyncio.sleep(3)
+            await asyncio.sleep(1.5)
             shard.resume()
             await streams.all_ended()
             await streams.open(stack.url, 1, max_new_tokens=10, inputs=slow_prompt)

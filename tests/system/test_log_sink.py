@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from full_grid import full
 from stack import Stack, still_running
 
 from text_generation_router.metrics.logs import DroppedLogLines
@@ -105,7 +106,7 @@ async def reported(log: Path) -> dict[str, Any]:
     return reports[0]
 
 
-@pytest.mark.parametrize("fault", ["full", "closed", "stalled", "launcher stopped"])
+@pytest.mark.parametrize("fault", ["full", full("closed"), "stalled", "launcher stopped"])
 async def test_a_broken_log_costs_lines_only(
     fault: str, demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:

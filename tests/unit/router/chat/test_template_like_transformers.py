@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 import pytest
+from full_grid import full
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -100,7 +101,7 @@ def text_or_refusal(render: Callable[[], str]) -> str:
         return f"refused: {error}"
 
 
-@pytest.mark.parametrize("tools", [(), (WEATHER,), (WEATHER, CLOCK)], ids=["no tools", "a tool", "two tools"])
+@pytest.mark.parametrize("tools", [(), full((WEATHER,)), (WEATHER, CLOCK)], ids=["no tools", "a tool", "two tools"])
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_new_turn(name: str, messages: list[Json], tools: tuple[Tool, ...]) -> None:
