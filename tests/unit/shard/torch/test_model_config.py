@@ -181,6 +181,7 @@ def test_eos_ids_come_from_generation_config_else_config(
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+        (of("phi3", original_max_position_embeddings=1, rope_scaling={"type": "su"}), "is 1: longrope divides"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"rope_scaling": [1]}, "rope_parameters must be an object"),
         ({"rope_parameters": {"full_attention": [1]}}, "must hold an object for each kind"),

@@ -84,10 +84,20 @@ def test_a_window_that_only_the_mask_has_is_found(tmp_path: Path) -> None:
         build(write_model(random_model(config), tmp_path))
 
 
-def test_the_text_part_of_a_model_of_images_is_served(tmp_path: Path) -> None:
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = tiny_config("ministral3", {}).to_dict()
-    whole = CONFIG_MAPPING["mistral3"](text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+@pytest.mark.parametrize(
+    ("model_type", "text_type", "vision"),
+    [
+        ("mistral3", "ministral3", {"image_size": 28, "patch_size": 14}),
+        ("llama4", "llama4_text", {"image_size": 28, "patch_size": 14, "vision_output_dim": 32}),
+    ],
+)
+def test_the_text_part_of_a_model_of_images_is_served(
+    model_type: str, text_type: str, vision: dict[str, object], tmp_path: Path
+) -> None:
+    """Their configs differ in the place of tie_word_embeddings, their classes in the name of the base model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tiny_config(text_type, FAMILIES[text_type].changes).to_dict()
+    whole = CONFIG_MAPPING[model_type](text_config=text, vision_config=sizes | vision)
     model = random_model(whole, AutoModelForImageTextToText)
     engine = build(write_model(model, tmp_path))
     driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))

@@ -15,6 +15,7 @@ from text_generation_shard.engines.torch.huggingface.library import (
     VERSION,
     LibraryConfig,
     LibraryModel,
+    base_of,
     check_version,
     config_from_json,
     decoder_class,
@@ -46,6 +47,8 @@ class TransformersConfig:
     active_weights: int
     """Number of weights beside the embeddings."""
     embedding_weights: int
+    base_name: str
+    """The attribute of the model's part whose output the LM head gets."""
     quantization: None = None
 
     @property
@@ -75,6 +78,7 @@ def read_config(folder: Path) -> TransformersConfig:
             )
         with torch.device("meta"):
             model = model_class(text)
+        base = base_of(model)
     except EngineError:
         raise
     except Exception as error:  # noqa: BLE001 – the library checks values in many ways
@@ -94,6 +98,7 @@ def read_config(folder: Path) -> TransformersConfig:
         projection_weights=weights - embeddings,
         active_weights=weights - embeddings - _idle_experts(model, text),
         embedding_weights=embeddings,
+        base_name=next(name for name, module in model.named_modules() if module is base),
     )
 
 

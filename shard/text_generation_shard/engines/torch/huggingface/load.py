@@ -59,10 +59,11 @@ def _from_checkpoint(
     folder: Path, model_config: TransformersConfig, device: torch.device, dtype: torch.dtype
 ) -> LibraryModel:
     checkpoint = Checkpoint(folder)
-    tensors = _text_tensors(checkpoint.map(checkpoint.names), model_config.model_class.base_model_prefix)
-    if len(tensors) < len(checkpoint.names) and not any(name.startswith("lm_head.") for name in tensors):
-        # The config of the whole model says that they are one, that of its text part may not.
-        model_config.library.tie_word_embeddings = True
+    tensors = checkpoint.map(checkpoint.names)
+    if any(TEXT_PART.match(name) for name in tensors):
+        tensors = _text_tensors(tensors, model_config.base_name)
+        # The checkpoint decides: the config of the whole model and that of its text part may differ.
+        model_config.library.tie_word_embeddings = "lm_head.weight" not in tensors
     on_device = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") is not None else {}
     model, info = model_config.model_class.from_pretrained(
         None, config=model_config.library, state_dict=tensors, dtype=dtype, output_loading_info=True, **on_device
@@ -77,9 +78,7 @@ def _from_checkpoint(
 
 
 def _text_tensors(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of the text part under the names of a text model; all of them if there is no other part."""
-    if not any(TEXT_PART.match(name) for name in tensors):
-        return tensors
+    """Return the tensors of the text part under the names of a text model, whose base is `prefix`."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         inner = TEXT_PART.sub("", name)

@@ -113,6 +113,8 @@ def _read_rope(
     common["original_max_positions"] = original
     if kind == "longrope":
         # As in vLLM: one set of factors for all lengths, so that keys can be cached.
+        if original == 1:
+            raise raw.error(f"{key} is 1: longrope divides by its logarithm")
         name = "long_factor" if max_positions > original else "short_factor"
         return Rope(
             kind,
