@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,14 @@ def test_the_text_part_of_a_model_of_images_is_served(
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_model(random_model(tiny_config("gpt2", FAMILIES["gpt2"].changes)), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"n_positions": 128}))
+    with pytest.raises(EngineError, match=r"wpe\.weight has shape \[256, 64\], config\.json says \[128, 64\]"):
+        build(folder)
 
 
 def test_auto_prefers_the_native_code(tmp_path: Path) -> None:

@@ -66,8 +66,17 @@ def _from_checkpoint(
         model_config.library.tie_word_embeddings = "lm_head.weight" not in tensors
     on_device = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") is not None else {}
     model, info = model_config.model_class.from_pretrained(
-        None, config=model_config.library, state_dict=tensors, dtype=dtype, output_loading_info=True, **on_device
+        None,
+        config=model_config.library,
+        state_dict=tensors,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # the error that it raises otherwise names no tensor
+        **on_device,
     )
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, stored, shape = mismatched[0]
+        raise EngineError(f"{folder}: {name} has shape {list(stored)}, config.json says {list(shape)}")
     if missing := sorted(info["missing_keys"]):
         raise EngineError(f"{folder}: the checkpoint has no tensor {missing[0]}")
     if device.type == "cpu":
