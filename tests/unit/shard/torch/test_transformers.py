@@ -10,6 +10,7 @@ import torch
 from engine_driver import Driver
 from full_grid import full
 from model_families import FAMILIES, SIZES, random_model, tiny_config, write_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -114,6 +115,15 @@ def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"n_positions": 128}))
     with pytest.raises(EngineError, match=r"wpe\.weight has shape \[256, 64\], config\.json says \[128, 64\]"):
+        build(folder)
+
+
+def test_quantized_weights_without_a_config_of_them_are_refused(tmp_path: Path) -> None:
+    folder = write_model(random_model(tiny_config("gpt2", FAMILIES["gpt2"].changes)), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("h.0.mlp.c_fc.weight"))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=r"c_fc\.weight is int8, and config\.json has no quantization_config"):
         build(folder)
 
 

@@ -64,6 +64,9 @@ def _from_checkpoint(
         tensors = _text_tensors(tensors, model_config.base_name)
         # The checkpoint decides: the config of the whole model and that of its text part may differ.
         model_config.library.tie_word_embeddings = "lm_head.weight" not in tensors
+    if quantized := [name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.itemsize == 1]:
+        kind = str(tensors[quantized[0]].dtype).removeprefix("torch.")
+        raise EngineError(f"{folder}: {quantized[0]} is {kind}, and config.json has no quantization_config")
     on_device = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") is not None else {}
     model, info = model_config.model_class.from_pretrained(
         None,
