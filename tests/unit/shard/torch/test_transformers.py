@@ -127,6 +127,12 @@ def test_quantized_weights_without_a_config_of_them_are_refused(tmp_path: Path) 
         build(folder)
 
 
+def test_a_config_with_a_name_for_each_of_many_labels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "num_labels": 1 << 22}))
+    with pytest.raises(EngineError, match="num_labels is 4194304, above 32768"):
+        build(str(tmp_path))
+
+
 def test_auto_prefers_the_native_code(tmp_path: Path) -> None:
     folder = write_model(random_model(tiny_config("llama", {})), tmp_path)
     assert build(folder, model_impl="auto").info.model_type == "llama"

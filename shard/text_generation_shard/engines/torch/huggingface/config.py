@@ -125,7 +125,7 @@ def _check_sizes(raw: JsonObject, values: Mapping[str, Any]) -> None:
         most = MAX_COUNTS.get(name)
         if "layer" in name:
             most = MAX_COUNTS["num_hidden_layers"]
-        elif "expert" in name:
+        elif "expert" in name or name == "num_labels":
             most = MAX_EXPERTS
         if most is not None and abs(value) > most:
             raise raw.error(f"{name} is {shortened(value)}, above {most}")
