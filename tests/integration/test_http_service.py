@@ -110,7 +110,7 @@ BY_MODEL: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", BY_MODEL)
 async def test_a_model_that_is_not_served_is_refused(stack: Stack, path: str) -> None:
     """The name may be that of an adapter: the base model must not answer for it."""
-    for name in ("echo", "tgi", "dummy", "m", "nick/name", ""):
+    for name in ("echo", "tgi", "dummy", "m", "http://127.0.0.1:3000", "nick/name", ""):
         status, reply = await post(stack, path, BY_MODEL[path] | {"model": name})
         assert status == 200, reply
     for fields in ({}, {"stream": True}):

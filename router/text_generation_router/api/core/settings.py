@@ -64,10 +64,10 @@ class Settings:
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound if a request names a model, or an adapter, that is not served.
 
-        None, "", placeholders and single letters, as load generators send them, name no model. The last part of the model's
-        name may stand for it.
+        None, "", placeholders, single letters, as load generators send them, and the URL of the server, as
+        @huggingface/inference sends it, name no model. The last part of the model's name may stand for it.
         """
-        if not name or len(name) == 1 or name in PLACEHOLDERS:
+        if not name or len(name) == 1 or name in PLACEHOLDERS or name.startswith(("http://", "https://")):
             return
         if name not in (*self.model_names, self.config.model_path, self.model_id.rstrip("/").rpartition("/")[2]):
             raise ModelNotFound(f"The model `{name}` does not exist")
