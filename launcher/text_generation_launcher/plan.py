@@ -290,10 +290,11 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
         env = mpi.rank_environment(env, as_root=context.is_root)
         if context.devices.count:
             env["CUDA_VISIBLE_DEVICES"] = _visible_devices(config, context, replica)
-    elif not _on_devices(config, context.devices):
-        settings |= _cpu_share(config, context, config.num_replicas * here)
     elif config.num_replicas * here > 1:
-        env["CUDA_VISIBLE_DEVICES"] = nth_visible(context.environ, replica * here + number)
+        if _on_devices(config, context.devices):
+            env["CUDA_VISIBLE_DEVICES"] = nth_visible(context.environ, replica * here + number)
+        else:
+            settings |= _cpu_share(config, context, config.num_replicas * here)
     if size > 1:
         # torch.distributed would log stack traces for every consequence of a peer's death.
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -354,15 +355,14 @@ def _address(config: LauncherConfig, context: LaunchContext, replica: int, rank:
 
 
 def _cpu_share(config: LauncherConfig, context: LaunchContext, shards: int) -> dict[str, object]:
-    """Return the share of cores and memory of a shard on a CPU.
+    """Return the share of cores and memory of one of several shards on a CPU.
 
-    Cores: threads at a barrier wait for a thread whose core another process has. So several shards share the cores, and a
-    single one leaves a core for the router: on two busy cores, two threads take up to ten times as long as one. Memory: the
+    Cores: if each shard had a thread on every core, threads at barriers would wait for threads without a core. Memory: the
     requested fraction is that of all shards together.
     """
     share: dict[str, object] = {"cpu_memory_fraction": config.cpu_memory_fraction / shards}
     if not config.num_threads and "OMP_NUM_THREADS" not in context.environ:
-        share["num_threads"] = max(1, context.cpus - 1 if shards == 1 else context.cpus // shards)
+        share["num_threads"] = max(1, context.cpus // shards)
     return share
 
 

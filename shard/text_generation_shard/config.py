@@ -56,7 +56,7 @@ class ShardSettings(HangSettings, ShardAccess):
     cpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Fraction of the machine's memory that the torch engine may use on CPU, including weights."""
     num_threads: NonNegativeInt = 0
-    """Threads of a forward pass on CPU; 0: one per core, and under the launcher one less, or an equal share for each of several shards."""
+    """Threads of a forward pass on CPU; 0: one per core."""
     trtllm_options: str = ""
     """Keyword arguments of TensorRT-LLM's LLM, as YAML: a file or the text itself."""
     trace_steps: str = ""

@@ -236,11 +236,9 @@ def test_each_replica_has_its_own_trace_file() -> None:
 @pytest.mark.parametrize(
     ("cpus", "replicas", "environ", "num_threads", "expected"),
     [
-        (8, 1, {}, 0, 7),  # one core is left for the router
+        (8, 1, {}, 0, 0),  # chosen by torch
         (8, 2, {}, 0, 4),
         (8, 3, {}, 0, 2),
-        (2, 1, {}, 0, 1),
-        (1, 1, {}, 0, 1),
         (2, 3, {}, 0, 1),
         (8, 2, {}, 8, 8),  # explicit
         (8, 2, {"OMP_NUM_THREADS": "1"}, 0, 0),  # OMP_NUM_THREADS has precedence
