@@ -31,7 +31,7 @@ from text_generation_bench.router import (
 )
 
 FAKES = Path(__file__).parents[2] / "tests" / "fakes" / "tensorrt_llm"
-VERSIONS = ("v1_2", "v1_3")
+VERSIONS = ("1.2", "1.3")
 PROMPT_TOKENS = 100
 
 
@@ -61,7 +61,8 @@ def main() -> None:
 
 def environ(version: str) -> dict[str, str]:
     """Return the environment of a process that imports this stand-in."""
-    return os.environ | {"PYTHONPATH": str(FAKES / version), "TRTLLM_STANDIN_STEP_MS": str(STEP_MS)}
+    path = os.pathsep.join((str(FAKES), str(FAKES / "releases" / version)))
+    return os.environ | {"PYTHONPATH": path, "TRTLLM_STANDIN_STEP_MS": str(STEP_MS)}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,9 +27,15 @@ CONFIG = {
 }
 
 
-def path_of(version: str) -> Path:
-    """Return the folder to import `tensorrt_llm` from."""
-    return FAKES / f"v{version.replace('.', '_')}"
+def python_path(version: str) -> str:
+    """Return the PYTHONPATH of a release: the stand-in, and the metadata that name its version."""
+    return os.pathsep.join((str(FAKES), str(FAKES / "releases" / version)))
+
+
+def table(version: str) -> dict[str, Any]:
+    """Return the recorded signatures of a release."""
+    found: dict[str, Any] = json.loads((FAKES / "trtllm_standin" / f"signatures-{version}.json").read_text())
+    return found
 
 
 def model_folder(folder: Path, **changes: object) -> Path:
@@ -70,7 +77,8 @@ def importable(version: str, monkeypatch: pytest.MonkeyPatch, **settings: object
     """Make one release importable in this process; `settings` are the stand-in's, in lower case without prefix."""
     for name, value in settings.items():
         monkeypatch.setenv(f"TRTLLM_STANDIN_{name.upper()}", str(value))
-    monkeypatch.syspath_prepend(str(path_of(version)))
+    for folder in python_path(version).split(os.pathsep):
+        monkeypatch.syspath_prepend(folder)
     _forget()
     try:
         yield
@@ -82,7 +90,4 @@ def _forget() -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] in ("tensorrt_llm", "trtllm_standin"):
             del sys.modules[name]
-    common = str(FAKES / "common")
-    while common in sys.path:
-        sys.path.remove(common)
     importlib.invalidate_caches()

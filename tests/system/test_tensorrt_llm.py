@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 from stack import Stack, running, still_running
-from standin import VERSIONS, path_of, read_log
+from standin import VERSIONS, python_path, read_log
 from streams import Streams
 
 from text_generation_proto.exit_codes import ExitCode
@@ -29,7 +29,7 @@ MAX_BATCH_SIZE = 4
 @contextmanager
 def serving(model: Path, version: str, *args: str, log: Path | None = None, **settings: object) -> Iterator[Stack]:
     """Run a stack and yield it once it is ready; `settings` are those of the stand-in."""
-    environ = {"PYTHONPATH": str(path_of(version))}
+    environ = {"PYTHONPATH": python_path(version)}
     environ |= {f"TRTLLM_STANDIN_{name.upper()}": str(value) for name, value in settings.items()}
     if log is not None:
         environ["TRTLLM_STANDIN_LOG"] = str(log)

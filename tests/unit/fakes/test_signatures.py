@@ -1,6 +1,6 @@
 """The stand-in against the recorded signatures of TensorRT-LLM, and the names that the engine uses.
 
-The tables tests/fakes/tensorrt_llm/signatures-*.json say where each entry was read. The stand-in builds most of its classes from
+The tables tests/fakes/tensorrt_llm/trtllm_standin/signatures-*.json say where each entry was read. The stand-in builds most of its classes from
 them; these tests check the result.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import pytest
-from standin import FAKES, VERSIONS, importable
+from standin import VERSIONS, importable, table
 
 from text_generation_shard.engines.tensorrt_llm import api
 
@@ -98,9 +97,8 @@ class Release:
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def release(request: pytest.FixtureRequest) -> Iterator[Release]:
-    table = json.loads((FAKES / f"signatures-{request.param}.json").read_text())
     with pytest.MonkeyPatch.context() as patch, importable(request.param, patch):
-        yield Release(request.param, table["entries"])
+        yield Release(request.param, table(request.param)["entries"])
 
 
 def spell(value: object) -> object:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Mapping, Optional, Union  # noqa: UP035 - names
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-TABLES = Path(__file__).resolve().parents[2]
+TABLES = Path(__file__).resolve().parent
 OPAQUE = "Fields are not recorded: none can be set."
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "mpi"
+FOLDER = Path(__file__).resolve().parent / "mpi"
 
 
 class Workers:

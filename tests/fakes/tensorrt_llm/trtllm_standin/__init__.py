@@ -1,8 +1,8 @@
 """A stand-in for NVIDIA's tensorrt_llm: an engine that repeats its prompts, with the traps of the real library.
 
-`v1_2/` and `v1_3/` beside this folder each hold a package `tensorrt_llm` for PYTHONPATH. `signatures-1.2.json` and
-`signatures-1.3.json` record the signatures of these releases with their sources; the classes of the package are built from them
-(`recorded`, `package`). `release` lists the differences in behaviour. No model is computed.
+One package imitates all releases. `releases/` beside it holds the metadata of each, and the metadata on sys.path choose the release.
+`signatures-1.2.json` and `signatures-1.3.json` record names and signatures with their sources and commits; the classes of the
+package are built from them (`recorded`, `package`). `release` is the table of the differences in behaviour. No model is computed.
 
 Comments name the source of each trap. Files are those of the repository NVIDIA/TensorRT-LLM unless another one is named:
 
