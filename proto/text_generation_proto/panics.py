@@ -30,6 +30,11 @@ def as_exception(error: BaseException) -> Exception:
     return PanicError(f"a library failed: {' '.join(str(error)[:MAX_MESSAGE].split())}")
 
 
+def without_backtrace(message: str) -> str:
+    """Return an error message of llguidance without the backtrace or the state that it appends."""
+    return message.split("<backtrace>")[0].split("<state>")[0].rstrip()
+
+
 def without_panics(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that calls a Rust library: it raises PanicError in place of a panic."""
 

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, cast
 import structlog
 
 from text_generation_proto.grammar_options import JSON_OPTIONS, LIMITS, MAX_GRAMMAR_TEXT
+from text_generation_proto.grammar_tokenizer import load_tokenizer
 from text_generation_proto.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
-from text_generation_proto.panics import PanicError, without_panics
+from text_generation_proto.panics import PanicError, without_backtrace, without_panics
 from text_generation_proto.values import Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -134,25 +135,11 @@ def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | 
 
     try:
         text = read_file(find_file(Path(folder), name), MAX_TOKENIZER_BYTES).decode()
-        tokenizer = _load_tokenizer(text, list(eos_token_ids))
+        tokenizer = load_tokenizer(text, list(eos_token_ids))
     except (OSError, ValueError, PanicError) as error:
         log.warning("no grammars: the tokenizer cannot be read", reason=_one_line(str(error)))
         return None
     return Grammars(tokenizer, LLParserLimits(**LIMITS))
-
-
-@without_panics
-def _load_tokenizer(text: str, eos_token_ids: list[int]) -> LLTokenizer:
-    """Raises ValueError if llguidance cannot read `text` as a tokenizer.json."""
-    from llguidance import LLTokenizer
-
-    if eos_token_ids:
-        with suppress(ValueError):
-            return LLTokenizer(text, eos_token=eos_token_ids)
-    # The model's vocabulary, and so its EOS tokens, may be larger than the tokenizer's.
-    tokenizer = LLTokenizer(text)
-    known = [token_id for token_id in eos_token_ids if token_id < tokenizer.vocab_size]
-    return LLTokenizer(text, eos_token=known) if known else tokenizer
 
 
 def _definition(grammar: Grammar) -> str:
@@ -182,5 +169,5 @@ def _lower_priority() -> None:
 
 
 def _one_line(message: str) -> str:
-    words = " ".join(message.replace("<non-verbose/>", "").split())[:MAX_MESSAGE]
+    words = " ".join(without_backtrace(message).replace("<non-verbose/>", "").split())[:MAX_MESSAGE]
     return "no text can match it" if words == "NoExtensionBias" else words

@@ -20,6 +20,8 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from text_generation_proto.grammar_options import JSON_OPTIONS, LIMITS
+from text_generation_proto.grammar_tokenizer import load_tokenizer
+from text_generation_proto.panics import without_backtrace
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
 from text_generation_router.grammar.expressions import BadExpression, check_expression
@@ -64,12 +66,12 @@ _UNSUPPORTED = {
 def compile_job(config: dict[str, Any]) -> Callable[[], Callable[[bytes], bytes]]:
     """Return a function that returns the job for one model; `config`: `tokenizer`, the path of its tokenizer.json.
 
-    Raises FileNotFoundError or ValueError.
+    Raises FileNotFoundError, ValueError or PanicError.
     """
     path = Path(config["tokenizer"])
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no tokenizer")
-    tokenizer = LLTokenizer(str(path))
+    tokenizer = load_tokenizer(path.read_text(encoding="utf-8"))
     sys.setrecursionlimit(_FRAMES)
 
     def job(payload: bytes) -> bytes:
@@ -242,7 +244,12 @@ def _random_token(mask: bytes, generator: random.Random) -> int:
 
 def _reason(matcher: LLMatcher) -> str:
     """Return the engine's error, without its picture of the place in the grammar."""
-    message = matcher.get_error().split("\n   1 |")[0].removeprefix("at 1(8): ").replace("<non-verbose/>", "")
+    message = (
+        without_backtrace(matcher.get_error())
+        .split("\n   1 |")[0]
+        .removeprefix("at 1(8): ")
+        .replace("<non-verbose/>", "")
+    )
     for pattern, text in _UNSUPPORTED.items():
         if (found := re.search(pattern, message)) is not None:
             return text.format(*found.groups())

@@ -232,6 +232,20 @@ def test_an_eos_token_beyond_the_tokenizer_is_ignored(folder: Path) -> None:
     assert grammars.end_token_ids == {END}
 
 
+def test_a_text_follows_its_grammar_where_ids_are_unused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary.update({name: token_id + 300 for name, token_id in vocabulary.items() if token_id > 200})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 600}))
+    engine = build_engine(ShardConfig(engine="torch", model_path=str(tmp_path), load_format="dummy", device="cpu"))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=4096)))
+    stream = driver.admit(PROMPT, stopping=stopping(), sampling=SAMPLED, grammar=JSON)
+    driver.run()
+    jsonschema.validate(json.loads(text(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), stream)), SCHEMA)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("grammar", [REGEX, BROKEN[0][0]], ids=["good", "broken"])
 def test_a_session_continues_while_a_grammar_is_compiled(folder: Path, grammar: Grammar) -> None:

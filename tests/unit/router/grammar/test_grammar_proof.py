@@ -272,6 +272,14 @@ def test_the_job_needs_a_tokenizer(tmp_path: Path) -> None:
         compile_job({"tokenizer": str(tmp_path / "tokenizer.json")})
 
 
+def test_a_grammar_with_a_control_token_above_unused_ids_is_proved() -> None:
+    job = compile_job({"tokenizer": str(Path(__file__).parents[3] / "corpus/tokenizers/gpt-oss/tokenizer.json")})()
+    for text, refusal in [('start: <|channel|> "ab"', b""), ("start: <|no-such-token|>", b"unknown special token")]:
+        answer = job(json.dumps({"kind": GrammarKind.LARK.value, "text": text}).encode())
+        assert refusal in answer
+        assert bool(refusal) is bool(answer)
+
+
 def test_a_grammar_that_fails_at_its_first_token_is_refused(tokenizer: LLTokenizer) -> None:
     """The first mask is fine; after the first token there are too many states."""
     wide = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(600)}}
