@@ -47,7 +47,7 @@ TOPICS = {
     "max_unread_bytes keep_alive_timeout shutdown_delay graceful_termination_timeout compute_type docker_label "
     "aip_predict_route aip_health_route",
     "Limits of a request": "max_input_tokens max_input_length max_total_tokens max_best_of max_stop_sequences "
-    "max_top_n_tokens max_client_batch_size disable_grammar_support enable_prefill_logprobs",
+    "max_top_n_tokens max_client_batch_size disable_grammar_support token_logprobs enable_prefill_logprobs",
     "Queue and overload": "max_concurrent_requests max_queued_tokens queue_timeout request_timeout tenant_weights max_priority trust_caller_headers "
     "validation_workers",
     "Batching and KV cache": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms "

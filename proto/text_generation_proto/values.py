@@ -110,7 +110,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """Log-probabilities to report beside those of the chosen tokens."""
+    """Log-probabilities to report."""
 
     top_n: int = parameter(0, tgi="top_n_tokens", chat="top_logprobs", completions="logprobs")
     """The most probable tokens of each position to report."""
@@ -118,6 +118,8 @@ class LogprobOptions:
     """Report the log-probabilities of the prompt's tokens."""
     prompt_top_n: int = parameter(0, completions="`echo` with `logprobs` above 0")
     """With `prompt`: the most probable tokens of each prompt position to report."""
+    tokens: bool = parameter(False, openai="logprobs")  # noqa: FBT003
+    """Report the log-probabilities of the chosen tokens. Some engines do more work for them."""
 
 
 SAMPLING_PARAMETERS = parameters_of(Sampling)

@@ -142,6 +142,9 @@ class RouterSettings(HangSettings, ShardAccess):
     """Seconds that an idle HTTP connection is kept. A load balancer's own timeout must be shorter."""
     management_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of a second listener for probes and metrics; 0: none."""
+    token_logprobs: Literal["auto", "always", "never"] = "auto"
+    """Log-probabilities of generated tokens. auto: where the reply shows them (TGI's streams and `details`, OpenAI's
+    `logprobs`); always: for every request, as TGI does; never: not at all."""
     enable_prefill_logprobs: bool = False
     """Accepted for compatibility with TGI: prefill log-probabilities are always available."""
     api_key: Keys = ()

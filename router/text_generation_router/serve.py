@@ -19,7 +19,7 @@ from text_generation_proto.heartbeat import send_heartbeats
 from text_generation_proto.notify import Notifier
 from text_generation_proto.stop_signals import StopSignals
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_proto.values import WarmUpLimits
+from text_generation_proto.values import LOGPROB_PARAMETERS, WarmUpLimits
 from text_generation_router.api.app import create_app
 from text_generation_router.api.assemble import assemble
 from text_generation_router.api.core.admission import Permits
@@ -241,8 +241,12 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
         raise CannotServe(
             f"`max_total_tokens`({total}) is more than the model's {model.info.max_sequence_length} positions"
         )
+    unsupported = dict(model.unsupported)
+    if config.token_logprobs == "never":
+        names = [parameter.field for parameter in LOGPROB_PARAMETERS]
+        unsupported |= dict.fromkeys(names, "the server runs with --token-logprobs never")
     most_tops = config.max_top_n_tokens
-    if "top_n" not in model.unsupported:  # else the engine's reason is more useful than a limit of 0
+    if "top_n" not in unsupported:  # else the engine's reason is more useful than a limit of 0
         most_tops = min(most_tops, model.info.max_top_n_tokens)
     return Limits(
         max_best_of=config.max_best_of,
@@ -251,7 +255,8 @@ def resolve_limits(config: RouterConfig, model: ReplicaInfo) -> Limits:
         max_input_tokens=longest,
         max_total_tokens=total,
         vocab_size=model.info.vocab_size,
-        unsupported=model.unsupported,
+        unsupported=unsupported,
+        always_logprobs=config.token_logprobs == "always",
     )
 
 

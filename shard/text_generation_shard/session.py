@@ -99,6 +99,8 @@ class EngineSession:
         """Run steps until `end`, then drop every sequence. Raises the engine's fatal errors."""
         engine, monitor = self.engine, self.monitor
         steps = applied = step_ns = forward_ns = 0
+        scored: set[int] = set()
+        """Slots whose sequence needs the log-probabilities of its tokens."""
         result: StepResult | None = None
         try:
             while True:
@@ -114,9 +116,13 @@ class EngineSession:
                 if orders is not None:
                     failures = engine.apply(orders)
                     applied = orders.number
+                    for admission in orders.admit:
+                        (scored.add if admission.logprobs.tokens else scored.discard)(admission.slot)
                     result = result or StepResult()
                     result.failed += failures
                 if result is not None and (orders is not None or not result.is_silent):
+                    if scored.isdisjoint(result.slots):
+                        result.logprobs = []
                     result.step, result.orders_applied = steps, applied
                     result.step_ns, result.forward_ns = step_ns, forward_ns
                     result.running, result.used_blocks, result.queued = (

@@ -191,7 +191,9 @@ async def test_info_lists_the_limits(stack: Stack) -> None:
     async with stack.client.get("/info") as response:
         info = await response.json()
     fields = "model_id model_sha model_pipeline_tag max_concurrent_requests max_best_of max_stop_sequences "
-    fields += "max_input_tokens max_total_tokens validation_workers max_client_batch_size router version sha "
+    fields += (
+        "max_input_tokens max_total_tokens token_logprobs validation_workers max_client_batch_size router version sha "
+    )
     fields += (
         "docker_label model_dtype model_device_type engine unsupported replicas replicas_serving shards prefix_cache"
     )

@@ -88,7 +88,7 @@ class Driver:
             wait([matcher])
             admission["matcher"] = matcher
         options = {name: admission.pop(word) for word, name in _LOGPROBS.items() if word in admission}
-        logprobs = LogprobOptions(**options)  # type: ignore[arg-type]
+        logprobs = LogprobOptions(tokens=True, **options)  # type: ignore[arg-type]
         self._admit.append(
             NewSequence(
                 slot, stream.prompt, stopping, sampling, tuple(blocks), logprobs=logprobs, grammar=grammar, **admission

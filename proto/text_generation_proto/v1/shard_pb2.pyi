@@ -579,20 +579,24 @@ class LogprobOptions(google.protobuf.message.Message):
     TOP_N_FIELD_NUMBER: builtins.int
     PROMPT_FIELD_NUMBER: builtins.int
     PROMPT_TOP_N_FIELD_NUMBER: builtins.int
+    NO_TOKENS_FIELD_NUMBER: builtins.int
     top_n: builtins.int
     """also report the n most probable tokens of each position, and all ties with the nth"""
     prompt: builtins.bool
     """report the log-probabilities of the prompt's tokens with the first new token"""
     prompt_top_n: builtins.int
     """with `prompt`: also the n most probable tokens at each position, without ties"""
+    no_tokens: builtins.bool
+    """the log-probabilities of the chosen tokens are not needed"""
     def __init__(
         self,
         *,
         top_n: builtins.int = ...,
         prompt: builtins.bool = ...,
         prompt_top_n: builtins.int = ...,
+        no_tokens: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["prompt", b"prompt", "prompt_top_n", b"prompt_top_n", "top_n", b"top_n"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["no_tokens", b"no_tokens", "prompt", b"prompt", "prompt_top_n", b"prompt_top_n", "top_n", b"top_n"]) -> None: ...
 
 Global___LogprobOptions: typing_extensions.TypeAlias = LogprobOptions
 
@@ -655,7 +659,7 @@ class StepReport(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """of the chosen tokens, from the processed logits"""
+        """Of the chosen tokens, from the processed logits; NaN if unknown. Empty if no slot in `slots` needs them."""
 
     @property
     def prefilled_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -11,7 +12,7 @@ import orjson
 
 from text_generation_proto import convert
 from text_generation_proto.v1 import shard_pb2 as pb
-from text_generation_proto.values import FailureCode, GrammarKind, LogprobOptions, Stopping
+from text_generation_proto.values import FailureCode, GrammarKind, Stopping
 from text_generation_router.request import LogprobJson, TopToken
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput, StepOutput
 
@@ -40,7 +41,7 @@ def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_ca
         min_new_tokens=max(0, request.min_new_tokens - generated),
     )
     # The prompt's log-probabilities are delivered before the first new token, so a resumed sequence has them.
-    logprobs = LogprobOptions(request.logprobs.top_n) if generated else request.logprobs
+    logprobs = replace(request.logprobs, prompt=False, prompt_top_n=0) if generated else request.logprobs
     return pb.NewSequence(
         slot=placement.slot,
         prompt=request.prompt + placement.generated,
@@ -87,7 +88,7 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int, unsent
     if (
         (report.token_counts and len(report.token_counts) != len(report.slots))
         or tokens != len(report.token_ids)
-        or tokens != len(report.logprobs)
+        or len(report.logprobs) not in (0, tokens)
         or len(report.prefilled_slots) != len(report.prefilled_tokens)
         or max(named, default=0) >= num_slots
         or not named.isdisjoint(unsent_slots)

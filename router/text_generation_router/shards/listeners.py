@@ -10,9 +10,12 @@ from text_generation_proto.panics import as_exception
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import FailureCode
 from text_generation_router.errors import DeadlineExceeded, GenerationFailed, ServingError
-from text_generation_router.request import RequestId, TokenListener, TopToken
+from text_generation_router.request import LogprobJson, RequestId, TokenListener, TopToken
 from text_generation_router.scheduling.messages import Deliveries, Failed, Placement
 from text_generation_router.shards.convert import logprobs_to_json, prompt_tops_from_pb, top_tokens_from_pb
+
+UNKNOWN_LOGPROB: LogprobJson = b"null"
+"""The log-probability of a token in a report without them."""
 
 log = structlog.get_logger()
 
@@ -51,7 +54,7 @@ class Listeners:
 
     def tokens(self, deliveries: Deliveries, token_ids: Sequence[int], report: pb.StepReport) -> None:
         """Deliver new tokens. `token_ids` are the report's; `deliveries` refers to them by index."""
-        logprobs = logprobs_to_json(report.logprobs)
+        logprobs = logprobs_to_json(report.logprobs) or [UNKNOWN_LOGPROB] * len(token_ids)
         tops = top_tokens_from_pb(report) if report.top_tokens else {}
         no_tops: list[TopToken] = []
         listeners = self._listeners

@@ -107,7 +107,7 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo) -> GatewayReques
         prompt=prompt,
         stopping=_stopping(request, info, len(prompt)),
         sampling=_sampling(request, info),
-        logprobs=LogprobOptions(top_n or 0, prompt_top_n is not None, prompt_top_n or 0),
+        logprobs=LogprobOptions(top_n or 0, prompt_top_n is not None, prompt_top_n or 0, top_n is not None),
         grammar=_grammar(request, info),
         cache_salt=str(request.cache_salt_id) if request.HasField("cache_salt_id") else "",
     )
@@ -165,7 +165,7 @@ def _unserved(request: pb.GenerateRequest) -> Iterator[tuple[str, str]]:
 
 def _copies(sequence: NewSequence, count: int) -> tuple[NewSequence, ...]:
     """Return `count` copies with seeds of their own. Only the first has its prompt scored."""
-    unscored = replace(sequence, logprobs=LogprobOptions(sequence.logprobs.top_n))
+    unscored = replace(sequence, logprobs=replace(sequence.logprobs, prompt=False, prompt_top_n=0))
     return (
         sequence,
         *(replace(unscored, sampling=sequence.sampling.for_answer(index)) for index in range(1, count)),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from standin import table
 
 from text_generation_launcher.config import UNSUPPORTED, LauncherConfig
 from text_generation_shard.engines.tensorrt_llm.options import RESERVED, check_options, read_options
@@ -25,10 +25,9 @@ def section(title: str) -> str:
 
 def known_options(version: str) -> dict[str, Collection[str] | None]:
     """Return the keywords of LLM recorded from its sources, with those of the nested models that the shard checks."""
-    recorded = json.loads((ROOT / "tests" / "fakes" / "tensorrt_llm" / f"signatures-{version}.json").read_text())
     fields = {
         name: [field["name"] for field in entry["fields"]]
-        for name, entry in recorded["entries"].items()
+        for name, entry in table(version)["entries"].items()
         if "fields" in entry
     }
     options: dict[str, Collection[str] | None] = dict.fromkeys(fields["TorchLlmArgs"])

@@ -31,6 +31,12 @@ def test_where_there_are_no_top_tokens_the_reason_is_told_and_not_a_limit_of_non
     assert resolve_limits(RouterConfig(max_top_n_tokens=5), a_shard("top_n", tops=0)).max_top_n_tokens == 5
 
 
+def test_the_operator_may_refuse_all_log_probabilities() -> None:
+    limits = resolve_limits(RouterConfig(token_logprobs="never"), a_shard("seed"))
+    assert limits.unsupported.keys() == {"seed", "tokens", "top_n", "prompt", "prompt_top_n"}
+    assert resolve_limits(RouterConfig(token_logprobs="always"), a_shard()).always_logprobs
+
+
 def test_tenants_that_are_to_be_kept_apart_need_an_engine_that_does() -> None:
     apart = RouterConfig(prefix_cache_per_tenant=True)
     check_honoured(apart, a_shard("seed"))

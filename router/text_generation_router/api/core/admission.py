@@ -139,6 +139,9 @@ class RequestPreparer:
             qos=qos,
         )
         check_supported(request, options.api, self._limits.unsupported)
+        scored = (options.logprobs.tokens or self._limits.always_logprobs) and "tokens" not in self._limits.unsupported
+        if scored != options.logprobs.tokens:
+            request = replace(request, logprobs=replace(options.logprobs, tokens=scored))
         for _ in range(count):
             self._metrics.requests.max_new_tokens.observe(max_new_tokens)
         return [

@@ -195,13 +195,15 @@ def check_supported(request: Request, api: Api, unsupported: Mapping[str, str]) 
         (request.logprobs, LOGPROB_PARAMETERS),
     ):
         for parameter in parameters:
-            if parameter.field in unsupported and _asks_for(values, parameter):
+            if parameter.field in unsupported and _asks_for(values, parameter, api):
                 raise _not_supported(parameter.label(api), unsupported[parameter.field])
     if "cache_salt" in unsupported and request.qos.salt:
         raise _not_supported("`cache_salt`", unsupported["cache_salt"])
 
 
-def _asks_for(values: object, parameter: Parameter) -> bool:
+def _asks_for(values: object, parameter: Parameter, api: Api) -> bool:
+    if parameter.field == "tokens" and api not in parameter.names:
+        return False  # TGI's replies show the log-probabilities that the engine knows
     if isinstance(values, Sampling) and parameter.field == "seed":
         # Without sampling every seed is honoured: evaluation tools send one in any case.
         return values.seed is not None and not values.greedy

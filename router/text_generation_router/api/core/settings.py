@@ -29,6 +29,8 @@ class Limits:
     """Token ids that clients name are below this."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Parameters that the engine does not support: name on the wire → reason."""
+    always_logprobs: bool = False
+    """Every request gets the log-probabilities of its tokens, if the engine knows them."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_input_tokens < self.max_total_tokens, "the longest prompt must leave room for a new token"

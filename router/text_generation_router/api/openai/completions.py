@@ -8,7 +8,7 @@ from itertools import islice
 
 from aiohttp import web
 
-from text_generation_proto.values import FinishReason, LogprobOptions
+from text_generation_proto.values import FinishReason
 from text_generation_router.api.core.ids import named
 from text_generation_router.api.core.serving import Collector, Serving
 from text_generation_router.api.http.bodies import json_parts_response, parse_body
@@ -94,7 +94,8 @@ class CompletionRoutes:
         text = prompt if isinstance(prompt, str) else await serving.tokenizer_pool.decode(prompt, qos.tenant)
         if not body.stream:
             requests[1:] = [
-                replace(request, logprobs=LogprobOptions(request.logprobs.top_n)) for request in requests[1:]
+                replace(request, logprobs=replace(request.logprobs, prompt=False, prompt_top_n=0))
+                for request in requests[1:]
             ]
         return Prompt(text, requests)
 

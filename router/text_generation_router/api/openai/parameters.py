@@ -14,7 +14,8 @@ from text_generation_router.request import TokenId
 def chat_options(body: ChatBody) -> GenerationOptions:
     """Return the options of a chat; as in TGI, `top_logprobs` counts without `logprobs` too. Raises InvalidRequest."""
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _options(body, Api.CHAT, max_tokens, LogprobOptions(body.top_logprobs or 0))
+    top_n = body.top_logprobs or 0
+    return _options(body, Api.CHAT, max_tokens, LogprobOptions(top_n, tokens=bool(body.logprobs) or top_n > 0))
 
 
 def completion_options(body: CompletionBody) -> GenerationOptions:
@@ -23,8 +24,9 @@ def completion_options(body: CompletionBody) -> GenerationOptions:
     `max_tokens` of 0 with `echo` generates one token that the answer leaves out.
     """
     top_n = body.logprobs or 0
+    scored = body.logprobs is not None
     logprobs = LogprobOptions(
-        top_n, prompt=bool(body.echo) and body.logprobs is not None, prompt_top_n=top_n if body.echo else 0
+        top_n, prompt=bool(body.echo) and scored, prompt_top_n=top_n if body.echo else 0, tokens=scored
     )
     max_tokens = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
     return _options(

@@ -94,7 +94,8 @@ class GenerateRoutes:
         check_streamed(body.parameters)
         with serving.take_permits([record], 1):
             qos = serving.qos(record, body.parameters, body)
-            requests = await serving.preparer.prepare(body.inputs, to_options(body.parameters), qos)
+            options = to_options(body.parameters, shows_tokens=True)
+            requests = await serving.preparer.prepare(body.inputs, options, qos)
             stream = serving.stream(request, serving.cost_headers(len(body.inputs)), tgi_error_event)
             events = TokenEvents(stream, body, serving.tokenizer, record)
             with serving.run(requests, [record], [events]):
@@ -111,6 +112,9 @@ def check_whole(parameters: GenerateParameters, limits: Limits) -> None:
         raise InvalidRequest("`best_of` != 1 is not allowed for this endpoint")
     if best_of > limits.max_best_of:
         raise InvalidRequest(f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}")
+    if best_of > 1 and "tokens" in limits.unsupported:
+        reason = limits.unsupported["tokens"]
+        raise InvalidRequest(f"`best_of` is not supported by this engine: it needs log-probabilities, and {reason}")
 
 
 def check_streamed(parameters: GenerateParameters) -> None:
@@ -121,8 +125,8 @@ def check_streamed(parameters: GenerateParameters) -> None:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
 
 
-def to_options(parameters: GenerateParameters) -> GenerationOptions:
-    """Return the options. Raises InvalidRequest for rules 1 to 7, which TGI applies to neutral values too.
+def to_options(parameters: GenerateParameters, *, shows_tokens: bool = False) -> GenerationOptions:
+    """Return the options; `shows_tokens`: the reply has every token. Raises InvalidRequest for rules 1 to 7, which TGI applies to neutral values too.
 
     Sampling is greedy unless `do_sample` is set or a parameter that filters or scales has another value than its
     neutral one. Rule 1 counts any such parameter as sampling, also at its neutral value.
@@ -146,7 +150,12 @@ def to_options(parameters: GenerateParameters) -> GenerationOptions:
         max_new_tokens=parameters.max_new_tokens,
         stop_sequences=tuple(parameters.stop),
         keep_stop_text=True,
-        logprobs=LogprobOptions(parameters.top_n_tokens or 0, prompt=parameters.decoder_input_details),
+        logprobs=LogprobOptions(
+            parameters.top_n_tokens or 0,
+            prompt=parameters.decoder_input_details,
+            # `best_of` ranks by them.
+            tokens=shows_tokens or parameters.details or parameters.decoder_input_details or best_of > 1,
+        ),
         grammar=parameters.grammar,
         best_of=best_of,
         truncate=parameters.truncate,

@@ -119,6 +119,8 @@ class InfoAnswer(ResponseBody):
     max_stop_sequences: int
     max_input_tokens: int
     max_total_tokens: int
+    token_logprobs: Literal["auto", "always", "never"]
+    """Requests that get the log-probabilities of their tokens: see --token-logprobs. Not part of TGI."""
     validation_workers: int
     max_client_batch_size: int
     router: str
@@ -222,6 +224,7 @@ class ServiceRoutes:
             "max_stop_sequences": limits.max_stop_sequences,
             "max_input_tokens": limits.max_input_tokens,
             "max_total_tokens": limits.max_total_tokens,
+            "token_logprobs": config.token_logprobs,
             "validation_workers": config.validation_workers,
             "max_client_batch_size": config.max_client_batch_size,
             "router": "text-generation-router",

@@ -11,6 +11,7 @@ running requests fail at once, or no output arrives, the engine is broken: `step
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -225,6 +226,7 @@ class TensorRTEngine:
 
     def _result(self, updates: Mapping[Stream, StreamUpdate]) -> StepResult:
         result = StepResult()
+        scored = any(update.logprobs for update in updates.values())
         for stream, update in updates.items():
             slot = stream.sequence.slot
             if self._streams.get(slot) is not stream:
@@ -233,7 +235,8 @@ class TensorRTEngine:
                 result.slots.append(slot)
                 result.token_counts.append(len(update.token_ids))
                 result.token_ids += update.token_ids
-                result.logprobs += update.logprobs
+                if scored:
+                    result.logprobs += update.logprobs or [math.nan] * len(update.token_ids)
                 for index, (token_ids, logprobs) in enumerate(update.tops):
                     result.top_tokens.append(TopTokens(slot, index, token_ids, logprobs))
             if update.prompt_scores is not None:

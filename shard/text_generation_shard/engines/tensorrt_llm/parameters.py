@@ -15,7 +15,8 @@
     stop_token_ids               stop_token_ids, with include_stop_str_in_output so that reported tokens are never removed
     min_new_tokens               min_tokens
     max_new_tokens               max_tokens, always set (default 32)
-    top_n                        logprobs, at least 1: 0 means none in 1.2 and the chosen token only in 1.3
+    tokens, top_n                logprobs, at least 1: 0 means none in 1.2 and the chosen token only in 1.3. Left out unless the
+                                 request needs them: they cost time, and speculative decoding excludes them
     prompt logprobs              prompt_logprobs
     grammar                      guided_decoding
     cache_salt                   cache_salt
@@ -74,7 +75,7 @@ class EngineCapabilities:
             fields.append(("min_new_tokens", why))
         if not self.logprobs:
             why = "this engine was built without gather_generation_logits"
-            fields.append(("top_n", why))
+            fields += [("tokens", why), ("top_n", why)]
         if not self.prompt_logprobs:
             why = "this version of TensorRT-LLM does not say how probable the prompt's own tokens are"
             fields += [("prompt", why), ("prompt_top_n", why)]
@@ -150,7 +151,7 @@ class Parameters:
             bias = np.zeros(self._vocab_size, dtype=np.float32)
             np.add.at(bias, list(sequence.sampling.logit_bias_ids), sequence.sampling.logit_bias_values)
             keywords["embedding_bias"] = bias
-        if self._capabilities.logprobs:
+        if self._capabilities.logprobs and (sequence.logprobs.tokens or sequence.logprobs.top_n):
             keywords["logprobs"] = max(1, sequence.logprobs.top_n)
         if sequence.logprobs.prompt:
             keywords["prompt_logprobs"] = max(1, sequence.logprobs.prompt_top_n)

@@ -30,6 +30,7 @@ class StreamUpdate:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    """One for each token; empty unless requested."""
     tops: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     """For each token, if requested: the most probable tokens and their log-probabilities, best first."""
     prompt_scores: PromptScores | None = None
@@ -57,6 +58,7 @@ class Stream:
         "_max_tokens",
         "_prompt_reported",
         "_reported",
+        "_scored",
         "dropped",
         "ended",
         "ended_by_engine",
@@ -79,6 +81,7 @@ class Stream:
         self._reported = 0
         self._max_tokens = sequence.stopping.max_new_tokens
         self._prompt_reported = not sequence.logprobs.prompt
+        self._scored = sequence.logprobs.tokens or sequence.logprobs.top_n > 0
 
     def read(self, output: RequestOutput) -> StreamUpdate | None:
         """Return what is new in `output`; None if nothing is. Ends the stream at most once."""
@@ -93,7 +96,8 @@ class Stream:
             update.token_ids = list(ids[first : self._max_tokens])
             self._find_end(update)
             self._reported += len(update.token_ids)
-            self._read_logprobs(update, completion.logprobs, first)
+            if self._scored:
+                self._read_logprobs(update, completion.logprobs, first)
             if not self._prompt_reported and completion.prompt_logprobs:
                 self._prompt_reported = True
                 update.prompt_scores = self._prompt_scores(completion.prompt_logprobs)
@@ -142,7 +146,7 @@ class Stream:
             # The engine removed the matched token; report it as the last one.
             self._reported += 1
             update.token_ids.append(stop)
-            update.logprobs.append(math.nan)
+            update.logprobs += [math.nan] if self._scored else []
             update.tops += [((), ())] if self.sequence.logprobs.top_n else []
             is_eos = stop in stopping.eos_token_ids
             update.finish = FinishReason.EOS_TOKEN if is_eos else FinishReason.STOP_SEQUENCE

@@ -87,7 +87,6 @@ PLAIN = {
     "pad_id": EOS,
     "ignore_eos": True,
     "top_k": 1,
-    "logprobs": 1,
 }
 """The keywords of a greedy sequence that no token ends."""
 DRAWN = {"top_k": ..., "temperature": 1.0, "top_p": 1.0, "seed": 0}
@@ -144,6 +143,7 @@ CASES = {
     "eos and stop token": Case(stopping(EOS, stop=(9,)), NO_IGNORE | {"stop_token_ids": [9]}),
     "stop token": Case(stopping(stop=(9,)), {"stop_token_ids": [9]}),
     "min_new_tokens": Case(stopping(EOS, least=3), NO_IGNORE | {"min_tokens": 3}, "min_new_tokens", DROPS_PENALTIES),
+    "tokens": Case({"logprobs": LogprobOptions(tokens=True)}, {"logprobs": 1}),
     "top_n": Case({"logprobs": LogprobOptions(3)}, {"logprobs": 3}),
     "prompt_logprobs": Case(
         {"logprobs": LogprobOptions(prompt=True)}, {"prompt_logprobs": 1}, "prompt", NO_PROMPT_LOGPROBS

@@ -16,6 +16,7 @@ SEQUENCE = NewSequence(
     slot=3,
     prompt=(11, 12, 13),
     stopping=Stopping(6, eos_token_ids=frozenset([EOS]), stop_token_ids=frozenset([STOP])),
+    logprobs=LogprobOptions(tokens=True),
 )
 
 

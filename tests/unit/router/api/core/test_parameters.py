@@ -48,6 +48,7 @@ ASKED: list[tuple[str, dict[str, Any], str]] = [
     ("prompt", {"logprobs": LogprobOptions(prompt=True)}, "`decoder_input_details`"),
     ("prompt_top_n", {"logprobs": LogprobOptions(prompt_top_n=1)}, "`echo` with `logprobs` above 0"),
     ("cache_salt", {"qos": QualityOfService(salt="pepper")}, "`cache_salt`"),
+    ("tokens", {"logprobs": LogprobOptions(tokens=True)}, "`logprobs`"),
 ]
 
 
@@ -55,7 +56,7 @@ ASKED: list[tuple[str, dict[str, Any], str]] = [
 def test_an_unsupported_parameter_is_refused_by_name(name: str, changes: dict[str, Any], called: str) -> None:
     request = replace(PLAIN, **changes)
     with pytest.raises(InvalidRequest) as refused:
-        check_supported(request, Api.TGI, {name: WHY})
+        check_supported(request, Api.CHAT if name == "tokens" else Api.TGI, {name: WHY})
     assert str(refused.value) == f"Input validation error: {called} is not supported by this engine: {WHY}"
     others = {other: WHY for other, _, _ in ASKED if other != name}
     check_supported(request, Api.TGI, others)
@@ -69,6 +70,7 @@ def test_an_unsupported_parameter_is_refused_by_name(name: str, changes: dict[st
         {"sampling": Sampling(seed=5)},
         {"sampling": Sampling(logit_bias_ids=(1,), logit_bias_values=(0.0,))},
         {"stop_sequences": ("a",), "ignore_eos": True},
+        {"logprobs": LogprobOptions(tokens=True)},
     ],
 )
 def test_neutral_values_are_not_refused(changes: dict[str, Any]) -> None:
@@ -96,7 +98,7 @@ def test_an_unsupported_parameter_has_the_name_of_its_api(api: Api, field: str, 
 def test_every_field_of_the_wire_is_a_parameter_or_set_in_every_request() -> None:
     of_every_request = {"greedy", "max_new_tokens", "eos_token_ids", "logit_bias_values"}
     messages = (pb.Sampling, pb.Stopping, pb.LogprobOptions)
-    fields = {field.name for message in messages for field in message.DESCRIPTOR.fields}
+    fields = {field.name.removeprefix("no_") for message in messages for field in message.DESCRIPTOR.fields}
     parameters = {one.field for one in (*SAMPLING_PARAMETERS, *STOPPING_PARAMETERS, *LOGPROB_PARAMETERS)}
     assert parameters == fields - of_every_request
     assert {name for name, _, _ in ASKED} == parameters | {"cache_salt"}
@@ -172,10 +174,10 @@ def test_a_filter_that_keeps_all_tokens_is_off_and_temperature_0_is_greedy(
 @pytest.mark.parametrize(
     ("fields", "tokens", "logprobs"),
     [
-        ({"logprobs": 0}, None, LogprobOptions()),
-        ({"logprobs": 3}, None, LogprobOptions(3)),
-        ({"logprobs": 0, "echo": True}, None, LogprobOptions(prompt=True)),
-        ({"logprobs": 3, "echo": True, "max_tokens": 0}, 1, LogprobOptions(3, prompt=True, prompt_top_n=3)),
+        ({"logprobs": 0}, None, LogprobOptions(tokens=True)),
+        ({"logprobs": 3}, None, LogprobOptions(3, tokens=True)),
+        ({"logprobs": 0, "echo": True}, None, LogprobOptions(prompt=True, tokens=True)),
+        ({"logprobs": 3, "echo": True, "max_tokens": 0}, 1, LogprobOptions(3, True, 3, True)),
         ({"echo": True}, None, LogprobOptions()),
         ({"max_tokens": 0}, 0, LogprobOptions()),
     ],
@@ -189,7 +191,7 @@ def test_completions_report_prompt_logprobs_with_echo(
 
 def test_top_logprobs_and_max_completion_tokens_of_chats() -> None:
     options = chat(top_logprobs=3, max_tokens=4, max_completion_tokens=5)
-    assert (options.logprobs, options.max_new_tokens) == (LogprobOptions(3), 5)
+    assert (options.logprobs, options.max_new_tokens) == (LogprobOptions(3, tokens=True), 5)
 
 
 def test_every_parameter_of_anthropics_bodies_reaches_the_options() -> None:

@@ -159,7 +159,7 @@ def test_every_parameter_reaches_the_options() -> None:
         max_new_tokens=3,
         stop_sequences=("a",),
         keep_stop_text=True,
-        logprobs=LogprobOptions(2, prompt=True),
+        logprobs=LogprobOptions(2, prompt=True, tokens=True),
         grammar={"type": "regex"},
         truncate=4,
     )
