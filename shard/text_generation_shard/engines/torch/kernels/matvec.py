@@ -20,6 +20,8 @@ from torch import Tensor
 
 from text_generation_shard.engines.torch.kernels.activation import activated
 from text_generation_shard.engines.torch.kernels.norm import norm_scale
+from text_generation_shard.engines.torch.kernels.packed_matvec import packed_matvec
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 
 MAX_ROWS = 4
@@ -80,22 +82,31 @@ def _order(config: MatvecConfig, weight: Tensor) -> Order:
     return config.order if config.order != "pdl" or supports_pdl(weight) else "ahead"
 
 
-def matvec(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+def matvec(
+    x: Tensor, weight: Tensor | PackedWeight, out: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> None:
     """out = scale · (x · weightᵀ (+ bias)), computed in float32 and rounded once to the dtype of `out`.
 
     `x` [rows, inputs] and `weight` [outputs, inputs] in one float dtype, `out` [rows, outputs] in any, `bias` [outputs]. At most
-    MAX_ROWS rows, here and below. The weight is contiguous; x and out may be slices of wider tensors.
+    MAX_ROWS rows, here and below. The weight is contiguous or packed; x and out may be slices of wider tensors.
     """
     _launch(x, weight, out, bias, scale=scale)
 
 
-def matvec_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None, scale: float = 1.0) -> None:
+def matvec_add(
+    x: Tensor, weight: Tensor | PackedWeight, residual: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> None:
     """residual += scale · (x · weightᵀ (+ bias)), in place: `residual` float32 [rows, outputs], the rest as for `matvec`."""
     _launch(x, weight, residual, bias, add=True, scale=scale)
 
 
 def norm_matvec(
-    residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out: Tensor, bias: Tensor | None = None
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor | PackedWeight,
+    out: Tensor,
+    bias: Tensor | None = None,
 ) -> None:
     """out = rms_norm(residual) · weightᵀ (+ bias), with the norm kept in float32; see norm.py for its formula.
 
@@ -108,7 +119,7 @@ def norm_matvec_activate(
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     kind: str,
     out: Tensor,
     bias: Tensor | None = None,
@@ -118,6 +129,9 @@ def norm_matvec_activate(
     `weight` [2·inner, inputs] with the gate's rows first, as is `bias` [2·inner]; `out` [rows, inner] in any float dtype; `kind`
     as for `activate`; the rest as for `norm_matvec`.
     """
+    if isinstance(weight, PackedWeight):
+        packed_matvec(residual, weight, out, bias, norm=(norm_weight, eps), kind=kind)
+        return
     rows, inputs = residual.shape
     inner = out.shape[1]
     config = config_for(rows, 2 * inner, inputs, gated=True)
@@ -145,7 +159,7 @@ def norm_matvec_activate(
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     out: Tensor,
     bias: Tensor | None,
     *,
@@ -153,6 +167,9 @@ def _launch(
     add: bool = False,
     scale: float = 1.0,
 ) -> None:
+    if isinstance(weight, PackedWeight):
+        packed_matvec(x, weight, out, bias, norm=norm, add=add, scale=scale)
+        return
     outputs, inputs = weight.shape
     config = config_for(len(x), outputs, inputs)
     order = _order(config, weight)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.parameter import OtherSource, ParameterShard
 
@@ -71,6 +72,13 @@ class Projection:
 class Linear(Protocol):
     """y = x·Wᵀ + b, for the part of a projection that one rank computes."""
 
+    bias: Tensor | None
+
+    @property
+    def matvec_weight(self) -> Tensor | PackedWeight | None:
+        """The weight for products with a few rows that are fused with the operations next to them; None if it has none."""
+        ...
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return y [rows, outputs] for x [rows, inputs], written to `out` if given."""
         ...
@@ -87,6 +95,10 @@ class DenseLinear:
         self.bias = bias
         self._products = products
         self._packed = False
+
+    @property
+    def matvec_weight(self) -> Tensor:
+        return self.weight
 
     def pack(self) -> None:
         """Reorder the weight for oneDNN, which otherwise does so at every call: half of a decode step's time."""

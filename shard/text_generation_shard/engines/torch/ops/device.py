@@ -6,12 +6,11 @@ cuBLAS, and an output is added to the residual stream by the kernel of the norm 
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.model.linear import DenseLinear, Linear
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.model.linear import Linear
 from text_generation_shard.engines.torch.model.norm import RMSNorm
 from text_generation_shard.engines.torch.ops.interface import Kernels, ResidualStream
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -44,16 +43,17 @@ class DeviceOps:
         return out
 
     def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
-        if out is None or not self._fuses(linear, stream):
+        weight = self._fused_weight(linear, stream)
+        if out is None or weight is None:
             return linear(self.norm(stream, norm), out)
-        self._kernels.norm_matvec(stream.residual, norm.weight, norm.eps, linear.weight, out, linear.bias)
+        self._kernels.norm_matvec(stream.residual, norm.weight, norm.eps, weight, out, linear.bias)
         return out
 
     def norm_linear_activate(self, stream: ResidualStream, norm: RMSNorm, gate_up: Linear, kind: str) -> Tensor:
-        if self._fuses(gate_up, stream):
-            inner = self._inner(stream, gate_up.weight.shape[0])
+        if (weight := self._fused_weight(gate_up, stream)) is not None:
+            inner = self._inner(stream, weight.shape[0])
             self._kernels.norm_matvec_activate(
-                stream.residual, norm.weight, norm.eps, gate_up.weight, kind, inner, gate_up.bias
+                stream.residual, norm.weight, norm.eps, weight, kind, inner, gate_up.bias
             )
         else:
             product = gate_up(self.norm(stream, norm))
@@ -62,12 +62,13 @@ class DeviceOps:
         return inner
 
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
-        if norm is not None or not self._fuses(linear, stream):
+        weight = self._fused_weight(linear, stream)
+        if norm is not None or weight is None:
             self.add(stream, linear(x), norm)
             return
         # The residual stream itself is part of rank 0's summand.
         product = self._kernels.matvec_add if self._group.tp.rank == 0 else self._kernels.matvec
-        product(x, linear.weight, stream.residual, linear.bias, stream.scale)
+        product(x, weight, stream.residual, linear.bias, stream.scale)
         self._group.all_reduce(stream.residual)
 
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
@@ -79,7 +80,7 @@ class DeviceOps:
         shape = len(stream.residual), gate_up_width // 2
         return torch.empty(shape, dtype=self._dtype, device=stream.residual.device)
 
-    def _fuses(self, linear: Linear, stream: ResidualStream) -> TypeGuard[DenseLinear]:
-        """Return True if a product is computed by one kernel with the operations next to it."""
+    def _fused_weight(self, linear: Linear, stream: ResidualStream) -> Tensor | PackedWeight | None:
+        """Return the weight of a product that is computed by one kernel with the operations next to it, None for others."""
         few = len(stream.residual) <= self._kernels.fused_tokens
-        return few and stream.update is None and isinstance(linear, DenseLinear)
+        return linear.matvec_weight if few and stream.update is None else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.model.linear import Linear
 from text_generation_shard.engines.torch.model.norm import RMSNorm
 from text_generation_shard.engines.torch.ops.activation import GatedActivation
@@ -124,7 +125,13 @@ class Kernels(Protocol):
     def activate(self, gate_up: Tensor, kind: str, out: Tensor) -> None: ...
 
     def norm_matvec(
-        self, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out: Tensor, bias: Tensor | None
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor | PackedWeight,
+        out: Tensor,
+        bias: Tensor | None,
     ) -> None: ...
 
     def norm_matvec_activate(
@@ -132,15 +139,19 @@ class Kernels(Protocol):
         residual: Tensor,
         norm_weight: Tensor,
         eps: float,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         kind: str,
         out: Tensor,
         bias: Tensor | None,
     ) -> None: ...
 
-    def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, scale: float) -> None: ...
+    def matvec(
+        self, x: Tensor, weight: Tensor | PackedWeight, out: Tensor, bias: Tensor | None, scale: float
+    ) -> None: ...
 
-    def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> None: ...
+    def matvec_add(
+        self, x: Tensor, weight: Tensor | PackedWeight, residual: Tensor, bias: Tensor | None, scale: float
+    ) -> None: ...
 
     def route(self, logits: Tensor, experts_each: int, *, normalize: bool) -> tuple[Tensor, Tensor]: ...
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 from text_generation_shard.engines.torch.model.routing import softmax_top_k
 from text_generation_shard.engines.torch.ops.activation import ACTIVATIONS
@@ -109,7 +110,13 @@ class ReferenceKernels:
         out.copy_(ACTIVATIONS[kind](gate) * up)
 
     def norm_matvec(
-        self, residual: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, out: Tensor, bias: Tensor | None
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor | PackedWeight,
+        out: Tensor,
+        bias: Tensor | None,
     ) -> None:
         out.copy_(_product(_normed(residual, eps) * norm_weight, weight, bias))
 
@@ -118,17 +125,19 @@ class ReferenceKernels:
         residual: Tensor,
         norm_weight: Tensor,
         eps: float,
-        weight: Tensor,
+        weight: Tensor | PackedWeight,
         kind: str,
         out: Tensor,
         bias: Tensor | None,
     ) -> None:
         self.activate(_product(_normed(residual, eps) * norm_weight, weight, bias), kind, out)
 
-    def matvec(self, x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, scale: float) -> None:
+    def matvec(self, x: Tensor, weight: Tensor | PackedWeight, out: Tensor, bias: Tensor | None, scale: float) -> None:
         out.copy_(_product(x.to(out.dtype), weight, bias) * scale)
 
-    def matvec_add(self, x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None, scale: float) -> None:
+    def matvec_add(
+        self, x: Tensor, weight: Tensor | PackedWeight, residual: Tensor, bias: Tensor | None, scale: float
+    ) -> None:
         residual += _product(x.to(residual.dtype), weight, bias) * scale
 
     def decode_attention(
@@ -180,8 +189,10 @@ def _normed(values: Tensor, eps: float) -> Tensor:
     return values * (values.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
     """Return x · weightᵀ (+ bias) in the dtype of x."""
+    if isinstance(weight, PackedWeight):
+        weight = weight.dequantized()
     product = x @ weight.to(x.dtype).t()
     return product if bias is None else product + bias
 

@@ -81,6 +81,10 @@ class Fp8Linear:
         if self._input_scales is not None:
             self.input_scale = self._input_scales.max().view(1)
 
+    @property
+    def matvec_weight(self) -> None:
+        return None
+
     def pack(self) -> None:
         """Nothing to pack: on a CPU the products are emulated."""
 

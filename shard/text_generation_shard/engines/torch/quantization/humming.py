@@ -5,7 +5,8 @@ humming compiles kernels for each shape and format when it is first called, into
 
 Measured on an H200, the products of a layer of an 8B model in int4 have 2.01, 1.47, 1.14, 0.89 and 0.96 times the speed of cuBLAS in
 bfloat16 at 1, 32, 128, 256 and 2,048 rows. The small ones, of queries, keys and values and of the output, are slower from about 100
-rows on (0.87, 0.79 and 0.88): those are computed by cuBLAS with a dequantized copy.
+rows on (0.87, 0.79 and 0.88): those are computed by cuBLAS with a dequantized copy. Integers have a second copy, in the order of
+our own kernel for a few rows, which is fused with the operations next to it: see kernels/packed_matvec.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.model.linear import Projection, bias_parameters
 from text_generation_shard.engines.torch.parameter import PackedSource, ParameterShard
 from text_generation_shard.engines.torch.quantization.format import WeightFormat
@@ -103,6 +105,7 @@ class HummingLinear:
         self.weight: Tensor = self._layer.weight.data
         self.bias: Tensor | None = self._layer.bias.data if bias else None
         self._dense: Tensor | None = None
+        self.matvec_weight: PackedWeight | None = None
 
     def named_parameters(self) -> dict[str, ParameterShard]:
         layer, group = self._layer, self._group or self._inputs.total
@@ -113,11 +116,15 @@ class HummingLinear:
         return parameters | bias_parameters(self.projections, self.bias)
 
     def process_weights_after_loading(self) -> None:
-        """Copy a small weight, dequantized, and reorder the packed one for the kernels."""
-        if self._layer.shape_n * self._layer.shape_k <= MAX_COPIED:
-            layer = self._layer
-            zeros = layer.zero_point.data if hasattr(layer, "zero_point") else None
-            self._dense = dense_weight(self._weights, self.weight, layer.weight_scale.data, zeros).to(layer.torch_dtype)
+        """Copy a small weight, dequantized, and integers for our own kernel; reorder the packed weight for humming's."""
+        layer = self._layer
+        scales = layer.weight_scale.data
+        zeros = layer.zero_point.data if hasattr(layer, "zero_point") else None
+        if layer.shape_n * layer.shape_k <= MAX_COPIED:
+            self._dense = dense_weight(self._weights, self.weight, scales, zeros).to(layer.torch_dtype)
+        if isinstance(self._weights, INTEGER_FORMATS):
+            points = None if zeros is None else unpacked(zeros, self._bits, 0)
+            self.matvec_weight = PackedWeight.of(self.weight, scales, points, self._bits)
         self._layer.transform()
         self.weight = self._layer.weight.data
 

@@ -1,0 +1,266 @@
+"""Products of a weight of packed integers with a few rows, with the operations next to them: see matvec.py.
+
+A word of int32 holds codes of 4 or 8 bits of one row of the weight. Masked, and read as a float without an exponent, it is code j
+times a power of two, without any conversion: a denormal number, which a GPU multiplies as fast as others. The values of x are
+multiplied by powers of two that make the products normal numbers of equal scale, so none of this rounds.
+
+A thread loads four words at once; in their blocks, see packed_weight.py, it needs four consecutive values of x for each j.
+"""
+
+# ruff: noqa: N803, N806, RUF005 – kernel constants are in capitals, as usual in Triton, which joins tuples by +
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.activation import activated
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
+
+_MANTISSA_BITS = 23
+_DENORMAL_BITS = 149
+"""The smallest float32 is 2^-149."""
+_UNIT = tl.constexpr(2.0**-63)
+"""The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
+_WORD_BITS = 32
+_WORDS_PER_LOAD = 4
+"""16 bytes."""
+_MANTISSA_BITS = 23
+_DENORMAL_BITS = 149
+"""The smallest float32 is 2^-149."""
+_UNIT = tl.constexpr(2.0**-63)
+"""The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
+_WORDS_PER_LOAD = 4
+"""16 bytes."""
+_PLANES = (16, 8, 4)
+"""Words of a block; more are better."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConfig:
+    """Tiling of a product."""
+
+    block_n: int
+    """Outputs per program; with gates, pairs of outputs."""
+    num_warps: int
+    ahead: int = 1
+    """Parts of a row, of 128 words for each warp, that are loaded before x, or in advance."""
+
+
+def config_for(outputs: int, inputs: int, *, gated: bool = False) -> PackedConfig:
+    """Return the tiling of a weight; if `gated`, `outputs` counts gate and up rows."""
+    return PackedConfig(4, 2, 2)
+
+
+def packed_matvec(  # noqa: PLR0913 – the options of one kernel
+    x: Tensor,
+    weight: PackedWeight,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: tuple[Tensor | None, float] = (None, 0.0),
+    kind: str | None = None,
+    add: bool = False,
+    scale: float = 1.0,
+    config: PackedConfig | None = None,
+) -> None:
+    """out = scale · (x · weightᵀ (+ bias)), or out += that if `add`; computed in float32 and rounded once to the dtype of `out`.
+
+    `x` [rows, inputs] and `out` [rows, outputs] in any float dtype, `bias` [outputs]. With a `norm` (weight [inputs] and eps), x is
+    normed first, see norm.py. With the `kind` of an activation, see `activate`, the first half of the weight's rows are gates and
+    out [rows, outputs / 2] = act(gate) · up.
+    """
+    outputs, width = weight.words.shape
+    inputs = x.shape[1]
+    gated = kind is not None
+    config = config or config_for(outputs, inputs, gated=gated)
+    use_pdl = supports_pdl(x)
+    block_w = min(_WORDS_PER_LOAD * 32 * config.num_warps, triton.next_power_of_2(width))
+    columns = outputs // 2 if gated else outputs
+    _packed_kernel[(triton.cdiv(columns, config.block_n), len(x))](
+        x,
+        norm[0],
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        bias,
+        out,
+        x.stride(0),
+        out.stride(0),
+        columns,
+        norm[1],
+        K=inputs,
+        BITS=weight.bits,
+        GROUPS=weight.scales.shape[1],
+        PLANE=weight.plane,
+        KIND=kind,
+        ADD=add,
+        SCALE=scale,
+        USE_PDL=use_pdl,
+        AHEAD=config.ahead,
+        BLOCK_N=config.block_n,
+        BLOCK_W=block_w,
+        num_warps=config.num_warps,
+        launch_pdl=use_pdl,
+    )
+
+
+@triton.jit
+def _packed_kernel(  # noqa: PLR0913, PLR0915, C901 – a kernel's arguments are flat
+    x: tl.tensor,
+    norm_weight: tl.tensor | None,
+    words: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor | None,
+    bias: tl.tensor | None,
+    out: tl.tensor,
+    x_stride: int,
+    out_stride: int,
+    columns: int,
+    eps: float,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PLANE: tl.constexpr,
+    KIND: tl.constexpr,
+    ADD: tl.constexpr,
+    SCALE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    PER_WORD: tl.constexpr = 32 // BITS
+    WIDTH: tl.constexpr = K // PER_WORD
+    CHUNKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
+    PARTS: tl.constexpr = 1 if KIND is None else 2
+    launch_dependents(USE_PDL)
+    first = tl.program_id(0) * BLOCK_N
+    local = tl.arange(0, PARTS * BLOCK_N)
+    # Gate and up alternate in a program.
+    rows = (local % PARTS) * columns + tl.minimum(first + local // PARTS, columns - 1)
+    tiles = ()
+    for chunk in tl.static_range(min(AHEAD, CHUNKS)):
+        tiles = tiles + (_tile(words, scales, rows, chunk * BLOCK_W, WIDTH, GROUPS, BLOCK_W),)  # type: ignore[assignment]
+    wait_for_previous(USE_PDL)
+    row = tl.program_id(1)
+    sums = tl.zeros((PARTS * BLOCK_N, BLOCK_W // 4), tl.float32)
+    squares = tl.zeros((BLOCK_W,), tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        if chunk + AHEAD < CHUNKS:
+            tiles = tiles + (_tile(words, scales, rows, (chunk + AHEAD) * BLOCK_W, WIDTH, GROUPS, BLOCK_W),)  # type: ignore[assignment]
+        word = chunk * BLOCK_W + tl.arange(0, BLOCK_W)
+        inside = word < WIDTH
+        inputs = word // PLANE * (PLANE * PER_WORD) + word % PLANE
+        values = ()
+        total = tl.zeros((BLOCK_W,), tl.float32)
+        for j in tl.static_range(PER_WORD):
+            part = _inputs(x + row * x_stride + inputs + j * PLANE, inside, (chunk + 1) * BLOCK_W <= WIDTH)
+            if norm_weight is not None:
+                squares += part * part
+                part *= _inputs(norm_weight + inputs + j * PLANE, inside, (chunk + 1) * BLOCK_W <= WIDTH)
+            total += part
+            values = values + (part * _factor(BITS, j),)  # type: ignore[assignment]
+        tile = tiles[chunk]  # type: ignore[var-annotated]
+        codes = tile[0]  # type: ignore[var-annotated]
+        total *= -_UNIT
+        if zeros is None:
+            total *= 1 << (BITS - 1)
+            products = tl.broadcast_to(total[None, :], (PARTS * BLOCK_N, BLOCK_W))
+        else:
+            products = tl.zeros((PARTS * BLOCK_N, BLOCK_W), tl.float32)
+        for j in tl.static_range(PER_WORD):
+            products += _code(codes, BITS, j) * values[j][None, :]
+        quads = _sum_of_fours(products, PARTS * BLOCK_N, BLOCK_W)
+        if zeros is not None:
+            quad_zeros = _of_groups(zeros, rows, chunk * BLOCK_W, WIDTH, GROUPS, BLOCK_W).to(tl.float32)
+            quads += quad_zeros * tl.sum(tl.reshape(total, (BLOCK_W // 4, 4)), axis=1)[None, :]
+        sums += quads * tile[1].to(tl.float32)
+    result = tl.sum(sums, axis=1)
+    result *= 1 / _UNIT
+    if norm_weight is not None:
+        result *= tl.rsqrt(tl.sum(squares) / K + eps)
+    if bias is not None:
+        result += tl.load(bias + rows).to(tl.float32)
+    column = first + tl.arange(0, BLOCK_N)
+    targets = out + row * out_stride + column
+    if KIND is not None:
+        gate, up = tl.split(tl.reshape(result, (BLOCK_N, 2)))
+        result = activated(gate, KIND) * up
+    if SCALE != 1.0:
+        result *= SCALE
+    if ADD:
+        result += tl.load(targets, mask=column < columns, other=0.0)
+    tl.store(targets, result.to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def _tile(
+    words: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    start: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load words [rows, BLOCK_W] from `start` on, and the scale of each four of them. Not cached: they are read once."""
+    word = start + tl.arange(0, BLOCK_W)
+    pointers = words + rows.to(tl.int64)[:, None] * WIDTH + word[None, :]
+    if start + BLOCK_W <= WIDTH:
+        loaded = tl.load(pointers, eviction_policy="evict_first")
+    else:
+        loaded = tl.load(pointers, mask=word[None, :] < WIDTH, other=0, eviction_policy="evict_first")
+    return loaded.to(tl.uint32, bitcast=True), _of_groups(scales, rows, start, WIDTH, GROUPS, BLOCK_W)
+
+
+@triton.jit
+def _of_groups(
+    values: tl.tensor,
+    rows: tl.tensor,
+    start: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> tl.tensor:
+    """Load the value of the group of each four words."""
+    word = start + 4 * tl.arange(0, BLOCK_W // 4)
+    group = tl.minimum(word // (WIDTH // GROUPS), GROUPS - 1)  # beyond the last word, x is zero
+    return tl.load(values + rows.to(tl.int64)[:, None] * GROUPS + group[None, :])
+
+
+@triton.jit
+def _inputs(pointers: tl.tensor, inside: tl.tensor, ALL_INSIDE: tl.constexpr) -> tl.tensor:
+    """Load values as float32, zero where not `inside`."""
+    if ALL_INSIDE:
+        return tl.load(pointers).to(tl.float32)
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sum_of_fours(values: tl.tensor, ROWS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return the sums of each four columns."""
+    return tl.sum(tl.reshape(values, (ROWS, WIDTH // 4, 4)), axis=2)
+
+
+@triton.constexpr_function
+def _shift(BITS: int, j: int) -> int:
+    """Return the number of bits by which a word is shifted right, so that code j lies in the mantissa, its 23 lowest bits."""
+    return 0 if BITS * (j + 1) <= _MANTISSA_BITS else _WORD_BITS // 2
+
+
+@triton.constexpr_function
+def _factor(BITS: int, j: int) -> float:
+    """Return the factor that makes each product of x and code j, as `_code` returns it, _UNIT times their product."""
+    return float(_UNIT.value * 2.0 ** (_DENORMAL_BITS - BITS * j + _shift(BITS, j)))
+
+
+@triton.jit
+def _code(words: tl.tensor, BITS: tl.constexpr, j: tl.constexpr) -> tl.tensor:
+    """Return code j of each word as float32, times a power of two."""
+    SHIFT: tl.constexpr = _shift(BITS, j)
+    MASK: tl.constexpr = ((1 << BITS) - 1) << (BITS * j - SHIFT)
+    return ((words >> SHIFT) & MASK).to(tl.float32, bitcast=True)
