@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import CliExplicitFlag
 
+from text_generation_proto.lora import parse_adapters
 from text_generation_proto.settings import ProcessConfig, exit_with_usage_error, parse_config
 from text_generation_proto.sockets import join_host_port, split_host_port
 from text_generation_router.config import RouterSettings
@@ -21,7 +22,6 @@ UNSUPPORTED = frozenset(
     {
         "cuda_graphs",
         "kv_cache_dtype",
-        "lora_adapters",
         "max_image_fetch_size",
         "ngrok",
         "ngrok_authtoken",
@@ -136,6 +136,9 @@ class LauncherConfig(
             raise ValueError("--port (or PORT): the launcher needs a port of its own, not 0")
         if self.num_shard is not None and self.num_shard < 1:
             raise ValueError("`num_shard` cannot be < 1")
+        for adapter in parse_adapters(self.lora_adapters):
+            if adapter.name in (self.model_id, *self.served_model_name):
+                raise ValueError(f"`lora_adapters`: {adapter.name} is the name of the model itself")
         self._check_nodes()
         self._check_parts()
         self._check_places()

@@ -18,7 +18,7 @@ from text_generation_launcher.checks import check_engine
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices, describe_environment, find_devices
-from text_generation_launcher.model import ModelError, resolve_model
+from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
 from text_generation_launcher.plan import (
     LaunchContext,
     LaunchPlan,
@@ -122,6 +122,9 @@ async def _serve(
         engines = {} if config.parts == "router" else {"engine": config.engine}
         log.info("starting", model_id=config.model_id, revision=config.revision, **engines)
         model_path = await resolve_model(config, environ, stop, lifeline_fd)
+        if config.lora_adapters and config.parts != "router" and config.engine != "echo":
+            adapters = await resolve_adapters(config, environ, stop, lifeline_fd)
+            config = config.model_copy(update={"lora_adapters": adapters})
         run_shard: RunShard = run_to_end
         members_file = None
         if config.places == "ray":

@@ -1,9 +1,9 @@
-"""Find the folder of the model; download it if --model-id is an id on the hub."""
+"""Find the folders of the model and of its adapters; download those that are named by an id on the hub."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -12,6 +12,7 @@ from text_generation_launcher.child import run_to_end
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.plan import ChildSpec, child_argv, child_env
 from text_generation_launcher.shutdown import GracefulShutdown
+from text_generation_proto.lora import AdapterSource, adapters_to_text, parse_adapters
 from text_generation_proto.settings import ChildConfig
 
 DOWNLOAD_STOP_TIMEOUT = 5.0
@@ -29,18 +30,50 @@ async def resolve_model(
     config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, lifeline_fd: int
 ) -> Path:
     """Return the model's folder: --model-id itself, or the folder of the download. Raises ModelError."""
-    if (folder := _local_folder(config.model_id)) is not None:
+    flags = (
+        "--weights" if config.needs_weights else "--no-weights",
+        *(("--engines",) if config.engine == "tensorrt-llm" else ()),
+        *((f"--revision={config.revision}",) if config.revision else ()),
+    )
+    return await _resolve(config.model_id, flags, config, environ, stop, lifeline_fd)
+
+
+async def resolve_adapters(
+    config: LauncherConfig, environ: Mapping[str, str], stop: GracefulShutdown, lifeline_fd: int
+) -> str:
+    """Return --lora-adapters with the folders of the adapters. Raises ModelError."""
+    folders: list[AdapterSource] = []
+    for adapter in parse_adapters(config.lora_adapters):
+        flags = (f"--revision={adapter.revision}",) if adapter.revision else ()
+        folder = str(await _resolve(adapter.source, flags, config, environ, stop, lifeline_fd))
+        if any(character in folder for character in ",=@"):
+            raise ModelError(f"the folder of the LoRA adapter {adapter.name} has a comma, = or @ in its path: {folder}")
+        folders.append(AdapterSource(adapter.name, folder))
+    return adapters_to_text(folders)
+
+
+async def _resolve(
+    model_id: str,
+    flags: Sequence[str],
+    config: LauncherConfig,
+    environ: Mapping[str, str],
+    stop: GracefulShutdown,
+    lifeline_fd: int,
+) -> Path:
+    if (folder := _local_folder(model_id)) is not None:
         return folder
     read_fd, write_fd = os.pipe()
     try:
         try:
             code = await run_to_end(
-                _download(config, environ, lifeline_fd, write_fd), stop.grace_period, json_output=config.json_output
+                _download(model_id, flags, config, environ, lifeline_fd, write_fd),
+                stop.grace_period,
+                json_output=config.json_output,
             )
         finally:
             os.close(write_fd)
         if code != 0:
-            raise ModelError(f"downloading {config.model_id} failed with exit code {code}")
+            raise ModelError(f"downloading {model_id} failed with exit code {code}")
         return Path(os.fsdecode(os.read(read_fd, 1 << 16)))  # a path is far smaller than a pipe's buffer
     finally:
         os.close(read_fd)
@@ -66,17 +99,22 @@ def hub_tokens(environ: Mapping[str, str]) -> dict[str, str]:
     return tokens
 
 
-def _download(config: LauncherConfig, environ: Mapping[str, str], lifeline_fd: int, result_fd: int) -> ChildSpec:
+def _download(
+    model_id: str,
+    flags: Sequence[str],
+    config: LauncherConfig,
+    environ: Mapping[str, str],
+    lifeline_fd: int,
+    result_fd: int,
+) -> ChildSpec:
     argv = (
         *child_argv(
             "text_generation_launcher.download",
             ChildConfig.of(json_output=config.json_output, log_level=config.log_level, lifeline_fd=lifeline_fd),
         ),
-        f"--model-id={config.model_id}",
+        f"--model-id={model_id}",
         f"--result-fd={result_fd}",
-        "--weights" if config.needs_weights else "--no-weights",
-        *(("--engines",) if config.engine == "tensorrt-llm" else ()),
-        *((f"--revision={config.revision}",) if config.revision else ()),
+        *flags,
         *((f"--cache-dir={config.huggingface_hub_cache}",) if config.huggingface_hub_cache else ()),
     )
     env = child_env(environ, ChildConfig) | hub_tokens(environ)

@@ -94,6 +94,9 @@ class Generation:
             self.times.scheduled = time.monotonic()
             self.times.cached_tokens = cached_tokens
 
+    def on_cached_tokens(self, cached_tokens: int) -> None:
+        self.times.cached_tokens = cached_tokens
+
     def on_prompt_logprobs(self, logprobs: Sequence[LogprobJson], tops: Sequence[Sequence[TopToken]]) -> None:
         self._sink.on_prompt_logprobs(logprobs, tops)
 

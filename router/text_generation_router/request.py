@@ -68,6 +68,8 @@ class Request:
     """No end-of-sequence or stop token is chosen before so many new tokens."""
     logprobs: LogprobOptions = LogprobOptions()
     grammar: Grammar | None = None
+    adapter: str = ""
+    """LoRA adapter to compute it with; "": the model alone."""
     qos: QualityOfService = QualityOfService()
 
 
@@ -95,6 +97,10 @@ class TokenListener(Protocol):
 
     def on_scheduled(self, cached_tokens: int) -> None:
         """The request left the queue, with so many cached prompt tokens; again after a preemption or a move."""
+        ...
+
+    def on_cached_tokens(self, cached_tokens: int) -> None:
+        """A self-scheduling engine found so many of its prompt tokens in its own prefix cache; the last call counts."""
         ...
 
     def on_failure(self, error: ServingError) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from text_generation_proto.access import ShardAccess
+from text_generation_proto.lora import parse_adapters
 from text_generation_proto.settings import ChildConfig, HangSettings
 from text_generation_proto.sockets import is_local, socket_path, split_host_port
 
@@ -57,6 +58,9 @@ class ShardSettings(HangSettings, ShardAccess):
     """Fraction of the machine's memory that the torch engine may use on CPU, including weights."""
     num_threads: NonNegativeInt = 0
     """Threads of a forward pass on CPU; 0: one per core."""
+    lora_adapters: str = ""
+    """LoRA adapters to serve beside the model (tensorrt-llm engine), with commas between: id, id=folder, id@revision.
+    Requests name one by its id."""
     trtllm_options: str = ""
     """Keyword arguments of TensorRT-LLM's LLM, as YAML: a file or the text itself."""
     trace_steps: str = ""
@@ -96,6 +100,12 @@ class ShardSettings(HangSettings, ShardAccess):
     echo_hang_token: int = -1
     """Echo engine: a step never ends when a sequence in it would repeat this token id, unless it has new tokens from another
     replica."""
+
+    @field_validator("lora_adapters")
+    @classmethod
+    def _check_adapters(cls, value: str) -> str:
+        parse_adapters(value)
+        return value
 
     def check_tls(self, address: str) -> None:
         """Raise ValueError if other machines reach `address` without TLS, unless `insecure` allows that."""

@@ -53,6 +53,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         logprobs=convert.logprobs_from_pb(message.logprobs),
         grammar=convert.grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
         cache_salt=message.cache_salt,
+        adapter=message.adapter,
     )
 
 
@@ -74,6 +75,9 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
     for slot, tokens in report.prefilled:
         message.prefilled_slots.append(slot)
         message.prefilled_tokens.append(tokens)
+    for slot, tokens in report.cached:
+        message.cached_slots.append(slot)
+        message.cached_tokens.append(tokens)
     for slot, reason in report.finished:
         message.finished.add(slot=slot, reason=convert.FINISH_REASONS_TO_PB[reason])
     for failure in report.failed:
@@ -112,5 +116,6 @@ def info_to_pb(info: EngineInfo, rank: int, world_size: int) -> pb.InfoResponse:
         reserves_max_length=info.reserves_max_length,
         keeps_states=info.keeps_states,
         unsupported=[pb.Unsupported(field=name, reason=reason) for name, reason in info.unsupported],
+        adapters=info.adapters,
         version=version("text-generation-trtllm"),
     )

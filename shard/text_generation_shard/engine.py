@@ -79,6 +79,8 @@ class EngineInfo:
     """The model has states beside KV blocks: a sequence starts at its first token, never on blocks computed before."""
     suggested_chunk_tokens: int = 0
     """Prompt tokens in a step beside as many decoding sequences as prompts that wait; 0: as many as without decoding."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters that sequences may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class NewSequence:
     """The matcher of `grammar`. `Engine.grammars` starts to build it before the orders are applied."""
     cache_salt: str = ""
     """For an engine with a prefix cache of its own: sequences share blocks only under the same salt."""
+    adapter: str = ""
+    """LoRA adapter to compute it with; "": the model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,8 @@ class StepResult:
     failed: list[Failure] = field(default_factory=list)
     top_tokens: list[TopTokens] = field(default_factory=list)
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
+    cached: list[tuple[int, int]] = field(default_factory=list)
+    """(slot, prompt tokens found in the prefix cache of a self-scheduling engine)."""
     forward_ns: int = 0
     """Time of the forward pass; in a report, of all steps since the report before."""
 
@@ -319,6 +325,8 @@ def _options_problem(sequence: NewSequence, info: EngineInfo) -> str | None:
         return "prompt_top_n comes with prompt logprobs only"
     if sequence.grammar is not None and not info.grammar_kinds:
         return "the engine serves no grammars"
+    if sequence.adapter and sequence.adapter not in info.adapters:
+        return "the engine does not hold its LoRA adapter"
     return None
 
 

@@ -10,9 +10,10 @@ import aiohttp
 import orjson
 import pytest
 from http_stack import Stack, serve
+from sse_client import post
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, Failure, Orders
+from text_generation_shard.engine import Engine, Failure, Orders, StepResult
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
@@ -101,3 +102,58 @@ async def test_a_constrained_answer_moves_only_where_the_engine_can_go_on_with_i
             }
             assert 0 < len(ended) < 300
         await stack.assert_empty()
+
+
+class Caching(SelfSchedulingEcho):
+    """Reports, from the second token on, prompt tokens found in a prefix cache of its own."""
+
+    found = 0
+
+    def step(self) -> StepResult | None:
+        result = super().step()
+        for slot in self._begun.intersection(result.slots if result is not None else ()):
+            result.cached.append((slot, self.found))
+        self._begun.update(result.slots if result is not None else ())
+        self._begun.difference_update(slot for slot, _ in (result.finished if result is not None else ()))
+        return result
+
+    def reset(self) -> None:
+        super().reset()
+        self._begun: set[int] = set()
+
+
+async def told(stack: Stack, tenant: str, text: str = " one two" * 60) -> int:
+    """Return the cached tokens that an answer of four tokens tells."""
+    headers = {"x-llm-d-inference-fairness-id": tenant}
+    body = {"inputs": text, "parameters": {"max_new_tokens": 4, "details": True}}
+    async with stack.client.post("/generate", json=body, headers=headers) as response:
+        cached = int(response.headers["x-cached-tokens"])
+        assert (await response.json())["details"].get("cached_tokens", 0) == cached
+    async with stack.client.post("/generate_stream", json=body, headers=headers) as response:
+        assert (await events(response))[-1]["details"].get("cached_tokens", 0) == cached
+    return cached
+
+
+async def test_cached_tokens_that_the_engine_finds_are_told_and_counted(demo_model: Path) -> None:
+    async with serve(demo_model, build=Caching.build) as stack:
+        assert isinstance(stack.engine, Caching)
+        assert await told(stack, "") == 0
+        stack.engine.found = 77
+        assert await told(stack, "") == 77
+        assert stack.scheduler.stats().hit_tokens == 2 * 77
+        usage = (await post(stack.client, "/v1/completions", {"prompt": " a", "max_tokens": 3}))["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"], "never more than there are"
+        await stack.assert_empty()
+
+
+async def test_tenants_that_share_the_engines_cache_learn_nothing_of_each_other(demo_model: Path) -> None:
+    async with serve(demo_model, build=Caching.build, settings={"prefix_cache_per_tenant": False}) as stack:
+        assert isinstance(stack.engine, Caching)
+        assert await told(stack, "acme") == 0
+        stack.engine.found = 77
+        body = {"inputs": " one two" * 60, "parameters": {"max_new_tokens": 4}}
+        async with stack.client.post(
+            "/generate", json=body, headers={"x-llm-d-inference-fairness-id": "b"}
+        ) as response:
+            assert response.headers["x-cached-tokens"] == "0"
+        assert await told(stack, "acme") == 77

@@ -82,7 +82,7 @@ async def test_detokenize_takes_known_ids(stack: Stack) -> None:
 
 async def test_models_lists_the_served_model(stack: Stack) -> None:
     def listed(name: str) -> dict[str, object]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "echo"}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "echo", "root": "echo", "parent": None}
 
     async with stack.client.get("/v1/models") as response:
         assert await response.json() == {"object": "list", "data": [listed("echo"), listed("nick/name")]}
@@ -132,8 +132,8 @@ async def test_an_adapter_that_is_not_loaded_is_refused(stack: Stack, path: str)
     for adapter in (None, ""):
         assert (await post(stack, path, body(adapter)))[0] == 200
     status, reply = await post(stack, path, body("../my-adapter"))
-    assert (status, reply["error_type"]) == (422, "validation")
-    assert reply["error"] == "Input validation error: `adapter_id`: the adapter `../my-adapter` is not loaded"
+    assert (status, reply["error_type"]) == (404, "not_found")
+    assert reply["error"] == "The adapter `../my-adapter` does not exist"
     await stack.assert_empty()
 
 

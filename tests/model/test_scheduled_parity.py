@@ -58,6 +58,9 @@ class Collector:
     def on_scheduled(self, cached_tokens: int) -> None:
         self.cached_tokens = cached_tokens
 
+    def on_cached_tokens(self, cached_tokens: int) -> None:
+        raise AssertionError("this engine has no prefix cache of its own")
+
     def on_failure(self, error: ServingError) -> None:
         self.over.set_exception(error)
 

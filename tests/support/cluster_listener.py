@@ -30,6 +30,8 @@ class Listener:
 
     def on_scheduled(self, cached_tokens: int) -> None: ...
 
+    def on_cached_tokens(self, cached_tokens: int) -> None: ...
+
     def on_failure(self, error: ServingError) -> None:
         self.error = error
         self.over.set()

@@ -32,6 +32,7 @@ class ReplicaSetup:
     tokens_per_report: int = 1
     max_batch_size: int = 8
     max_batch_prefill_tokens: int = 64
+    adapters: str = ""
 
 
 class ReplicaWorld:
@@ -46,11 +47,19 @@ class ReplicaWorld:
             echo_tokens_per_report=setup.tokens_per_report,
             echo_fail_token=FAILING_TOKEN,
             echo_fail_step_token=FAILING_STEP_TOKEN,
+            lora_adapters=setup.adapters,
         )
         self.engine = build_engine(config)
         limits = shard.WarmUpLimits(setup.max_batch_prefill_tokens, setup.max_batch_size, setup.blocks * BLOCK_SIZE)
         assert self.engine.warm_up(limits) == setup.blocks
-        self.spec = ReplicaSpec(setup.slots, setup.blocks, BLOCK_SIZE, setup.self_scheduling, setup.reserves_max_length)
+        self.spec = ReplicaSpec(
+            setup.slots,
+            setup.blocks,
+            BLOCK_SIZE,
+            setup.self_scheduling,
+            setup.reserves_max_length,
+            adapters=self.engine.info.adapters,
+        )
         self.sent: deque[SchedulerOutput] = deque()
         self.inbox: deque[SchedulerOutput] = deque()
         self.reports: deque[StepOutput] = deque()
@@ -122,4 +131,5 @@ def _new_sequence(placement: Placement) -> shard.NewSequence:
             eos_token_ids=frozenset() if request.ignore_eos else frozenset((EOS,)),
         ),
         logprobs=LogprobOptions(prompt=request.logprobs.prompt and not generated),
+        adapter=request.adapter,
     )

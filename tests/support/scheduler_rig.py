@@ -53,6 +53,8 @@ class Rig:
     step_s: float = 0.01
     self_scheduling: bool = False
     """Replicas schedule for themselves and have room for any sequence."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters of replicas that are opened from now on."""
     orders: list[tuple[int, SchedulerOutput]] = field(default_factory=list)
     """(replica, orders), all so far."""
     tokens: dict[int, int] = field(default_factory=dict)
@@ -76,7 +78,11 @@ class Rig:
         self.receive(self.scheduler.open(replica, self.spec(self.blocks if blocks is None else blocks)))
 
     def spec(self, blocks: int) -> ReplicaSpec:
-        return ReplicaSpec(self.slots, blocks, BLOCK, self_scheduling=self.self_scheduling)
+        return ReplicaSpec(self.slots, blocks, BLOCK, self_scheduling=self.self_scheduling, adapters=self.adapters)
+
+    def open_again(self, replica: int) -> None:
+        self.lose(replica)
+        self.open(replica)
 
     def lose(self, replica: int) -> None:
         self.sequences[replica] = {}
@@ -89,6 +95,7 @@ class Rig:
         *,
         prompt_logprobs: bool = False,
         grammar: Grammar | None = None,
+        adapter: str = "",
         **service: object,
     ) -> int:
         """Submit a request for `prompt`, or for a unique prompt of that length; return its number."""
@@ -102,6 +109,7 @@ class Rig:
             new,
             logprobs=LogprobOptions(prompt=prompt_logprobs),
             grammar=grammar,
+            adapter=adapter,
             qos=QualityOfService(**service),  # type: ignore[arg-type]
         )
         self.scheduler.submit(request, self.now)

@@ -14,7 +14,7 @@ from scheduler_checks import assert_idle
 
 from text_generation_proto.values import FailureCode, FinishReason, Grammar, GrammarKind, LogprobOptions
 from text_generation_router.request import Priority, QualityOfService, Request, RequestId, TenantId
-from text_generation_router.scheduling.messages import Deliveries, Failed, SchedulerOutput, StepOutput
+from text_generation_router.scheduling.messages import Deliveries, Failed, ReplicaSpec, SchedulerOutput, StepOutput
 from text_generation_router.scheduling.policy import Policy
 from text_generation_router.scheduling.scheduler import Scheduler
 
@@ -34,6 +34,7 @@ class RequestSpec:
     prompt_logprobs: bool = False
     ignore_eos: bool = False
     constrained: bool = False
+    adapter: str = ""
 
 
 @dataclass
@@ -51,7 +52,7 @@ class ClientView:
 
     def expected(self) -> tuple[list[int], FinishReason | FailureCode]:
         """Return the tokens and the end of the request if nothing outside ends it: the echo engine repeats the prompt."""
-        prompt, tokens = self.request.prompt, []
+        prompt, tokens = self.request.prompt[:: -1 if self.request.adapter else 1], []
         for number in range(self.request.max_new_tokens):
             token = prompt[number % len(prompt)]
             if token == FAILING_TOKEN:
@@ -96,7 +97,7 @@ class SchedulerWorld:
         self.history.append(deliveries)
         for failed in deliveries.failed:
             request = self.views[failed.request_id].request
-            assert not self.scheduler.fits(len(request.prompt), request.max_new_tokens)
+            assert not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter)
             self._failed(failed, FailureCode.LOST)
 
     def add(self, like: int) -> None:
@@ -152,8 +153,9 @@ class SchedulerWorld:
             logprobs=LogprobOptions(prompt=spec.prompt_logprobs),
             ignore_eos=spec.ignore_eos,
             grammar=Grammar(GrammarKind.REGEX, "a+") if spec.constrained else None,
+            adapter=spec.adapter,
         )
-        if not self.scheduler.fits(len(spec.prompt), spec.new):
+        if not self.scheduler.fits(len(spec.prompt), spec.new, spec.adapter):
             return None
         wait = self.scheduler.estimated_wait(qos.tenant)
         self.history.append(wait)
@@ -346,14 +348,17 @@ class SchedulerWorld:
 
     def _servable(self) -> list[ClientView]:
         """Return the live requests that a serving replica could hold."""
-        sizes = [
-            world.spec.num_blocks * world.spec.block_size
+        specs = [
+            world.spec
             for replica, world in self.replicas.items()
             if world is not None and replica not in self.scheduler.draining
         ]
-        most = max(sizes, default=0)
-        requests = [(view, view.request) for view in self.live.values()]
-        return [view for view, request in requests if len(request.prompt) + request.max_new_tokens - 1 <= most]
+
+        def holds(spec: ReplicaSpec, request: Request) -> bool:
+            longest = len(request.prompt) + request.max_new_tokens - 1
+            return longest <= spec.num_tokens and spec.holds(request.adapter)
+
+        return [view for view in self.live.values() if any(holds(spec, view.request) for spec in specs)]
 
     def _run_until_empty(self, left: Callable[[], Sized]) -> None:
         # Each token may take a step, and be computed again after a preemption: this bound is generous.

@@ -49,6 +49,7 @@ def draw_world(draw: Random) -> SchedulerWorld:
             tokens_per_report=draw.choice([1, 3, 8]),
             max_batch_size=batch,
             max_batch_prefill_tokens=budget,
+            adapters=draw.choice(["", "sql", "sql,french"]),
         )
         for _ in range(draw.randint(1, 3))
     ]
@@ -78,6 +79,7 @@ def draw_request(draw: Random) -> RequestSpec:
         prompt_logprobs=draw.choice([False] * 7 + [True]),
         ignore_eos=draw.choice([True, False]),
         constrained=draw.choice([True, False, False]),
+        adapter=draw.choice(["", "", "", "sql", "french"]),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.model import ModelError, resolve_model
+from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
 from text_generation_launcher.shutdown import GracefulShutdown
 from text_generation_proto.lifeline import open_lifeline
 
@@ -41,6 +41,22 @@ async def test_local_folder_is_used_as_it_is(snapshot: Path, tmp_path: Path, mon
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path)
     assert await resolve("mine", snapshot) == tmp_path / "mine"
+
+
+async def test_adapters_are_folders_or_found_in_the_cache(snapshot: Path, tmp_path: Path) -> None:
+    (snapshot / "adapter_model.safetensors").write_bytes(b"")
+
+    async def adapters(text: str) -> str:
+        config = LauncherConfig.of(model_id="m", lora_adapters=text, huggingface_hub_cache=str(snapshot.parents[2]))
+        environ = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "1"}
+        with open_lifeline() as lifeline_fd:
+            return await resolve_adapters(config, environ, GracefulShutdown(), lifeline_fd)
+
+    both = await adapters(f"some/model@{COMMIT},sql={tmp_path},again=some/model")
+    assert both == f"some/model={snapshot},sql={tmp_path},again={snapshot}"
+    for text in ("sql=/nothing/here", "some/other"):
+        with pytest.raises(ModelError):
+            await adapters(text)
 
 
 async def test_path_that_is_not_a_folder_is_not_looked_up_on_the_hub(snapshot: Path) -> None:

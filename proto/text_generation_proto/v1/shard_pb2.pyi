@@ -175,6 +175,7 @@ class InfoResponse(google.protobuf.message.Message):
     RESERVES_MAX_LENGTH_FIELD_NUMBER: builtins.int
     KEEPS_STATES_FIELD_NUMBER: builtins.int
     SUGGESTED_CHUNK_TOKENS_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
     engine: builtins.str
     """"torch", "echo", …"""
     model_id: builtins.str
@@ -217,6 +218,10 @@ class InfoResponse(google.protobuf.message.Message):
     def unsupported(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Unsupported]:
         """Parameters that this engine does not support. A sequence that uses one fails with FAILURE_CODE_INVALID."""
 
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """names of the LoRA adapters that NewSequence.adapter may have"""
+
     def __init__(
         self,
         *,
@@ -241,8 +246,9 @@ class InfoResponse(google.protobuf.message.Message):
         reserves_max_length: builtins.bool = ...,
         keeps_states: builtins.bool = ...,
         suggested_chunk_tokens: builtins.int = ...,
+        adapters: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "keeps_states", b"keeps_states", "max_sequence_length", b"max_sequence_length", "max_slots", b"max_slots", "max_top_n_tokens", b"max_top_n_tokens", "model_id", b"model_id", "model_type", b"model_type", "rank", b"rank", "reserves_max_length", b"reserves_max_length", "scheduling", b"scheduling", "suggested_chunk_tokens", b"suggested_chunk_tokens", "suggested_prefill_tokens", b"suggested_prefill_tokens", "unsupported", b"unsupported", "version", b"version", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 Global___InfoResponse: typing_extensions.TypeAlias = InfoResponse
 
@@ -393,6 +399,7 @@ class NewSequence(google.protobuf.message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     GRAMMAR_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    ADAPTER_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -402,6 +409,10 @@ class NewSequence(google.protobuf.message.Message):
     """
     cache_salt: builtins.str
     """For an engine that keeps a prefix cache of its own: sequences share computed blocks only under the same salt."""
+    adapter: builtins.str
+    """Name of the LoRA adapter to compute it with, one of InfoResponse.adapters; "": the model alone. Sequences with different
+    adapters share no computed blocks.
+    """
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token ids, at least one"""
@@ -438,9 +449,10 @@ class NewSequence(google.protobuf.message.Message):
         generated_tokens: builtins.int = ...,
         grammar: Global___Grammar | None = ...,
         cache_salt: builtins.str = ...,
+        adapter: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 
@@ -629,6 +641,8 @@ class StepReport(google.protobuf.message.Message):
     PART_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
     CLOSING_FIELD_NUMBER: builtins.int
+    CACHED_SLOTS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges orders"""
     orders_applied: builtins.int
@@ -679,6 +693,14 @@ class StepReport(google.protobuf.message.Message):
     def top_tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TopTokens]: ...
     @property
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]: ...
+    @property
+    def cached_slots(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """SCHEDULING_SELF, known at the earliest with the first new token: cached_tokens[i] prompt tokens of slot cached_slots[i]
+        were found in the engine's own prefix cache. A later report for the same sequence replaces the number.
+        """
+
+    @property
+    def cached_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -703,8 +725,10 @@ class StepReport(google.protobuf.message.Message):
         part: builtins.bytes = ...,
         more: builtins.bool = ...,
         closing: builtins.bool = ...,
+        cached_slots: collections.abc.Iterable[builtins.int] | None = ...,
+        cached_tokens: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["closing", b"closing", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 

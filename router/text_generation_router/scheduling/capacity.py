@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from text_generation_router.scheduling.messages import ReplicaSpec
 from text_generation_router.scheduling.policy import Policy
 
@@ -27,10 +29,15 @@ class Capacity:
         elif replica in self._specs:
             self._removed = replica
 
-    def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
-        """Return True if a request of this size could run alone on a replica."""
+    def fits(self, prompt_tokens: int, max_new_tokens: int, adapter: str = "") -> bool:
+        """Return True if a request of this size could run alone on a replica that holds its adapter."""
         longest = prompt_tokens + max_new_tokens - 1
-        return any(longest <= spec.num_tokens for spec in self._specs.values())
+        return any(longest <= spec.num_tokens and spec.holds(adapter) for spec in self._specs.values())
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The adapters of all replicas, in the order of their flags."""
+        return dict.fromkeys(name for spec in self._specs.values() for name in spec.adapters)
 
     def queue_limit(self, policy: Policy) -> int | None:
         """Return the most tokens of work that may wait; None: no limit."""

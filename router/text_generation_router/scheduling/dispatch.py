@@ -7,15 +7,18 @@ the hit; the next one goes elsewhere and leaves its prefix there, too. A sequenc
 replica. Ties go to the replica chosen longest ago.
 
 A sequence is skipped, and those behind it go first, if the best replica lacks room only because of prompts it has yet to
-compute (the score counts that work already), or if another sequence is computing its prefix there.
+compute (the score counts that work already), if another sequence is computing its prefix there, or if no replica with room
+holds its LoRA adapter.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Mapping, Set
 
 from text_generation_router.scheduling.chunking import MIN_SHARED_TOKENS
 from text_generation_router.scheduling.fleet import SMALL_FLEET, PrefixHints, least_loaded, pseudo_random
+from text_generation_router.scheduling.lazy_heap import Key
 from text_generation_router.scheduling.policy import Dispatch, Policy
 from text_generation_router.scheduling.queue import FairQueue
 from text_generation_router.scheduling.replica_scheduler import ReplicaScheduler
@@ -67,6 +70,8 @@ class Dispatcher:
         self._hints: PrefixHints | None = None
         """None in a small fleet."""
         self._skipped: dict[Reason, list[ScheduledSequence]] = {}
+        self._without_adapter: dict[str, list[ScheduledSequence]] = {}
+        """Sequences that were skipped because no replica with room holds their adapter, by adapter, the most urgent first."""
         self._chosen_at: dict[int, int] = {}
         self._choices = 0
 
@@ -116,13 +121,21 @@ class Dispatcher:
         """Place sequences on replicas with room. Yield each with its replica; the caller takes it out of the queue."""
         for over in [reason for reason in self._skipped if not _still_holds(reason)]:
             self._queue.unskip(self._skipped.pop(over))
+        if self._without_adapter and self.has_room(len(self._queue)):
+            for adapter, waiting in self._without_adapter.items():
+                if _holders(self._roomy, adapter):
+                    self._queue.unskip(waiting[:MAX_SKIPPED])
+                    del waiting[:MAX_SKIPPED]
 
         skipped = 0
         while skipped < MAX_SKIPPED and (sequence := self._queue.peek()) is not None:
             if not self.has_room(len(self._queue)):
                 break
             ranked, reason = self._rank_with_reason(sequence)
-            if reason is not None:
+            if not ranked and self.can_hold(sequence):
+                self._queue.skip(sequence)
+                insort(self._without_adapter.setdefault(sequence.request.adapter, []), sequence, key=_urgency)
+            elif reason is not None:
                 self._queue.skip(sequence)
                 self._skipped.setdefault(reason, []).append(sequence)
                 skipped += 1
@@ -137,11 +150,13 @@ class Dispatcher:
     def unskip_all(self) -> None:
         """Look at all sequences again: a replica drains, or stops to."""
         self._skipped.clear()
+        self._without_adapter.clear()
         self._queue.unskip(self._queue)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if a sequence is skipped without a reason. For tests."""
-        reasoned = {each for group in self._skipped.values() for each in group}
+        groups = (*self._skipped.values(), *self._without_adapter.values())
+        reasoned = {each for group in groups for each in group}
         assert all(each in reasoned or not self.can_hold(each) for each in self._queue if each.skipped)
 
     def _rank_with_reason(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], Reason | None]:
@@ -160,10 +175,10 @@ class Dispatcher:
 
     def _rank(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
         """Return the replicas with room, the best first, and a crowded one that is much better than these."""
-        how = self._policy.dispatch
+        how, roomy = self._policy.dispatch, _holders(self._roomy, sequence.request.adapter)
         if how is Dispatch.PREFIX:
-            return self._rank_by_prefix(sequence)
-        replicas = list(self._roomy.values())
+            return self._rank_by_prefix(sequence, roomy)
+        replicas = list(roomy.values())
         if how is Dispatch.LEAST_LOADED:
             replicas.sort(key=self._load)
         elif how is Dispatch.ROUND_ROBIN:
@@ -186,9 +201,10 @@ class Dispatcher:
         replicas = (self._replicas.get(number) for number in numbers)
         return max((replica.cache.cached_tokens(sequence) for replica in replicas if replica is not None), default=0)
 
-    def _rank_by_prefix(self, sequence: ScheduledSequence) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
-        roomy: Mapping[int, ReplicaScheduler] = self._roomy
-        crowded: Mapping[int, ReplicaScheduler] = self._crowded
+    def _rank_by_prefix(
+        self, sequence: ScheduledSequence, roomy: Mapping[int, ReplicaScheduler]
+    ) -> tuple[list[ReplicaScheduler], ReplicaScheduler | None]:
+        crowded = _holders(self._crowded, sequence.request.adapter)
         if self._hints is not None:
             hinted = self._hints.replicas(sequence)
             crowded = {number: crowded[number] for number in hinted if number in crowded}
@@ -208,6 +224,17 @@ class Dispatcher:
 
     def _load(self, replica: ReplicaScheduler) -> tuple[int, int, int]:
         return replica.work, replica.occupied_slots, self._chosen_at[replica.replica]
+
+
+def _holders(replicas: Mapping[int, ReplicaScheduler], adapter: str) -> Mapping[int, ReplicaScheduler]:
+    """Return those of `replicas` that hold a LoRA adapter; all for ""."""
+    if not adapter:
+        return replicas
+    return {number: replica for number, replica in replicas.items() if replica.spec.holds(adapter)}
+
+
+def _urgency(sequence: ScheduledSequence) -> tuple[bool, Key]:
+    return not sequence.requeued, sequence.queue_key
 
 
 def _score(sequence: ScheduledSequence, replica: ReplicaScheduler) -> int:

@@ -33,6 +33,12 @@ class ReplicaSpec:
     """The engine starts a sequence only if the KV blocks for prompt + max_new_tokens are free."""
     keeps_states: bool = False
     """The model has states beside KV blocks: no prefix is reused."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters that it holds."""
+
+    def holds(self, adapter: str) -> bool:
+        """Return True if it computes sequences with this adapter; "" is the model alone."""
+        return not adapter or adapter in self.adapters
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +89,8 @@ class StepOutput:
     failed: dict[int, tuple[FailureCode, str]] = field(default_factory=dict)
     prefilled: Sequence[tuple[int, int]] = ()
     """(slot, prompt tokens computed)."""
+    cached: Sequence[tuple[int, int]] = ()
+    """(slot, prompt tokens that a self-scheduling engine found in its own prefix cache)."""
     step_s: float = 0.0
     """Duration in seconds; 0 if no step was made."""
     steps: int = 1
@@ -104,3 +112,5 @@ class Deliveries:
     tokens: list[tuple[RequestId, int, int, FinishReason | None]] = field(default_factory=list)
     """(request, start, end, finish reason if the last token ended it): token_ids[start:end] of the step output."""
     failed: list[Failed] = field(default_factory=list)
+    cached: list[tuple[RequestId, int]] = field(default_factory=list)
+    """(request, cached prompt tokens of which its client may learn)."""

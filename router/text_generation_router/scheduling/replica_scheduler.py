@@ -95,7 +95,8 @@ class ReplicaScheduler:
 
     def can_hold(self, sequence: ScheduledSequence) -> bool:
         """Return True if `sequence` could run here alone, to its last token."""
-        return sequence.max_length <= self.spec.num_blocks * self.spec.block_size
+        spec = self.spec
+        return sequence.max_length <= spec.num_tokens and spec.holds(sequence.request.adapter)
 
     @property
     def _growth_margin(self) -> int:
@@ -252,6 +253,9 @@ class ReplicaScheduler:
         if output.step_s and self._policy.target_itl_s is not None:
             prefill_tokens = sum(chunk for _, chunk in output.prefilled)
             self._chunk_sizer.update(prefill_tokens, len(output.slots), output.step_s / output.steps, output.steps)
+        for slot, tokens in output.cached:
+            if (hit := self._slots[slot]) is not None and not hit.generated_when_placed:
+                self._hit(hit, tokens, deliveries)
         if output.prefilled or (self.prompts and self.spec.self_scheduling):
             served = self._update_prefills(output)
         served += self._update_tokens(output, deliveries, left)
@@ -266,6 +270,14 @@ class ReplicaScheduler:
         if output.slots:
             self._steps_since_placement += output.steps
         return served, left
+
+    def _hit(self, sequence: ScheduledSequence, tokens: int, deliveries: Deliveries) -> None:
+        """Record the cached tokens that the engine reports. A client learns of none that others alone computed."""
+        sequence.engine_cached_tokens = min(tokens, len(sequence.request.prompt))
+        told = sequence.engine_cached_tokens
+        if sequence.own_cached_tokens < sequence.cached_tokens:
+            told = min(told, sequence.own_cached_tokens)
+        deliveries.cached.append((sequence.id, told))
 
     def _update_prefills(self, output: StepOutput) -> int:
         served = 0

@@ -27,7 +27,7 @@ Pure: no clock, no socket, no log, no task, no randomness. The same calls give t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
@@ -94,14 +94,21 @@ class Scheduler:
         for _ in range(replicas):
             self.add()
 
-    def fits(self, prompt_tokens: int, max_new_tokens: int) -> bool:
+    def fits(self, prompt_tokens: int, max_new_tokens: int, adapter: str = "") -> bool:
         """Return True if such a request could run alone on a replica, serving or lost."""
-        return self._capacity.fits(prompt_tokens, max_new_tokens)
+        return self._capacity.fits(prompt_tokens, max_new_tokens, adapter)
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The LoRA adapters that a replica holds, serving or lost."""
+        return self._capacity.adapters
 
     def submit(self, request: Request, now: float) -> None:
         """Queue `request`, which must fit."""
         assert request.id not in self._sequences, "a request is submitted once"
-        assert self.fits(len(request.prompt), request.max_new_tokens), "a request must be able to run alone"
+        assert self.fits(len(request.prompt), request.max_new_tokens, request.adapter), (
+            "a request must be able to run alone"
+        )
         self._arrivals += 1
         sequence = ScheduledSequence(request, self._arrivals, now, self._lengths.expected(request.max_new_tokens))
         self._sequences[request.id] = sequence
@@ -168,7 +175,7 @@ class Scheduler:
         self.queue.tenants.started(tenant)
         self.queue.remove(sequence)
         if not sequence.charged_tokens:
-            # The cache of a self-scheduling engine is only modelled here: its hits are not counted.
+            # The cache of a self-scheduling engine is only modelled here: it reports its hits later.
             cached = 0 if replica.spec.self_scheduling else sequence.cached_tokens
             self._prompt_tokens += len(sequence.request.prompt)
             self._hit_tokens += cached
@@ -193,6 +200,8 @@ class Scheduler:
         scheduler = self.replicas[replica]
         assert scheduler is not None, "a lost replica makes no steps"
         served, left = scheduler.update(output, deliveries)
+        for request_id, _ in deliveries.cached:
+            self._count_hits(self._sequences[request_id])
         if output.step_s:
             share = 1.0 if output.prefilled else scheduler.room_in_use
             queued = len(self.queue) > 0
@@ -207,6 +216,13 @@ class Scheduler:
             self._forget(sequence)
         self._dispatcher.changed(replica)
         return deliveries
+
+    def _count_hits(self, sequence: ScheduledSequence) -> None:
+        """Count the hits in the cache of a self-scheduling engine; its tenant pays less."""
+        found = sequence.engine_cached_tokens - sequence.counted_hits
+        sequence.counted_hits += found
+        self._hit_tokens += found
+        self.queue.charge(sequence.request.qos.tenant, -found)
 
     def _requeue(self, sequence: ScheduledSequence) -> None:
         sequence.work = self._work(sequence)
@@ -254,9 +270,10 @@ class Scheduler:
     def _fail_unfit(self) -> Deliveries:
         deliveries = Deliveries()
         for sequence in list(self.queue):
-            if not self.fits(sequence.length, sequence.request.max_new_tokens - len(sequence.generated)):
+            left = sequence.request.max_new_tokens - len(sequence.generated)
+            if not self.fits(sequence.length, left, sequence.request.adapter):
                 deliveries.failed.append(
-                    Failed(sequence.id, FailureCode.LOST, "the KV cache is too small for this request now")
+                    Failed(sequence.id, FailureCode.LOST, "no replica can hold this request any more")
                 )
                 self._forget(sequence)
         return deliveries

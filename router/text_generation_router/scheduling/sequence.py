@@ -87,6 +87,10 @@ class ScheduledSequence:
     """Leading tokens whose KV was cached at placement."""
     own_cached_tokens: int = 0
     """Cached tokens that its own tenant computed or reused before."""
+    engine_cached_tokens: int = 0
+    """Prompt tokens that a self-scheduling engine found in its own prefix cache, in its first run."""
+    counted_hits: int = 0
+    """The part of `engine_cached_tokens` that was counted."""
     prefill_length: int = 0
     """Tokens to prefill in this placement: the prompt, and tokens generated before a preemption or move."""
     num_scheduled_tokens: int = 0
@@ -103,6 +107,8 @@ class ScheduledSequence:
     """Length at its expected end."""
     max_length: int = field(init=False)
     """Positions whose KV may be needed. The KV of the last new token is not."""
+    salt: str = field(init=False)
+    """The key of its root in the prefix tree: sequences share blocks only with the same adapter and cache salt."""
     prompt_key: bytes = field(init=False)
     """The prompt as a key of the prefix tree."""
     reusable_key: bytes = b""
@@ -115,16 +121,14 @@ class ScheduledSequence:
         self.length = len(self.request.prompt)
         self.expected_length = self.length + self.expected_new_tokens
         self.max_length = self.length + self.request.max_new_tokens - 1
+        # The name of an adapter contains no NUL, so no two pairs have the same key.
+        self.salt = f"{self.request.adapter}\0{self.request.qos.salt}"
         self.prompt_key = array("I", self.request.prompt).tobytes()
 
     @property
     def key(self) -> bytes:
         """All known tokens as a key of the prefix tree."""
         return self.prompt_key + array("I", self.generated).tobytes() if self.generated else self.prompt_key
-
-    @property
-    def salt(self) -> str:
-        return self.request.qos.salt
 
     @property
     def deadline(self) -> Key:

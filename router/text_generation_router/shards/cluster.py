@@ -81,7 +81,7 @@ class Cluster:
         if any(by is not None and by <= now for by in (qos.queue_by, qos.end_by)):
             self.scheduler.expired += 1
             raise DeadlineExceeded("its time was over before it was queued")
-        if not self.scheduler.fits(len(request.prompt), request.max_new_tokens):
+        if not self.scheduler.fits(len(request.prompt), request.max_new_tokens, request.adapter):
             raise GenerationFailed("the KV cache is too small for this request now")
         self._refuse_overload(request, now)
         self._listeners.add(request.id, listener)
@@ -111,6 +111,11 @@ class Cluster:
             self._wake()
         for number in self.scheduler.dispatch():
             self._by_number[number].session.wake()
+
+    @property
+    def adapters(self) -> Collection[str]:
+        """The names of the LoRA adapters that replicas hold."""
+        return self.scheduler.adapters
 
     @property
     def connected(self) -> bool:

@@ -52,6 +52,7 @@ def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_ca
         stopping=convert.stopping_to_pb(stopping),
         logprobs=convert.logprobs_to_pb(logprobs),
         grammar=None if request.grammar is None else convert.grammar_to_pb(request.grammar),
+        adapter=request.adapter,
         cache_salt=hashed_salt(request.qos.salt) if own_cache and request.qos.salt else "",
     )
 
@@ -84,12 +85,13 @@ def check_report(report: pb.StepReport, num_slots: int, orders_sent: int, unsent
     topped = {item.slot for item in report.top_tokens}
     others = {item.slot for item in report.failed} | {item.slot for item in report.prompt_logprobs}
     slots = set(report.slots)
-    named = slots.union(report.prefilled_slots, others)
+    named = slots.union(report.prefilled_slots, report.cached_slots, others)
     if (
         (report.token_counts and len(report.token_counts) != len(report.slots))
         or tokens != len(report.token_ids)
         or len(report.logprobs) not in (0, tokens)
         or len(report.prefilled_slots) != len(report.prefilled_tokens)
+        or len(report.cached_slots) != len(report.cached_tokens)
         or max(named, default=0) >= num_slots
         or not named.isdisjoint(unsent_slots)
         or any(finish.reason not in convert.FINISH_REASONS_FROM_PB for finish in report.finished)
@@ -112,6 +114,7 @@ def step_output_from_pb(report: pb.StepReport, steps: int) -> StepOutput:
             for failure in report.failed
         },
         prefilled=list(zip(report.prefilled_slots, report.prefilled_tokens, strict=True)),
+        cached=list(zip(report.cached_slots, report.cached_tokens, strict=True)) if report.cached_slots else (),
         step_s=report.step_ns / 1e9 if steps else 0.0,
         steps=max(1, steps),
     )

@@ -40,6 +40,7 @@ class ReplicaInfo:
             self_scheduling=self.info.scheduling == pb.SCHEDULING_SELF,
             reserves_max_length=self.info.reserves_max_length,
             keeps_states=self.info.keeps_states,
+            adapters=tuple(self.info.adapters),
         )
 
     @property

@@ -58,6 +58,9 @@ class Listeners:
         tops = top_tokens_from_pb(report) if report.top_tokens else {}
         no_tops: list[TopToken] = []
         listeners = self._listeners
+        for request_id, cached in deliveries.cached:
+            if listener := listeners.get(request_id):
+                listener.on_cached_tokens(cached)
         for request_id, start, end, reason in deliveries.tokens:
             listener = listeners.get(request_id)
             if listener is None:

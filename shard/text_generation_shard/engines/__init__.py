@@ -17,6 +17,8 @@ def build_engine(config: ShardConfig) -> Engine:
         from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
         return SelfSchedulingEcho.build(config) if config.echo_self_scheduling else EchoEngine.build(config)
+    if config.lora_adapters:
+        raise EngineError(f"--lora-adapters: the {name} engine does not serve LoRA adapters")
     if name == "tensorrt-llm":
         from text_generation_shard.engines.tensorrt_llm.build import build
 

@@ -1,10 +1,11 @@
 """Echoes the prompt at a configured pace, without a model: for tests, demos, and load tests of everything above the engine.
 
 New token i of a sequence is prompt token i modulo the prompt's length, counted from the request's first new token, so that a
-preempted sequence continues where it was. It keeps the contract of a real engine exactly: KV blocks, chunks, stopping. It checks
-its client too: a block that is assigned twice, or does not hold the tokens it should, fails the sequence (`kv_ledger`). With a
-model folder that has a tokenizer.json it supports grammars: it ends as soon as allowed, closes what is open, and echoes the
-prompt where the grammar allows it.
+preempted sequence continues where it was. With a LoRA adapter the prompt comes backwards; `--lora-adapters` gives names, no folder
+is read. It keeps the contract of a real engine exactly: KV blocks, chunks, stopping. It checks its client too: a block that is
+assigned twice, or does not hold the tokens it should, fails the sequence (`kv_ledger`). With a model folder that has a
+tokenizer.json it supports grammars: it ends as soon as allowed, closes what is open, and echoes the prompt where the grammar
+allows it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from text_generation_proto.lora import parse_adapters
 from text_generation_proto.values import FailureCode, WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import (
@@ -74,6 +76,7 @@ class EchoEngine(SynchronousEngine):
             suggested_prefill_tokens=4096,
             max_top_n_tokens=20,
             grammar_kinds=grammars.kinds if grammars is not None else (),
+            adapters=tuple(adapter.name for adapter in parse_adapters(config.lora_adapters)),
         )
         return cls(
             info=info,
@@ -157,7 +160,8 @@ class EchoEngine(SynchronousEngine):
         output = SamplerOutput([], [LOGPROB] * len(sequences))
         for index, sequence in enumerate(sequences):
             period = sequence.prompt_length - sequence.generated_before
-            token = sequence.tokens[(len(sequence.tokens) - period) % period]
+            index_in_prompt = (len(sequence.tokens) - period) % period
+            token = sequence.tokens[period - 1 - index_in_prompt if sequence.adapter else index_in_prompt]
             mask = masks.get(sequence.slot)
             if token == self.hang_token and not sequence.generated_before:
                 threading.Event().wait()

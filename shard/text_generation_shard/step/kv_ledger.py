@@ -26,6 +26,7 @@ class Holder(Protocol):
     tokens: list[int]
     blocks: list[int]
     computed: int
+    adapter: str
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,8 @@ class KVLedger:
         self._readers: dict[int, int] = {}
         """Number of sequences that read a block; no entry for 0."""
         self._contents = self._empty()
+        self._adapters: dict[int, str] = {}
+        """The LoRA adapter with which a block was computed; no entry for none."""
 
     def _empty(self) -> npt.NDArray[np.int32]:
         """Return [blocks, tokens per block] of token id + 1, 0 if unknown. Memory is committed when written."""
@@ -59,6 +62,7 @@ class KVLedger:
         self._writers.clear()
         self._readers.clear()
         self._contents = self._empty()
+        self._adapters.clear()
 
     def new_sequence_problem(self, new: NewSequence) -> str | None:
         """Return the problem with the blocks of a new sequence; None if there is none."""
@@ -111,6 +115,8 @@ class KVLedger:
         blocks = new.blocks[: self._blocks_for(computed)]
         for writer in {writer for block in blocks if (writer := self._writers.get(block)) is not None}:
             self._record(writer)
+        if any(self._adapters.get(block, "") != new.adapter for block in blocks):
+            return "the KV blocks given were computed with another LoRA adapter"
         held = self._contents[list(blocks)].reshape(-1)[:computed]
         wrong = np.flatnonzero(held != np.array(new.prompt[:computed], dtype=np.int32) + 1)
         if wrong.size:
@@ -124,6 +130,11 @@ class KVLedger:
         holder, start = writer.holder, writer.recorded
         if not (blocks := holder.blocks[start:]):
             return
+        for block in blocks:
+            if holder.adapter:
+                self._adapters[block] = holder.adapter
+            else:
+                self._adapters.pop(block, None)
         tokens = np.zeros(len(blocks) * self._block_size, dtype=np.int32)
         known = holder.tokens[start * self._block_size : holder.computed]
         tokens[: len(known)] = known

@@ -56,6 +56,7 @@ class Sequence:
     """Tokens that may end it."""
     is_held: bool = True
     """False once dropped. A step in progress may still produce a token for it."""
+    adapter: str = ""
     end: int = 0
     """First position that its blocks or its maximum length exclude; see `update_end`."""
 
@@ -88,6 +89,7 @@ class Sequence:
             pending_matcher=new.matcher,
             stop_ids=new.stopping.eos_token_ids | new.stopping.stop_token_ids,
             greedy_from=len(new.prompt) + new.stopping.min_new_tokens if greedy else math.inf,
+            adapter=new.adapter,
         )
 
     @property

@@ -172,6 +172,8 @@ def test_rejection_without_alternative_or_secret(capsys: pytest.CaptureFixture[s
         ("--max-batch-size 0", "--max-batch-size (or MAX_BATCH_SIZE)"),
         ("--engine vllm", "--engine (or ENGINE)"),
         ("--trtllm-launch srun", "--trtllm-launch (or TRTLLM_LAUNCH)"),
+        ("--lora-adapters a=b=c", "Invalid LoRA adapter format: a=b=c, not 'a=b=c'"),
+        ("--lora-adapters some/model=/a", "`lora_adapters`: some/model is the name of the model itself"),
         ("--num-sh 1", "unrecognized arguments: --num-sh 1"),
     ],
 )

@@ -110,6 +110,7 @@ class Held:
     tokens: list[int]
     blocks: list[int]
     computed: int
+    adapter: str = ""
 
 
 @settings(max_examples=150)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aiohttp import web
 
 from text_generation_router.api.anthropic.events import MessageScript, TokenCount
@@ -28,14 +30,14 @@ class MessagesRoutes:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/messages: answer a conversation, whole or in events."""
         body = await parse_body(request, MessagesBody)
-        self._serving.settings.check_model(body.model)
+        adapter = self._serving.adapter_of(body.model)
 
         def script(chat: ChatRequest, cached_tokens: CachedTokens) -> MessageScript:
             head = named("msg_", body.model, self._serving.settings)
             return MessageScript(head, chat.prompt_tokens, cached_tokens)
 
         def read() -> tuple[Conversation, GenerationOptions]:
-            return to_conversation(body), to_options(body)
+            return to_conversation(body), replace(to_options(body), adapter=adapter)
 
         return await answer(request, self._serving, self._chats, read, script, fields=body, stream=bool(body.stream))
 
@@ -43,7 +45,7 @@ class MessagesRoutes:
         """POST /v1/messages/count_tokens: count the prompt tokens of a conversation."""
         tenant = tenant_of(request)
         body = await parse_body(request, CountTokensBody)
-        self._serving.settings.check_model(body.model)
+        self._serving.adapter_of(body.model)
         prompt = await self._chats.prompt(await beside(request, lambda: to_conversation(body)), tenant)
         ids = await self._serving.tokenizer_pool.encode_ids(prompt, add_special_tokens=False, tenant=tenant)
         count: TokenCount = {"input_tokens": len(ids)}

@@ -136,6 +136,7 @@ class RequestPreparer:
             min_new_tokens=options.min_new_tokens,
             logprobs=options.logprobs,
             grammar=grammar,
+            adapter=options.adapter,
             qos=qos,
         )
         check_supported(request, options.api, self._limits.unsupported)

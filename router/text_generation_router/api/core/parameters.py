@@ -71,6 +71,8 @@ class GenerationOptions:
     logprobs: LogprobOptions = LogprobOptions()
     grammar: Grammar | Mapping[str, Any] | None = None
     """A mapping is TGI's form: it is read after the prompt was tokenized, as the order of TGI's rules wants."""
+    adapter: str = ""
+    """LoRA adapter; "": the model alone."""
     best_of: int = 1
     truncate: int | None = None
     """Keep so many tokens at the end of the prompt."""

@@ -18,7 +18,7 @@ from text_generation_router.api.http.dialects import ErrorEvent
 from text_generation_router.api.http.keys import HOLDER
 from text_generation_router.api.http.record import RECORD, GenerationRecord
 from text_generation_router.api.http.sse import EventStream
-from text_generation_router.errors import ServingError
+from text_generation_router.errors import ModelNotFound, ServingError
 from text_generation_router.generation import GenerationResult, GenerationTimes, Sink, TokenOutput, run_generation
 from text_generation_router.metrics import Metrics
 from text_generation_router.preparation import Preparation
@@ -96,6 +96,18 @@ class Serving:
             generation.caller = caller
             generation.preparation = request[PREPARATION]
         return records
+
+    def adapter_of(self, model: str | None) -> str:
+        """Return the adapter that a request's model names; "" if it names the model itself. Raises ModelNotFound."""
+        if model in self.cluster.adapters:
+            return str(model)
+        self.settings.check_model(model)
+        return ""
+
+    def check_adapter(self, name: str | None) -> None:
+        """Raise ModelNotFound if a request of TGI's dialect names an adapter that is not loaded. "" and None name none."""
+        if name and name not in self.cluster.adapters:
+            raise ModelNotFound(f"The adapter `{name}` does not exist")
 
     def take_permits(self, records: Sequence[GenerationRecord], count: int) -> AbstractContextManager[None]:
         """Hold `count` permits for the caller of these generations. Raises Overloaded, InvalidRequest."""

@@ -64,7 +64,7 @@ class Settings:
         return self.config.model_id or self.config.model_path
 
     def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound if a request names a model, or an adapter, that is not served.
+        """Raise ModelNotFound if a request names a model that is not served.
 
         None, "", placeholders, single letters, as load generators send them, and the URL of the server, as
         @huggingface/inference sends it, name no model. The last part of the model's name may stand for it.

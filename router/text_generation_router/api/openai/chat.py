@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import orjson
 from aiohttp import web
@@ -69,7 +70,7 @@ class ChatRoutes:
         """POST /chat_tokenize: return the prompt text of a conversation and its tokens."""
         tenant = tenant_of(request)
         body = await parse_body(request, ChatTokenizeBody)
-        self._serving.settings.check_model(body.model)
+        self._serving.adapter_of(body.model)
         text = await self._chats.prompt(await beside(request, lambda: to_conversation(body, None)), tenant)
         pool = self._serving.tokenizer_pool
         encoding = await pool.encode(text, add_special_tokens=False, tenant=tenant)
@@ -77,9 +78,9 @@ class ChatRoutes:
         return await answer_tokens(request, text, encoding, pool.slices, before=b'{"tokenize_response":', after=after)
 
     async def _prepare(self, request: web.Request, body: ChatBody, qos: QualityOfService, count: int) -> ChatRequest:
-        self._serving.settings.check_model(body.model)
+        adapter = self._serving.adapter_of(body.model)
         conversation = await beside(request, lambda: to_conversation(body, asked_grammar(body)))
-        return await self._chats.prepare(conversation, chat_options(body), qos, count)
+        return await self._chats.prepare(conversation, replace(chat_options(body), adapter=adapter), qos, count)
 
     async def _streamed(
         self, request: web.Request, body: ChatBody, chat: ChatRequest, records: Sequence[GenerationRecord]

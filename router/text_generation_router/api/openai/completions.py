@@ -75,7 +75,7 @@ class CompletionRoutes:
 
     def _check(self, body: CompletionBody, prompts: Sequence[object]) -> None:
         """Check what concerns all prompts. Raises ServingError."""
-        self._serving.settings.check_model(body.model)
+        self._serving.adapter_of(body.model)
         if body.suffix is not None:
             raise SuffixNotSupported
         if not prompts:
@@ -90,7 +90,8 @@ class CompletionRoutes:
 
     async def _admit(self, body: CompletionBody, prompt: str | list[TokenId], qos: QualityOfService) -> Prompt:
         serving = self._serving
-        requests = await serving.preparer.prepare(prompt, completion_options(body), qos, body.n or 1)
+        options = replace(completion_options(body), adapter=serving.adapter_of(body.model))
+        requests = await serving.preparer.prepare(prompt, options, qos, body.n or 1)
         text = prompt if isinstance(prompt, str) else await serving.tokenizer_pool.decode(prompt, qos.tenant)
         if not body.stream:
             requests[1:] = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aiohttp import web
 
 from text_generation_router.api.core.blocks import CachedTokens
@@ -28,14 +30,14 @@ class ResponsesRoutes:
     async def create(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/responses: answer a conversation, whole or in events."""
         body = await parse_body(request, ResponsesBody)
-        self._serving.settings.check_model(body.model)
+        adapter = self._serving.adapter_of(body.model)
 
         def script(chat: ChatRequest, cached_tokens: CachedTokens) -> ResponseScript:
             head = named("resp_", body.model, self._serving.settings)
             return ResponseScript(body, head, chat.prompt_tokens, cached_tokens)
 
         def read() -> tuple[Conversation, GenerationOptions]:
-            return to_conversation(body), to_options(body)
+            return to_conversation(body), replace(to_options(body), adapter=adapter)
 
         return await answer(request, self._serving, self._chats, read, script, fields=body, stream=bool(body.stream))
 

@@ -66,8 +66,12 @@ class GenerateRoutes:
             return await self.permitted_reply(body, record)
 
     def permits_needed(self, parameters: GenerateParameters) -> int:
-        """Return the permits that a whole reply needs: one for each sequence tried. Raises InvalidRequest."""
+        """Return the permits that a whole reply needs: one for each sequence tried.
+
+        Raises InvalidRequest, ModelNotFound.
+        """
         check_whole(parameters, self._serving.settings.limits)
+        self._serving.check_adapter(parameters.adapter_id)
         return parameters.best_of or 1
 
     async def permitted_reply(
@@ -92,6 +96,7 @@ class GenerateRoutes:
         serving = self._serving
         [record] = serving.start(request)
         check_streamed(body.parameters)
+        serving.check_adapter(body.parameters.adapter_id)
         with serving.take_permits([record], 1):
             qos = serving.qos(record, body.parameters, body)
             options = to_options(body.parameters, shows_tokens=True)
@@ -131,8 +136,6 @@ def to_options(parameters: GenerateParameters, *, shows_tokens: bool = False) ->
     Sampling is greedy unless `do_sample` is set or a parameter that filters or scales has another value than its
     neutral one. Rule 1 counts any such parameter as sampling, also at its neutral value.
     """
-    if parameters.adapter_id:
-        raise InvalidRequest(f"`adapter_id`: the adapter `{parameters.adapter_id}` is not loaded")
     given = given_sampling(parameters, Api.TGI)
     best_of = parameters.best_of or 1
     present = [parameter for parameter in SAMPLING_PARAMETERS if parameter.field in given]
@@ -157,6 +160,7 @@ def to_options(parameters: GenerateParameters, *, shows_tokens: bool = False) ->
             tokens=shows_tokens or parameters.details or parameters.decoder_input_details or best_of > 1,
         ),
         grammar=parameters.grammar,
+        adapter=parameters.adapter_id or "",
         best_of=best_of,
         truncate=parameters.truncate,
     )

@@ -53,7 +53,7 @@ class GenerateParameters(QosFields):
     grammar: dict[str, Any] | None = None
     """Constrain the text to a grammar."""
     adapter_id: Name | None = None
-    """Adapter to use. None is loaded: any name is rejected."""
+    """LoRA adapter to use, one of --lora-adapters. A name that is not loaded is rejected."""
 
 
 class GenerateBody(QosFields):

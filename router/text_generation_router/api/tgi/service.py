@@ -149,6 +149,10 @@ class ModelAnswer(ResponseBody):
     created: int
     """0, as in TGI."""
     owned_by: str
+    root: str
+    """The model that computes it."""
+    parent: str | None
+    """The model that an adapter changes; null for the model itself."""
 
 
 class ModelsAnswer(ResponseBody):
@@ -293,20 +297,24 @@ class ServiceRoutes:
         return json_response(answer)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """GET /v1/models: the served model, by each of its names."""
-        names = dict.fromkeys(self._settings.model_names)
+        """GET /v1/models: the served model, by each of its names, and its adapters."""
+        names = dict.fromkeys((*self._settings.model_names, *self._cluster.adapters))
         answer: ModelsAnswer = {"object": "list", "data": [self._listed(name) for name in names]}
         return json_response(answer)
 
     async def one_model(self, request: web.Request) -> web.StreamResponse:
         """GET /v1/models/{model}: the served model, by any name that requests may give it."""
         name = request.match_info["model"]
-        self._settings.check_model(name)
         settings = self._settings
-        return json_response(self._listed(name if name in settings.model_names else settings.model_id))
+        listed = (*settings.model_names, *self._cluster.adapters)
+        if name not in listed:
+            settings.check_model(name)
+        return json_response(self._listed(name if name in listed else settings.model_id))
 
     def _listed(self, name: str) -> ModelAnswer:
-        return {"id": name, "object": "model", "created": 0, "owned_by": self._settings.model_id}
+        base = self._settings.model_id
+        parent = base if name in self._cluster.adapters else None
+        return {"id": name, "object": "model", "created": 0, "owned_by": base, "root": base, "parent": parent}
 
 
 def tokenize_body(value: object) -> TokenizeBody:

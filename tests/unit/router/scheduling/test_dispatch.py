@@ -8,6 +8,7 @@ import pytest
 from scheduler_checks import assert_idle
 from scheduler_rig import Rig, a_policy, words
 
+from text_generation_proto.values import FailureCode
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.policy import Dispatch
 
@@ -187,3 +188,31 @@ def test_answers_longer_than_expected_do_not_make_a_replica_look_idle() -> None:
     assert max(homes.values()) == 3
     rig.until_idle()
     assert [rig.replica(replica).work for replica in range(2)] == [0, 0]
+
+
+def test_replicas_that_lack_an_adapter_get_none_of_its_requests_and_hold_up_no_others() -> None:
+    rig = a_rig(replicas=3)
+    rig.slots, rig.adapters = 2, ("sql",)
+    rig.open_again(1)
+    long = [rig.submit(40, new=60, adapter="sql") for _ in range(30)]
+    others = [rig.submit(40, new=20) for _ in range(40)]
+    rig.turns(300)
+    assert set(others) <= set(rig.finished), "the replicas without the adapter serve those behind"
+    rig.until_idle()
+    assert {rig.replica_of(number) for number in long} == {1}
+    assert rig.finished.index(long[0]) < rig.finished.index(long[-1])
+
+
+def test_requests_of_an_adapter_wait_for_its_replica_and_fail_once_it_has_gone() -> None:
+    rig = a_rig(replicas=2)
+    rig.adapters = ("sql",)
+    rig.open_again(0)
+    running, moved = rig.submit(40, new=300, adapter="sql"), rig.submit(40, new=100)
+    rig.turns(5)
+    rig.lose(0)
+    rig.turns(200)
+    assert not rig.failed
+    rig.receive(rig.scheduler.remove(0))
+    assert (rig.failed, rig.finished) == ({running: FailureCode.LOST}, [moved])
+    assert not rig.scheduler.fits(40, 300, "sql")
+    assert_idle(rig.scheduler)

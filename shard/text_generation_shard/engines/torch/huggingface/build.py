@@ -50,29 +50,17 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
         log.info("sequences end with the first chunk of attention", tokens=min(chunks))
         info = replace(info, max_sequence_length=min(chunks))
     if on_cuda:
-        _check_faster(model, model_config.vocab_size, info.max_sequence_length, executor)
+        _check_and_swap(model, model_config.vocab_size, executor)
     else:
         check_model(model, model_config.vocab_size, executor, (WINDOW, CHUNK))
     model.record()
     return TorchEngine(replace(info, keeps_states=model.keeps_states), executor(), grammars, open_trace(config))
 
 
-def _check_faster(
-    model: TransformersModel, vocab_size: int, max_sequence_length: int, executor: Callable[[], Executor]
-) -> None:
-    """Check the model as the native decoder if it can be one, else with faster parts; without them, if it is wrong with them."""
-    from text_generation_shard.engines.torch.huggingface.find_decoder import find_decoder
+def _check_and_swap(model: TransformersModel, vocab_size: int, executor: Callable[[], Executor]) -> None:
+    """Check the model with faster parts; without them, if it is wrong with them."""
     from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
 
-    model.decoder = find_decoder(model, max_sequence_length)
-    if model.decoder is not None:
-        try:
-            check_model(model, vocab_size, executor, (WINDOW,))
-        except EngineError as error:
-            log.warning("the native decoder is not used", reason=str(error))
-            model.decoder = None
-        else:
-            return
     restore = restorer(model.library)
     try:
         check_model(model, vocab_size, executor, (WINDOW,), lambda: swap_parts(model.library))
@@ -119,8 +107,7 @@ def _cuda_executors(
         torch.cuda.empty_cache()
         shape = CacheShape(tuple(model.layers), device, dtype)
         kernels = LayeredKernels(model, info.vocab_size, info.max_slots, dtype, device)
-        served = model if model.decoder is None else model.decoder.on(kernels, group)
-        runner = Runner(served, kernels, group, shape, info.max_slots, info.max_sequence_length)
+        runner = Runner(model, kernels, group, shape, info.max_slots, info.max_sequence_length)
         return CudaExecutor(runner, memory, group, shape, info.max_slots)
 
     return model, executor

@@ -11,7 +11,7 @@ from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention, DecodeStep
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
-from text_generation_shard.engines.torch.ops.triton import PlainKernels, fused_tokens
+from text_generation_shard.engines.torch.ops.triton import PlainKernels
 
 Heads = tuple[int, int, int]
 """Query heads, KV heads, head_dim."""
@@ -20,10 +20,11 @@ Heads = tuple[int, int, int]
 class LayeredKernels(PlainKernels):
     """Implements `Kernels` for layers of different shapes. Holds the workspaces."""
 
+    fused_tokens = 0
+
     def __init__(
         self, model: TransformersModel, vocab_size: int, max_slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.fused_tokens = fused_tokens(model.library.get_input_embeddings().weight.shape[1])
         self._chunks: dict[Heads, ChunkAttention] = {}
         self._decoding: dict[Heads, DecodeAttention] = {}
         for heads in dict.fromkeys((layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in model.layers):

@@ -43,20 +43,13 @@ class PlainKernels:
     experts = staticmethod(experts)
 
 
-def fused_tokens(hidden_size: int) -> int:
-    """Return the number of tokens in a step up to which fused products are faster.
-
-    Measured on an H200: wide products beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
-    """
-    return MAX_ROWS if hidden_size <= MAX_NARROW_HIDDEN_SIZE else 1
-
-
 class TritonKernels(PlainKernels):
     """Implements `Kernels` for layers of one shape. Holds the workspaces."""
 
     def __init__(self, config: ModelConfig, shape: CacheShape, max_slots: int) -> None:
         heads = (shape.layers[0].num_heads, shape.layers[0].num_kv_heads, config.head_dim)
-        self.fused_tokens = fused_tokens(config.hidden_size)
+        # Measured on an H200: wide products beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
+        self.fused_tokens = MAX_ROWS if config.hidden_size <= MAX_NARROW_HIDDEN_SIZE else 1
         self._chunks = ChunkAttention(
             *heads,
             frozenset(config.windows),

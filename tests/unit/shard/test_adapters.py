@@ -1,0 +1,124 @@
+"""LoRA adapters: TGI's grammar of the setting, and the check of their folders before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from text_generation_proto.lora import AdapterSource, adapters_to_text, parse_adapters
+from text_generation_shard.adapters import read_adapters
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines import build_engine
+
+MODEL = {"hidden_size": 64, "num_hidden_layers": 2}
+LAYER = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+WEIGHTS = {f"{LAYER}A.weight": (8, 64), f"{LAYER}B.weight": (64, 8)}
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": ["q_proj"],
+    "bias": "none",
+    "modules_to_save": None,
+    "base_model_name_or_path": "org/base",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", []),
+        ("org/sql", [("org/sql", "org/sql", "")]),
+        ("org/sql@v1, b=/models/b", [("org/sql", "org/sql", "v1"), ("b", "/models/b", "")]),
+        ("b=/models/b@main,", [("b", "/models/b", "main")]),
+    ],
+)
+def test_the_grammar_is_tgis(text: str, expected: list[tuple[str, str, str]]) -> None:
+    assert parse_adapters(text) == tuple(AdapterSource(*each) for each in expected)
+    local = tuple(AdapterSource(name, "/a") for name, _, _ in expected)
+    assert parse_adapters(adapters_to_text(local)) == local
+
+
+@pytest.mark.parametrize("text", ["a=b=c", "a@1@2", "=b", "@1", "a=", "a@", "a@1=b", "a,a", "a\nb", "x" * 300])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="LoRA adapter"):
+        parse_adapters(text)
+
+
+def a_folder(path: Path, config: object = CONFIG, weights: dict[str, tuple[int, ...]] | None = WEIGHTS) -> ShardConfig:
+    (path / "config.json").write_text(json.dumps(MODEL))
+    adapter = path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    if weights is not None:
+        save_file(
+            {key: np.zeros(shape, dtype=np.float32) for key, shape in weights.items()},
+            adapter / "adapter_model.safetensors",
+        )
+    return ShardConfig(model_path=str(path), model_id="org/base", lora_adapters=f"sql={adapter}")
+
+
+def test_an_adapter_is_read_with_its_largest_rank(tmp_path: Path) -> None:
+    other = "base_model.model.model.layers.0.mlp.down_proj.lora_"
+    weights = WEIGHTS | {f"{other}A.weight": (16, 256), f"{other}B.weight": (64, 16)}
+    [adapter] = read_adapters(a_folder(tmp_path, weights=weights))
+    assert (adapter.name, adapter.folder) == ("sql", tmp_path / "adapter")
+    assert (adapter.rank, adapter.modules) == (16, {"q_proj", "down_proj"})
+
+
+@pytest.mark.parametrize(
+    ("expected", "config", "weights"),
+    [
+        ("r is missing", {"r": None}, WEIGHTS),
+        ("r is 'a'", {"r": "a"}, WEIGHTS),
+        ("r is 4096", {"r": 4096}, WEIGHTS),
+        ("lora_alpha is missing", {"lora_alpha": None}, WEIGHTS),
+        ("target_modules is missing", {"target_modules": []}, WEIGHTS),
+        ("base_model_name_or_path is 7", {"base_model_name_or_path": 7}, WEIGHTS),
+        ("peft_type is IA3", {"peft_type": "IA3"}, WEIGHTS),
+        ("biases", {"bias": "all"}, WEIGHTS),
+        ("modules_to_save", {"modules_to_save": ["lm_head"]}, WEIGHTS),
+        ("DoRA", {"use_dora": True}, WEIGHTS),
+        ("alpha_pattern", {"alpha_pattern": {"q_proj": 4}}, WEIGHTS),
+        ("no JSON", "{", WEIGHTS),
+        ("has no adapter_model.safetensors", {}, None),
+        ("holds no weights", {}, {}),
+        ("has lora_A only", {}, {f"{LAYER}A.weight": (8, 64)}),
+        ("hidden_size 128, and this one has 64", {}, {f"{LAYER}A.weight": (8, 128), f"{LAYER}B.weight": (64, 8)}),
+        (
+            "more layers than the 2",
+            {},
+            {key.replace("layers.1", "layers.2"): shape for key, shape in WEIGHTS.items()},
+        ),
+        ("not a weight of a LoRA adapter", {}, WEIGHTS | {"base_model.model.lm_head.weight": (9, 64)}),
+        ("no matrix", {}, {f"{LAYER}A.weight": (8,)}),
+    ],
+)
+def test_a_wrong_adapter_is_one_line(tmp_path: Path, expected: str, config: object, weights: Any) -> None:  # noqa: ANN401
+    settings = config if isinstance(config, str) else CONFIG | dict(config)  # type: ignore[call-overload]
+    with pytest.raises(EngineError) as refused:
+        read_adapters(a_folder(tmp_path, settings, weights))
+    assert expected in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 8, b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"])
+def test_a_damaged_file_is_one_line(tmp_path: Path, damage: bytes) -> None:
+    config = a_folder(tmp_path)
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(damage)
+    with pytest.raises(EngineError, match="is no file of safetensors"):
+        read_adapters(config)
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    with pytest.raises(EngineError, match=r"the LoRA adapter sql: .* has no adapter_config.json"):
+        read_adapters(config)
+
+
+def test_the_torch_engine_refuses_adapters(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="--lora-adapters: the torch engine does not serve LoRA adapters"):
+        build_engine(ShardConfig(engine="torch", model_path=str(tmp_path), lora_adapters="a=/b"))
