@@ -1,13 +1,15 @@
-"""Attention of prompt chunks over the paged cache: FlashInfer's batched prefill, planned on the host once per step.
+"""Attention of prompt chunks over the paged cache.
 
-A plan is written to pinned memory and copied asynchronously. Two sets of buffers alternate: when a step is planned, the copy of
+Heads of the usual sizes are served by FlashInfer's batched prefill, planned on the host once per step, all others by a kernel of
+ours. A plan of FlashInfer's is written to pinned memory and copied asynchronously. Two sets of buffers alternate: when a step is planned, the copy of
 the previous step may still be pending, but none before that.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +23,29 @@ if TYPE_CHECKING:
 
 WORKSPACE = 256 << 20
 """Bytes for partial results of long prompts that are split."""
-HEAD_DIMS = (64, 128, 256)
+FLASHINFER_HEAD_DIMS = (64, 128, 256)
+"""Measured sizes. FlashInfer has a kernel for 512 as well, and compiles it for GPUs after Hopper only."""
 BUFFER_SETS = 2
 
 
-class ChunkAttention:
-    """Attention of one rank's heads; `windows` are the sliding windows of the layers, None for full attention."""
+class ChunkAttention(Protocol):
+    """Attention of the chunks of a step, in layers with the same heads."""
+
+    def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        """Plan the chunks of a step; `columns` are those of the plan on the device."""
+
+    def run(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
+        """Attend with `queries` [tokens, heads, head_dim] of the planned chunks; `out` [tokens, heads · head_dim].
+
+        `cache_layer` [blocks, 2, KV heads, BLOCK_SIZE, head_dim]. With a `window`, only keys with position − window < key <=
+        position. `sinks` [heads] are scores of keys without values.
+        """
+
+
+class FlashInferChunks:
+    """Implements `ChunkAttention`; `windows` are the sliding windows of the layers, None for full attention."""
 
     def __init__(
         self,
@@ -45,8 +64,6 @@ class ChunkAttention:
             raise EngineError(
                 f"the torch engine on CUDA needs FlashInfer: pip install 'text-generation-trtllm[cuda]' ({error})"
             ) from None
-        if head_dim not in HEAD_DIMS:
-            raise EngineError(f"head_dim {head_dim} is not served on CUDA, only {', '.join(map(str, HEAD_DIMS))}")
         self._heads = (num_heads, num_kv_heads, head_dim)
         self._dtype = dtype
         self._scale, self._softcap = scale, softcap
@@ -56,19 +73,18 @@ class ChunkAttention:
             for _ in range(BUFFER_SETS)
         ]
 
-    def plan(self, plan: StepPlan, pages: Tensor) -> None:
-        """Plan the chunks of a step; `pages` is the plan's column on the device."""
+    def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
         self._buffer_sets.append(self._buffer_sets.pop(0))
         query_indptr, page_indptr, last_pages = (
             torch.from_numpy(plan.column(name)) for name in ("query_indptr", "page_indptr", "last_pages")
         )
-        longest = int((query_indptr[1:] - query_indptr[:-1]).max())
         num_heads, num_kv_heads, head_dim = self._heads
+        longest = plan.longest_chunk
         for window, wrapper in self._buffer_sets[0].items():
             wrapper.plan(
                 query_indptr,
                 page_indptr,
-                pages,
+                columns["pages"],
                 last_pages,
                 num_heads,
                 num_kv_heads,
@@ -86,13 +102,10 @@ class ChunkAttention:
     def run(
         self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None = None
     ) -> None:
-        """Attend with `queries` [tokens, heads, head_dim] of the planned chunks; `out` [tokens, heads · head_dim].
-
-        `sinks` [heads] are scores of keys without values. A sink s scales the result by 1 / (1 + exp(s) / Σ exp(scores)).
-        """
         wrapper, heads_out = self._buffer_sets[0][window], out.view(queries.shape)
         if sinks is None:
             wrapper.run(queries, cache_layer, out=heads_out)
         else:
+            # A sink s scales the result by 1 / (1 + exp(s) / Σ exp(scores)).
             _, log2_sums = wrapper.run(queries, cache_layer, out=heads_out, return_lse=True)
             heads_out.mul_(torch.sigmoid(log2_sums * math.log(2) - sinks.float()).unsqueeze(-1))

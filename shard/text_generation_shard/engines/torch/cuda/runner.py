@@ -137,7 +137,7 @@ class Runner:
         if plan.sizes.updates:
             self._kernels.update_tables(columns["cells"], columns["blocks"], self._tables)
         if plan.sizes.chunks:
-            self._kernels.plan_chunks(plan, columns["pages"])
+            self._kernels.plan_chunks(plan, columns)
         normed = self._normed(plan, numbers)
         if not plan.num_sampling:
             return ForwardOutput(normed, None, None)

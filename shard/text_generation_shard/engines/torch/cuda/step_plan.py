@@ -138,6 +138,11 @@ class StepPlan:
         return self.sizes.tokens - int(self.column("query_indptr")[-1]) if self.sizes.chunks else self.sizes.tokens
 
     @property
+    def longest_chunk(self) -> int:
+        """Number of tokens of the longest chunk."""
+        return int(np.diff(self.column("query_indptr")).max())
+
+    @property
     def num_sampling(self) -> int:
         """Number of tokens that are sampled."""
         return self.sizes.sampling if self.sizes.chunks else self.sizes.tokens

@@ -108,7 +108,7 @@ def _chunk(module: Module) -> int | None:
 class AttentionRecorder:
     """Records the attention calls of a pass and the shapes of the layers of their cache; computes nothing.
 
-    `head_dims` are those that the kernels serve: heads in between are widened. Empty: all.
+    Heads are widened to the next of `head_dims`, for which kernels are fastest; wider ones are left as they are.
     """
 
     def __init__(self, head_dims: Sequence[int] = ()) -> None:
@@ -143,12 +143,8 @@ class AttentionRecorder:
         return ones(1)
 
     def _served(self, head_dim: int) -> int:
-        """Return the smallest head_dim of the kernels that holds `head_dim`; they serve any if there are none."""
-        if not self._head_dims:
-            return head_dim
-        if head_dim > max(self._head_dims):
-            raise EngineError(f"head_dim {head_dim} is not served on CUDA, only up to {max(self._head_dims)}")
-        return min(each for each in self._head_dims if each >= head_dim)
+        """Return the smallest of `head_dims` that holds `head_dim`, or `head_dim` if there is none."""
+        return min((each for each in self._head_dims if each >= head_dim), default=head_dim)
 
 
 class StepAttention:

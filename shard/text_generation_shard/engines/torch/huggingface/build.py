@@ -89,24 +89,24 @@ def _cuda_executors(
     config: ShardConfig, model_config: TransformersConfig, info: EngineInfo, dtype: torch.dtype
 ) -> tuple[TransformersModel, Callable[[], Executor]]:
     """Do the same as `_cpu_executors` on a GPU."""
-    from text_generation_shard.engines.torch.attention.chunks import HEAD_DIMS
+    from text_generation_shard.engines.torch.attention.chunks import FLASHINFER_HEAD_DIMS
     from text_generation_shard.engines.torch.cuda.build import prepare_device
     from text_generation_shard.engines.torch.cuda.device_memory import DeviceMemory
     from text_generation_shard.engines.torch.cuda.executor import CudaExecutor
     from text_generation_shard.engines.torch.cuda.runner import Runner
-    from text_generation_shard.engines.torch.huggingface.kernels import LayeredKernels
+    from text_generation_shard.engines.torch.ops.triton import TritonKernels
     from text_generation_shard.engines.torch.parallel.group import join_group
 
     device = torch.device(info.device)
     prepare_device(device, dtype)
-    model = TransformersModel(load_model(config, model_config, device, dtype), HEAD_DIMS)
+    model = TransformersModel(load_model(config, model_config, device, dtype), FLASHINFER_HEAD_DIMS)
     group = join_group(config, device)
     memory = DeviceMemory(device, config.cuda_memory_fraction)
 
     def executor() -> Executor:
         torch.cuda.empty_cache()
         shape = CacheShape(tuple(model.layers), device, dtype)
-        kernels = LayeredKernels(model, info.vocab_size, info.max_slots, dtype, device)
+        kernels = TritonKernels(shape, model.rules, info.vocab_size, info.max_slots, fused_tokens=0)
         runner = Runner(model, kernels, group, shape, info.max_slots, info.max_sequence_length)
         return CudaExecutor(runner, memory, group, shape, info.max_slots)
 

@@ -43,7 +43,7 @@ def config_for(rows: int, num_heads: int, num_kv_heads: int, head_dim: int, mult
     """Return the launch configuration for a number of rows; it does not depend on lengths."""
     programs = rows * num_kv_heads
     results = group_rows(num_heads, num_kv_heads) * triton.next_power_of_2(head_dim)
-    stages = 4 if head_dim > 64 else 6
+    stages = 6 if head_dim <= 64 else 4 if head_dim <= 256 else 2
     # A single warp needs no synchronization, but must hold all results in its registers.
     warps = min(4, -(-results // FLOATS_PER_WARP))
     if programs >= 6 * multiprocessors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -175,8 +176,8 @@ class Kernels(Protocol):
         sinks: Tensor | None,
     ) -> None: ...
 
-    def plan_chunks(self, plan: StepPlan, pages: Tensor) -> None:
-        """Plan `chunk_attention` for the chunks of a step; `pages` is the plan's column on the device."""
+    def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        """Plan `chunk_attention` for the chunks of a step; `columns` are those of the plan on the device."""
 
     def chunk_attention(
         self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None

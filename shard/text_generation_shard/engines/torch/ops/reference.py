@@ -5,6 +5,7 @@ Computes in the dtype of its inputs, including float64, but at least in float32;
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -153,13 +154,13 @@ class ReferenceKernels:
         for row, (position, slot) in enumerate(zip(step.positions.tolist(), step.slots.tolist(), strict=True)):
             out[row] = _attend(queries[row : row + 1], cache_layer, step.block_tables[slot], position + 1, *rules)
 
-    def plan_chunks(self, plan: StepPlan, pages: Tensor) -> None:
+    def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
         queries, ends = plan.column("query_indptr").tolist(), plan.column("page_indptr").tolist()
         rests = plan.column("last_pages").tolist()
         self._chunks = [
             (
                 queries[chunk + 1] - queries[chunk],
-                pages[ends[chunk] : ends[chunk + 1]],
+                columns["pages"][ends[chunk] : ends[chunk + 1]],
                 (ends[chunk + 1] - ends[chunk] - 1) * BLOCK_SIZE + rest,
             )
             for chunk, rest in enumerate(rests)

@@ -1,15 +1,25 @@
-"""The GPU implementation of `Kernels`: our Triton kernels, and FlashInfer for prompt chunks."""
+"""The GPU implementation of `Kernels`: our Triton kernels, and FlashInfer for most prompt chunks."""
 
 from __future__ import annotations
 
-from text_generation_shard.engines.torch.attention.chunks import ChunkAttention
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.attention.chunks import (
+    FLASHINFER_HEAD_DIMS,
+    ChunkAttention,
+    FlashInferChunks,
+)
+from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.activation import activate
-from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention
+from text_generation_shard.engines.torch.kernels.chunk_attention import MAX_HEAD_DIM, PagedChunkAttention
+from text_generation_shard.engines.torch.kernels.decode_attention import DecodeAttention, DecodeStep
 from text_generation_shard.engines.torch.kernels.embedding import embed
 from text_generation_shard.engines.torch.kernels.experts import experts
 from text_generation_shard.engines.torch.kernels.greedy import GreedySampler
 from text_generation_shard.engines.torch.kernels.matvec import (
-    MAX_ROWS,
     matvec,
     matvec_add,
     norm_matvec,
@@ -21,8 +31,6 @@ from text_generation_shard.engines.torch.kernels.rotate import append
 from text_generation_shard.engines.torch.kernels.routing import route
 from text_generation_shard.engines.torch.kernels.tables import update_tables
 from text_generation_shard.engines.torch.kv_cache import CacheShape
-from text_generation_shard.engines.torch.model.config import ModelConfig
-from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE
 
 
 class PlainKernels:
@@ -43,21 +51,65 @@ class PlainKernels:
     experts = staticmethod(experts)
 
 
-class TritonKernels(PlainKernels):
-    """Implements `Kernels` for layers of one shape. Holds the workspaces."""
+Heads = tuple[int, int, int]
+"""Query heads, KV heads, head_dim."""
 
-    def __init__(self, config: ModelConfig, shape: CacheShape, max_slots: int) -> None:
-        heads = (shape.layers[0].num_heads, shape.layers[0].num_kv_heads, config.head_dim)
-        # Measured on an H200: wide products beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
-        self.fused_tokens = MAX_ROWS if config.hidden_size <= MAX_NARROW_HIDDEN_SIZE else 1
-        self._chunks = ChunkAttention(
-            *heads,
-            frozenset(config.windows),
-            shape.dtype,
-            scale=config.attention_scale,
-            softcap=config.attention_softcap,
-        )
-        self.plan_chunks = self._chunks.plan
-        self.chunk_attention = self._chunks.run
-        self.decode_attention = DecodeAttention(*heads, max_slots, shape.device).run
-        self.sample_greedy = GreedySampler(max_slots, config.vocab_size, shape.device).run
+
+class TritonKernels(PlainKernels):
+    """Implements `Kernels`. Holds the workspaces, for each kind of heads that the layers have.
+
+    `rules` are scale and softcap of the scores of each layer. `fused_tokens`: see `Kernels`.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        rules: Sequence[tuple[float, float | None]],
+        vocab_size: int,
+        max_slots: int,
+        *,
+        fused_tokens: int,
+    ) -> None:
+        self.fused_tokens = fused_tokens
+        self._chunks: dict[Heads, ChunkAttention] = {}
+        self._decoding: dict[Heads, DecodeAttention] = {}
+        layers_of: dict[Heads, list[int]] = {}
+        for index, layer in enumerate(shape.layers):
+            layers_of.setdefault((layer.num_heads, layer.num_kv_heads, layer.head_dim), []).append(index)
+        for heads, layers in layers_of.items():
+            if len({rules[index] for index in layers}) > 1:
+                raise EngineError("attention is scaled by layer, which is not served on CUDA")
+            scale, softcap = rules[layers[0]]
+            if heads[2] > MAX_HEAD_DIM:
+                raise EngineError(f"head_dim {heads[2]} is not served on CUDA, only up to {MAX_HEAD_DIM}")
+            if heads[2] in FLASHINFER_HEAD_DIMS:
+                windows = frozenset(shape.layers[index].window for index in layers)
+                self._chunks[heads] = FlashInferChunks(*heads, windows, shape.dtype, scale=scale, softcap=softcap)
+            else:
+                self._chunks[heads] = PagedChunkAttention(*heads, shape.device, scale=scale, softcap=softcap)
+            self._decoding[heads] = DecodeAttention(*heads, max_slots, shape.device)
+        self.sample_greedy = GreedySampler(max_slots, vocab_size, shape.device).run
+
+    def plan_chunks(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        for chunks in self._chunks.values():
+            chunks.plan(plan, columns)
+
+    def chunk_attention(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None
+    ) -> None:
+        self._chunks[_heads(queries, cache_layer)].run(queries, cache_layer, window, out, sinks)
+
+    def decode_attention(
+        self,
+        queries: Tensor,
+        cache_layer: Tensor,
+        step: DecodeStep,
+        window: int | None,
+        out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:
+        self._decoding[_heads(queries, cache_layer)].run(queries, cache_layer, step, window, out, sinks)
+
+
+def _heads(queries: Tensor, cache_layer: Tensor) -> Heads:
+    return queries.shape[1], cache_layer.shape[2], cache_layer.shape[4]

@@ -114,7 +114,15 @@ def test_capped_scores_and_sinks(merge: Merge, device: torch.device, dtype: torc
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(
     "shape",
-    [SMOL, full(LLAMA), full(Shape(14, 2, 64)), full(Shape(2, 2, 32)), Shape(24, 1, 96), full(Shape(2, 1, 256))],
+    [
+        SMOL,
+        full(LLAMA),
+        full(Shape(14, 2, 64)),
+        full(Shape(2, 2, 32)),
+        Shape(24, 1, 96),
+        full(Shape(2, 1, 256)),
+        full(Shape(8, 1, 512)),
+    ],
     ids=lambda shape: f"{shape.heads}-{shape.kv_heads}x{shape.head_dim}",
 )
 def test_rows_of_different_lengths_match_the_formula(

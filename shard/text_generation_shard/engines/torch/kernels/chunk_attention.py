@@ -1,0 +1,221 @@
+"""Attention of prompt chunks over the paged cache, for the head sizes that FlashInfer does not serve.
+
+A program handles some tokens of one chunk with query heads that share a KV head: their queries are the rows of one matrix product
+(grouped-query attention, Ainslie et al. 2023). It reads the keys that any of its tokens attends to, a few blocks at a time, with
+the running maximum and sum of FlashAttention (Dao et al. 2022). The columns of a step's plan tell the device where the chunks are.
+"""
+
+# ruff: noqa: N803 – kernel constants are in capitals, as usual in Triton
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
+from text_generation_shard.engines.torch.kernels.decode_attention import LOG2_E, NO_WINDOW
+from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+
+MAX_HEAD_DIM = 512
+"""Wider heads do not fit the registers and the shared memory of a multiprocessor."""
+RESULTS = 32768
+"""Results of a program: eight warps hold them in 128 registers per thread."""
+SHARED_MEMORY_ON_CPU = 232448
+"""Bytes per program, where no device says: those of an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTile:
+    """The work of a program, and of each turn of its loop."""
+
+    rows: int
+    """Pairs of a token and a query head."""
+    keys: int
+    stages: int
+    """Depth of the software pipeline."""
+
+    def bytes_for(self, width: int) -> int:
+        """Return the shared memory of queries, keys and values in 16 bits."""
+        return 2 * width * (self.rows + 2 * self.stages * self.keys)
+
+
+def tile_for(head_dim: int, shared_memory: int) -> ChunkTile:
+    """Return the largest tile for which `shared_memory` bytes are enough, or the smallest one."""
+    width = triton.next_power_of_2(head_dim)
+    rows, keys = min(128, RESULTS // width), max(16, min(64, 16384 // width))
+    tiles = [ChunkTile(rows, keys, 2), ChunkTile(rows, keys, 1), ChunkTile(max(16, rows // 2), 16, 1)]
+    return next((tile for tile in tiles if tile.bytes_for(width) <= shared_memory), ChunkTile(16, 16, 1))
+
+
+class PagedChunkAttention:
+    """Attention of the chunks of a step for layers of one shape."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> None:
+        self._tile = tile_for(head_dim, _shared_memory(device))
+        self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
+        self._group = num_heads // num_kv_heads
+        # The query heads of a KV head are divided if one token has more of them than a program has rows.
+        self._heads_each = min(self._group, self._tile.rows)
+        self._scale, self._softcap = scale, softcap
+        self._columns: Mapping[str, Tensor] = {}
+        self._longest = 0
+
+    def plan(self, plan: StepPlan, columns: Mapping[str, Tensor]) -> None:
+        """Remember the chunks of a step; `columns` are those of the plan on the device."""
+        self._columns, self._longest = columns, plan.longest_chunk
+
+    def run(
+        self, queries: Tensor, cache_layer: Tensor, window: int | None, out: Tensor, sinks: Tensor | None = None
+    ) -> None:
+        """out = softmax(scale · q·kᵀ)·v for the tokens of the chunks, [tokens, heads · head_dim], in the dtype of `queries`.
+
+        `queries` [tokens, heads, head_dim], heads contiguous, rows with any stride; `cache_layer` [blocks, 2, KV heads, BLOCK_SIZE,
+        head_dim], contiguous. With a `window`, only keys with position − window < key <= position. `sinks` [heads] are scores of
+        keys without values.
+        """
+        columns, tile = self._columns, self._tile
+        tokens = tile.rows // self._heads_each
+        head_tiles = triton.cdiv(self._group, self._heads_each)
+        chunks = len(columns["last_pages"])
+        _attend_chunks_kernel[(triton.cdiv(self._longest, tokens), self._num_kv_heads * head_tiles, chunks)](
+            queries,
+            cache_layer,
+            columns["query_indptr"],
+            columns["page_indptr"],
+            columns["last_pages"],
+            columns["pages"],
+            out,
+            sinks,
+            self._scale * LOG2_E if self._softcap is None else self._scale / self._softcap,
+            0.0 if self._softcap is None else self._softcap * LOG2_E,
+            NO_WINDOW if window is None else window,
+            queries.stride(0),
+            out.stride(0),
+            HAS_WINDOW=window is not None,
+            HAS_SOFTCAP=self._softcap is not None,
+            KV_HEADS=self._num_kv_heads,
+            GROUP=self._group,
+            HEADS_EACH=self._heads_each,
+            HEAD_TILES=head_tiles,
+            TOKENS=tokens,
+            ROWS=tile.rows,
+            KEYS=tile.keys,
+            HEAD_DIM=self._head_dim,
+            WIDTH=triton.next_power_of_2(self._head_dim),
+            BLOCK=BLOCK_SIZE,
+            num_warps=8,
+            num_stages=tile.stages,
+        )
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return SHARED_MEMORY_ON_CPU
+    properties = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+    return int(properties["max_shared_mem"])
+
+
+@triton.jit(do_not_specialize=["window"])
+def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat, and its loop cannot be divided
+    queries: tl.tensor,
+    cache_layer: tl.tensor,
+    query_indptr: tl.tensor,
+    page_indptr: tl.tensor,
+    last_pages: tl.tensor,
+    pages: tl.tensor,
+    out: tl.tensor,
+    sinks: tl.tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    query_stride: int,
+    out_stride: int,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS_EACH: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    tile, heads_of, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_query = tl.load(query_indptr + chunk)
+    count = tl.load(query_indptr + chunk + 1) - first_query
+    if tile * TOKENS >= count:
+        return
+    first_page = tl.load(page_indptr + chunk)
+    num_pages = tl.load(page_indptr + chunk + 1) - first_page
+    length = (num_pages - 1) * BLOCK + tl.load(last_pages + chunk)
+    kv_head, head_tile = heads_of // HEAD_TILES, heads_of % HEAD_TILES
+
+    rows = tl.arange(0, ROWS)
+    tokens = tile * TOKENS + rows // HEADS_EACH
+    heads = head_tile * HEADS_EACH + rows % HEADS_EACH
+    is_row = (rows < TOKENS * HEADS_EACH) & (tokens < count) & (heads < GROUP)
+    # The other rows repeat a real one.
+    heads = kv_head * GROUP + tl.minimum(heads, GROUP - 1)
+    tokens = tl.minimum(tokens, tl.minimum((tile + 1) * TOKENS, count) - 1)
+    positions = length - count + tokens
+    dims = tl.arange(0, WIDTH)
+    is_dim = (dims < HEAD_DIM)[None, :]
+    # A step may have more than 2³¹ numbers of queries.
+    lines = (first_query + tokens).to(tl.int64)
+    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    query = tl.load(queries + lines[:, None] * query_stride + places, mask=is_dim, other=0.0)
+
+    lowest = 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(length - count + tile * TOKENS - window + 1, 0)
+    end = tl.minimum(length - count + (tile + 1) * TOKENS, length)
+    keys_of_head = cache_layer + kv_head * (BLOCK * HEAD_DIM)
+    # Scores are in units of log 2, because the hardware computes exp2. A row may have no visible key in its first turns: its
+    # sums are finite then, and vanish with the first key.
+    maximum = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mean = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(lowest // KEYS * KEYS, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        # Keys that no token attends to are not loaded: they may be NaN.
+        is_key = (keys >= lowest) & (keys < end)
+        numbers = tl.load(pages + first_page + keys // BLOCK, mask=is_key, other=0)
+        sources = numbers.to(tl.int64) * (2 * KV_HEADS * BLOCK * HEAD_DIM) + (keys % BLOCK) * HEAD_DIM
+        sources = keys_of_head + sources[:, None] + dims[None, :]
+        key = tl.load(sources, mask=is_key[:, None] & is_dim, other=0.0)
+        scores = tl.dot(query, tl.trans(key)) * scale
+        if HAS_SOFTCAP:
+            # tanh(x) = 2 · sigmoid(2x) - 1.
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+        visible = keys[None, :] <= positions[:, None]
+        if HAS_WINDOW:
+            visible &= keys[None, :] > positions[:, None] - window
+        scores = tl.where(visible, scores, -1e30)
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+        decay = tl.exp2(maximum - new_maximum)
+        total = total * decay + tl.sum(weights, axis=1)
+        value = tl.load(sources + KV_HEADS * BLOCK * HEAD_DIM, mask=is_key[:, None] & is_dim, other=0.0)
+        mean = tl.dot(weights.to(value.dtype), value, mean * decay[:, None])
+        maximum = new_maximum
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634 - maximum)
+    mean = mean / total[:, None]
+    tl.store(out + lines[:, None] * out_stride + places, mean.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim)

@@ -1,0 +1,79 @@
+"""Attention of prompt chunks by our kernel, compared with the formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from full_grid import full
+from reference_attention import BLOCK_SIZE, attend, keys_and_values
+from reference_ops import relative_error
+from triton_interpreter import allow_computed_bounds
+
+from text_generation_shard.engines.torch.cuda.step_plan import PlanSizes, StepPlan, pageable_memory
+from text_generation_shard.engines.torch.kernels.chunk_attention import ChunkTile, PagedChunkAttention, tile_for
+
+TOLERANCES = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
+LENGTHS = ((1, 1), (5, 5), (3, 60), (40, 75))
+"""Tokens of each chunk, and the length of its sequence after it."""
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    if device.type == "cpu":
+        allow_computed_bounds(monkeypatch)
+
+
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "softcap"),
+    [(16, 2, 512, None), (6, 2, 96, 1.5), full(4, 4, 80, None), full(3, 1, 192, None), full(140, 1, 40, None)],
+)
+def test_chunks_match_the_formula(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    softcap: float | None,
+    window: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Positions of the cache that no token attends to are NaN."""
+    tables = [-(-length // BLOCK_SIZE) for _, length in LENGTHS]
+    numbers = torch.randperm(sum(tables) + 3)
+    cache = torch.full((len(numbers), 2, kv_heads, BLOCK_SIZE, head_dim), torch.nan, dtype=dtype)
+    pages = list(numbers.split([*tables, 3]))[:-1]
+    for (tokens, length), own in zip(LENGTHS, pages, strict=True):
+        for position in range(0 if window is None else max(0, length - tokens - window + 1), length):
+            cache[own[position // BLOCK_SIZE], :, :, position % BLOCK_SIZE] = torch.randn(2, kv_heads, head_dim)
+    total = sum(tokens for tokens, _ in LENGTHS)
+    plan = StepPlan.blank(PlanSizes(total, total, 0, sum(tables), len(LENGTHS)), greedy=True, memory=pageable_memory)
+    plan.column("pages")[:] = torch.cat(pages)
+    plan.column("query_indptr")[:] = torch.tensor([0, *(tokens for tokens, _ in LENGTHS)]).cumsum(0)
+    plan.column("page_indptr")[:] = torch.tensor([0, *tables]).cumsum(0)
+    plan.column("last_pages")[:] = [(length - 1) % BLOCK_SIZE + 1 for _, length in LENGTHS]
+    names = ("query_indptr", "page_indptr", "last_pages", "pages")
+    columns = {name: torch.from_numpy(plan.column(name)).to(device) for name in names}
+    wide = 2 * torch.randn(total, (heads + 2) * head_dim, device=device).to(dtype)
+    queries, sinks = wide[:, : heads * head_dim].view(total, heads, head_dim), torch.linspace(-2, 3, heads)
+    cache, out = cache.to(device), torch.full((total, heads * head_dim + 8), torch.nan, device=device, dtype=dtype)
+    attention = PagedChunkAttention(heads, kv_heads, head_dim, device, scale=head_dim**-0.5, softcap=softcap)
+    attention.plan(plan, columns)
+    attention.run(queries, cache, window, out[:, :-8], sinks.to(device))
+    expected, first = [], 0
+    for (tokens, length), own in zip(LENGTHS, pages, strict=True):
+        for token in range(tokens):
+            keys, values = keys_and_values(cache.double(), own.to(device), length - tokens + token + 1)
+            query = queries[first + token].double()
+            scored = attend(query, keys, values, head_dim**-0.5, window, softcap, sinks.double().to(device))
+            expected.append(scored.flatten())
+        first += tokens
+    assert relative_error(out[:, :-8], torch.stack(expected)) < TOLERANCES[dtype]
+    assert out[:, -8:].isnan().all()
+
+
+@pytest.mark.parametrize("head_dim", [40, 96, 192, 512])
+def test_a_tile_fits_the_shared_memory_of_its_device(head_dim: int) -> None:
+    assert tile_for(head_dim, 227 << 10).stages == 2
+    for kib in (99, 163, 227):
+        assert tile_for(head_dim, kib << 10).bytes_for(1 << (head_dim - 1).bit_length()) <= kib << 10
+    assert tile_for(512, 99 << 10) == ChunkTile(rows=32, keys=16, stages=1)
