@@ -3,6 +3,8 @@
 A model may compute attention or mix its tokens in ways that our interfaces do not see. Two random sequences run in chunks in
 one batch, and then decode, as in service; the logits must be those of the model alone with each sequence. Sliding windows are
 made small for it, so that they matter within so few tokens.
+
+In a group, all ranks check at the same time, each with the executor of a single rank: the collectives are in the model.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from text_generation_shard.engines.torch.huggingface.config import one_line
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.step import sequence as step
 
 TOKENS = 64
@@ -38,6 +41,7 @@ def check_model(
     model: TransformersModel,
     vocab_size: int,
     executor: Callable[[], Executor],
+    group: ParallelGroup,
     limits: Sequence[str] = (WINDOW, CHUNK),
     change: Callable[[], None] = lambda: None,
 ) -> None:
@@ -52,8 +56,8 @@ def check_model(
         try:
             expected = torch.stack([model.own_logits(sequence) for sequence in ids])
             change()
-            served = _served_logits(executor(), ids)
-            difference = _difference(served, expected, model.dtype)
+            served = _served_logits(model, executor(), ids, group)
+            difference = _of_first_rank(_difference(served, expected, model.dtype), group, model.library.device)
             most = MOST_DIFFERENCE.get(model.dtype, MOST_DIFFERENCE_OF_16_BITS)
             if difference > most and model.dtype not in MOST_DIFFERENCE and model.library._supports_sdpa:
                 # Rounding in many layers: the library's own functions may differ as much.
@@ -89,7 +93,7 @@ def small_windows(model: LibraryModel, names: Sequence[str]) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _served_logits(executor: Executor, ids: Tensor) -> Tensor:
+def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, group: ParallelGroup) -> Tensor:
     """Return the logits [sequences, tokens, vocabulary] that an executor computes chunk by chunk."""
     blocks = TOKENS // BLOCK_SIZE
     executor.allocate(len(ids) * blocks)
@@ -115,6 +119,7 @@ def _served_logits(executor: Executor, ids: Tensor) -> Tensor:
             ],
         )
         launched = executor.launch(rows, greedy=False)
+        _check_ranks(model, launched.hidden, group)
         for row, places in launched.prefills:
             parts[row.sequence.slot] += [
                 executor.logits(launched.hidden, offset, offset + count).clone() for offset, _, count in places
@@ -129,6 +134,26 @@ def _served_logits(executor: Executor, ids: Tensor) -> Tensor:
         assert launched.logits is not None
         part.append(launched.logits.clone())
     return torch.stack([torch.cat(part) for part in parts])
+
+
+def _check_ranks(model: TransformersModel, hidden: Tensor, group: ParallelGroup) -> None:
+    """Raise EngineError on all ranks if the hidden states of one differ from those of rank 0."""
+    if group.tp.world_size == 1:
+        return
+    first = hidden.contiguous().clone()
+    group.broadcast(first)
+    error = ((hidden - first).float().norm() / first.float().norm()).reshape(1).contiguous()
+    group.all_reduce(error)
+    most = MOST_DIFFERENCE.get(hidden.dtype, MOST_DIFFERENCE_OF_16_BITS)
+    if not float(error) <= most:
+        raise model.refusal(f"divided by its plan, its hidden states differ between ranks by {float(error):.0e}")
+
+
+def _of_first_rank(value: float, group: ParallelGroup, device: torch.device) -> float:
+    """Return the value of rank 0 on all ranks, which then decide the same."""
+    shared = torch.tensor([value], device=device)
+    group.broadcast(shared)
+    return float(shared)
 
 
 def _difference(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> float:

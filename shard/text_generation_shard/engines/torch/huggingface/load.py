@@ -18,6 +18,8 @@ from text_generation_shard.engines.torch.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.huggingface.attention import NAME, paged_attention
 from text_generation_shard.engines.torch.huggingface.config import TransformersConfig, one_line
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel, register_attention, use_attention
+from text_generation_shard.engines.torch.huggingface.sharding import divide
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 
 log = structlog.get_logger()
 
@@ -26,17 +28,23 @@ TEXT_PART = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)
 
 
 def load_model(
-    config: ShardConfig, model_config: TransformersConfig, device: torch.device, dtype: torch.dtype
+    config: ShardConfig,
+    model_config: TransformersConfig,
+    group: ParallelGroup,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> LibraryModel:
-    """Return the model with our attention. Raises EngineError with a one-line message."""
+    """Return the model, or this rank's part of it, with our attention. Raises EngineError with a one-line message."""
     register_attention(NAME, paged_attention)
     started = time.monotonic()
     try:
         with warnings.catch_warnings(action="ignore"):
             if config.load_format == "dummy":
                 model = _random(model_config, device, dtype)
+                if group.tp.world_size > 1:
+                    divide(model, group, device)
             else:
-                model = _from_checkpoint(Path(config.model_path), model_config, device, dtype)
+                model = _from_checkpoint(Path(config.model_path), model_config, group, device, dtype)
     except (EngineError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # noqa: BLE001 – the library raises errors of many kinds
@@ -56,7 +64,7 @@ def _random(model_config: TransformersConfig, device: torch.device, dtype: torch
 
 
 def _from_checkpoint(
-    folder: Path, model_config: TransformersConfig, device: torch.device, dtype: torch.dtype
+    folder: Path, model_config: TransformersConfig, group: ParallelGroup, device: torch.device, dtype: torch.dtype
 ) -> LibraryModel:
     checkpoint = Checkpoint(folder)
     tensors = checkpoint.map(checkpoint.names)
@@ -67,7 +75,9 @@ def _from_checkpoint(
     if quantized := [name for name, tensor in tensors.items() if name.endswith(".weight") and tensor.itemsize == 1]:
         kind = str(tensors[quantized[0]].dtype).removeprefix("torch.")
         raise EngineError(f"{folder}: {quantized[0]} is {kind}, and config.json has no quantization_config")
-    on_device = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") is not None else {}
+    is_whole = group.tp.world_size == 1
+    loads_on_device = is_whole and device.type != "cpu" and find_spec("accelerate") is not None
+    on_device = {"device_map": {"": device}} if loads_on_device else {}
     model, info = model_config.model_class.from_pretrained(
         None,
         config=model_config.library,
@@ -82,6 +92,9 @@ def _from_checkpoint(
         raise EngineError(f"{folder}: {name} has shape {list(stored)}, config.json says {list(shape)}")
     if missing := sorted(info["missing_keys"]):
         raise EngineError(f"{folder}: the checkpoint has no tensor {missing[0]}")
+    if not is_whole:
+        # The parameters are still mapped files: a rank reads its part.
+        divide(model, group, device)
     if device.type == "cpu":
         # A parameter may still be the mapped file.
         for parameter in model.parameters():

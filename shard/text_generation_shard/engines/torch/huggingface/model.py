@@ -36,6 +36,8 @@ class TransformersModel:
     def __init__(self, model: LibraryModel, head_dims: Sequence[int] = ()) -> None:
         self.library = model
         self._head_dims = head_dims
+        head = model.get_output_embeddings()
+        self._vocabulary = getattr(head, "out_features", head.weight.shape[0])
         self.architecture = type(model).__name__
         self._base = base_of(model)
         self._run_base = self._base.forward
@@ -104,8 +106,7 @@ class TransformersModel:
         return logits.float() if memory is None else memory[: len(logits)].copy_(logits)
 
     def logits_memory(self, rows: int) -> Tensor:
-        head = self.library.get_output_embeddings().weight
-        return torch.empty(rows, head.shape[0], dtype=torch.float32, device=head.device)
+        return torch.empty(rows, self._vocabulary, dtype=torch.float32, device=self.library.device)
 
     @torch.inference_mode()
     def own_logits(self, token_ids: Tensor, attention: str = "eager") -> Tensor:

@@ -29,6 +29,7 @@ from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 CPU = torch.device("cpu")
+ALONE = ParallelGroup(TensorParallelRank())
 HEAD_DIMS = (64, 128)
 """Wider than the heads of the tiny models, which have to be padded."""
 
@@ -51,17 +52,16 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, rest
     config = ShardConfig(model_path=write_model(library_model, tmp_path), device="cpu", max_batch_size=6, num_threads=1)
     model_config = read_config(tmp_path)
     info = engine_info(config, model_config, CPU, None)
-    model = TransformersModel(load_model(config, model_config, CPU, torch.float32), HEAD_DIMS)
+    model = TransformersModel(load_model(config, model_config, ALONE, CPU, torch.float32), HEAD_DIMS)
 
     def executor() -> CudaExecutor:
         kernels = ReferenceKernels(*model.rules[0])
         shape = CacheShape(tuple(model.layers), CPU, torch.float32)
-        group = ParallelGroup(TensorParallelRank())
-        runner = Runner(model, kernels, group, shape, info.max_slots, info.max_sequence_length)
-        return CudaExecutor(runner, DeviceMemory(CPU, 0.4), group, shape, info.max_slots)
+        runner = Runner(model, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
+        return CudaExecutor(runner, DeviceMemory(CPU, 0.4), ALONE, shape, info.max_slots)
 
     restored.append(restorer(model.library))
-    check_model(model, model_config.vocab_size, executor, (WINDOW,), lambda: swap_parts(model.library))
+    check_model(model, model_config.vocab_size, executor, ALONE, (WINDOW,), lambda: swap_parts(model.library))
     model.record()
     assert {layer.head_dim for layer in model.layers} == {64}
     engine = TorchEngine(info, executor())

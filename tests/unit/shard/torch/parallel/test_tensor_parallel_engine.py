@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 from engine_driver import Driver, Stream
 from full_grid import full
+from model_families import FAMILIES, tiny_config, write_model
+from model_families import random_model as random_library_model
 from native_families import native_configs
 from tiny_transformers import SHAPE, random_model, save
 from transformers import LlamaConfig
 
 from text_generation_proto.values import Sampling, WarmUpLimits
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine
+from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.parallel.channel import GroupBroken
 
@@ -39,19 +41,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(save(random_model(LlamaConfig(**SHAPE)), tmp_path_factory.mktemp("checkpoint")))
 
 
+def settings_of(folder: Path, model_impl: str) -> dict[str, object]:
+    return {"model_path": str(folder), "device": "cpu", "max_batch_size": 8, "model_impl": model_impl}
+
+
 @contextmanager
-def two_ranks(folder: Path, tmp_path: Path, *program: str) -> Iterator[Engine]:
+def two_ranks(folder: Path, tmp_path: Path, *program: str, model_impl: str = "native") -> Iterator[Engine]:
     """Run rank 0's engine here and rank 1 as a shard process, whose program may be replaced."""
-    group = f"unix://{tmp_path}/group"
-    values = {"model-path": folder, "device": "cpu", "world-size": 2, "group-address": group, "max-batch-size": 8}
-    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    settings = settings_of(folder, model_impl) | {"world_size": 2, "group_address": f"unix://{tmp_path}/group"}
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     follower = subprocess.Popen(
         [sys.executable, *program, *flags, "--rank", "1", "--address", f"unix://{tmp_path}/one"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    config = ShardConfig(model_path=str(folder), device="cpu", world_size=2, group_address=group, max_batch_size=8)
-    engine = build_engine(config)
+    engine = build_engine(ShardConfig(**settings))  # type: ignore[arg-type]
     try:
         yield engine
     finally:
@@ -76,9 +80,53 @@ def answers(engine: Engine) -> list[Stream]:
 @pytest.mark.parametrize("family", ["gemma2", *map(full, ("phi3", "granite", "glm4", "gpt_oss", "qwen2_moe"))])
 def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> None:
     configs = native_configs(SHAPE | {"tie_word_embeddings": False}, head_dim=16, wide_head_dim=24)
-    folder = Path(save(random_model(configs[family]), tmp_path / "checkpoint"))
-    whole = answers(build_engine(ShardConfig(model_path=str(folder), device="cpu", max_batch_size=8)))
-    with two_ranks(folder, tmp_path, "-m", "text_generation_shard") as engine:
+    check_division(Path(save(random_model(configs[family]), tmp_path / "checkpoint")), tmp_path, "native")
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["olmo2", *map(full, ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "llama4_text", "phi", "phi3", "olmoe"))],
+)
+def test_a_divided_model_of_transformers_gives_the_same_results(family: str, tmp_path: Path) -> None:
+    """The vocabulary is odd, so that the LM head is padded."""
+    sizes = {"vocab_size": 151, "num_hidden_layers": 2, "no_rope_layers": [1, 0], "attention_chunk_size": 256}
+    changes = {**FAMILIES[family].changes, **sizes}
+    folder = write_model(random_library_model(tiny_config(family, changes)), tmp_path / "checkpoint")
+    check_division(Path(folder), tmp_path, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "ranks", "problem"),
+    [
+        ("gpt2", {}, 2, "its config in transformers has no plan"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+            4,
+            "6 attention heads cannot be divided",
+        ),
+        (
+            "llama",
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+            2,
+            "3 heads of layers.0.self_attn.k_proj",
+        ),
+        ("llama", {"intermediate_size": 97}, 2, "97 outputs of layers.0.mlp.gate_proj cannot be divided"),
+    ],
+)
+def test_a_model_of_transformers_that_cannot_be_divided_is_refused(
+    family: str, changes: dict[str, object], ranks: int, problem: str, tmp_path: Path
+) -> None:
+    """Before a checkpoint is read, and before another rank is waited for."""
+    tiny_config(family, {**FAMILIES[family].changes, **changes}).save_pretrained(tmp_path)
+    settings = settings_of(tmp_path, "transformers") | {"world_size": ranks, "group_address": f"unix://{tmp_path}/none"}
+    with pytest.raises(EngineError, match=rf"is not divided by --num-shard: {problem}"):
+        build_engine(ShardConfig(**settings))  # type: ignore[arg-type]
+
+
+def check_division(folder: Path, tmp_path: Path, model_impl: str) -> None:
+    whole = answers(build_engine(ShardConfig(**settings_of(folder, model_impl))))  # type: ignore[arg-type]
+    with two_ranks(folder, tmp_path, "-m", "text_generation_shard", model_impl=model_impl) as engine:
         parts = answers(engine)
     for expected, got in zip(whole, parts, strict=True):
         assert (got.tokens, got.finish, got.failure) == (expected.tokens, expected.finish, None)
