@@ -17,7 +17,6 @@ from text_generation_shard.engines.torch.kv_cache import CacheShape
 from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.decoder import Decoder
 from text_generation_shard.engines.torch.model.parameters import ModelWeights
-from text_generation_shard.engines.torch.model.precision import MAX_NARROW_HIDDEN_SIZE
 from text_generation_shard.engines.torch.ops.device import DeviceOps
 from text_generation_shard.engines.torch.ops.interface import Kernels
 from text_generation_shard.engines.torch.parallel.follower import FollowerEngine
@@ -71,10 +70,7 @@ def _kernels(config: ModelConfig, shape: CacheShape, max_slots: int) -> Kernels:
         from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 
         return ReferenceKernels(config.attention_scale, config.attention_softcap)
-    from text_generation_shard.engines.torch.kernels.matvec import MAX_ROWS
     from text_generation_shard.engines.torch.ops.triton import TritonKernels
 
     rules = [(config.attention_scale, config.attention_softcap)] * config.num_layers
-    # Measured on an H200: wide products beat cuBLAS only at one row, narrow ones, where launches dominate, at a few.
-    fused_tokens = MAX_ROWS if config.hidden_size <= MAX_NARROW_HIDDEN_SIZE else 1
-    return TritonKernels(shape, rules, config.vocab_size, max_slots, fused_tokens=fused_tokens)
+    return TritonKernels(shape, rules, config.vocab_size, config.hidden_size, max_slots)

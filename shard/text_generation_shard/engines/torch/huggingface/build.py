@@ -97,14 +97,15 @@ def _build_on_cuda(
             torch.cuda.empty_cache()
         shape = CacheShape(tuple(model.layers), device, dtype)
         kernels = _kernels(model, shape, info)
-        return Runner(model, kernels, group, shape, info.max_slots, info.max_sequence_length)
+        served = model if model.decoder is None else model.decoder.on(kernels, group)
+        return Runner(served, kernels, group, shape, info.max_slots, info.max_sequence_length)
 
     def executor(group: ParallelGroup = alone) -> CudaExecutor:
         shape = CacheShape(tuple(model.layers), device, dtype)
         return CudaExecutor(runner(group), memory, group, shape, info.max_slots)
 
     if on_cuda:
-        _check_and_swap(model, model_config.vocab_size, executor, group)
+        _check_faster(model, info, executor, group)
     else:
         check_model(model, model_config.vocab_size, executor, group, (WINDOW,))
     model.record()
@@ -131,7 +132,8 @@ def _kernels(model: TransformersModel, shape: CacheShape, info: EngineInfo) -> K
         return ReferenceKernels(*model.rules[0])
     from text_generation_shard.engines.torch.ops.triton import TritonKernels
 
-    return TritonKernels(shape, model.rules, info.vocab_size, info.max_slots, fused_tokens=0)
+    hidden_size = model.library.get_input_embeddings().weight.shape[1]
+    return TritonKernels(shape, model.rules, info.vocab_size, hidden_size, info.max_slots)
 
 
 def _bounded_by_chunk(info: EngineInfo, model: TransformersModel) -> EngineInfo:
@@ -144,16 +146,28 @@ def _bounded_by_chunk(info: EngineInfo, model: TransformersModel) -> EngineInfo:
     return replace(info, max_sequence_length=min(chunks))
 
 
-def _check_and_swap(
-    model: TransformersModel, vocab_size: int, executor: Callable[[], Executor], group: ParallelGroup
+def _check_faster(
+    model: TransformersModel, info: EngineInfo, executor: Callable[[], Executor], group: ParallelGroup
 ) -> None:
-    """Check the model with faster parts; without them, if it is wrong with them."""
+    """Check the model as the native decoder if it can be one, else with faster parts; without them, if it is wrong with them."""
+    from text_generation_shard.engines.torch.huggingface.find_decoder import find_decoder
     from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
 
+    # The weights of a rank are divided as the library's own code needs them.
+    if group.tp.world_size == 1:
+        model.decoder = find_decoder(model, info.max_sequence_length)
+    if model.decoder is not None:
+        try:
+            check_model(model, info.vocab_size, executor, group, (WINDOW,))
+        except EngineError as error:
+            log.warning("the native decoder is not used", reason=str(error))
+            model.decoder = None
+        else:
+            return
     restore = restorer(model.library)
     try:
-        check_model(model, vocab_size, executor, group, (WINDOW,), lambda: swap_parts(model.library))
+        check_model(model, info.vocab_size, executor, group, (WINDOW,), lambda: swap_parts(model.library))
     except EngineError as error:
         restore()
-        check_model(model, vocab_size, executor, group, (WINDOW,))
+        check_model(model, info.vocab_size, executor, group, (WINDOW,))
         log.warning("no parts are replaced", reason=str(error))

@@ -26,6 +26,8 @@ LibraryConfig: TypeAlias = Any
 """A PretrainedConfig: each has attributes of its own."""
 LibraryModel: TypeAlias = Any
 """A PreTrainedModel, whose interface has no complete types."""
+LibraryModule: TypeAlias = Any
+"""A module of a model. Each has attributes of its own."""
 
 
 def check_version() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from text_generation_shard.engines.torch.huggingface.library import LibraryModel
 from text_generation_shard.engines.torch.huggingface.states import SlotStates
 from text_generation_shard.engines.torch.model.interface import Step
 
+if TYPE_CHECKING:
+    from text_generation_shard.engines.torch.huggingface.decoder import LibraryDecoder
+
 RECORDED_TOKENS = 4
 """Tokens of the pass that records the attention calls."""
 
@@ -39,18 +42,22 @@ class TransformersModel:
         head = model.get_output_embeddings()
         self._vocabulary = getattr(head, "out_features", head.weight.shape[0])
         self.architecture = type(model).__name__
-        self._base = base_of(model)
-        self._run_base = self._base.forward
-        self._base.forward = self._run_or_give
+        self.base = base_of(model)
+        """The part of the model whose output the LM head gets."""
+        self._run_base = self.base.forward
+        self.base.forward = self._run_or_give
         self._states = SlotStates(model)
         self._given: Any = None
         """The output that the base model is to give without running."""
         self._output_class: Any = None
-        self._calls: list[AttentionCall] = []
+        self.calls: list[AttentionCall] = []
+        """The attention calls of a pass."""
         self.layers: list[LayerShape] = []
         """Shapes of the layers of the KV cache."""
         self.rules: list[tuple[float, float | None]] = []
         """Scale and softcap of the scores in each of them."""
+        self.decoder: LibraryDecoder | None = None
+        """The native decoder that computes the same, if one was found."""
 
     @property
     def keeps_states(self) -> bool:
@@ -84,11 +91,11 @@ class TransformersModel:
         if not recorder.calls:
             raise self.refusal("its attention has no interface")
         self._output_class = type(output)
-        self._calls, self.layers, self.rules = recorder.calls, recorder.layers, recorder.rules
+        self.calls, self.layers, self.rules = recorder.calls, recorder.layers, recorder.rules
 
     def forward(self, step: Step) -> Tensor:
         self._states.begin(step)
-        with handled_by(StepAttention(step, self._calls, self.layers)):
+        with handled_by(StepAttention(step, self.calls, self.layers)):
             output = self._run_base(
                 input_ids=step.token_ids().unsqueeze(0),
                 position_ids=step.positions.long().unsqueeze(0),

@@ -6,7 +6,6 @@ with the same input, gated MLPs, and the LM head, which then gives float32. The 
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, functional
 
-from text_generation_shard.engines.torch.huggingface.library import LibraryModel
+from text_generation_shard.engines.torch.huggingface.library import LibraryModel, LibraryModule
+from text_generation_shard.engines.torch.huggingface.probe import activation_of, is_same, norm_of, random_like
 from text_generation_shard.engines.torch.kernels.activation import activate
 from text_generation_shard.engines.torch.kernels.matvec import matvec
 from text_generation_shard.engines.torch.kernels.rotate import rotate
@@ -25,11 +25,6 @@ from text_generation_shard.engines.torch.model.linear import float32_product
 FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ROTATION = "apply_rotary_pos_emb"
 """Name of the function of a modeling file that rotates queries and keys."""
-EPS_NAMES = ("variance_epsilon", "eps")
-ACTIVATION_NAMES = ("hidden_activation", "hidden_act")
-ACTIVATION_KINDS = ("silu", "gelu", "gelu_pytorch_tanh")
-MOST_DIFFERENCE = {torch.float32: 1e-5}
-MOST_DIFFERENCE_OF_16_BITS = 1e-2
 
 log = structlog.get_logger()
 
@@ -67,45 +62,16 @@ def swap_parts(model: LibraryModel) -> None:
     )
 
 
-def _is_same(result: Tensor, expected: Tensor) -> bool:
-    """Return True if two results differ by rounding only."""
-    if result.shape != expected.shape or result.dtype != expected.dtype:
-        return False
-    most = MOST_DIFFERENCE.get(result.dtype, MOST_DIFFERENCE_OF_16_BITS)
-    result, expected = result.float(), expected.float()
-    return bool((result - expected).norm() <= most * expected.norm())
-
-
-def _random(*shape: int, like: Tensor) -> Tensor:
-    """Return the same random numbers each time, on the device and in the dtype of `like`."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(like)
-
-
-def _swap_norm(module: Any) -> bool:  # noqa: ANN401 – a module of the library
+def _swap_norm(module: LibraryModule) -> bool:
     """Compute a norm without a bias in one kernel; with a zero-centred weight, in float32."""
-    weight, eps = (
-        getattr(module, "weight", None),
-        next((getattr(module, n) for n in EPS_NAMES if hasattr(module, n)), 0),
-    )
-    if not isinstance(weight, Tensor) or weight.ndim != 1 or not isinstance(eps, float):
+    norm = norm_of(module)
+    if norm is None:
         return False
-    if len(list(module.parameters())) > 1 or any(True for _ in module.children()):
-        return False
-    # In float32, with a weight that is not one, and with values so small that eps counts.
-    probe = copy.deepcopy(module).float()
-    probe.weight.data = _random(*weight.shape, like=probe.weight)
-    x = _random(3, *weight.shape, like=probe.weight) * 0.01
-    try:
-        expected = probe(x)
-    except (TypeError, ValueError, RuntimeError):  # it takes more than hidden states
-        return False
-    if _is_same(functional.rms_norm(x, weight.shape, probe.weight, eps), expected):
-        module.forward = _plain_norm(weight, eps, module.forward)
-        return True
-    if _is_same(functional.rms_norm(x, weight.shape, 1.0 + probe.weight, eps), expected):
-        module.forward = _centred_norm(1.0 + weight.float(), eps)
-        return True
-    return False
+    if norm.weight.dtype == module.weight.dtype:
+        module.forward = _plain_norm(norm.weight, norm.eps, module.forward)
+    else:
+        module.forward = _centred_norm(norm.weight, norm.eps)
+    return True
 
 
 def _plain_norm(weight: Tensor, eps: float, own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -129,13 +95,13 @@ def swap_rotation(file: Any) -> bool:  # noqa: ANN401 – a module of Python
     original = getattr(file, ROTATION, None)
     if original is None:
         return False
-    queries, keys = _random(1, 3, 5, 16, like=torch.empty(0)), _random(1, 2, 5, 16, like=torch.empty(0))
-    cos, sin = (factors.repeat(1, 1, 2) for factors in _random(2, 1, 5, 8, like=torch.empty(0)))
+    queries, keys = random_like(torch.empty(0), 1, 3, 5, 16), random_like(torch.empty(0), 1, 2, 5, 16)
+    cos, sin = (factors.repeat(1, 1, 2) for factors in random_like(torch.empty(0), 2, 1, 5, 8))
     try:
         results = original(queries, keys, cos, sin)
     except (TypeError, ValueError, RuntimeError):
         return False
-    if not all(_is_same(result, _rotated(x, cos, sin)) for result, x in zip(results, (queries, keys), strict=True)):
+    if not all(is_same(result, _rotated(x, cos, sin)) for result, x in zip(results, (queries, keys), strict=True)):
         return False
 
     def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401
@@ -199,15 +165,13 @@ def _kind(linear: Any) -> tuple[object, ...]:  # noqa: ANN401 – a Linear
     return linear.in_features, linear.bias is None, linear.weight.dtype
 
 
-def _swap_mlp(module: Any) -> bool:  # noqa: ANN401 – a module of the library
+def _swap_mlp(module: LibraryModule) -> bool:
     """Compute act(gate) · up of a gated MLP in one kernel, on its fused projections."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
-    config = getattr(module, "config", None)
-    kind = next((getattr(config, name) for name in ACTIVATION_NAMES if hasattr(config, name)), "silu")
-    if kind not in ACTIVATION_KINDS or not (type(gate) is type(up) is type(down) is Linear):
+    if not (type(gate) is type(up) is type(down) is Linear) or gate.bias is not None or up.bias is not None:
         return False
-    weight = _adjacent(gate.weight, up.weight)
-    if weight is None or gate.bias is not None or up.bias is not None:
+    weight, kind = _adjacent(gate.weight, up.weight), activation_of(module)
+    if weight is None or kind is None:
         return False
     down_weight, down_bias = down.weight, down.bias
 
@@ -217,14 +181,8 @@ def _swap_mlp(module: Any) -> bool:  # noqa: ANN401 – a module of the library
         activate(gate_up, kind, inner.view(-1, inner.shape[-1]))
         return _product(inner, down_weight, down_bias)
 
-    x = _random(1, 2, weight.shape[1], like=weight)
-    try:
-        is_same = _is_same(forward(x), module(x))
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    if is_same:
-        module.forward = forward
-    return is_same
+    module.forward = forward
+    return True
 
 
 def _adjacent(first: Tensor, second: Tensor) -> Tensor | None:
@@ -234,7 +192,7 @@ def _adjacent(first: Tensor, second: Tensor) -> Tensor | None:
     return first.as_strided((2 * first.shape[0], first.shape[1]), first.stride())
 
 
-def _swap_linear(module: Any) -> bool:  # noqa: ANN401 – a module of the library
+def _swap_linear(module: LibraryModule) -> bool:
     """Use our product for a single token in a linear layer that no other swap has changed."""
     if type(module) is not Linear or "forward" in vars(module):
         return False

@@ -13,17 +13,101 @@ captured in a CUDA graph and replayed for any other step with the same number of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from text_generation_shard.engines.torch.model.config import ModelConfig
 from text_generation_shard.engines.torch.model.interface import Step
-from text_generation_shard.engines.torch.model.parameters import LayerWeights, ModelWeights
+from text_generation_shard.engines.torch.model.linear import DenseLinear, Linear
+from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
+from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.ops.interface import Ops, ResidualStream
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+
+
+class DecoderConfig(Protocol):
+    """The numbers of a decoder that its forward pass reads: see `ModelConfig`."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_sequence_length(self) -> int: ...
+    @property
+    def attention_scale(self) -> float: ...
+    @property
+    def attention_softcap(self) -> float | None: ...
+    @property
+    def embedding_scale(self) -> float: ...
+    @property
+    def residual_scale(self) -> float: ...
+    @property
+    def logits_divisor(self) -> float: ...
+    @property
+    def final_softcap(self) -> float | None: ...
+
+
+class LayerMLP(Protocol):
+    """The part of a layer after its attention."""
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        """Add the output for the stream, normed by `before`, to the stream; `after` norms the output."""
+
+
+class DecoderLayer(Protocol):
+    """The weights of a layer: see `LayerWeights`."""
+
+    @property
+    def input_norm(self) -> RMSNorm: ...
+    @property
+    def qkv(self) -> Linear: ...
+    @property
+    def head_norms(self) -> HeadNorms | None: ...
+    @property
+    def sinks(self) -> Tensor | None: ...
+    @property
+    def output(self) -> Linear: ...
+    @property
+    def after_attention(self) -> RMSNorm | None: ...
+    @property
+    def mlp_norm(self) -> RMSNorm: ...
+    @property
+    def mlp(self) -> LayerMLP: ...
+    @property
+    def after_mlp(self) -> RMSNorm | None: ...
+
+
+class DecoderWeights(Protocol):
+    """The weights of one rank: see `ModelWeights`."""
+
+    @property
+    def embedding(self) -> Tensor: ...
+    @property
+    def layers(self) -> Sequence[DecoderLayer]: ...
+    @property
+    def rotary(self) -> Sequence[RotaryEmbedding]:
+        """The rotation of each layer."""
+        ...
+
+    @property
+    def norm(self) -> RMSNorm: ...
+    @property
+    def head(self) -> DenseLinear: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def precision(self) -> Precision: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +150,15 @@ class ForwardPass:
 class Decoder:
     """Implements `Model` with the weights of one rank of `group`."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops, group: ParallelGroup) -> None:
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops, group: ParallelGroup) -> None:
         self._config = config
         self._weights = weights
         self._ops = ops
         self._group = group
         self._device = weights.embedding.device
-        rotary = {rope: RotaryEmbedding(rope, config.head_dim, self._device) for rope in set(config.ropes)}
         if ops.has_buffers:
-            for each in rotary.values():
+            for each in weights.rotary:
                 each.fill_table(config.max_sequence_length)
-        self._rotary = [rotary[rope] for rope in config.ropes]
         # Rounded to the dtype of the embedding, as in transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
         self.num_pieces = config.num_layers + 1
@@ -151,13 +233,13 @@ class Decoder:
             out=state.buffers.attended,
         )
 
-    def _before_attention(self, index: int, layer: LayerWeights, state: ForwardPass) -> None:
+    def _before_attention(self, index: int, layer: DecoderLayer, state: ForwardPass) -> None:
         qkv = self._ops.norm_linear(state.stream, layer.input_norm, layer.qkv, state.buffers.qkv)
         state.queries = state.step.rotate_and_append(
-            index, qkv, self._rotary[index], layer.head_norms, state.buffers.queries
+            index, qkv, self._weights.rotary[index], layer.head_norms, state.buffers.queries
         )
 
-    def _after_attention(self, layer: LayerWeights, state: ForwardPass) -> None:
+    def _after_attention(self, layer: DecoderLayer, state: ForwardPass) -> None:
         ops, stream = self._ops, state.stream
         ops.add_linear(stream, state.attended, layer.output, layer.after_attention)
         layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)

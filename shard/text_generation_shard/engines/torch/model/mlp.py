@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from text_generation_shard.engines.torch.model.linear import ParallelLinear
+from text_generation_shard.engines.torch.model.linear import Linear, ParallelLinear
 from text_generation_shard.engines.torch.model.norm import RMSNorm
 from text_generation_shard.engines.torch.ops.interface import Ops, ResidualStream
 from text_generation_shard.engines.torch.parameter import ParameterShard
@@ -41,15 +41,28 @@ class MLP(Protocol):
         """Add the MLP of the stream, normed by `before`, to the stream. `after` norms the sum over the ranks."""
 
 
-class DenseMLP:
+class GatedMLP:
     """down(act(gate(x)) · up(x))."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self._projections = gate_up, down
+        self._activation = activation
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        gate_up, down = self._projections
+        inner = ops.norm_linear_activate(stream, before, gate_up, self._activation)
+        ops.add_linear(stream, inner, down, after)
+
+
+class DenseMLP(GatedMLP):
+    """A gated MLP whose weights come from a checkpoint."""
 
     def __init__(
         self, gate_up: ParallelLinear | QuantizedLinear, down: ParallelLinear | QuantizedLinear, activation: str
     ) -> None:
+        super().__init__(gate_up, down, activation)
         self.gate_up = gate_up
         self.down = down
-        self._activation = activation
 
     @property
     def projections(self) -> Sequence[ParallelLinear | QuantizedLinear]:
@@ -69,7 +82,3 @@ class DenseMLP:
     def pack(self) -> None:
         for linear in self.projections:
             linear.pack()
-
-    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
-        inner = ops.norm_linear_activate(stream, before, self.gate_up, self._activation)
-        ops.add_linear(stream, inner, self.down, after)

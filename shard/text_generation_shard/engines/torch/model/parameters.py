@@ -26,7 +26,7 @@ from text_generation_shard.engines.torch.model.linear import (
 from text_generation_shard.engines.torch.model.mlp import MLP, DenseMLP
 from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
 from text_generation_shard.engines.torch.model.precision import Precision
-from text_generation_shard.engines.torch.model.rope import head_order
+from text_generation_shard.engines.torch.model.rope import RotaryEmbedding, head_order
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.parameter import ParameterShard
 from text_generation_shard.engines.torch.quantization.layers import QuantizedLinear, quantized_linear
@@ -192,6 +192,9 @@ class ModelWeights:
         self.num_kv_heads = tp.kv_heads(config.num_kv_heads).length
         self.precision = Precision.of(config, dtype) if precision is None else precision
         """Final after `process_weights_after_loading`."""
+        rotary = {rope: RotaryEmbedding(rope, config.head_dim, device) for rope in set(config.ropes)}
+        self.rotary = [rotary[rope] for rope in config.ropes]
+        """The rotation of each layer."""
         self.layers = [LayerWeights(config, index, tp, device, self.precision) for index in range(config.num_layers)]
         self.norm = RMSNorm(
             config.hidden_size, config.rms_norm_eps, device, dtype, zero_centered=config.zero_centered_norms

@@ -31,8 +31,9 @@ class RotaryEmbedding:
         """float32 [max_positions, 2, head_dim / 2], after `fill_table`."""
 
     def fill_table(self, max_positions: int) -> None:
-        """Compute `table`, for kernels that read the factors of a position."""
-        self.table = rotary_table(self._frequencies, self._scale, max_positions, self._frequencies.device)
+        """Compute `table`, for kernels that read the factors of a position, if it does not have them yet."""
+        if len(self.table) < max_positions:
+            self.table = rotary_table(self._frequencies, self._scale, max_positions, self._frequencies.device)
 
     def factors(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and signed sin, each [tokens, 1, head_dim], for `positions` [tokens]. Computed in float32.

@@ -20,6 +20,7 @@ from text_generation_shard.engines.torch.cuda.runner import Runner
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.huggingface.check import WINDOW, check_model
 from text_generation_shard.engines.torch.huggingface.config import read_config
+from text_generation_shard.engines.torch.huggingface.find_decoder import find_decoder
 from text_generation_shard.engines.torch.huggingface.load import load_model
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
@@ -43,34 +44,80 @@ def restored() -> Iterator[list[Callable[[], None]]]:
         restore()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gpt_oss", *map(full, ("llama", "gemma3_text", "deepseek_v3", "qwen3_moe", "phi", "glm4", "gpt2", "cohere2"))],
-)
-def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path, restored: list[Callable[[], None]]) -> None:
-    library_model = random_model(tiny_config(name, {**FAMILIES[name].changes, "num_hidden_layers": 2}))
-    config = ShardConfig(model_path=write_model(library_model, tmp_path), device="cpu", max_batch_size=6, num_threads=1)
-    model_config = read_config(tmp_path)
-    info = engine_info(config, model_config, CPU, None)
-    model = TransformersModel(load_model(config, model_config, ALONE, CPU, torch.float32), HEAD_DIMS)
+class Served:
+    """A tiny random model of a family, and its executors with reference kernels."""
 
-    def executor() -> CudaExecutor:
+    def __init__(self, name: str, folder: Path, head_dims: tuple[int, ...] = ()) -> None:
+        self.library = random_model(tiny_config(name, {**FAMILIES[name].changes, "num_hidden_layers": 2}))
+        config = ShardConfig(
+            model_path=write_model(self.library, folder), device="cpu", max_batch_size=6, num_threads=1
+        )
+        self.config = read_config(folder)
+        self.info = engine_info(config, self.config, CPU, None)
+        self.model = TransformersModel(load_model(config, self.config, ALONE, CPU, torch.float32), head_dims)
+
+    def check(self, change: Callable[[], None] = lambda: None) -> None:
+        check_model(self.model, self.config.vocab_size, self.executor, ALONE, (WINDOW,), change)
+        self.model.record()
+
+    def executor(self) -> CudaExecutor:
+        model, info = self.model, self.info
         kernels = ReferenceKernels(*model.rules[0])
         shape = CacheShape(tuple(model.layers), CPU, torch.float32)
-        runner = Runner(model, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
+        served = model if model.decoder is None else model.decoder.on(kernels, ALONE)
+        runner = Runner(served, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         return CudaExecutor(runner, DeviceMemory(CPU, 0.4), ALONE, shape, info.max_slots)
 
-    restored.append(restorer(model.library))
-    check_model(model, model_config.vocab_size, executor, ALONE, (WINDOW,), lambda: swap_parts(model.library))
-    model.record()
-    assert {layer.head_dim for layer in model.layers} == {64}
-    engine = TorchEngine(info, executor())
-    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
-    prompts = [tuple(torch.randint(3, 128, (length,)).tolist()) for length in (30, 7)]
-    # The last token of the first is computed alone.
-    streams = [driver.admit(prompt, new, chunk=24) for prompt, new in zip(prompts, (5, 4), strict=True)]
-    driver.run()
-    for prompt, stream in zip(prompts, streams, strict=True):
-        with torch.inference_mode():
-            logits = library_model(torch.tensor([[*prompt, *stream.tokens]]), use_cache=False).logits[0]
-        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == stream.tokens
+    def check_greedy_tokens(self) -> None:
+        engine = TorchEngine(self.info, self.executor())
+        driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
+        prompts = [tuple(torch.randint(3, 128, (length,)).tolist()) for length in (30, 7)]
+        # The last token of the first is computed alone.
+        streams = [driver.admit(prompt, new, chunk=24) for prompt, new in zip(prompts, (5, 4), strict=True)]
+        driver.run()
+        for prompt, stream in zip(prompts, streams, strict=True):
+            with torch.inference_mode():
+                logits = self.library(torch.tensor([[*prompt, *stream.tokens]]), use_cache=False).logits[0]
+            assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == stream.tokens
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", *map(full, ("deepseek_v3", "phi", "gpt2", "cohere2"))],
+)
+def test_faster_parts_give_the_tokens_of_transformers(
+    name: str, tmp_path: Path, restored: list[Callable[[], None]]
+) -> None:
+    served = Served(name, tmp_path, HEAD_DIMS)
+    restored.append(restorer(served.model.library))
+    served.check(lambda: swap_parts(served.model.library))
+    assert {layer.head_dim for layer in served.model.layers} == {64}
+    served.check_greedy_tokens()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "glm4",  # norms around, interleaved partial rotation
+        "smollm3",  # layers without rotation
+        *map(full, ("llama", "gemma2", "gemma3_text", "granite", "gpt_oss", "phi3", "qwen2", "qwen3_moe", "glm4_moe")),
+    ],
+)
+def test_usual_layers_run_in_the_native_decoder(name: str, tmp_path: Path) -> None:
+    served = Served(name, tmp_path)
+    served.model.record()
+    served.model.decoder = find_decoder(served.model, served.info.max_sequence_length)
+    assert served.model.decoder is not None
+    served.check()
+    served.check_greedy_tokens()
+
+
+def test_a_layer_that_differs_stays_that_of_transformers(tmp_path: Path) -> None:
+    served = Served("llama", tmp_path)
+    served.model.record()
+    layers = served.model.library.model.layers
+    for part in (layers[1], layers[1].self_attn.k_proj, layers[0].input_layernorm, served.model.library.model.norm):
+        hook = part.register_forward_hook(lambda _, given, output: output * 1.001)
+        assert find_decoder(served.model, served.info.max_sequence_length) is None
+        hook.remove()
+    assert find_decoder(served.model, served.info.max_sequence_length) is not None

@@ -1,0 +1,332 @@
+"""Finds the native decoder that computes the same as a model of transformers, if all its layers have the usual form.
+
+A usual layer adds the attention of its normed input to the input, and then does the same with an MLP; both outputs may be
+normed. That our layer computes the same is proved for each layer in float32, with random input at positions near and far. So a
+family that only transformers knows gets the kernels and the graphs of the native ones. An MLP of another form, such as a
+mixture of experts, stays the library's. The names of modules only say where to look.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor
+from torch.nn import Linear, ModuleList
+
+from text_generation_shard.engines.torch.attention.shape import LayerShape
+from text_generation_shard.engines.torch.huggingface.attention import AttentionCall, StepAttention, handled_by
+from text_generation_shard.engines.torch.huggingface.decoder import LibraryDecoder, LibraryLayer, LibraryMLP
+from text_generation_shard.engines.torch.huggingface.library import LibraryModule
+from text_generation_shard.engines.torch.huggingface.model import TransformersModel
+from text_generation_shard.engines.torch.huggingface.probe import (
+    LayerInput,
+    LoneTokens,
+    Rotation,
+    UnusualError,
+    activation_of,
+    is_same,
+    layer_rotations,
+    norm_of,
+    random_like,
+    run_without_layers,
+)
+from text_generation_shard.engines.torch.model.decoder import ForwardPass, LayerMLP
+from text_generation_shard.engines.torch.model.linear import DenseLinear, float32_product
+from text_generation_shard.engines.torch.model.mlp import GatedMLP
+from text_generation_shard.engines.torch.model.norm import HeadNorms
+from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
+from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
+from text_generation_shard.engines.torch.parallel.group import ParallelGroup
+from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
+
+QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
+OUTPUT_NAMES = (("o_proj",), ("out_proj",), ("dense",))
+HEAD_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+GATE_UP_NAMES = (("gate_proj", "up_proj"), ("gate_up_proj",))
+DOWN_NAMES = (("down_proj",),)
+USUAL = re.compile("nx(n?)nx(n?)")
+"""The parts of a usual layer in order: norms (n), attention and MLP (x)."""
+PROBE_PLACES = (0.0, 0.001, 0.1, 0.5, 1.0)
+"""Positions of the random tokens, as parts of the last one."""
+PROBE_SIZE = 0.02
+"""Size of the random input: so small that the eps of norms counts."""
+MOST_DIFFERENCE = 1e-4
+"""Largest relative error between the outputs of two layers in float32."""
+
+log = structlog.get_logger()
+
+
+@torch.inference_mode()
+def find_decoder(model: TransformersModel, max_sequence_length: int) -> LibraryDecoder | None:
+    """Return the decoder that computes the same as `model`, which has been recorded; None if there is none."""
+    try:
+        return _Finder(model, max_sequence_length).find()
+    except torch.OutOfMemoryError:
+        raise
+    except UnusualError as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 – the code of a model may not take such inputs, and fail in many ways
+        reason = f"{type(error).__name__} in a probe"
+    log.info("the layers run in transformers", reason=reason)
+    return None
+
+
+class _Finder:
+    def __init__(self, model: TransformersModel, max_sequence_length: int) -> None:
+        self._model = model
+        self._config: Any = model.library.config
+        self._max_sequence_length = max_sequence_length
+        self._embedding: Tensor = model.library.get_input_embeddings().weight
+        last = max_sequence_length - 1
+        self._positions = torch.tensor([int(place * last) for place in PROBE_PLACES], device=self._embedding.device)
+        self._shape = _only(
+            {(each.num_heads, each.num_kv_heads, each.head_dim) for each in model.layers}, "attention heads"
+        )
+        self._scale, self._softcap = _only(set(model.rules), "scales of attention")
+        self._residual_scale = float(getattr(self._config, "residual_multiplier", 1.0))
+
+    def find(self) -> LibraryDecoder:
+        base, modules = self._model.base, self._layer_modules()
+        ids = torch.arange(3, 3 + len(self._positions), device=self._embedding.device) % len(self._embedding)
+        run = run_without_layers(base, modules, self._positions, input_ids=ids.unsqueeze(0))
+        hidden = run.inputs[0].hidden
+        embedding_scale = _ratio(hidden[0], self._embedding[ids])
+        norm = norm_of(run.last_norm)
+        if norm is None or not is_same(run.last_norm(hidden), run.output):
+            raise UnusualError("the last norm is another")
+        num_heads, num_kv_heads, head_dim = self._shape
+        layers, rotary = self._layers(modules)
+        if len({each.eps for layer in layers for each in layer.norms} | {norm.eps}) > 1:
+            raise UnusualError("norms have several eps")
+        head, divisor, final_softcap = self._head()
+        return LibraryDecoder(
+            layers,
+            rotary,
+            self._embedding,
+            embedding_scale,
+            norm,
+            head,
+            divisor,
+            final_softcap,
+            self._scale,
+            self._softcap,
+            self._residual_scale,
+            self._max_sequence_length,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        )
+
+    def _layer_modules(self) -> Sequence[Any]:
+        calls = self._model.calls
+        if calls != [AttentionCall(index, is_first=True) for index in range(len(calls))]:
+            raise UnusualError("layers share keys and values")
+        lists = [each for each in self._model.base.children() if isinstance(each, ModuleList)]
+        return list(_only([each for each in lists if len(each) == len(calls)], "lists of layers"))
+
+    def _layers(self, modules: Sequence[Any]) -> tuple[list[LibraryLayer], list[RotaryEmbedding]]:
+        base, head_dim = self._model.base, self._shape[2]
+        probe = PROBE_SIZE * random_like(self._embedding.float(), 1, len(self._positions), self._embedding.shape[1])
+        inputs = run_without_layers(base, modules, self._positions, inputs_embeds=probe).inputs
+        rotations = layer_rotations(base, modules, head_dim, self._max_sequence_length, self._embedding)
+        layers: list[LibraryLayer] = []
+        rotary: list[RotaryEmbedding] = []
+        for index, (module, given) in enumerate(zip(modules, inputs, strict=True)):
+            wide = _with_random_norms(copy.deepcopy(module).float())
+            names, expected = self._run_library(wide, given, probe, self._model.layers[index])
+            for rotation in rotations[index]:
+                layer = self._layer(wide, names, rotation)
+                result = self._run_own(layer, rotation, probe[0], self._model.layers[index])
+                if _is_close(result, expected, probe[0]):
+                    break
+            else:
+                raise UnusualError(f"layer {index} has another form")
+            layers.append(self._layer(module, names, rotation))
+            rotary.append(rotation.rotary)
+        return layers, rotary
+
+    def _run_library(
+        self, layer: LibraryModule, given: LayerInput, probe: Tensor, shape: LayerShape
+    ) -> tuple[list[str], Tensor]:
+        """Return the names of the parts of a layer in the order of their calls, and its output [tokens, hidden]."""
+        called: list[str] = []
+        hooks = [
+            child.register_forward_hook(lambda *_, name=name: called.append(name))
+            for name, child in layer.named_children()
+            if any(True for _ in child.parameters())
+        ]
+        step = LoneTokens(self._positions, shape, self._max_sequence_length)
+        with handled_by(StepAttention(step, [AttentionCall(0, is_first=True)], [shape])):
+            output = layer(probe, *given.arguments, **given.named)
+        for hook in hooks:
+            hook.remove()
+        return called, (output[0] if isinstance(output, tuple) else output)[0]
+
+    def _run_own(self, layer: LibraryLayer, rotation: Rotation, probe: Tensor, shape: LayerShape) -> Tensor:
+        """Return the output of our layer for the same input."""
+        norm = layer.input_norm
+        decoder = LibraryDecoder(
+            [layer],
+            [rotation.rotary],
+            probe,
+            1.0,
+            norm,
+            DenseLinear(probe, None, torch.float32),
+            1.0,
+            None,
+            self._scale,
+            self._softcap,
+            self._residual_scale,
+            self._max_sequence_length,
+            *self._shape,
+        ).on(ReferenceKernels(self._scale, self._softcap), ParallelGroup(TensorParallelRank()))
+        state = ForwardPass(
+            LoneTokens(self._positions, shape, self._max_sequence_length), decoder.activations(len(probe))
+        )
+        decoder.piece(0, state)
+        decoder.attend(0, state)
+        decoder.piece(1, state)
+        return state.stream.residual
+
+    def _layer(self, module: LibraryModule, names: list[str], rotation: Rotation) -> LibraryLayer:
+        parts = [getattr(module, name) for name in names]
+        norms = [norm_of(part) for part in parts]
+        match = USUAL.fullmatch("".join("x" if norm is None else "n" for norm in norms))
+        if match is None:
+            raise UnusualError("parts of a layer come in another order")
+        (attention, mlp) = (part for part, norm in zip(parts, norms, strict=True) if norm is None)
+        found = iter(norm for norm in norms if norm is not None)
+        input_norm = next(found)
+        after_attention = next(found) if match[1] else None
+        mlp_norm = next(found)
+        after_mlp = next(found) if match[2] else None
+        sinks = getattr(attention, "sinks", None)
+        return LibraryLayer(
+            input_norm,
+            self._qkv(attention, rotation.order),
+            self._head_norms(attention, rotation.order),
+            None if sinks is None else sinks.data,
+            _linear(_linears(attention, OUTPUT_NAMES)),
+            after_attention,
+            mlp_norm,
+            _mlp(mlp),
+            after_mlp,
+        )
+
+    def _qkv(self, attention: LibraryModule, order: list[int] | None) -> DenseLinear:
+        num_heads, num_kv_heads, head_dim = self._shape
+        linears = _linears(attention, QKV_NAMES)
+        if sum(each.out_features for each in linears) != (num_heads + 2 * num_kv_heads) * head_dim:
+            raise UnusualError("attention has other projections")
+        if order is None:
+            return _linear(linears)
+        # The rows come in another order, so the library's own weights stay as well.
+        rotated = num_heads + num_kv_heads
+        rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim, device=self._embedding.device)
+        rows.view(-1, head_dim)[:rotated] = rows.view(-1, head_dim)[:rotated, order]
+        weight, bias = _fused(linears)
+        return DenseLinear(weight[rows], None if bias is None else bias[rows], weight.dtype)
+
+    def _head_norms(self, attention: LibraryModule, order: list[int] | None) -> HeadNorms | None:
+        for names in HEAD_NORM_NAMES:
+            if all(hasattr(attention, name) for name in names):
+                query, key = (norm_of(getattr(attention, name)) for name in names)
+                if query is None or key is None or query.eps != key.eps or len(query.weight) != self._shape[2]:
+                    raise UnusualError("queries and keys have other norms")
+                if order is not None:
+                    query.weight, key.weight = query.weight[order], key.weight[order]
+                return HeadNorms(query, key)
+        return None
+
+    def _head(self) -> tuple[DenseLinear, float, float | None]:
+        """Return the LM head, the divisor of logits and their softcap."""
+        module = self._model.library.get_output_embeddings()
+        weight: Tensor = module.weight
+        hidden = random_like(weight, 4, weight.shape[1])
+        expected = self._model.logits(hidden)
+        head = DenseLinear(weight, None, torch.float32)
+        softcap = getattr(self._config, "final_logit_softcapping", None)
+        logits = float32_product(hidden, weight, None)
+        for divisor in (
+            1.0,
+            getattr(self._config, "logits_scaling", 1.0),
+            1 / getattr(self._config, "logit_scale", 1.0),
+        ):
+            capped = logits / divisor
+            if softcap is not None:
+                capped = (capped / softcap).tanh() * softcap
+            if weight.dtype != torch.float32:
+                # The library rounds its logits.
+                capped, expected = capped.to(weight.dtype), expected.to(weight.dtype)
+            if module.bias is None and is_same(capped, expected):
+                return head, float(divisor), softcap
+        raise UnusualError("logits are computed in another way")
+
+
+def _only(found: Any, name: str) -> Any:  # noqa: ANN401 – any element
+    """Return the single element of a collection."""
+    if len(found) != 1:
+        raise UnusualError(f"{len(found)} different {name}")
+    return next(iter(found))
+
+
+def _ratio(hidden: Tensor, rows: Tensor) -> float:
+    """Return the factor between the rows of the embedding and hidden states."""
+    hidden, rows = hidden.float(), rows.float()
+    ratio = float((hidden * rows).sum() / rows.square().sum())
+    if (hidden - ratio * rows).norm() > 1e-2 * hidden.norm():
+        raise UnusualError("the first layer gets more than the embedding")
+    return ratio
+
+
+def _is_close(result: Tensor, expected: Tensor, probe: Tensor) -> bool:
+    """Return True if two layers add the same to their input."""
+    return bool((result - expected).norm() <= MOST_DIFFERENCE * (expected - probe).norm())
+
+
+def _with_random_norms(layer: LibraryModule) -> LibraryModule:
+    """Change the vectors of a layer, some of which have values that hide a difference, as ones in norms."""
+    for index, parameter in enumerate(layer.parameters()):
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * (1 + index % 3) * random_like(parameter, len(parameter))
+    return layer
+
+
+def _mlp(module: LibraryModule) -> LayerMLP:
+    kind = activation_of(module)
+    if kind is None:
+        return LibraryMLP(module)
+    return GatedMLP(_linear(_linears(module, GATE_UP_NAMES)), _linear(_linears(module, DOWN_NAMES)), kind)
+
+
+def _linears(module: LibraryModule, choices: Sequence[tuple[str, ...]]) -> list[Any]:
+    for names in choices:
+        linears = [getattr(module, name, None) for name in names]
+        if all(type(linear) is Linear for linear in linears):
+            return linears
+    raise UnusualError(f"{type(module).__name__} has no {choices[0][0]}")
+
+
+def _linear(linears: Sequence[Any]) -> DenseLinear:
+    """Return several linear layers with one input as one, whose rows take the place of their own weights."""
+    weight, bias = _fused(linears)
+    if len(linears) > 1:
+        for linear, rows in zip(linears, torch.split(weight, [each.out_features for each in linears]), strict=True):
+            linear.weight.data = rows
+    return DenseLinear(weight, bias, weight.dtype)
+
+
+def _fused(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    if len(linears) == 1:
+        bias = linears[0].bias
+        return linears[0].weight.data, None if bias is None else bias.data
+    weight = torch.cat([linear.weight for linear in linears])
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [weight.new_zeros(each.out_features) if each.bias is None else each.bias for each in linears]
+    return weight, torch.cat(biases)
