@@ -11,9 +11,8 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.cuda.step_plan import ALIGNMENT, COLUMNS, StepPlan
 from text_generation_shard.engines.torch.graphs.decode import DecodeGraphs, ForwardOutput, GraphPool
-from text_generation_shard.engines.torch.graphs.piecewise import Capture, PiecewiseGraphs
+from text_generation_shard.engines.torch.graphs.piecewise import CAPTURE_SIZES, PiecewiseGraphs, Recorder
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
-from text_generation_shard.engines.torch.model.decoder import Decoder
 from text_generation_shard.engines.torch.model.interface import Model
 from text_generation_shard.engines.torch.ops.interface import Kernels
 from text_generation_shard.engines.torch.parallel.channel import PeerLossTranslator
@@ -79,18 +78,19 @@ class Runner:
         run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
         self.graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
         self.graphs.capture(pool, only_largest=only_largest)
-        if not isinstance(self._model, Decoder):
-            return len(self.graphs)
-        pieces = self.capture_pieces(
-            lambda works: [graph.replay for graph, _ in pool.record(works)], only_largest=only_largest
-        )
-        return len(self.graphs) + len(pieces)
+        pieces = self.capture_pieces(pool, only_largest=only_largest)
+        return len(self.graphs) + (0 if pieces is None else len(pieces))
 
-    def capture_pieces(self, record: Capture, *, only_largest: bool = False) -> PiecewiseGraphs:
-        """Capture the pieces of a decoder with `record`; later steps with chunks use them where a capture size fits."""
-        assert isinstance(self._model, Decoder)
-        self._piecewise = PiecewiseGraphs(self._model, self._context, self._max_slots)
-        self._piecewise.record(record, only_largest=only_largest)
+    def capture_pieces(self, recorder: Recorder, *, only_largest: bool = False) -> PiecewiseGraphs | None:
+        """Capture the pieces of the model; later steps with chunks use them where a capture size fits.
+
+        Returns None for a model that cannot be cut at attention.
+        """
+        forward = self._model.cut_forward(CAPTURE_SIZES[-1])
+        if forward is None:
+            return None
+        self._piecewise = PiecewiseGraphs(forward, self._context, self._max_slots)
+        self._piecewise.record(recorder, only_largest=only_largest)
         return self._piecewise
 
     def drop_graphs(self) -> None:

@@ -8,7 +8,7 @@ the dummy slot.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -23,6 +23,8 @@ UPDATES_PER_TOKEN = 4
 MIN_UPDATES = 32
 
 T = TypeVar("T")
+Work = Callable[[], None]
+"""Repeats captured work on the device in the same memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    graph: torch.cuda.CUDAGraph
+    replay: Work
     numbers: Tensor
     """The step it runs: int32, in the layout of its size."""
     output: ForwardOutput
@@ -50,23 +52,35 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._open: tuple[torch.cuda.CUDAGraph, torch.cuda.graph]
 
-    def record(self, functions: Sequence[Callable[[], T]]) -> list[tuple[torch.cuda.CUDAGraph, T]]:
-        """Capture each of `functions`, in order; returns the graphs and the results of the calls."""
+    def record(self, function: Callable[[], T]) -> tuple[Work, T]:
+        """Capture a function; returns its work and its result."""
         # Run once before the capture: this compiles kernels, creates handles and allocates memory outside the pool.
-        for function in functions:
-            function()
-        torch.cuda.synchronize()
-        return [self._capture(function) for function in functions]
+        function()
+        self.begin()
+        try:
+            result = function()
+        finally:
+            work = self.end()
+        return work, result
 
-    def _capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def begin(self) -> None:
+        """Capture the work that is launched from now on."""
         graph = torch.cuda.CUDAGraph()
         # NCCL's threads may make calls that a global capture forbids.
-        with torch.cuda.graph(
+        capture = torch.cuda.graph(
             graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
-            result = function()
-        return graph, result
+        )
+        torch.cuda.synchronize()
+        capture.__enter__()
+        self._open = graph, capture
+
+    def end(self) -> Work:
+        """Return the work since `begin`."""
+        graph, capture = self._open
+        capture.__exit__(None, None, None)
+        return graph.replay
 
 
 def capture_sizes(max_rows: int) -> list[int]:
@@ -106,8 +120,8 @@ class DecodeGraphs:
         for padding in [self._paddings[-1]] if only_largest else paddings:
             plan = StepPlan.dummy(padding)
             numbers = torch.from_numpy(plan.numbers).cuda()
-            [(graph, output)] = pool.record([partial(self._run, plan, numbers)])
-            self._graphs[padding.tokens] = _Graph(graph, numbers, output)
+            replay, output = pool.record(partial(self._run, plan, numbers))
+            self._graphs[padding.tokens] = _Graph(replay, numbers, output)
 
     def replay(self, plan: StepPlan, numbers: Tensor) -> ForwardOutput | None:
         """Run a step by its graph; returns None if no graph fits. `numbers` holds the plan in pinned memory."""
@@ -115,7 +129,7 @@ class DecodeGraphs:
         if plan.sizes.chunks or graph is None or graph.numbers.shape != numbers.shape:
             return None
         graph.numbers.copy_(numbers, non_blocking=True)
-        graph.graph.replay()
+        graph.replay()
         # A graph always samples greedily; the result is discarded if the step is not greedy.
         return graph.output if plan.greedy else replace(graph.output, sampled=None)
 

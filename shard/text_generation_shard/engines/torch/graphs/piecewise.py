@@ -1,67 +1,132 @@
-"""Piecewise CUDA graphs, for steps with prompt chunks: see `model/decoder.py`.
+"""Piecewise CUDA graphs, for steps with prompt chunks.
 
 For a step of a few hundred tokens, launching its hundreds of kernels takes longer than computing them. Only attention has to be
-launched: its shapes differ in each step, and FlashInfer plans it on the host. The pieces between attentions are graphs, one set
-per capture size. A step uses the smallest set that fits; its padding tokens belong to the dummy slot, and attention skips them.
-Steps above the largest capture size keep the device busy without graphs.
+launched: its shapes differ in each step, and FlashInfer plans it on the host. So a forward pass is cut at attention:
+
+    piece 0 · attention of layer 0 · piece 1 · attention of layer 1 · … · last piece
+
+The pieces are graphs, one set per capture size. They depend only on data on the device, and are replayed for any step that fits.
+A step uses the smallest set that fits; its padding tokens belong to the dummy slot, and attention skips them. Steps above the
+largest capture size keep the device busy without graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
-from text_generation_shard.engines.torch.model.decoder import Decoder, ForwardPass
+from text_generation_shard.engines.torch.graphs.decode import Work
 
 CAPTURE_SIZES = (16, 32, 64, *range(128, 1025, 64))
 """Numbers of tokens to capture; a step is padded to the next one."""
 PIECES_PER_GRAPH = 16
 """Number of pieces that take as much driver memory as the graph of a whole step."""
 
-Work = Callable[[], None]
-Capture = Callable[[list[Work]], list[Work]]
-"""Turns functions into functions that repeat their work on the device in the same memory. May run the functions."""
+
+class Recorder(Protocol):
+    """Captures work on the device."""
+
+    def begin(self) -> None:
+        """Capture the work that is launched from now on."""
+
+    def end(self) -> Work:
+        """Return the work since `begin`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """The arguments of an attention between two pieces, in memory that stays."""
+
+    layer: int
+    queries: Tensor
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    out: Tensor
+
+
+class PieceBuffers:
+    """Memory of results that pass from one piece to another, for the largest capture size."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+
+    def rows(self, name: str, like: Tensor) -> Tensor:
+        """Return the first rows of the buffer of a name, in the shape and dtype of `like`."""
+        key = name, like.shape[1:], like.dtype
+        if key not in self._found:
+            # Attention skips the padding rows, so any finite values do; later steps leave theirs.
+            self._found[key] = like.new_zeros(CAPTURE_SIZES[-1], *like.shape[1:])
+        return self._found[key][: len(like)]
+
+    def keep(self, name: str, values: Tensor) -> Tensor:
+        """Return a copy of `values` in the buffer of a name."""
+        return self.rows(name, values).copy_(values)
+
+
+class CutStep(DeviceStep):
+    """A step that calls `cut` with the arguments of each attention, and leaves the memory of its result as it is."""
+
+    def __init__(
+        self, columns: Tensor, context: StepContext, buffers: PieceBuffers, cut: Callable[[AttentionInputs], None]
+    ) -> None:
+        super().__init__(columns, columns.shape[1], context)
+        self._buffers = buffers
+        self._cut = cut
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        scale: float,
+        *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if out is None:
+            # The caller has no buffers.
+            queries, out = self._buffers.keep("queries", queries), self._buffers.rows("attended", queries.flatten(1))
+        self._cut(AttentionInputs(layer, queries, scale, softcap, sinks, out))
+        return out
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedPass:
-    state: ForwardPass
-    """Padded to the capture size."""
     pieces: list[Work]
+    calls: list[AttentionInputs]
+    """The attentions between the pieces, padded to the capture size."""
+    normed: Tensor
 
 
 class PiecewiseGraphs:
-    """Sets of captured pieces that share memory. Call everything in inference mode."""
+    """Sets of captured pieces that share memory. Call everything in inference mode.
 
-    def __init__(self, decoder: Decoder, context: StepContext, dummy_slot: int) -> None:
-        self._decoder = decoder
+    `forward` is that of a model: see `Model.cut_forward`.
+    """
+
+    def __init__(self, forward: Callable[[DeviceStep], Tensor], context: StepContext, dummy_slot: int) -> None:
+        self._forward = forward
         self._context = context
         self._padding = torch.tensor([[0], [0], [dummy_slot]], dtype=torch.int32, device=context.block_tables.device)
         """A padding token: id, position, slot."""
         self._columns = self._padding.repeat(1, CAPTURE_SIZES[-1])
-        self._activations = decoder.activations(CAPTURE_SIZES[-1])
-        if self._activations.attended is not None:
-            # Attention skips the padding rows, so any finite values do; later steps leave theirs.
-            self._activations.attended.zero_()
+        self._buffers = PieceBuffers()
         self._captured: dict[int, _CapturedPass] = {}
 
-    def record(self, record: Capture, *, only_largest: bool = False) -> None:
+    def record(self, recorder: Recorder, *, only_largest: bool = False) -> None:
         """Capture all sizes, or only the largest to measure its memory. It comes first: the others reuse its memory."""
         for tokens in [CAPTURE_SIZES[-1]] if only_largest else reversed(CAPTURE_SIZES):
-            step = DeviceStep(self._columns[:, :tokens], tokens, self._context)
-            state = ForwardPass(step, self._activations.first(tokens))
-            pieces: list[Work] = [
-                partial(self._decoder.piece, index, state) for index in range(self._decoder.num_pieces)
-            ]
-            self._captured[tokens] = _CapturedPass(state, record(pieces))
+            self._captured[tokens] = self._capture(self._columns[:, :tokens], recorder)
 
     def run(self, step: DeviceStep) -> Tensor | None:
-        """Return the same as the decoder's `forward`, valid until the next step; None if no capture size fits."""
+        """Return the same as the model's `forward`, valid until the next step; None if no capture size fits."""
         tokens = step.num_tokens
         size = capture_size_for(tokens)
         if size not in self._captured:
@@ -70,17 +135,42 @@ class PiecewiseGraphs:
         self._columns[:, :tokens].copy_(step.columns)
         if tokens < size:
             self._columns[:, tokens:size].copy_(self._padding)
-        state = ForwardPass(step, captured.state.buffers.first(tokens))
-        state.queries = captured.state.queries[:tokens]
+        views: dict[int, Tensor] = {}
         for index, piece in enumerate(captured.pieces):
             if index:
-                self._decoder.attend(index - 1, state)
+                call = captured.calls[index - 1]
+                # The same objects for the same memory: a step divides them once.
+                queries, out = (views.setdefault(each.data_ptr(), each[:tokens]) for each in (call.queries, call.out))
+                step.attend(call.layer, queries, call.scale, softcap=call.softcap, sinks=call.sinks, out=out)
             piece()
-        return captured.state.normed[:tokens]
+        return captured.normed[:tokens]
 
     def __len__(self) -> int:
         """Memory weight of all sets, in whole-step graphs."""
-        return len(CAPTURE_SIZES) * -(-self._decoder.num_pieces // PIECES_PER_GRAPH)
+        pieces = max(len(captured.pieces) for captured in self._captured.values())
+        return len(CAPTURE_SIZES) * -(-pieces // PIECES_PER_GRAPH)
+
+    def _capture(self, columns: Tensor, recorder: Recorder) -> _CapturedPass:
+        # Run once before the capture: this compiles kernels, creates handles and allocates memory outside the pool.
+        self._run(columns, lambda _: None)
+        pieces: list[Work] = []
+        calls: list[AttentionInputs] = []
+
+        def cut(call: AttentionInputs) -> None:
+            pieces.append(recorder.end())
+            calls.append(call)
+            recorder.begin()
+
+        recorder.begin()
+        try:
+            normed = self._run(columns, cut)
+        finally:
+            pieces.append(recorder.end())
+        return _CapturedPass(pieces, calls, normed)
+
+    def _run(self, columns: Tensor, cut: Callable[[AttentionInputs], None]) -> Tensor:
+        normed = self._forward(CutStep(columns, self._context, self._buffers, cut))
+        return self._buffers.keep("normed", normed)
 
 
 def capture_size_for(tokens: int) -> int:

@@ -35,7 +35,7 @@ from text_generation_shard.engines.torch.huggingface.probe import (
     random_like,
     run_without_layers,
 )
-from text_generation_shard.engines.torch.model.decoder import ForwardPass, LayerMLP
+from text_generation_shard.engines.torch.model.decoder import LayerMLP
 from text_generation_shard.engines.torch.model.linear import DenseLinear, float32_product
 from text_generation_shard.engines.torch.model.mlp import GatedMLP
 from text_generation_shard.engines.torch.model.norm import HeadNorms
@@ -185,13 +185,10 @@ class _Finder:
             self._max_sequence_length,
             *self._shape,
         ).on(ReferenceKernels(self._scale, self._softcap), ParallelGroup(TensorParallelRank()))
-        state = ForwardPass(
-            LoneTokens(self._positions, shape, self._max_sequence_length), decoder.activations(len(probe))
-        )
-        decoder.piece(0, state)
-        decoder.attend(0, state)
-        decoder.piece(1, state)
-        return state.stream.residual
+        buffers = decoder.activations(len(probe))
+        decoder.forward(LoneTokens(self._positions, shape, self._max_sequence_length), buffers)
+        assert buffers.residual is not None
+        return buffers.residual
 
     def _layer(self, module: LibraryModule, names: list[str], rotation: Rotation) -> LibraryLayer:
         parts = [getattr(module, name) for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +103,9 @@ class TransformersModel:
             )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
+        return None if self.keeps_states else self.forward
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
         self._given = self._output_class(last_hidden_state=hidden.unsqueeze(0))

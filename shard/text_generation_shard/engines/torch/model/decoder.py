@@ -2,19 +2,12 @@
 
 Computes the same as transformers' LlamaDecoderLayer and its variants, on a flat batch of tokens. The query, key and value
 projections are fused into one product, and so are gate and up.
-
-A forward pass is divided at attention, because the host plans attention for each step:
-
-    piece 0 · attention of layer 0 · piece 1 · attention of layer 1 · … · last piece
-
-A piece is everything between two attentions. With the buffers of a device it depends only on data on the device, so it can be
-captured in a CUDA graph and replayed for any other step with the same number of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -112,12 +105,12 @@ class DecoderWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Buffers that pass activations between pieces and attention; None where each result is a new tensor."""
+    """Buffers of a forward pass that all layers use; None where each result is a new tensor."""
 
     residual: Tensor | None = None
     """float32 [tokens, hidden]."""
     normed: Tensor | None = None
-    """[tokens, hidden]: after the last piece, the normed output of the last layer."""
+    """[tokens, hidden]: at the end, the normed output of the last layer."""
     qkv: Tensor | None = None
     """[tokens, (num_heads + 2·num_kv_heads)·head_dim]: output of the fused projection."""
     queries: Tensor | None = None
@@ -129,22 +122,6 @@ class Activations:
         """Return views of the first `tokens` rows."""
         buffers = (self.residual, self.normed, self.qkv, self.queries, self.attended)
         return Activations(*(None if buffer is None else buffer[:tokens] for buffer in buffers))
-
-
-@dataclass(slots=True)
-class ForwardPass:
-    """A forward pass over the tokens of a step: its buffers, and the results that the next piece or attention reads."""
-
-    step: Step
-    buffers: Activations
-    stream: ResidualStream = field(init=False)
-    queries: Tensor = field(init=False)
-    attended: Tensor = field(init=False)
-    normed: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.buffers.attended is not None:
-            self.attended = self.buffers.attended
 
 
 class Decoder:
@@ -161,15 +138,35 @@ class Decoder:
                 each.fill_table(config.max_sequence_length)
         # Rounded to the dtype of the embedding, as in transformers.
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
-        self.num_pieces = config.num_layers + 1
 
-    def forward(self, step: Step) -> Tensor:
-        state = ForwardPass(step, self.activations(step.num_tokens))
-        for index in range(self.num_pieces):
-            if index:
-                self.attend(index - 1, state)
-            self.piece(index, state)
-        return state.normed
+    def forward(self, step: Step, buffers: Activations | None = None) -> Tensor:
+        """Return hidden states, as `Model.forward` does; in `buffers`, if given, where the operations need them."""
+        config, weights, ops = self._config, self._weights, self._ops
+        if buffers is None:
+            buffers = self.activations(step.num_tokens)
+        residual = step.embed(weights.embedding, self._embedding_scale, buffers.residual)
+        stream = ResidualStream(residual, buffers.normed, scale=config.residual_scale)
+        for index, layer in enumerate(weights.layers):
+            qkv = ops.norm_linear(stream, layer.input_norm, layer.qkv, buffers.qkv)
+            queries = step.rotate_and_append(index, qkv, weights.rotary[index], layer.head_norms, buffers.queries)
+            attended = step.attend(
+                index,
+                queries,
+                config.attention_scale,
+                softcap=config.attention_softcap,
+                sinks=layer.sinks,
+                out=buffers.attended,
+            )
+            ops.add_linear(stream, attended, layer.output, layer.after_attention)
+            layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
+        return ops.norm(stream, weights.norm, buffers.normed)
+
+    def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor]:
+        buffers = self.activations(max_tokens)
+        if buffers.attended is not None:
+            # Attention skips the padding rows, so any finite values do; later steps leave theirs.
+            buffers.attended.zero_()
+        return lambda step: self.forward(step, buffers.first(step.num_tokens))
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
         head, size = self._weights.head, self._group.tp.world_size
@@ -203,46 +200,6 @@ class Decoder:
             queries=rotated.view(tokens, -1, head_dim),
             attended=empty(queries, precision.model),
         )
-
-    def piece(self, index: int, state: ForwardPass) -> None:
-        """Compute everything between the attention of layer `index` - 1 and that of layer `index`, for all tokens.
-
-        Piece 0 starts with the embedding, the last of `num_pieces` ends with the normed hidden states. The others end with the
-        rotated queries and with keys and values in the cache.
-        """
-        layers = self._weights.layers
-        if index == 0:
-            residual = state.step.embed(self._weights.embedding, self._embedding_scale, state.buffers.residual)
-            state.stream = ResidualStream(residual, state.buffers.normed, scale=self._config.residual_scale)
-        else:
-            self._after_attention(layers[index - 1], state)
-        if index < len(layers):
-            self._before_attention(index, layers[index], state)
-        else:
-            state.normed = self._ops.norm(state.stream, self._weights.norm, state.buffers.normed)
-
-    def attend(self, index: int, state: ForwardPass) -> None:
-        """Compute the attention of a layer."""
-        config = self._config
-        state.attended = state.step.attend(
-            index,
-            state.queries,
-            config.attention_scale,
-            softcap=config.attention_softcap,
-            sinks=self._weights.layers[index].sinks,
-            out=state.buffers.attended,
-        )
-
-    def _before_attention(self, index: int, layer: DecoderLayer, state: ForwardPass) -> None:
-        qkv = self._ops.norm_linear(state.stream, layer.input_norm, layer.qkv, state.buffers.qkv)
-        state.queries = state.step.rotate_and_append(
-            index, qkv, self._weights.rotary[index], layer.head_norms, state.buffers.queries
-        )
-
-    def _after_attention(self, layer: DecoderLayer, state: ForwardPass) -> None:
-        ops, stream = self._ops, state.stream
-        ops.add_linear(stream, state.attended, layer.output, layer.after_attention)
-        layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
 
     def _capped(self, logits: Tensor) -> Tensor:
         """Return the logits after the last operations of the model, in place."""

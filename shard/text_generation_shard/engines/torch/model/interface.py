@@ -5,6 +5,7 @@ The native decoder and Hugging Face modules are models. A CPU step attends by an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,6 +92,13 @@ class Model(Protocol):
 
     def forward(self, step: Step) -> Tensor:
         """Return hidden states [tokens, hidden], as `logits` expects them; writes keys and values to the cache."""
+        ...
+
+    def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor] | None:
+        """Return `forward` for steps of at most `max_tokens` tokens, to be captured in pieces: see `PiecewiseGraphs`.
+
+        Between its attentions it depends on data on the device alone. None: it does not.
+        """
         ...
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:

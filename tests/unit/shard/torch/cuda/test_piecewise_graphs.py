@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +29,13 @@ from text_generation_shard.engines.torch.graphs.piecewise import (
     Work,
     capture_size_for,
 )
+from text_generation_shard.engines.torch.huggingface.config import read_config
+from text_generation_shard.engines.torch.huggingface.load import load_model
+from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model.config import read_model_config
 from text_generation_shard.engines.torch.model.decoder import Decoder
+from text_generation_shard.engines.torch.model.interface import Model
 from text_generation_shard.engines.torch.ops.device import DeviceOps
 from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -48,17 +53,11 @@ CHANGES: dict[str, Any] = {
 
 
 class Tape(TorchDispatchMode):
-    """A CUDA graph for a CPU: records the operations of a function and repeats them in the same memory."""
+    """A CUDA graph for a CPU: records operations and repeats them in the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self._kept: list[tuple[Callable[[], object], object]] = []
-
-    @classmethod
-    def of(cls, work: Work) -> Work:
-        with cls() as tape:
-            work()
-        return tape._replay
 
     def __torch_dispatch__(
         self,
@@ -72,7 +71,7 @@ class Tape(TorchDispatchMode):
         self._kept.append((call, result))
         return result
 
-    def _replay(self) -> None:
+    def replay(self) -> None:
         for call, before in self._kept:
             for old, new in zip(tensors(before), tensors(call()), strict=True):
                 if old.data_ptr() != new.data_ptr():
@@ -83,10 +82,16 @@ def tensors(result: object) -> list[Tensor]:
     return [part for part in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(part, Tensor)]
 
 
-def captured(works: list[Work], device: torch.device) -> list[Work]:
-    if device.type == "cpu":
-        return [Tape.of(work) for work in works]
-    return [graph.replay for graph, _ in GraphPool().record(works)]
+class Tapes:
+    """Implements `Recorder` on a CPU."""
+
+    def begin(self) -> None:
+        self._tape = Tape()
+        self._tape.__enter__()
+
+    def end(self) -> Work:
+        self._tape.__exit__(None, None, None)
+        return self._tape.replay
 
 
 @pytest.fixture(autouse=True)
@@ -98,33 +103,39 @@ def stream(device: torch.device) -> Iterator[None]:
 
 @dataclass
 class Rig:
-    """Two runners that get the same steps: one computes them whole, the other by piecewise graphs."""
+    """Two runners that get the same steps: one computes them whole, the other by piecewise graphs that this object records."""
 
     whole: Runner
     piecewise: Runner
     table: SequenceTable
     device: torch.device
     replayed: list[int] = field(default_factory=list)
-    """The capture size of each piece that ran in the last step."""
+    """The number of each captured piece that ran in the last step."""
     _tables: SlotTables = field(init=False)
     _free: Iterator[int] = field(default_factory=lambda: iter(torch.randperm(BLOCKS).tolist()))
 
     def __post_init__(self) -> None:
+        self._recorder = Tapes() if self.device.type == "cpu" else GraphPool()
+        self._numbers = itertools.count()
         self._tables = SlotTables(SLOTS, self.whole.max_blocks)
 
     def capture(self, *, only_largest: bool = False) -> PiecewiseGraphs:
         """Capture the pieces; their runs are recorded in `replayed`."""
-        sizes = reversed(CAPTURE_SIZES)
+        pieces = self.piecewise.capture_pieces(self, only_largest=only_largest)
+        assert pieces is not None
+        return pieces
 
-        def recorded(size: int, replay: Work) -> None:
-            self.replayed.append(size)
+    def begin(self) -> None:
+        self._recorder.begin()
+
+    def end(self) -> Work:
+        replay, number = self._recorder.end(), next(self._numbers)
+
+        def recorded() -> None:
+            self.replayed.append(number)
             replay()
 
-        def record(works: list[Work]) -> list[Work]:
-            size = next(sizes)
-            return [partial(recorded, size, replay) for replay in captured(works, self.device)]
-
-        return self.piecewise.capture_pieces(record, only_largest=only_largest)
+        return recorded
 
     def admit(self, slot: int, length: int, new: int = 9) -> NewSequence:
         blocks = tuple(next(self._free) for _ in range(-(-(length + new) // BLOCK_SIZE)))
@@ -150,32 +161,52 @@ class Rig:
         return plan_decoding(rows, updates, Padding(len(rows), len(updates), SLOTS, (0, 0)), greedy=greedy)
 
 
-def make_runner(folder: Path, device: torch.device) -> Runner:
+def native(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
+    """Return the decoder of the checkpoint in `folder`, the shape of its cache and its scale of attention."""
     config = read_model_config(folder)
     weights = load_for_cuda(folder, device, torch.float32)
     shape = CacheShape(config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, torch.float32)
     kernels, group = ReferenceKernels(config.attention_scale), ParallelGroup(TensorParallelRank())
-    decoder = Decoder(config, weights, DeviceOps(kernels, group, torch.float32), group)
-    runner = Runner(decoder, kernels, group, shape, SLOTS, MAX_LENGTH)
-    runner.allocate(BLOCKS)
-    return runner
+    return Decoder(config, weights, DeviceOps(kernels, group, torch.float32), group), shape, config.attention_scale
 
 
-@pytest.fixture
-def rig(tmp_path: Path, device: torch.device) -> Rig:
+def from_library(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
+    """Do the same with the modules of transformers."""
+    config = ShardConfig(model_path=str(folder))
+    model = TransformersModel(load_model(config, read_config(folder), device, torch.float32))
+    model.record()
+    return model, CacheShape(tuple(model.layers), device, torch.float32), model.rules[0][0]
+
+
+@pytest.fixture(params=[native, from_library])
+def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -> Rig:
     torch.manual_seed(5)
     folder = write_checkpoint(tmp_path, random_tensors(CHANGES), CHANGES)
+    model, shape, scale = request.param(folder, device)
+
+    def runner() -> Runner:
+        group = ParallelGroup(TensorParallelRank())
+        built = Runner(model, ReferenceKernels(scale), group, shape, SLOTS, MAX_LENGTH)
+        built.allocate(BLOCKS)
+        return built
+
     config = ShardConfig(model_path=str(folder), max_batch_size=SLOTS)
     info = engine_info(config, read_model_config(folder), device, None)
     table = SequenceTable(info)
     table.num_blocks = BLOCKS
-    return Rig(make_runner(folder, device), make_runner(folder, device), table, device)
+    return Rig(runner(), runner(), table, device)
+
+
+def pieces_of(size: int) -> range:
+    """Return the numbers of the pieces of a capture size; the largest is captured first."""
+    first = [*reversed(CAPTURE_SIZES)].index(size) * (LAYERS + 1)
+    return range(first, first + LAYERS + 1)
 
 
 def check(rig: Rig, orders: Orders, size: int | None, *, greedy: bool = True) -> None:
     """Check that both runners give the same results, and which capture size was used."""
     reference, ours, plan = rig.step(orders, greedy=greedy)
-    assert rig.replayed == ([] if size is None else [size] * (LAYERS + 1))
+    assert rig.replayed == ([] if size is None else [*pieces_of(size)])
     assert error(ours.normed, reference.normed) < 1e-5
     assert (ours.logits is None) == (reference.logits is None) == (plan.num_sampling == 0)
     if reference.logits is not None and ours.logits is not None:
