@@ -1,35 +1,28 @@
 """Times and errors of the products of a Llama-8B layer with packed weights on this device, against cuBLAS in bfloat16.
 
-python -m text_generation_bench.quantized [--rows 1,32,128,256,2048] [--formats int4,int4-zero,fp8-block,mxfp4] [--sweep]
+python -m text_generation_bench.quantized [--rows 1,32,128,256,2048] [--formats int4,int4-zero,fp8-block,mxfp4]
 
 Weights are random. Each product is captured in a CUDA graph with copies of its weights that together exceed the L2 cache. Columns:
 the time of cuBLAS; of `HummingLinear`, and its speed as a multiple of cuBLAS'; the same of the packed product alone; for FP8 blocks
 also of torch's product of FP8 blocks, with the quantization of the activations. The last columns are the error of the packed
 product against that in float32 with dequantized weights, relative to its norm, and whether 20 runs and a run with more rows agree
 to the bit. --invariant measures humming's batch-invariant kernels as the packed product.
-
---sweep measures the tilings of our kernel for few rows in int4, fused with the operations next to each product, instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from text_generation_bench.kernel_timing import (
     DEVICE,
     DTYPE,
     LAUNCHES,
     LLAMA_8B,
-    Launch,
     Product,
     copies,
     empty,
@@ -37,8 +30,6 @@ from text_generation_bench.kernel_timing import (
     randn,
     timed,
 )
-from text_generation_shard.engines.torch.kernels.packed_matvec import PackedConfig, packed_matvec
-from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
 from text_generation_shard.engines.torch.model.linear import Projection, ShardRange
 from text_generation_shard.engines.torch.quantization.format import WeightFormat
 from text_generation_shard.engines.torch.quantization.formats.float4 import Mxfp4Format
@@ -58,9 +49,6 @@ NAME = "model.layers.0.mlp.down_proj.weight"
 def main() -> None:
     """Print the table."""
     options = _options()
-    if options.sweep:
-        sweep(options.rows)
-        return
     print(
         f"{'format':10} {'product':28} {'rows':>5} {'cuBLAS µs':>9} {'ours':>8} {'×':>5} {'packed':>8} {'×':>5}  error  bits"
     )
@@ -144,62 +132,6 @@ def block_product(product: Product, tensors: dict[str, Tensor], x: Tensor, cubla
         print(f"  scaled_mm by blocks: {' '.join(str(error).split())[:150]}")
 
 
-def sweep(rows: list[int]) -> None:
-    """Print the times of the fused product with a few rows for different tilings."""
-    for product, count in itertools.product(LLAMA_8B, rows):
-        weight = packed_weight(FORMATS["int4"], product)
-        size = weight.words.nbytes + weight.scales.nbytes
-        weights = [replace(weight, words=weight.words.clone()) for _ in range(copies(size))]
-        found: list[tuple[float, PackedConfig]] = []
-        for config in tilings(product):
-            try:
-                found.append((timed(fused(product, weights, count, config)), config))
-            except (RuntimeError, OutOfResources) as error:
-                print(f"  {config}: {' '.join(str(error).split())[:100]}")
-        for us, config in sorted(found, key=lambda pair: pair[0]):
-            print(f"{product.title:38} {count:3} {us:8.1f} µs {size / us / 1e6:6.2f} TB/s  {config}", flush=True)
-        print(f"{'':38} relative error {fused_error(product, weight, count):.1e}", flush=True)
-
-
-def tilings(product: Product) -> Iterator[PackedConfig]:
-    """Yield the tilings in which a program loads 4 to 32 KiB ahead."""
-    for block_n, num_warps, ahead in itertools.product((2, 4, 8), (2, 4, 8), (1, 2, 4)):
-        per_row = 512 * num_warps
-        parts = -(-product.inputs // 2 // per_row)
-        loaded = block_n * (2 if product.gated else 1) * per_row * ahead
-        if ahead <= parts and 4096 <= loaded <= 32768 and per_row <= product.inputs:
-            yield PackedConfig(block_n, num_warps, ahead)
-
-
-def packed_weight(weights: WeightFormat, product: Product) -> PackedWeight:
-    tensors = random_tensors(weights, product.outputs, product.inputs)
-    weight = PackedWeight.of(tensors["packed"].to(DEVICE), tensors["scale"].to(DEVICE, DTYPE), None, 4)
-    assert weight is not None
-    return weight
-
-
-def fused(product: Product, weights: list[PackedWeight], rows: int, config: PackedConfig) -> list[Launch]:
-    """Return launches of the fused kernel that cycle through the weights."""
-    x, residual = randn(rows, product.inputs), randn(rows, product.inputs, dtype=torch.float32)
-    out = empty(rows, product.outputs // (2 if product.gated else 1))
-    target = torch.zeros(rows, product.outputs, device=DEVICE)
-    norm = (randn(product.inputs), 1e-5)
-    kinds: dict[str, Callable[[PackedWeight], object]] = {
-        "norm": lambda weight: packed_matvec(residual, weight, out, norm=norm, config=config),
-        "gated": lambda weight: packed_matvec(residual, weight, out, norm=norm, kind="silu", config=config),
-        "add": lambda weight: packed_matvec(x, weight, target, add=True, config=config),
-    }
-    return [partial(kinds[product.kind], weights[index % len(weights)]) for index in range(LAUNCHES)]
-
-
-def fused_error(product: Product, weight: PackedWeight, rows: int) -> float:
-    """Return the error of the plain product against that in float32, relative to its norm."""
-    x, out = randn(rows, product.inputs), empty(rows, product.outputs)
-    packed_matvec(x, weight, out)
-    expected = x.float() @ weight.dequantized().t()
-    return float((out.float() - expected).norm() / expected.norm())
-
-
 def new_layer(weights: WeightFormat, product: Product) -> HummingLinear:
     sizes = ShardRange.whole(product.outputs), ShardRange.whole(product.inputs)
     return HummingLinear([Projection(NAME.removesuffix(".weight"), *sizes)], weights, DEVICE, DTYPE, bias=False)
@@ -249,7 +181,6 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--formats", type=lambda text: text.split(","), default=list(FORMATS))
     parser.add_argument("--invariant", action="store_true")
-    parser.add_argument("--sweep", action="store_true")
     return parser.parse_args()
 
 

@@ -26,15 +26,23 @@ _DENORMAL_BITS = 149
 _UNIT = tl.constexpr(2.0**-63)
 """The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
 _WORD_BITS = 32
-_WORDS_PER_LOAD = 4
-"""16 bytes."""
+_WORDS_OF_A_WARP = 128
+"""16 bytes for each thread."""
+_BLOCK_N, _MAX_WARPS = 8, 4
+"""The best of -m text_generation_bench.quantized_tilings --rows 1 for each product of an 8B model on an H200."""
+_PROGRAMS_WANTED = 264
+"""Two for each of an H200's 132 multiprocessors."""
 _MANTISSA_BITS = 23
 _DENORMAL_BITS = 149
 """The smallest float32 is 2^-149."""
 _UNIT = tl.constexpr(2.0**-63)
 """The scale of the products of codes and x: x may be as large as 2^40 and as small as 2^-60."""
-_WORDS_PER_LOAD = 4
-"""16 bytes."""
+_WORDS_OF_A_WARP = 128
+"""16 bytes for each thread."""
+_BLOCK_N, _MAX_WARPS = 8, 4
+"""The best of -m text_generation_bench.quantized_tilings --rows 1 for each product of an 8B model on an H200."""
+_PROGRAMS_WANTED = 264
+"""Two for each of an H200's 132 multiprocessors."""
 _PLANES = (16, 8, 4)
 """Words of a block; more are better."""
 
@@ -50,9 +58,13 @@ class PackedConfig:
     """Parts of a row, of 128 words for each warp, that are loaded before x, or in advance."""
 
 
-def config_for(outputs: int, inputs: int, *, gated: bool = False) -> PackedConfig:
+def config_for(outputs: int, inputs: int, bits: int, *, gated: bool = False) -> PackedConfig:
     """Return the tiling of a weight; if `gated`, `outputs` counts gate and up rows."""
-    return PackedConfig(4, 2, 2)
+    columns, parts = outputs // (2 if gated else 1), inputs * bits // _WORD_BITS // _WORDS_OF_A_WARP
+    block_n = _BLOCK_N
+    while block_n > 1 and columns < block_n * _PROGRAMS_WANTED:
+        block_n //= 2
+    return PackedConfig(block_n, min(max(triton.next_power_of_2(parts), 1), _MAX_WARPS))
 
 
 def packed_matvec(  # noqa: PLR0913 – the options of one kernel
@@ -76,9 +88,9 @@ def packed_matvec(  # noqa: PLR0913 – the options of one kernel
     outputs, width = weight.words.shape
     inputs = x.shape[1]
     gated = kind is not None
-    config = config or config_for(outputs, inputs, gated=gated)
+    config = config or config_for(outputs, inputs, weight.bits, gated=gated)
     use_pdl = supports_pdl(x)
-    block_w = min(_WORDS_PER_LOAD * 32 * config.num_warps, triton.next_power_of_2(width))
+    block_w = min(_WORDS_OF_A_WARP * config.num_warps, triton.next_power_of_2(width))
     columns = outputs // 2 if gated else outputs
     _packed_kernel[(triton.cdiv(columns, config.block_n), len(x))](
         x,

@@ -49,7 +49,7 @@ class PackedWeight:
             # No two codes of a word have a bit in common.
             joined = (blocks << _shifts(bits, words.device).view(-1, 1)).sum(2, dtype=torch.int32)
             target.copy_(joined.view(len(source), -1))
-        return cls(reordered, scales.contiguous(), zeros, bits, plane)
+        return cls(reordered, scales.clone(memory_format=torch.contiguous_format), zeros, bits, plane)
 
     def dequantized(self) -> Tensor:
         """Return the weight in float32."""

@@ -139,11 +139,15 @@ class HummingLinear:
             return torch.mm(x, self._dense.t(), out=out)
         return torch.addmm(self.bias, x, self._dense.t(), out=out)
 
-    def packed_product(self, x: Tensor, out: Tensor | None, options: str | None = None) -> Tensor:
-        """Compute the product with the packed weight at any number of rows."""
+    def packed_product(
+        self, x: Tensor, out: Tensor | None, options: str | None = None, tiling: str | None = None
+    ) -> Tensor:
+        """Compute the product with the packed weight at any number of rows; `tiling`: humming's tuning, None for its choice."""
         from humming.layer import HummingLayerMethod
 
-        y: Tensor = HummingLayerMethod.forward_layer(self._layer, x, outputs=out, compute_config=options)
+        y: Tensor = HummingLayerMethod.forward_layer(
+            self._layer, x, outputs=out, compute_config=options, tuning_config=tiling
+        )
         return y
 
     def _parts(

@@ -1,0 +1,107 @@
+"""Products of packed integers with a few rows, compared with their formulas in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from full_grid import full
+from reference_ops import activate, relative_error, rms_norm, rounded_once
+from torch import Tensor
+
+from text_generation_shard.engines.torch.kernels.matvec import matvec, matvec_add, norm_matvec, norm_matvec_activate
+from text_generation_shard.engines.torch.kernels.packed_matvec import PackedConfig, packed_matvec
+from text_generation_shard.engines.torch.kernels.packed_weight import PackedWeight
+from text_generation_shard.engines.torch.quantization.formats.integers import packed
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A weight of random codes."""
+
+    bits: int
+    group: int
+    outputs: int
+    inputs: int
+    zeros: bool
+
+    def weight(self, device: torch.device, dtype: torch.dtype) -> tuple[PackedWeight, Tensor]:
+        """Return the weight, and its values in float64."""
+        codes = torch.randint(1 << self.bits, (self.outputs, self.inputs), device=device)
+        groups = self.outputs, self.inputs // self.group
+        zeros = torch.randint(1 << self.bits, groups, device=device).to(torch.uint8) if self.zeros else None
+        scales = (torch.rand(groups, device=device) / 100 + 0.001).to(dtype)
+        weight = PackedWeight.of(packed(codes, self.bits, 1), scales, zeros, self.bits)
+        assert weight is not None
+        middle = 1 << (self.bits - 1) if zeros is None else zeros.double().repeat_interleave(self.group, 1)
+        return weight, (codes - middle) * scales.double().repeat_interleave(self.group, 1)
+
+
+CASES = [
+    Case(4, 128, 10, 1792, zeros=False),  # parts of a row that are not full
+    Case(4, 32, 10, 512, zeros=True),
+    Case(8, 64, 10, 512, zeros=True),
+    full(Case(4, 96, 6, 288, zeros=False)),  # no power of two
+    full(Case(8, 1024, 6, 1024, zeros=False)),
+]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case.bits} bits, groups of {case.group}")
+def weights(request: pytest.FixtureRequest, device: torch.device, dtype: torch.dtype) -> tuple[PackedWeight, Tensor]:
+    """A packed weight, and its values."""
+    found: tuple[PackedWeight, Tensor] = request.param.weight(device, dtype)
+    return found
+
+
+def normal(like: PackedWeight, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, device=like.words.device).to(dtype)
+
+
+def test_a_packed_weight_stands_for_its_values(weights: tuple[PackedWeight, Tensor]) -> None:
+    weight, values = weights
+    assert torch.equal(weight.dequantized(), values.float())
+
+
+def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, Tensor], dtype: torch.dtype) -> None:
+    weight, values = weights
+    outputs, inputs = weight.shape
+    residual, norm_weight = 7 * normal(weight, 2, inputs), normal(weight, inputs, dtype=dtype)
+    bias = normal(weight, outputs, dtype=dtype)
+    out, inner = (torch.full((2, width), torch.nan, device=residual.device) for width in (outputs, outputs // 2))
+    product = rms_norm(residual.double(), norm_weight.double(), EPS) @ values.T + bias.double()
+    norm_matvec(residual, norm_weight, EPS, weight, out, bias)
+    assert rounded_once(out, product)
+    norm_matvec_activate(residual, norm_weight, EPS, weight, "silu", inner, bias)
+    assert rounded_once(inner, activate(product, "silu"))
+    x, sums = normal(weight, 2, inputs, dtype=dtype), normal(weight, 2, outputs)
+    product = (x.double() @ values.T + bias.double()) * 0.3
+    expected = sums.double() + product
+    matvec_add(x, weight, sums, bias, 0.3)
+    assert rounded_once(sums, expected)
+    matvec(x, weight, out, bias, 0.3)
+    assert rounded_once(out, product)
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e9], ids=["tiny", "huge"])
+def test_no_size_of_the_inputs_loses_precision(device: torch.device, dtype: torch.dtype, size: float) -> None:
+    weight, values = Case(4, 128, 4, 512, zeros=False).weight(device, dtype)
+    x, out = normal(weight, 1, 512) * size, torch.empty(1, 4, device=device)
+    matvec(x, weight, out)
+    assert relative_error(out, x.double() @ values.T) < 1e-6
+
+
+def test_all_tilings_agree(device: torch.device, dtype: torch.dtype) -> None:
+    weight, values = Case(4, 128, 12, 2304, zeros=False).weight(device, dtype)
+    x = normal(weight, 1, 2304, dtype=dtype)
+    for config in (PackedConfig(1, 1, 1), PackedConfig(8, 1, 2), PackedConfig(2, 4, 4), PackedConfig(4, 2, 1)):
+        out = torch.full((1, 12), torch.nan, device=device)
+        packed_matvec(x, weight, out, config=config)
+        assert rounded_once(out, x.double() @ values.T), config
+
+
+def test_groups_that_no_load_divides_are_not_packed(device: torch.device) -> None:
+    words, scales = torch.zeros(8, 6, dtype=torch.int32, device=device), torch.ones(8, 3, device=device)
+    assert PackedWeight.of(words, scales, None, 4) is None
