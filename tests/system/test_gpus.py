@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from nvml_standin import FAKES, GIB, Machine, gpu
 from stack import Stack, running
-from standin import path_of
+from standin import python_path
 from streams import Streams
 
 from text_generation_shard.gpus import parse_cores
@@ -34,7 +34,7 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def stack(demo_model: Path, machine: Machine) -> Iterator[Stack]:
-    environ = machine.environ | {"PYTHONPATH": f"{path_of('1.3')}:{FAKES}", "TRTLLM_STANDIN_STEP_MS": "10"}
+    environ = machine.environ | {"PYTHONPATH": f"{python_path('1.3')}:{FAKES}", "TRTLLM_STANDIN_STEP_MS": "10"}
     with running(demo_model, "--num-replicas", "2", engine="tensorrt-llm", environ=environ) as stack:
         yield stack
 
