@@ -83,7 +83,7 @@ def tensors(result: object) -> list[Tensor]:
 
 
 class Tapes:
-    """Implements `Recorder` on a CPU."""
+    """Implements `GraphRecorder` on a CPU."""
 
     def begin(self) -> None:
         self._tape = Tape()
