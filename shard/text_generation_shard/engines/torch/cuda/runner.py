@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.cuda.step_plan import ALIGNMENT, COLUMNS, StepPlan
 from text_generation_shard.engines.torch.graphs.decode import DecodeGraphs, ForwardOutput, GraphPool
-from text_generation_shard.engines.torch.graphs.piecewise import CAPTURE_SIZES, PiecewiseGraphs, GraphRecorder
+from text_generation_shard.engines.torch.graphs.piecewise import CAPTURE_SIZES, GraphRecorder, PiecewiseGraphs
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model.interface import Model
 from text_generation_shard.engines.torch.ops.interface import Kernels
