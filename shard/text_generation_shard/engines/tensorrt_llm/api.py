@@ -45,6 +45,10 @@ class LLM(Protocol):
         """Yield the statistics of iterations not read before, until none comes for `timeout` seconds."""
         ...
 
+    def get_stats(self, timeout: float) -> Sequence[Mapping[str, Any]]:
+        """Return the same. Used from 1.3 on, where it is a remote call that blocks."""
+        ...
+
     def shutdown(self) -> None:
         """Stop the engine and its processes. May never return."""
         ...

@@ -62,13 +62,16 @@ class Stream:
         "dropped",
         "ended",
         "ended_by_engine",
+        "may_abort",
         "result",
         "sequence",
         "waiting",
     )
 
-    def __init__(self, sequence: NewSequence) -> None:
+    def __init__(self, sequence: NewSequence, *, may_abort: bool = True) -> None:
         self.sequence = sequence
+        self.may_abort = may_abort
+        """False: aborted already, or the request must run to its end."""
         self.result: RequestOutput | None = None
         """The return value of `generate_async`; None before the call."""
         self.dropped = False

@@ -58,6 +58,7 @@ def install(version: str) -> None:
     for cls in (names["SamplingParams"], names["GuidedDecodingParams"]):
         cls.__module__ = "tensorrt_llm.sampling_params"
     attributes = {"release": release, "args_class": names["TorchLlmArgs"], "sampling_class": names["SamplingParams"]}
+    attributes["classes"] = recorded.classes
     methods = _methods(recorded)
     torch_llm = _subclass("_TorchLLM", StandInLLM, attributes | methods)
     names["LLM"] = _subclass("LLM", torch_llm, {})

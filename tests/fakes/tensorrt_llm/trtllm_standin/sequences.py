@@ -29,8 +29,8 @@ class RequestFault(Exception):
 class StepFault(Exception):
     """A fault of the whole step; `fault` is its kind."""
 
-    def __init__(self, fault: Fault, token: int) -> None:
-        super().__init__(f"token {token} causes the fault {fault.name}, as the environment sets it")
+    def __init__(self, fault: Fault, cause: str) -> None:
+        super().__init__(cause)
         self.fault = fault
 
 
@@ -80,7 +80,7 @@ class Sequence:
             if (fault := self.faults.get(token)) is Fault.REQUEST:
                 raise RequestFault(f"token {token} fails its request, as the environment sets it")
             if fault is not None:
-                raise StepFault(fault, token)
+                raise StepFault(fault, f"token {token} causes the fault {fault.name}, as the environment sets it")
             self.generated += 1
             response.tokens.append(token)
             if response.logprobs is not None:
