@@ -30,7 +30,7 @@ class Speculation:
     """The value of `speculative_config` for the installed version."""
     kind: str
     in_model: bool
-    """The drafter is part of the model. Its sampler honours temperature, top_k and top_p, and no other parameter."""
+    """The drafter is part of the model. Its sampler scales and filters, and ignores all other parameters."""
     has_draft_engine: bool
     """A second engine drafts. 1.2 makes it slower if guided decoding is on (py_executor_creator.py, use_chain_drafter)."""
 

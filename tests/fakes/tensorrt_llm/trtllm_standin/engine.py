@@ -61,7 +61,7 @@ class Engine:
         self._is_mute = False
         """The thread that delivers responses has ended."""
         self._drafted = self._accepted = self._drafting = 0
-        """Of this iteration."""
+        """Tokens of this iteration: drafted, accepted; and sequences that drafted."""
         self.active: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.statistics: deque[dict[str, Any]] = deque(maxlen=1000)
