@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 from text_generation_shard.engines.torch.kernels.rows import row_tile
 
 _ELEMENTS_PER_THREAD = 8
@@ -50,6 +51,7 @@ def _launch(
 ) -> None:
     tokens, hidden = residual.shape
     block, num_warps = row_tile(hidden, _ELEMENTS_PER_THREAD)
+    use_pdl = supports_pdl(residual)
     _norm_kernel[(tokens,)](
         update,
         residual,
@@ -62,8 +64,10 @@ def _launch(
         eps,
         SCALE=scale,
         HIDDEN=hidden,
+        USE_PDL=use_pdl,
         BLOCK=block,
         num_warps=num_warps,
+        launch_pdl=use_pdl,
     )
 
 
@@ -80,8 +84,11 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     eps: float,
     SCALE: tl.constexpr,
     HIDDEN: tl.constexpr,
+    USE_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
+    launch_dependents(USE_PDL)
+    wait_for_previous(USE_PDL)
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
