@@ -25,12 +25,19 @@ def main() -> None:
             signal.signal(sig, lambda _signal, _frame: sys.exit(ExitCode.STOPPED))  # until the event loop takes over
     if os.getpid() == 1:
         fork_from_init()
-    config = read_config(sys.argv[1:], os.environ)
+    argv = sys.argv[1:]
+    only_env = argv[:1] == ["env"]
+    config = read_config(["--env", *argv[1:]] if only_env else argv, os.environ)
     configure_logging(config, "launcher")
     faulthandler.enable(2)  # the watchdog of systemd ends a launcher that hangs with SIGABRT
     raise_descriptor_limit()
     environ = dict(os.environ)
     erase({name for name in environ if is_secret(name)})
+    if only_env or not config.model_id:
+        from text_generation_launcher.environment import environment_report
+
+        sys.stdout.write(f"{asyncio.run(environment_report(config, environ))}\n")
+        return
     from text_generation_launcher.launch import launch  # imported late: --help and usage errors do not need it
 
     try:

@@ -115,11 +115,12 @@ class LauncherConfig(
     disable_custom_kernels: bool = False
     """Accepted for compatibility with TGI; no effect."""
     env: bool = False
-    """Log versions, devices and platform at start. A flag only."""
+    """Log versions, devices and platform at start; without a model print them, and end. A flag only. The command
+    `text-generation-launcher env` prints them and the settings, and ends."""
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
-        if not self.model_id:
+        if not self.model_id and not self.env:
             raise ValueError("--model-id (or MODEL_ID) is missing: which model is to be served?")
         if self.max_input_tokens is not None and self.max_input_length is not None:
             raise ValueError(

@@ -1,20 +1,21 @@
-"""The accelerators of this machine, from the environment and nvidia-smi. Loads no model runtime."""
+"""The accelerators of this machine, from the environment and NVML. Loads no model runtime."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
-import re
-import shutil
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-NVIDIA_SMI_TIMEOUT = 30.0
+import structlog
+
+from text_generation_shard.gpus import NO_GPU, Gpu, GpusUnreadable, driver_version, read_gpus, visible_gpus
+
+NVML_TIMEOUT = 30.0
 """Seconds; the first call after boot initialises the driver."""
 
-_LISTED = re.compile(r"^GPU \d+: (?P<name>.+?) \(UUID: .+\)$", re.MULTILINE)
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,10 @@ class Devices:
     count: int
     name: str | None
     """The driver's name for them; None: unknown."""
+    gpus: tuple[Gpu, ...] = ()
+    """The visible ones, if NVML can be read."""
+    driver: str | None = None
+    """The version of the driver, and of CUDA that it serves."""
 
 
 async def find_devices(environ: Mapping[str, str]) -> Devices:
@@ -31,9 +36,45 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
     visible = count_visible(environ)
     if visible == 0:
         return Devices(0, None)
-    names = parse_listing(await _nvidia_smi())
-    count = len(names) if visible is None else visible
-    return Devices(count, names[0] if names else None)
+    try:
+        every, driver = await _read_in_time()
+    except GpusUnreadable as error:
+        log.info("GPUs are not read", reason=str(error))
+        return Devices(_device_files() if visible is None else visible, None)
+    gpus = visible_gpus(every, environ.get("CUDA_VISIBLE_DEVICES"))
+    return Devices(len(gpus) if visible is None else visible, gpus[0].name if gpus else None, gpus, driver)
+
+
+def _device_files() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+async def _read_in_time() -> tuple[tuple[Gpu, ...], str]:
+    """Return all GPUs, and the driver's version. Raises GpusUnreadable, also if the driver does not answer."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[tuple[Gpu, ...], str] | GpusUnreadable] = loop.create_future()
+
+    def settle(result: tuple[tuple[Gpu, ...], str] | GpusUnreadable) -> None:
+        if not answer.done():
+            answer.set_result(result)
+
+    def read() -> None:
+        result: tuple[tuple[Gpu, ...], str] | GpusUnreadable
+        try:
+            result = read_gpus(), driver_version()
+        except GpusUnreadable as error:
+            result = error
+        loop.call_soon_threadsafe(settle, result)
+
+    # A daemon: the launcher must be able to end although the driver hangs.
+    threading.Thread(target=read, name="gpus", daemon=True).start()
+    try:
+        found = await asyncio.wait_for(answer, NVML_TIMEOUT)
+    except TimeoutError:
+        found = GpusUnreadable(f"the NVIDIA driver did not answer within {NVML_TIMEOUT:.0f} seconds")
+    if isinstance(found, GpusUnreadable):
+        raise found
+    return found
 
 
 def count_visible(environ: Mapping[str, str]) -> int | None:
@@ -43,9 +84,7 @@ def count_visible(environ: Mapping[str, str]) -> int | None:
         if value is None or (variable == "NVIDIA_VISIBLE_DEVICES" and value in ("all", "void")):
             continue
         devices = [device.strip() for device in value.split(",")]
-        # CUDA reads the list up to the first invalid device; "", "-1" and "none" usually mean no device.
-        invalid = ("", "-1", "none", "NoDevFiles")
-        return next((i for i, device in enumerate(devices) if device in invalid), len(devices))
+        return next((i for i, device in enumerate(devices) if device in NO_GPU), len(devices))
     return None
 
 
@@ -54,52 +93,3 @@ def nth_visible(environ: Mapping[str, str], n: int) -> str:
     value = environ.get("CUDA_VISIBLE_DEVICES")
     # NVIDIA_VISIBLE_DEVICES belongs to the container runtime; inside, devices are numbered from 0 again.
     return str(n) if value is None else value.split(",")[n].strip()
-
-
-def parse_listing(listing: str) -> tuple[str, ...]:
-    """Return the device names in the output of `nvidia-smi -L`; a GPU with MIG slices counts once."""
-    return tuple(match["name"] for match in _LISTED.finditer(listing))
-
-
-async def _nvidia_smi() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    process = await asyncio.create_subprocess_exec(
-        program,
-        "-L",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        stdin=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        async with asyncio.timeout(NVIDIA_SMI_TIMEOUT):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        return ""
-    finally:
-        if process.returncode is None:
-            process.kill()
-    return output.decode(errors="replace") if process.returncode == 0 else ""
-
-
-_PACKAGES = ("text-generation-trtllm", "torch", "tensorrt-llm", "transformers", "tokenizers", "grpcio", "aiohttp")
-
-
-def describe_environment(devices: Devices) -> dict[str, object]:
-    """Return platform, devices and package versions as fields of a log record (--env)."""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "devices": devices.count,
-        "device": devices.name,
-        **{package: found for package in _PACKAGES if (found := _version(package)) is not None},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -17,7 +17,8 @@ import structlog
 from text_generation_launcher.checks import check_engine
 from text_generation_launcher.child import ChildFailed, ChildLost, ShardsHopeless, run_to_end
 from text_generation_launcher.config import LauncherConfig
-from text_generation_launcher.devices import Devices, describe_environment, find_devices
+from text_generation_launcher.devices import Devices, find_devices
+from text_generation_launcher.environment import describe_environment
 from text_generation_launcher.model import ModelError, resolve_adapters, resolve_model
 from text_generation_launcher.plan import (
     LaunchContext,

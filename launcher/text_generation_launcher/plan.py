@@ -293,6 +293,9 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
     elif config.num_replicas * here > 1:
         if _on_devices(config, context.devices):
             env["CUDA_VISIBLE_DEVICES"] = nth_visible(context.environ, replica * here + number)
+            if number == 0 and here > 1 and config.places == "local":
+                group = (nth_visible(context.environ, replica * here + each) for each in range(here))
+                settings["group_gpus"] = ",".join(group)
         else:
             settings |= _cpu_share(config, context, config.num_replicas * here)
     if size > 1:

@@ -133,6 +133,8 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     hosts, which then all need the same SHARD_TOKEN. Not needed by a single shard."""
     max_batch_size: NonNegativeInt = 0
     """Most sequences held at once; 0: the engine's own limit."""
+    group_gpus: str = ""
+    """GPUs of the group on this host, as in CUDA_VISIBLE_DEVICES: rank 0 observes them. Default: the shard's own."""
     tensor_parallel: PositiveInt = 1
     """Number of GPUs for an engine that spreads over several GPUs itself (tensorrt-llm)."""
 

@@ -24,6 +24,8 @@ from text_generation_shard.config import ShardConfig
 from text_generation_shard.convert import info_to_pb
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.gpu_watch import GpuWatch
+from text_generation_shard.gpus import Gpu, GpusUnreadable, gpus_of_shard, stay_near
 from text_generation_shard.guard import MAX_GATEWAY_STREAMS, MAX_STREAMS, create_server
 from text_generation_shard.health import ShardHealth, probe_server
 from text_generation_shard.progress import report_progress
@@ -41,6 +43,7 @@ log = structlog.get_logger()
 async def serve(config: ShardConfig) -> ExitCode:
     """Serve until a signal arrives or the engine fails. Raises CannotServe."""
     signals = StopSignals()
+    gpus = await _find_gpus(config)
     thread = EngineThread()
     owner = SessionOwner(thread)
     health = ShardHealth()
@@ -58,7 +61,7 @@ async def serve(config: ShardConfig) -> ExitCode:
         log.info("loading", engine=config.engine, model=config.model_path)
         notifier = Notifier()
         notifier.show(lambda: f"loading {config.model_path}")
-        code = await _serve_engine(config, thread, owner, health, notifier, signals)
+        code = await _serve_engine(config, thread, owner, health, notifier, signals, gpus)
         await health.stop()
         owner.stop()
         for each in (server, *probes):
@@ -94,6 +97,7 @@ async def _serve_engine(
     health: ShardHealth,
     notifier: Notifier,
     signals: StopSignals,
+    gpus: tuple[Gpu, ...] | GpusUnreadable,
 ) -> ExitCode:
     loading = thread.submit(build_engine, config)
     await _wait_for_either(signals.stop.wait(), asyncio.wait((loading,)))
@@ -105,6 +109,8 @@ async def _serve_engine(
         raise CannotServe(str(error)) from error
     info = engine.info
     owner.serve(engine)
+    if info.device != "cpu":
+        _watch(gpus, owner)
     await health.set_serving(serving=True)
     log.info("serving", address=config.address, engine=info.engine, model=info.model_id, dtype=info.dtype)
     notifier.show(lambda: f"serving {info.model_id} at {config.address}")
@@ -122,7 +128,7 @@ async def _serve_engine(
         reporting.cancel()
     # While a group stops, a rank may see another rank leave first. That is no crash.
     if owner.crashed.is_set() and not signals.stop.is_set():
-        return ExitCode.BUG
+        return ExitCode.FAILED if owner.fault else ExitCode.BUG
     log.info("stopping", sequences=engine.running)
     owner.stop()
     closing = thread.submit(engine.close)
@@ -131,6 +137,35 @@ async def _serve_engine(
     except TimeoutError:
         log.warning("the step in progress did not end in time", seconds=config.shutdown_timeout)
     return ExitCode.STOPPED
+
+
+async def _find_gpus(config: ShardConfig) -> tuple[Gpu, ...] | GpusUnreadable:
+    """Move this process to the cores near its GPUs, before the engine's threads start; return the GPUs to observe."""
+    try:
+        # The first call after boot initialises the driver, which takes seconds.
+        own, observed = await asyncio.to_thread(gpus_of_shard, config, os.environ)
+    except GpusUnreadable as error:
+        return error
+    stay_near(own)
+    return observed or GpusUnreadable("none is visible")
+
+
+def _watch(gpus: tuple[Gpu, ...] | GpusUnreadable, owner: SessionOwner) -> None:
+    if isinstance(gpus, GpusUnreadable):
+        log.info("GPUs are not observed", reason=str(gpus))
+        return
+    loop = asyncio.get_running_loop()
+
+    def on_fault(fault: str) -> None:
+        log.error("a GPU failed", fault=fault)
+        with suppress(RuntimeError):  # the loop is closed: the process is exiting
+            loop.call_soon_threadsafe(owner.fail, fault)
+
+    def on_states(states: list[shard_pb2.GpuState]) -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(owner.show_gpus, states)
+
+    GpuWatch(gpus, on_states, on_fault).start()
 
 
 async def _drain(config: ShardConfig, owner: SessionOwner, engine: Engine, hurry: asyncio.Event) -> None:

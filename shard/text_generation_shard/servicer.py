@@ -100,6 +100,8 @@ class ShardServicer(shard_pb2_grpc.ShardServicer):
                 while (report := await reports.get()) is not None:
                     message = report_to_pb(report)
                     message.draining = owner.draining
+                    if gpus := owner.take_gpus():
+                        message.gpus.extend(gpus)
                     # Nothing else in a report is large; to measure each would cost time.
                     for part in split(message) if report.prompt_logprobs else (message,):
                         await context.write(part)

@@ -25,6 +25,7 @@ from typing import ParamSpec, TypeVar
 
 import structlog
 
+from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.engine import Engine, EngineError, NewSequence, Orders, StepResult
 from text_generation_shard.progress import StepMonitor
@@ -165,8 +166,13 @@ class SessionOwner:
         """True after `stop`."""
         self.monitor = StepMonitor()
         self.crashed = asyncio.Event()
-        """Set when the engine failed for good."""
+        """Set when the engine, or one of its GPUs, failed for good."""
+        self.fault = ""
+        """The fault of a GPU, if that is the cause."""
+        self._gpus: list[pb.GpuState] = []
+        """The state of the GPUs, until a report takes it."""
         self._on_wanted: Callable[[], None] = _ignore
+        self._on_over: Callable[[], None] = _ignore
         self._closed = asyncio.Event()
         self._closed.set()
 
@@ -232,7 +238,7 @@ class SessionOwner:
 
         def on_done(done: asyncio.Future[None]) -> None:
             # Change the state before logging: a log record that cannot be written must not leave a client waiting.
-            self.session, self._on_wanted = None, _ignore
+            self.session, self._on_wanted, self._on_over = None, _ignore, _ignore
             self._closed.set()
             error = None if done.cancelled() else done.exception()
             if error is not None:
@@ -246,6 +252,7 @@ class SessionOwner:
 
         session = self.session = EngineSession(engine, emit, self.monitor)
         self._on_wanted = on_wanted or _ignore
+        self._on_over = partial(on_report, None)
         self._closed.clear()
         log.info("session opened")
         self._thread.submit(session.run).add_done_callback(on_done)
@@ -261,6 +268,23 @@ class SessionOwner:
         self.draining = True
         if self.session is not None:
             self.session.report()
+
+    def fail(self, fault: str) -> None:
+        """End the open session at once after a fault of a GPU: the results of the step in progress cannot be trusted."""
+        self.fault = fault
+        self.crashed.set()
+        self._on_over()
+
+    def show_gpus(self, states: list[pb.GpuState]) -> None:
+        """Send the state of the GPUs with the next report; without running sequences that comes at once."""
+        self._gpus = states
+        if self.session is not None and not self.session.engine.running:
+            self.session.report()
+
+    def take_gpus(self) -> list[pb.GpuState]:
+        """Return the state of the GPUs if it was not taken yet, else []."""
+        taken, self._gpus = self._gpus, []
+        return taken
 
     def stop(self) -> None:
         """End the open session: the shard is stopping."""

@@ -88,7 +88,7 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def lora_config(self) -> Global___LoraConfig:
-        """an adapter of --lora-adapters"""
+        """refused"""
 
     @property
     def prompt_tuning_config(self) -> Global___PromptTuningConfig:
@@ -433,11 +433,8 @@ class LoraConfig(google.protobuf.message.Message):
     WEIGHTS_FIELD_NUMBER: builtins.int
     CONFIG_JSON_FIELD_NUMBER: builtins.int
     task_id: builtins.int
-    """its place in --lora-adapters, from 1; 0: none"""
     weights: builtins.bytes
-    """refused"""
     config_json: builtins.str
-    """refused"""
     def __init__(
         self,
         *,
@@ -629,7 +626,7 @@ class GenerateStreamChunk(google.protobuf.message.Message):
     completion_tokens: builtins.int
     """of this sequence so far"""
     cached_tokens: builtins.int
-    """of the prompt, as far as known; 0 with the first token"""
+    """0: engines do not say"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -679,7 +676,7 @@ class GenerateComplete(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     completion_tokens: builtins.int
     cached_tokens: builtins.int
-    """of the prompt; 0 if the engine did not tell"""
+    """0: engines do not say"""
     context_logits: builtins.bytes
     """not sent"""
     generation_logits: builtins.bytes

@@ -643,6 +643,7 @@ class StepReport(google.protobuf.message.Message):
     CLOSING_FIELD_NUMBER: builtins.int
     CACHED_SLOTS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    GPUS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges orders"""
     orders_applied: builtins.int
@@ -701,6 +702,10 @@ class StepReport(google.protobuf.message.Message):
 
     @property
     def cached_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def gpus(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GpuState]:
+        """The replica's GPUs on the shard's host, read about once a second; then also in a report without a step."""
+
     def __init__(
         self,
         *,
@@ -727,10 +732,76 @@ class StepReport(google.protobuf.message.Message):
         closing: builtins.bool = ...,
         cached_slots: collections.abc.Iterable[builtins.int] | None = ...,
         cached_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        gpus: collections.abc.Iterable[Global___GpuState] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "gpus", b"gpus", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
+
+@typing.final
+class GpuState(google.protobuf.message.Message):
+    """A GPU or a MIG slice. What the driver does not tell is absent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    UUID_FIELD_NUMBER: builtins.int
+    MEMORY_USED_BYTES_FIELD_NUMBER: builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: builtins.int
+    UTILIZATION_FIELD_NUMBER: builtins.int
+    POWER_WATTS_FIELD_NUMBER: builtins.int
+    TEMPERATURE_CELSIUS_FIELD_NUMBER: builtins.int
+    THROTTLE_REASONS_FIELD_NUMBER: builtins.int
+    CORRECTED_ECC_ERRORS_FIELD_NUMBER: builtins.int
+    UNCORRECTED_ECC_ERRORS_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """its number in nvidia-smi"""
+    uuid: builtins.str
+    memory_used_bytes: builtins.int
+    memory_total_bytes: builtins.int
+    utilization: builtins.float
+    """share of the last sample period in which a kernel ran, 0 to 1"""
+    power_watts: builtins.float
+    temperature_celsius: builtins.float
+    corrected_ecc_errors: builtins.int
+    """since the driver was loaded"""
+    uncorrected_ecc_errors: builtins.int
+    @property
+    def throttle_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that hold now: "sw_power_cap", "hw_thermal_slowdown", …"""
+
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        uuid: builtins.str = ...,
+        memory_used_bytes: builtins.int | None = ...,
+        memory_total_bytes: builtins.int | None = ...,
+        utilization: builtins.float | None = ...,
+        power_watts: builtins.float | None = ...,
+        temperature_celsius: builtins.float | None = ...,
+        throttle_reasons: collections.abc.Iterable[builtins.str] | None = ...,
+        corrected_ecc_errors: builtins.int | None = ...,
+        uncorrected_ecc_errors: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_corrected_ecc_errors", b"_corrected_ecc_errors", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "_uncorrected_ecc_errors", b"_uncorrected_ecc_errors", "_utilization", b"_utilization", "corrected_ecc_errors", b"corrected_ecc_errors", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius", "uncorrected_ecc_errors", b"uncorrected_ecc_errors", "utilization", b"utilization"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_corrected_ecc_errors", b"_corrected_ecc_errors", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_power_watts", b"_power_watts", "_temperature_celsius", b"_temperature_celsius", "_uncorrected_ecc_errors", b"_uncorrected_ecc_errors", "_utilization", b"_utilization", "corrected_ecc_errors", b"corrected_ecc_errors", "index", b"index", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "power_watts", b"power_watts", "temperature_celsius", b"temperature_celsius", "throttle_reasons", b"throttle_reasons", "uncorrected_ecc_errors", b"uncorrected_ecc_errors", "utilization", b"utilization", "uuid", b"uuid"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_corrected_ecc_errors", b"_corrected_ecc_errors"]) -> typing.Literal["corrected_ecc_errors"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_memory_total_bytes", b"_memory_total_bytes"]) -> typing.Literal["memory_total_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]) -> typing.Literal["memory_used_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_power_watts", b"_power_watts"]) -> typing.Literal["power_watts"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_temperature_celsius", b"_temperature_celsius"]) -> typing.Literal["temperature_celsius"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_uncorrected_ecc_errors", b"_uncorrected_ecc_errors"]) -> typing.Literal["uncorrected_ecc_errors"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_utilization", b"_utilization"]) -> typing.Literal["utilization"] | None: ...
+
+Global___GpuState: typing_extensions.TypeAlias = GpuState
 
 @typing.final
 class Finish(google.protobuf.message.Message):

@@ -2,6 +2,7 @@
 
     instruments ◄── requests   generations: requested, finished, latencies     updated by api/http/record.py
                 ◄── steps      steps of the shards                             updated by shards/replica.py
+                ◄── gpus       GPUs of the replicas                            updated by steps.py
                 ◄── connections  HTTP connections                              updated by api/http/connections.py
                 ◄── scheduler  queue, slots, KV blocks, replicas               read when scraped
                 ◄── logs       log lines that were not written                 read when scraped

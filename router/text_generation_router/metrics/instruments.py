@@ -53,7 +53,7 @@ class Counter:
     """A counter with one label or none."""
 
     def __init__(self, name: str, documentation: str, label: str = "", values: Sequence[str] = ("",)) -> None:
-        self._head = _head(name, documentation, "counter")
+        self._head = head_text(name, documentation, "counter")
         self._prefixes = {value: f"{name}{_braces(label, value)} " for value in values}
         self.counts = dict.fromkeys(values, 0)
 
@@ -71,7 +71,7 @@ class Histogram:
     def __init__(
         self, name: str, documentation: str, bounds: Sequence[float], label: str = "", values: Sequence[str] = ("",)
     ) -> None:
-        self._head = _head(name, documentation, "histogram")
+        self._head = head_text(name, documentation, "histogram")
         self._series = {value: Buckets(name, tuple(bounds), label, value) for value in values}
 
     def of(self, value: str = "") -> Buckets:
@@ -137,7 +137,7 @@ class Readings:
         values: Sequence[str],
         read: Callable[[], Mapping[str, float]],
     ) -> None:
-        self._head = _head(name, documentation, "gauge")
+        self._head = head_text(name, documentation, "gauge")
         self._prefixes = {value: f"{name}{_braces(label, value)} " for value in values}
         self._read = read
 
@@ -149,10 +149,11 @@ class Readings:
 
 def reading_text(name: str, documentation: str, kind: str, value: float) -> str:
     """The lines of a gauge or a counter without a label."""
-    return f"{_head(name, documentation, kind)}{name} {float(value)!r}\n"
+    return f"{head_text(name, documentation, kind)}{name} {float(value)!r}\n"
 
 
-def _head(name: str, documentation: str, kind: str) -> str:
+def head_text(name: str, documentation: str, kind: str) -> str:
+    """The HELP and TYPE lines of a metric."""
     return f"# HELP {name} {documentation}\n# TYPE {name} {kind}\n"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_router.metrics.gpus import GpuMetrics
 from text_generation_router.metrics.instruments import DURATION_BUCKETS, Counter, Histogram, Reading, Registry
 from text_generation_router.request import RequestId
 from text_generation_router.scheduling.messages import Deliveries, JoinReason, SchedulerOutput
@@ -90,11 +91,14 @@ class StepMetrics:
             )
         )
 
+        self._gpus = registry.add(GpuMetrics())
+
     def on_session(self, replica: int) -> None:
         self._gaps.setdefault(replica, TokenGaps(self._gap_seconds))
 
     def on_loss(self, replica: int) -> None:
         self._engine_queued.pop(replica, None)
+        self._gpus.remove(replica)
 
     def on_removal(self, replica: int) -> None:
         self._gaps.pop(replica, None)
@@ -109,6 +113,8 @@ class StepMetrics:
     def on_report(self, record: StepRecord) -> None:
         report = record.report
         self._engine_queued[record.replica] = report.queued
+        if report.gpus:
+            self._gpus.update(record.replica, report.gpus)
         if record.steps:  # 0: the report only acknowledges orders
             self._step(record, PREFILL if report.prefilled_slots else DECODE)
         if tokens := record.deliveries.tokens:

@@ -12,7 +12,7 @@ from text_generation_shard.config import ShardConfig
 MODEL = ("--model-id", "some/model")
 DECIDED_BY_THE_PLAN = (
     *("lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"),
-    *("tensor_parallel", "group_address", "log_drops_fd"),
+    *("tensor_parallel", "group_address", "group_gpus", "log_drops_fd"),
 )
 """Settings of the children that are no settings of the launcher."""
 

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from nvml_standin import Machine, gpu, importable
+from structlog.testing import capture_logs
 
-from text_generation_launcher.devices import Devices, count_visible, find_devices, nth_visible, parse_listing
-
-LISTING = """\
-GPU 0: NVIDIA H200 (UUID: GPU-0a1b)
-  MIG 1g.18gb     Device  0: (UUID: MIG-1)
-GPU 1: NVIDIA H200 (UUID: GPU-2c3d)
-"""
+from text_generation_launcher.devices import Devices, count_visible, find_devices, nth_visible
 
 
 @pytest.mark.parametrize(
@@ -43,10 +41,25 @@ def test_name_of_the_nth_visible_device(environ: dict[str, str], names: list[str
     assert [nth_visible(environ, n) for n in range(2)] == names
 
 
-def test_gpu_with_mig_slices_counts_once() -> None:
-    assert parse_listing(LISTING) == ("NVIDIA H200", "NVIDIA H200")
-    assert parse_listing("") == ()
+@pytest.mark.parametrize(
+    ("environ", "count", "name"), [({}, 2, "NVIDIA H200"), ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, 1, "a slice")]
+)
+async def test_devices_of_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], count: int, name: str
+) -> None:
+    """A GPU with MIG slices counts once."""
+    parts = [{"uuid": "MIG-1", "name": "a slice", "memory": 1, "used": 0}]
+    machine = Machine(tmp_path / "machine", [gpu(0), gpu(1, slices=parts)])
+    with importable(machine, monkeypatch):
+        found = await find_devices(environ)
+    assert (found.count, found.name, found.driver) == (count, name, "580.95.05 (CUDA 13.0)")
 
 
-async def test_without_visible_devices_nvidia_smi_is_not_needed() -> None:
-    assert await find_devices({"CUDA_VISIBLE_DEVICES": ""}) == Devices(0, None)
+async def test_without_a_driver_one_log_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with importable(Machine(tmp_path / "machine", []), monkeypatch), capture_logs() as records:
+        monkeypatch.delenv("NVML_STANDIN")
+        assert (await find_devices({"CUDA_VISIBLE_DEVICES": "0,1"})) == Devices(2, None)
+        assert await find_devices({"CUDA_VISIBLE_DEVICES": ""}) == Devices(0, None)
+    assert [(record["event"], record["reason"]) for record in records] == [
+        ("GPUs are not read", "there is no NVIDIA driver")
+    ]

@@ -227,6 +227,12 @@ def test_each_of_several_shards_has_its_own_device(
         assert {(shard.cpu_memory_fraction, shard.num_threads) for shard in shards_of(made)} == {(0.4, 0)}
 
 
+def test_rank_0_observes_the_gpus_of_its_group() -> None:
+    made = plan(context(8, environ={"CUDA_VISIBLE_DEVICES": "7,5,3,1"}), num_replicas=2, num_shard=2)
+    assert [shard.group_gpus for shard in shards_of(made)] == ["7,5", "", "3,1", ""]
+    assert [shard.group_gpus for shard in shards_of(plan(8, num_replicas=2))] == ["", ""]
+
+
 def test_each_replica_has_its_own_trace_file() -> None:
     assert [shard.trace_steps for shard in shards_of(plan(trace_steps="/tmp/steps"))] == ["/tmp/steps"]
     made = plan(num_replicas=2, trace_steps="/tmp/steps")

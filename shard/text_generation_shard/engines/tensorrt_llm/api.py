@@ -27,8 +27,6 @@ class RequestOutput(Protocol):
     """A request. Iterating yields the object itself after each update; leaving the iteration does not stop the request."""
 
     outputs: Sequence[CompletionOutput]
-    cached_tokens: int
-    """Prompt tokens found in the prefix cache; 0 until a response tells it."""
 
     def abort(self) -> None:
         """Stop the request. If it waits in the engine's own queue, its iteration never ends."""
@@ -45,6 +43,10 @@ class LLM(Protocol):
 
     def get_stats_async(self, timeout: float) -> AsyncIterator[Mapping[str, Any]]:
         """Yield the statistics of iterations not read before, until none comes for `timeout` seconds."""
+        ...
+
+    def get_stats(self, timeout: float) -> Sequence[Mapping[str, Any]]:
+        """Return the same. Used from 1.3 on, where it is a remote call that blocks."""
         ...
 
     def shutdown(self) -> None:

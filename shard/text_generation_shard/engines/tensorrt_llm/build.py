@@ -14,7 +14,6 @@ from typing import cast
 
 import structlog
 
-from text_generation_shard.adapters import read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.tensorrt_llm.api import LLM
@@ -28,11 +27,9 @@ from text_generation_shard.engines.tensorrt_llm.folder import (
     inspect_folder,
     read_hugging_face_model,
 )
-from text_generation_shard.engines.tensorrt_llm.library import Library, installed_version, load_library
-from text_generation_shard.engines.tensorrt_llm.lora import lora_requests
-from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.library import Library, explain, installed_version, load_library
+from text_generation_shard.engines.tensorrt_llm.options import check_nested, check_options, read_options
 from text_generation_shard.engines.tensorrt_llm.parameters import MAX_LOGPROBS, Parameters
-from text_generation_shard.engines.tensorrt_llm.request_loop import first_line
 
 TOKENS_PER_BLOCK = 32
 """TensorRT-LLM's default."""
@@ -53,20 +50,19 @@ def build(config: ShardConfig) -> TensorRTEngine:
     check_folder(folder, world_size=config.tensor_parallel, installed=installed_version(), gpus=None)
     options = read_options(config.trtllm_options) if config.trtllm_options else {}
     check_options(options, None)
-    model = None if folder.kind is FolderKind.ENGINE else read_hugging_face_model(folder.path)
-    adapters = read_adapters(config) if model is not None else ()
+    model = None if folder.kind is FolderKind.ENGINE else read_hugging_face_model(folder, options)
+    if "telemetry_config" not in options:
+        os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")  # ≥ 1.3 reports usage to NVIDIA otherwise
     library = load_library()
     check_options(options, library.options if model is not None else library.engine_options)
     if model is None:
         construction = construct_compiled(config, folder, options)
     else:
-        construction = construct(config, library, model, options, adapters)
+        construction = construct(config, library, model, options)
     info = _info(config, construction, folder, model)
-    info = replace(info, adapters=tuple(adapter.name for adapter in adapters))
-    parameters = Parameters(
-        library, construction.capabilities, info.vocab_size, info.eos_token_ids, lora_requests(adapters)
-    )
-    built = BuiltEngine(_build_llm(library, construction), library, parameters, info)
+    parameters = Parameters(library, construction.capabilities, info.vocab_size, info.eos_token_ids)
+    check_nested(options, keeps_events=not library.calls_workers)
+    built = BuiltEngine(_build_llm(library, construction), library, parameters, info, construction.ranks)
     return TensorRTEngine(built, config.hang_timeout, FIRST_TOKEN_TIMEOUT_S)
 
 
@@ -86,9 +82,11 @@ def _build_llm(library: Library, construction: Construction) -> LLM:
         llm = kind(**keywords)
     except Exception as error:
         cause = error.__cause__
-        detail = f" ({type(cause).__name__}: {first_line(cause)})" if cause is not None else ""
+        detail = f" ({type(cause).__name__}: {explain(cause)})" if cause is not None else ""
         log.error("TensorRT-LLM could not build the engine", exc_info=error)
-        raise EngineError(f"TensorRT-LLM could not build the engine: {first_line(error)}{detail}") from error
+        if "guided_decoding_backend" in keywords:
+            detail += "; without grammars: --trtllm-options 'guided_decoding_backend: null'"
+        raise EngineError(f"TensorRT-LLM could not build the engine: {explain(error)}{detail}") from error
     log.info("engine built", seconds=round(time.monotonic() - started, 1))
     return cast("LLM", llm)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from text_generation_proto.values import GrammarKind
-from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, ModelFolder
 from text_generation_shard.engines.tensorrt_llm.library import Library
-from text_generation_shard.engines.tensorrt_llm.lora import lora_keywords
 from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, EngineCapabilities
+from text_generation_shard.engines.tensorrt_llm.speculation import NAME, Speculation, read_speculation
 
 MAX_BATCH_SIZE = 256
 """Default number of sequences in a batch. TensorRT-LLM's default, 2048, allocates buffers and CUDA graphs that most machines
@@ -24,7 +24,9 @@ MAX_NUM_TOKENS = 8192
 FREE_MEMORY_FRACTION = 0.9
 """Default share of the memory left after the weights that the KV cache takes; TensorRT-LLM's default."""
 
-FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len"})
+LONGER = "TLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""TensorRT-LLM's variable (≥ 1.3): 1 allows sequences longer than the model was made for."""
+FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len", NAME})
 """Options refused for compiled engines: 1.2 would silently use the values of the build instead."""
 
 
@@ -41,18 +43,22 @@ class Construction:
     max_sequence_length: int
     reserves_max_length: bool
     """Policy GUARANTEED_NO_EVICT, the default: a sequence starts when KV blocks for prompt + max_new_tokens are free (issue #9412)."""
+    ranks: int = 1
+    """Attention data parallel ranks. Each has a batch and a KV cache of its own, and TensorRT-LLM reports one of them."""
 
 
 def construct(
-    config: ShardConfig,
-    library: Library,
-    model: HuggingFaceModel,
-    options: Mapping[str, object],
-    adapters: Sequence[LoraAdapter] = (),
+    config: ShardConfig, library: Library, model: HuggingFaceModel, options: Mapping[str, object]
 ) -> Construction:
     """Return the construction of an engine for a Hugging Face folder. `options` are the operator's. Raises EngineError."""
     folder = Path(config.model_path)
-    has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    speculation = read_speculation(library, options)
+    longest = model.max_sequence_length * model.rope_factor
+    if _count(options, "max_seq_len", 1) > longest and not (library.calls_workers and os.environ.get(LONGER) == "1"):
+        # TensorRT-LLM would reduce it with a warning, and requests would end early.
+        raise EngineError(
+            f"--trtllm-options: max_seq_len {options['max_seq_len']} exceeds the model's {longest:.0f} positions"
+        )
     keywords: dict[str, Any] = {
         "max_batch_size": config.max_batch_size or MAX_BATCH_SIZE,
         "max_num_tokens": MAX_NUM_TOKENS,
@@ -61,7 +67,7 @@ def construct(
         "enable_chunked_prefill": True,
         # The only source of the use of the KV cache and the length of the engine's queue.
         "enable_iter_perf_stats": True,
-        **({"guided_decoding_backend": "llguidance"} if has_tokenizer else {}),
+        **({"guided_decoding_backend": "llguidance"} if _has_guides(folder, speculation) else {}),
         **({"load_format": "DUMMY"} if config.load_format == "dummy" else {}),
     }
     keywords = {name: value for name, value in keywords.items() if name in library.options} | dict(options)
@@ -73,22 +79,30 @@ def construct(
         # Only guided decoding needs the texts of the tokens.
         "skip_tokenizer_init": grammar_backend is None,
         "dtype": config.dtype or "auto",
-        **lora_keywords(adapters, options),
+        **({NAME: speculation.argument} if speculation is not None else {}),
     }
     kinds: tuple[GrammarKind, ...] = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
     if grammar_backend == "llguidance":
         kinds += (GrammarKind.LARK,)
     capabilities = EngineCapabilities(
-        penalties=not library.has_sampler_choice or options.get("sampler_type") == CXX_SAMPLER,
+        penalties=(not library.has_sampler_choice or options.get("sampler_type") == CXX_SAMPLER)
+        and not (speculation is not None and speculation.in_model),
         prompt_logprobs=library.has_prompt_logprobs,
+        logprobs=speculation is None,
+        speculation=speculation,
+        longest_prompt=None
+        if _splits(keywords, library, model)
+        else _count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
         grammar_kinds=() if grammar_backend is None else kinds,
         json_layout=grammar_backend == "llguidance",
     )
+    ranks = config.tensor_parallel if keywords.get("enable_attention_dp") else 1
     return Construction(
         keywords=keywords,
         compiled=False,
         capabilities=capabilities,
-        max_slots=_count(keywords, "max_batch_size", MAX_BATCH_SIZE),
+        max_slots=_count(keywords, "max_batch_size", MAX_BATCH_SIZE) * ranks,
+        ranks=ranks,
         max_num_tokens=_count(keywords, "max_num_tokens", MAX_NUM_TOKENS),
         max_sequence_length=_count(keywords, "max_seq_len", model.max_sequence_length),
         reserves_max_length=_reserves_max_length(options),
@@ -99,8 +113,6 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
     """Return the construction for a folder of compiled engines, whose limits the build fixed. Raises EngineError."""
     built = folder.engine
     assert built is not None
-    if config.lora_adapters:
-        raise EngineError("--lora-adapters: compiled engines serve none: serve the Hugging Face checkpoint itself")
     if config.dtype not in (None, built.dtype):
         raise EngineError(f"--dtype {config.dtype}: the engines in {config.model_path} were built for {built.dtype}")
     if fixed := sorted(options.keys() & FIXED_BY_BUILD):
@@ -126,6 +138,7 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
             penalties=True,  # this backend always uses the C++ sampler
             prompt_logprobs=False,
             logprobs=built.gather_generation_logits,
+            aborts_scored=False,
         ),
         max_slots=min(_count(keywords, "max_batch_size", built.max_batch_size), built.max_batch_size),
         max_num_tokens=min(_count(keywords, "max_num_tokens", built.max_num_tokens), built.max_num_tokens),
@@ -142,6 +155,16 @@ def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, o
         _count(given, "tokens_per_block", 1)
     fraction = FREE_MEMORY_FRACTION if config.cuda_memory_fraction == 1 else config.cuda_memory_fraction
     return {"free_gpu_memory_fraction": fraction, **given}
+
+
+def _has_guides(folder: Path, speculation: Speculation | None) -> bool:
+    """Return True if guided decoding is on by default: it needs a fast tokenizer, and slows down engines that draft."""
+    return (folder / "tokenizer.json").exists() and not (speculation is not None and speculation.has_draft_engine)
+
+
+def _splits(keywords: Mapping[str, Any], library: Library, model: HuggingFaceModel) -> bool:
+    """Return True if the engine computes a long prompt in chunks."""
+    return bool(keywords.get("enable_chunked_prefill")) and library.splits_prompts(mla=model.has_latent_attention)
 
 
 def _reserves_max_length(options: Mapping[str, object]) -> bool:

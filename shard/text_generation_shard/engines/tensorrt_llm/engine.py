@@ -10,13 +10,11 @@ running requests fail at once, or no output arrives, the engine is broken: `step
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -38,7 +36,7 @@ from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
 from text_generation_shard.engines.tensorrt_llm.request_loop import RequestLoop, first_line
-from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics
+from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics, Totals
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
 
@@ -64,6 +62,8 @@ class BuiltEngine:
     library: Library
     parameters: Parameters
     info: EngineInfo
+    ranks: int
+    """Attention data parallel ranks; the library's figures are for one of them."""
 
 
 class TensorRTEngine:
@@ -75,6 +75,7 @@ class TensorRTEngine:
         self._library = built.library
         self._parameters = built.parameters
         self._info = built.info
+        self._ranks = built.ranks
         self._streams: dict[int, Stream] = {}
         """Slot → stream."""
         self._broken: str | None = None
@@ -83,7 +84,11 @@ class TensorRTEngine:
         """Time of the last submission to an idle engine."""
         self._num_blocks = 0
         self._requests = RequestLoop(built.llm, (built.library.request_error,), self._set_broken)
-        self._statistics = IterationStatistics(built.llm)
+        self._statistics = IterationStatistics(
+            built.llm, self._requests.loop, lambda: bool(self._streams), by_call=built.library.calls_workers
+        )
+        self._reported = Totals()
+        """The part of the statistics' totals that is in reports."""
         self._watchdog = Watchdog(
             lambda: self._library.is_healthy(self._llm),
             self.activity,
@@ -93,14 +98,13 @@ class TensorRTEngine:
         self._watchdog.watch(find_workers())
         self._watchdog.start()
         try:
-            for adapter in ("", *built.info.adapters):
-                self._probe(first_token_timeout_s, adapter)
+            self._probe(first_token_timeout_s)
             self._watchdog.watch(find_workers())  # all of them exist now
             self._pool_blocks = self._measure_pool()
         except EngineBroken as error:
             self.close()
             raise EngineError(f"TensorRT-LLM produces no token: {error}") from error
-        asyncio.run_coroutine_threadsafe(self._statistics.run(lambda: bool(self._streams)), self._requests.loop)
+        self._statistics.start()
 
     @property
     def info(self) -> EngineInfo:
@@ -172,6 +176,7 @@ class TensorRTEngine:
     def close(self) -> None:
         """Shut the library down. This may take any time: the caller sets a deadline and then ends the processes."""
         self._watchdog.close()
+        self._statistics.close()
         self.reset()
         # The loop keeps running: the library waits for the aborted requests to end.
         shutdown = threading.Thread(target=self._shut_down, name="tensorrt-llm shutdown", daemon=True)
@@ -200,7 +205,7 @@ class TensorRTEngine:
             # The engine may have been idle for hours. While other requests wait, another one is not a sign of life.
             # Set before the stream is stored, because the watchdog may check at any time.
             self._began_at = time.monotonic()
-        stream = self._streams[slot] = Stream(sequence)
+        stream = self._streams[slot] = Stream(sequence, may_abort=self._parameters.may_abort(sequence))
         self._requests.start(stream, arguments)
         return None
 
@@ -209,11 +214,11 @@ class TensorRTEngine:
             return f"slot {sequence.slot} is taken"
         if sequence.blocks or sequence.computed_tokens:
             return NO_BLOCKS
-        problem = sequence_problem(sequence, self._info) or self._parameters.problem(sequence)
+        problem = self._parameters.problem(sequence) or sequence_problem(sequence, self._info)
         # The last token is never computed, but the engine counts it and would end the sequence early.
         length = len(sequence.prompt) + sequence.stopping.max_new_tokens
-        if problem is None and length > self._num_blocks * self._info.block_size:
-            pool = self._num_blocks * self._info.block_size
+        pool = self._num_blocks // self._ranks * self._info.block_size
+        if problem is None and length > pool:
             return f"prompt and new tokens exceed the engine's KV pool of {pool} tokens"
         return problem
 
@@ -240,8 +245,6 @@ class TensorRTEngine:
                     result.logprobs += update.logprobs or [math.nan] * len(update.token_ids)
                 for index, (token_ids, logprobs) in enumerate(update.tops):
                     result.top_tokens.append(TopTokens(slot, index, token_ids, logprobs))
-            if update.cached_tokens:
-                result.cached.append((slot, update.cached_tokens))
             if update.prompt_scores is not None:
                 result.prompt_logprobs.append(update.prompt_scores)
             if update.is_end:
@@ -250,7 +253,14 @@ class TensorRTEngine:
                 result.finished.append((slot, update.finish))
             elif update.failure is not None:
                 result.failed.append(Failure(slot, *update.failure))
+        self._report_totals(result)
         return result
+
+    def _report_totals(self, result: StepResult) -> None:
+        """Report the iterations whose statistics have come since the last report; they lag behind the tokens."""
+        reported, totals = self._reported, replace(self._statistics.totals)
+        result.forward_ns = totals.forward_ns - reported.forward_ns
+        self._reported = totals
 
     # ---------------------------------------------------------------------------------------------------------- health
 
@@ -281,14 +291,14 @@ class TensorRTEngine:
             if self._broken_callback is not None:
                 self._broken_callback(reason)
 
-    def _probe(self, timeout_s: float, adapter: str = "") -> None:
+    def _probe(self, timeout_s: float) -> None:
         """Generate one token beside the running requests. Raises EngineBroken if it does not arrive in time."""
         token = min(self._info.vocab_size - 1, 1)
-        sequence = NewSequence(0, (token,) * 4, Stopping(1), adapter=adapter)
+        sequence = NewSequence(0, (token,) * 4, Stopping(1))
         self._began_at = time.monotonic()
         arguments = self._parameters.arguments(sequence)
         if (problem := self._requests.probe(arguments, timeout_s, lambda: self._broken)) is not None:
-            self._set_broken(f"with the LoRA adapter {adapter}: {problem}" if adapter else problem)
+            self._set_broken(problem)
         if self._broken is not None:
             raise EngineBroken(self._broken)
 
@@ -303,10 +313,7 @@ class TensorRTEngine:
             return self._to_blocks(*capacity)
         deadline = time.monotonic() + CAPACITY_TIMEOUT_S
         while time.monotonic() < deadline:
-            with suppress(TimeoutError):  # if the loop is blocked, the probe below fails
-                asyncio.run_coroutine_threadsafe(self._statistics.poll(), self._requests.loop).result(
-                    CAPACITY_TIMEOUT_S
-                )
+            self._statistics.poll()
             if self._statistics.num_blocks and self._statistics.block_size:
                 return self._to_blocks(self._statistics.num_blocks, self._statistics.block_size)
             self._probe(PROBE_TIMEOUT_S)  # some versions report only after a new request
@@ -315,5 +322,5 @@ class TensorRTEngine:
         return blocks
 
     def _to_blocks(self, blocks: int, block_size: int) -> int:
-        """Convert blocks of `block_size` tokens to blocks of `info.block_size`: some attention kernels use their own size."""
-        return blocks * block_size // self._info.block_size
+        """Convert blocks of one rank to blocks of `info.block_size` of all ranks: some attention kernels use their own size."""
+        return blocks * block_size // self._info.block_size * self._ranks

@@ -6,10 +6,13 @@ which takes every other folder for a Hugging Face checkpoint; here those are che
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from reprlib import repr as shortened
+from typing import Any, cast
 
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.engine_folder import (
@@ -25,6 +28,9 @@ from text_generation_shard.json_object import MAX_COUNT, MAX_COUNTS, JsonObject
 
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "model_max_length")
 """Keys of config.json for the length of the longest sequence, in order of preference."""
+SCALED_POSITIONS = ("su", "longrope", "llama3", "yarn")
+"""Kinds of rope_scaling where max_position_embeddings includes the factor."""
+MAX_ROPE_FACTOR = 1 << 10
 
 
 class FolderKind(Enum):
@@ -45,6 +51,7 @@ class ModelFolder:
     kind: FolderKind
     architecture: str
     """Class of the model, such as LlamaForCausalLM; "" for OLD_ENGINE."""
+    config: JsonObject
     engine: CompiledEngine | None = None
     """The configuration of the build; only for ENGINE."""
 
@@ -63,6 +70,9 @@ class HuggingFaceModel:
     vocab_size: int
     max_sequence_length: int
     eos_token_ids: tuple[int, ...]
+    rope_factor: float = 1.0
+    """TensorRT-LLM allows sequences so many times as long."""
+    has_latent_attention: bool = False
 
 
 def inspect_folder(path: Path) -> ModelFolder:
@@ -71,15 +81,15 @@ def inspect_folder(path: Path) -> ModelFolder:
     marks = [mark in config for mark in ("pretrained_config", "build_config")]
     if all(marks) or (any(marks) and "architectures" not in config):
         engine = read_engine(config)
-        return ModelFolder(path, FolderKind.ENGINE, engine.architecture, engine)
+        return ModelFolder(path, FolderKind.ENGINE, engine.architecture, config, engine)
     if "architectures" in config:
-        return ModelFolder(path, FolderKind.HUGGING_FACE, _first_architecture(config))
+        return ModelFolder(path, FolderKind.HUGGING_FACE, _first_architecture(config), config)
     if "builder_config" in config:
-        return ModelFolder(path, FolderKind.OLD_ENGINE, "")
+        return ModelFolder(path, FolderKind.OLD_ENGINE, "", config)
     # Other libraries write `architecture` as well: require a second sign.
     if "architecture" in config and ("dtype" in config or _has(path, "rank*.safetensors")):
         advised = config.advising("convert the checkpoint again")
-        return ModelFolder(path, FolderKind.CHECKPOINT, advised.text("architecture"))
+        return ModelFolder(path, FolderKind.CHECKPOINT, advised.text("architecture"), config)
     if "model_type" in config:
         raise config.error("architectures is missing: name the model's class there, such as LlamaForCausalLM")
     raise config.error(
@@ -110,31 +120,65 @@ def check_folder(folder: ModelFolder, *, world_size: int, installed: str | None,
         )
 
 
-def read_hugging_face_model(folder: Path) -> HuggingFaceModel:
-    """Read config.json and generation_config.json of `folder`. Raises EngineError."""
-    config = _read_config(folder)
+def read_hugging_face_model(folder: ModelFolder, options: Mapping[str, object] | None = None) -> HuggingFaceModel:
+    """Read config.json and generation_config.json of `folder`. Raises EngineError.
+
+    A length or a vocabulary that config.json leaves to the model's class is read from the class, as TensorRT-LLM does; a length
+    that is unknown there as well is the operator's `max_seq_len`.
+    """
+    config = folder.config
     nested = config.get("text_config")
     # Multimodal models keep the values of the language model apart.
     text = config if not isinstance(nested, dict) else config.merged(nested)
     try:
-        generation_eos = JsonObject.read(folder, "generation_config.json").get("eos_token_id")
+        generation_eos = JsonObject.read(folder.path, "generation_config.json").get("eos_token_id")
     except FileNotFoundError:
         generation_eos = None
     for key, most in MAX_COUNTS.items():
         if isinstance(value := text.get(key), int | float) and value > most:
             raise config.error(f"{key} is {shortened(value)}, more than {most}")
     length = next((text.get(key) for key in LENGTH_KEYS if _is_count(text.get(key))), None)
-    if length is None:
-        raise EngineError(f"{config.path} does not say how long a sequence may be ({LENGTH_KEYS[0]})")
-    if not _is_count(text.get("vocab_size")):
+    vocab_size = text.get("vocab_size")
+    if "model_type" in config and (length is None or vocab_size is None):
+        defaults = _class_defaults(folder.path)
+        length = length or defaults.get(LENGTH_KEYS[0]) or (options or {}).get("max_seq_len")
+        vocab_size = vocab_size if vocab_size is not None else defaults.get("vocab_size")
+    if not _is_count(length):
+        raise EngineError(
+            f"{config.path} does not say how long a sequence may be ({LENGTH_KEYS[0]}): "
+            "give --trtllm-options 'max_seq_len: …'"
+        )
+    if not _is_count(vocab_size):
         raise EngineError(f"{config.path} does not say how large the vocabulary is (vocab_size)")
     return HuggingFaceModel(
         model_type=str(config.get("model_type") or ""),
         dtype=str(text.get("dtype") or text.get("torch_dtype") or ""),
-        vocab_size=text.get("vocab_size"),
-        max_sequence_length=length,
+        vocab_size=cast("int", vocab_size),
+        max_sequence_length=cast("int", length),
         eos_token_ids=_token_ids(generation_eos) or _token_ids(text.get("eos_token_id")),
+        rope_factor=_rope_factor(text.get("rope_scaling")),
+        has_latent_attention="kv_lora_rank" in text,
     )
+
+
+def _class_defaults(folder: Path) -> dict[str, Any]:
+    """Return the values of the model's class in transformers, which TensorRT-LLM brings; empty if it does not know the model."""
+    try:
+        transformers = import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        ).get_text_config()
+    except Exception:  # noqa: BLE001 - the caller names the value that is missing
+        return {}
+    return {key: value for key in (LENGTH_KEYS[0], "vocab_size") if _is_count(value := getattr(config, key, None))}
+
+
+def _rope_factor(scaling: object) -> float:
+    """Return the factor by which TensorRT-LLM extends the positions (_infer_max_seq_len_from_config)."""
+    if not isinstance(scaling, dict) or scaling.get("type", scaling.get("rope_type")) in SCALED_POSITIONS:
+        return 1.0
+    factor = scaling.get("factor", 1.0)
+    return float(factor) if isinstance(factor, int | float) and 1 <= factor <= MAX_ROPE_FACTOR else 1.0
 
 
 def _is_count(value: object) -> bool:

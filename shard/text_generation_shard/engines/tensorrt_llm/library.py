@@ -18,6 +18,10 @@ from typing import Any, cast
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 
+MLA_CHUNKS = frozenset({(9, 0), (10, 0), (10, 3), (12, 0)})
+"""Compute capabilities of the GPUs on which prompts of models with multi-head latent attention are computed in chunks."""
+DECODING_CONFIGS = ("MTP", "Eagle", "Eagle3", "NGram", "DraftTarget")
+"""The drafters that are served. Others need the backend for compiled engines or a Python object."""
 NESTED_OPTIONS = {
     "kv_cache_config": "KvCacheConfig",
     "scheduler_config": "SchedulerConfig",
@@ -43,6 +47,8 @@ class Library:
     engine_options: Mapping[str, Collection[str] | None] | None
     """The same for compiled engines; None if there is no such backend."""
     sampling_fields: frozenset[str]
+    decoding_configs: Mapping[str, type[Any]]
+    """The classes of speculative_config that the package exports, by the name before `DecodingConfig`."""
 
     @property
     def has_sampler_choice(self) -> bool:
@@ -57,6 +63,18 @@ class Library:
     def has_prompt_logprobs(self) -> bool:
         """True if prompt log-probabilities include the prompt's tokens; 1.2 returns only the most probable tokens."""
         return "prompt_logprobs_simple_format" in self.sampling_fields
+
+    @property
+    def calls_workers(self) -> bool:
+        """True if the engine is asked for figures by a remote call (≥ 1.3), which blocks; before, it sends them unasked."""
+        return hasattr(self.llm, "get_kv_cache_capacity")
+
+    def splits_prompts(self, *, mla: bool) -> bool:
+        """Return False if the engine ignores enable_chunked_prefill: for MLA on some GPUs (py_executor_creator.py near 1.2.1)."""
+        if not mla:
+            return True
+        cuda = import_module("torch").cuda
+        return not cuda.is_available() or cuda.get_device_capability() in MLA_CHUNKS
 
     def kv_capacity(self, llm: LLM) -> tuple[int, int] | None:
         """Return (blocks, tokens per block) of the KV cache; None if the engine cannot report it before it has run (< 1.3)."""
@@ -74,6 +92,12 @@ class Library:
             return bool(check())
         executor = getattr(llm, "_executor", None)
         return executor is not None and not executor.is_shutdown()
+
+
+def explain(error: BaseException) -> str:
+    """Return the message of an error in one line; of a failed validation the first field and its problem, too."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return ": ".join(lines[: 3 if hasattr(error, "errors") else 1]) or type(error).__name__
 
 
 def installed_version() -> str | None:
@@ -104,6 +128,9 @@ def load_library() -> Library:
             options=_options(llmapi, llmapi.TorchLlmArgs),
             engine_options=_options(llmapi, llmapi.TrtLlmArgs) if compiled else None,
             sampling_fields=frozenset(field.name for field in dataclasses.fields(package.SamplingParams)),
+            decoding_configs={
+                kind: cls for kind in DECODING_CONFIGS if (cls := getattr(llmapi, f"{kind}DecodingConfig", None))
+            },
         )
     except (ImportError, AttributeError, OSError) as error:
         # OSError: a shared library is missing.

@@ -20,6 +20,7 @@ FLAG = "--trtllm-options"
 MAX_BYTES = 1 << 20
 """Largest file that is read."""
 _TOKENIZES = "the router tokenizes, with the tokenizer of --model-id"
+_STARTS = "the launcher chooses the GPUs and starts the processes"
 _STATISTICS = "always on: sequence and metrics depend on the statistics"
 RESERVED: Mapping[str, str] = {
     "model": "use --model-id",
@@ -42,7 +43,15 @@ RESERVED: Mapping[str, str] = {
     "max_beam_width": "a request is one sequence",
     "gather_generation_logits": "the model folder decides",
     "enable_iter_perf_stats": _STATISTICS,
-    "enable_lora": "use --lora-adapters",
+    "cache_transceiver_config": "prefill and decoding are not split between servers here",
+    "orchestrator_type": _STARTS,
+    "gpus_per_node": _STARTS,
+    "mpi_session": _STARTS,
+    "ray_placement_config": _STARTS,
+    "ray_worker_extension_cls": _STARTS,
+    "mm_encoder_only": "the server generates text",
+    "encode_only": "the server generates text",
+    "decoding_config": "use speculative_config",
 }
 """Options that the server sets itself → the flag to use instead, or the reason."""
 
@@ -85,6 +94,16 @@ def check_options(options: Mapping[str, object], known_fields: Mapping[str, Coll
         fields = known_fields[name]
         if fields is not None and isinstance(value, Mapping):
             _check_fields(name, value, fields)
+
+
+def check_nested(options: Mapping[str, object], *, keeps_events: bool) -> None:
+    """Raise EngineError for an option whose effect harms the server. `keeps_events`: those of the KV cache pile up unread (1.2)."""
+    cache = options.get("kv_cache_config")
+    if keeps_events and isinstance(cache, Mapping) and cache.get("event_buffer_max_size"):
+        raise EngineError(
+            f"{FLAG}: kv_cache_config: event_buffer_max_size needs TensorRT-LLM 1.3: before, events that are not read fill "
+            "the memory"
+        )
 
 
 def _check_fields(option: str, value: Mapping[object, object], fields: Collection[str]) -> None:

@@ -20,7 +20,6 @@
     prompt logprobs              prompt_logprobs
     grammar                      guided_decoding
     cache_salt                   cache_salt
-    adapter                      lora_request
 
 `EngineCapabilities.unsupported` lists the parameters that the installed version would silently ignore, with the reason.
 """
@@ -28,10 +27,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,9 +37,12 @@ from text_generation_proto.grammar_options import JSON_OPTIONS
 from text_generation_proto.values import Grammar, GrammarKind, Sampling
 from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.library import Library
+from text_generation_shard.engines.tensorrt_llm.speculation import Speculation
 
 MAX_LOGPROBS = 20
 """Limit of ≥ 1.3."""
+MAX_SCORED_BYTES = 4 << 30
+"""Limit of the logits of a scored prompt, which TensorRT-LLM holds in memory: prompt × vocabulary × 4 bytes."""
 CXX_SAMPLER = "TRTLLMSampler"
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "output_frequency_penalty", "output_presence_penalty")
 _NEUTRAL = Sampling()
@@ -57,6 +57,11 @@ class EngineCapabilities:
     prompt_logprobs: bool
     logprobs: bool = True
     """Log-probabilities of new tokens; a compiled engine has them only if it was built with gather_generation_logits."""
+    speculation: Speculation | None = None
+    aborts_scored: bool = True
+    """Requests with log-probabilities may be aborted; compiled engines crash (issue #10810)."""
+    longest_prompt: int | None = None
+    """Longest prompt, if the engine does not split prompts; None: no other limit than that of a sequence."""
     grammar_kinds: tuple[GrammarKind, ...] = ()
     json_layout: bool = False
     """JSON schemas may contain llguidance's options for whitespace and separators (`x-guidance`)."""
@@ -68,7 +73,10 @@ class EngineCapabilities:
             ("typical_p", "TensorRT-LLM has no typical sampling"),
             ("watermark", "TensorRT-LLM has no watermark"),
         ]
-        if not self.penalties:
+        if self.speculation is not None and self.speculation.in_model:
+            why = f"speculative decoding ({self.speculation.kind}) ignores it"
+            fields += [(name, why) for name in (*_PENALTIES, "min_p", "seed", "min_new_tokens", "logit_bias_ids")]
+        elif not self.penalties:
             why = (
                 "the default sampler of this version of TensorRT-LLM ignores it; "
                 f"start the server with --trtllm-options 'sampler_type: {CXX_SAMPLER}'"
@@ -76,10 +84,13 @@ class EngineCapabilities:
             fields += [(name, why) for name in (*_PENALTIES, "min_p", "seed")]
             # This sampler counts prompt tokens too (PRs #12166, #12358), so min_tokens has no effect with most prompts.
             fields.append(("min_new_tokens", why))
-        if not self.logprobs:
+        if self.speculation is not None:
+            why = f"TensorRT-LLM computes no log-probabilities with speculative decoding ({self.speculation.kind})"
+            fields += [(name, why) for name in ("tokens", "top_n", "prompt", "prompt_top_n")]
+        elif not self.logprobs:
             why = "this engine was built without gather_generation_logits"
             fields += [("tokens", why), ("top_n", why)]
-        if not self.prompt_logprobs:
+        if self.speculation is None and not self.prompt_logprobs:
             why = "this version of TensorRT-LLM does not say how probable the prompt's own tokens are"
             fields += [("prompt", why), ("prompt_top_n", why)]
         return tuple(fields)
@@ -89,19 +100,12 @@ class Parameters:
     """Builds the arguments of `generate_async`. Each call makes a new SamplingParams, because the engine modifies it."""
 
     def __init__(
-        self,
-        library: Library,
-        capabilities: EngineCapabilities,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
-        adapters: Mapping[str, object] = MappingProxyType({}),
+        self, library: Library, capabilities: EngineCapabilities, vocab_size: int, eos_token_ids: tuple[int, ...]
     ) -> None:
-        """`adapters`: the LoRARequest of each LoRA adapter."""
         self._library = library
         self._capabilities = capabilities
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._adapters = adapters
         self._salts = count()
 
     def problem(self, sequence: NewSequence) -> str | None:
@@ -116,11 +120,21 @@ class Parameters:
             "top_n": sequence.logprobs.top_n > 0,
             "prompt": sequence.logprobs.prompt,
             "prompt_top_n": sequence.logprobs.prompt_top_n > 0,
+            "logit_bias_ids": any(sampling.logit_bias_values),
             **{name: getattr(sampling, name) != getattr(_NEUTRAL, name) for name in _PENALTIES},
         }
         for name, is_used in used.items():
             if is_used and name in reasons:
                 return f"{name} is not supported: {reasons[name]}"
+        length = len(sequence.prompt)
+        longest = self._capabilities.longest_prompt
+        if longest is not None and length > longest:
+            return (
+                f"the prompt has {length} tokens, and this engine computes at most {longest} (max_num_tokens) at once"
+            )
+        if sequence.logprobs.prompt and 4 * length * self._vocab_size > MAX_SCORED_BYTES:
+            most = MAX_SCORED_BYTES // (4 * self._vocab_size)
+            return f"the prompt has {length} tokens, and log-probabilities are computed for at most {most}"
         if sampling.frequency_penalty and (sampling.output_frequency_penalty or sampling.output_presence_penalty):
             return "frequency_penalty cannot be combined with output_frequency_penalty or output_presence_penalty"
         if sequence.grammar is not None:
@@ -131,6 +145,10 @@ class Parameters:
             if sequence.generated_tokens:
                 return "a sequence with a grammar cannot continue: guided decoding begins with the first new token"
         return None
+
+    def may_abort(self, sequence: NewSequence) -> bool:
+        """Return False if the engine would crash when this request is aborted: it has to run to its end."""
+        return self._capabilities.aborts_scored or "logprobs" not in self._logprobs(sequence)
 
     def arguments(self, sequence: NewSequence) -> dict[str, Any]:
         """Return the keywords of `generate_async`. Raises ValueError or TypeError if SamplingParams refuses a value."""
@@ -144,8 +162,6 @@ class Parameters:
             arguments["cache_salt"] = f"scored-{next(self._salts)}"
         elif sequence.cache_salt:
             arguments["cache_salt"] = sequence.cache_salt
-        if sequence.adapter:
-            arguments["lora_request"] = self._adapters[sequence.adapter]
         return arguments
 
     def sampling(self, sequence: NewSequence) -> dict[str, Any]:
@@ -163,10 +179,7 @@ class Parameters:
             bias = np.zeros(self._vocab_size, dtype=np.float32)
             np.add.at(bias, list(sequence.sampling.logit_bias_ids), sequence.sampling.logit_bias_values)
             keywords["embedding_bias"] = bias
-        if self._capabilities.logprobs and (sequence.logprobs.tokens or sequence.logprobs.top_n):
-            keywords["logprobs"] = max(1, sequence.logprobs.top_n)
-        if sequence.logprobs.prompt:
-            keywords["prompt_logprobs"] = max(1, sequence.logprobs.prompt_top_n)
+        keywords |= self._logprobs(sequence)
         if sequence.grammar is not None:
             keywords["guided_decoding"] = self._library.guided_decoding_params(**self._guide(sequence.grammar))
         return keywords
@@ -179,6 +192,14 @@ class Parameters:
             if isinstance(schema, dict):  # `true` and `false` are schemas too
                 text = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
         return {key: text}
+
+    def _logprobs(self, sequence: NewSequence) -> dict[str, int]:
+        wanted, keywords = sequence.logprobs, dict[str, int]()
+        if self._capabilities.logprobs and (wanted.tokens or wanted.top_n):
+            keywords["logprobs"] = max(1, wanted.top_n)
+        if wanted.prompt:
+            keywords["prompt_logprobs"] = max(1, wanted.prompt_top_n)
+        return keywords
 
     def _stopping(self, sequence: NewSequence) -> dict[str, Any]:
         stopping = sequence.stopping

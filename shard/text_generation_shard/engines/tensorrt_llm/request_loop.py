@@ -4,8 +4,11 @@ TensorRT-LLM requires that all requests are made on one running event loop, and 
 here runs a loop. The engine's thread starts streams and collects their updates:
 
     start(stream, …)  ─► loop: generate_async, then a task that reads the request to its end
-    drop(stream)      ─► loop: abort(); later output is discarded
+    drop(stream)      ─► loop: abort(), not before the first output; later output is discarded
     collect(timeout)  ◄─ loop: all updates of one turn of the loop, handed over at once
+
+A request that is aborted before its first output harms the library: in the engine's queue its entries stay in memory for ever, and
+with log-probabilities of the prompt ≥ 1.3 delivers nothing more to any request.
 
 All tokens of one engine iteration wake the loop together, so one turn of the loop is one iteration and makes one report.
 """
@@ -26,8 +29,7 @@ from text_generation_proto.values import FailureCode
 from text_generation_shard.engines.tensorrt_llm.api import LLM
 from text_generation_shard.engines.tensorrt_llm.stream import Stream, StreamUpdate
 
-ABORT_TIMEOUT_S = 5.0
-"""Time to read an aborted request to its end: an abort takes effect with the iteration in progress."""
+JOIN_TIMEOUT_S = 5.0
 PROBE_POLL_S = 0.2
 """Interval at which a waiting probe checks for a broken engine."""
 
@@ -42,12 +44,10 @@ class RequestLoop:
         llm: LLM,
         request_errors: tuple[type[Exception], ...],
         on_broken: Callable[[str], None],
-        abort_timeout_s: float = ABORT_TIMEOUT_S,
     ) -> None:
         self._llm = llm
         self._request_errors = request_errors
         self._on_broken = on_broken
-        self._abort_timeout_s = abort_timeout_s
         self.loop = asyncio.new_event_loop()
         self._tasks: dict[Stream, asyncio.Task[None]] = {}
         self._lock = threading.Condition()
@@ -111,7 +111,7 @@ class RequestLoop:
     def close(self) -> None:
         """Stop reading. Requests that still run end with the engine."""
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(ABORT_TIMEOUT_S)
+        self._thread.join(JOIN_TIMEOUT_S)
 
     # ----------------------------------------------------------------------------------------------------- on the loop
 
@@ -142,7 +142,9 @@ class RequestLoop:
             async for output in result:
                 if (update := stream.read(output)) is not None:
                     self._deliver(stream, update)
-                if stream.ended:
+                if stream.dropped:
+                    self._abort(stream)
+                elif stream.ended:
                     break
         except self._request_errors as error:
             code = FailureCode.STEP if submitted else FailureCode.INVALID
@@ -153,7 +155,7 @@ class RequestLoop:
             if not stream.ended:
                 self._deliver(stream, stream.fail(FailureCode.STEP, "the engine ended the sequence without a reason"))
             elif not stream.ended_by_engine:
-                result.abort()
+                self._abort(stream)
 
     def _fail(self, stream: Stream, error: Exception, *, submitted: bool) -> None:
         refused = not submitted and isinstance(error, (ValueError, TypeError))
@@ -170,15 +172,13 @@ class RequestLoop:
         return tokens
 
     def _abort(self, stream: Stream) -> None:
-        task = self._tasks.get(stream)
-        if task is None or stream.ended or stream.result is None:
-            return  # ended, or never submitted
+        if stream.result is None or stream.waiting or stream.ended_by_engine or not stream.may_abort:
+            return  # never submitted, aborted later, over, or left to run
+        stream.may_abort = False
         try:
             stream.result.abort()
         except Exception as error:  # noqa: BLE001 - the engine is shutting down, which is reported elsewhere
             log.warning("a request could not be aborted", reason=first_line(error))
-        # A request that still waited in the engine's queue never ends its iteration.
-        self.loop.call_later(self._abort_timeout_s, task.cancel)
 
     def _deliver(self, stream: Stream, update: StreamUpdate | None) -> None:
         self.last_output_at = time.monotonic()

@@ -1,16 +1,18 @@
-"""The engine's iteration statistics: KV blocks in use, queued requests, progress.
+"""The engine's iteration statistics: KV blocks in use, queued requests, progress, drafted tokens, time of forward passes.
 
-`LLM.get_stats_async` returns every entry once, so there is one reader, on the event loop of the requests. The call is fragile. In 1.2
-it returns nothing before the first request, waits for its timeout after the last entry, then returns nothing until the next request,
-and raises the errors of its queues; later versions block the loop while they wait. So it is polled for a short time at intervals,
-and the last values are kept. Any key may be missing.
+The library returns every entry once, so there is one reader, in a thread of its own. In 1.2 the entries are in a queue of the event
+loop on which requests are made: it is empty before the first request, and after the last entry until the next request. From 1.3
+on they are fetched by a remote call, which blocks the calling thread. Any key may be missing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -19,18 +21,39 @@ from text_generation_shard.engines.tensorrt_llm.api import LLM
 
 POLL_INTERVAL_S = 0.5
 POLL_TIMEOUT_S = 0.01
-"""Time one poll waits for an entry; some versions block the loop meanwhile."""
+"""Time one poll waits for an entry."""
+LOOP_TIMEOUT_S = 30.0
+"""Time for the event loop to read its queue; if it takes longer, the loop is blocked, which the watchdog notices."""
 MAX_ENTRIES = 2000
 """Entries read in one poll; while the engine runs there may always be another."""
+FORWARD_KEYS = ("gpuForwardTimeMS", "prevDeviceStepTimeMS", "iterLatencyMS")
+"""The time of an iteration, the best measure first: the last one contains the work of the host."""
 
 log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over iterations. The reader of the statistics adds, one other thread subtracts what it has reported."""
+
+    forward_ns: int = 0
+    drafts: int = 0
+    """Steps of a sequence in which tokens were drafted."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class IterationStatistics:
     """The latest values. Attributes may be read from any thread."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(
+        self, llm: LLM, loop: asyncio.AbstractEventLoop, is_busy: Callable[[], bool], *, by_call: bool
+    ) -> None:
+        """`loop` is that of the requests. `by_call`: the library fetches the entries by a remote call."""
         self._llm = llm
+        self._loop = loop
+        self._is_busy = is_busy
+        self._by_call = by_call
         self.iteration = -1
         self.progressed_at = time.monotonic()
         """Time at which a new iteration was last seen."""
@@ -40,36 +63,69 @@ class IterationStatistics:
         self.num_blocks = 0
         """KV blocks of the pool; 0 if unknown."""
         self.block_size = 0
+        self.totals = Totals()
+        """Since the start."""
         self._logged_error = False
+        self._closing = threading.Event()
+        context = copy_context()  # it holds the fields that are bound to every log record
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name="tensorrt-llm statistics", daemon=True
+        )
 
-    async def run(self, is_busy: Callable[[], bool]) -> None:
-        """Poll at intervals while `is_busy`; never returns."""
-        while True:
-            await asyncio.sleep(POLL_INTERVAL_S)
-            if is_busy():
-                await self.poll()
-            else:
-                self.queued = self.used_blocks = 0  # the last entry describes a busy iteration
+    def start(self) -> None:
+        """Poll at intervals while requests run."""
+        self._thread.start()
 
-    async def poll(self) -> None:
-        """Read the entries there are and keep the last one."""
-        latest: Mapping[str, Any] = {}
+    def close(self) -> None:
+        """Stop polling."""
+        self._closing.set()
+
+    def poll(self) -> None:
+        """Read the entries there are. Called from one thread at a time, not that of the requests."""
         try:
-            count = 0
-            try:
-                async for entry in self._llm.get_stats_async(timeout=POLL_TIMEOUT_S):
-                    latest, count = entry, count + 1
-                    if count == MAX_ENTRIES:
-                        break
-            finally:
-                if latest:
-                    self._update(latest)
+            if self._by_call:
+                entries = self._llm.get_stats(timeout=POLL_TIMEOUT_S)
+            else:
+                entries = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(LOOP_TIMEOUT_S)
+            if entries:
+                self._update(entries)
         except Exception as error:  # noqa: BLE001 - statistics must not fail requests
             if not self._logged_error:
                 self._logged_error = True
                 log.debug("the engine gave no statistics", reason=f"{type(error).__name__}: {error}")
 
-    def _update(self, entry: Mapping[str, Any]) -> None:
+    def _run(self) -> None:
+        while not self._closing.wait(POLL_INTERVAL_S):
+            if self._is_busy():
+                self.poll()
+            else:
+                self.queued = self.used_blocks = 0  # the last entry describes a busy iteration
+
+    async def _read(self) -> Sequence[Mapping[str, Any]]:
+        entries: list[Mapping[str, Any]] = []
+        try:
+            async for entry in self._llm.get_stats_async(timeout=POLL_TIMEOUT_S):
+                entries.append(entry)
+                if len(entries) == MAX_ENTRIES:
+                    break
+        except Exception:
+            if not entries:
+                raise
+        return entries
+
+    def _update(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        # With attention data parallelism ≥ 1.3 repeats an iteration for each rank.
+        entries = [entry for entry in entries if not entry.get("attentionDpRank")]
+        for entry in entries:
+            milliseconds = next((entry[key] for key in FORWARD_KEYS if entry.get(key)), 0)
+            self.totals.forward_ns += int(milliseconds * 1e6)
+            drafting = entry.get("specDecodingStats") or {}
+            self.totals.drafts += int(drafting.get("numRequestsWithDraftTokens", 0) or 0)
+            self.totals.draft_tokens += int(drafting.get("numDraftTokens", 0) or 0)
+            self.totals.accepted_tokens += int(drafting.get("numAcceptedTokens", 0) or 0)
+        if not entries:
+            return
+        entry = entries[-1]
         iteration = entry.get("iter", -1)
         if iteration != self.iteration:
             self.iteration, self.progressed_at = iteration, time.monotonic()

@@ -34,8 +34,6 @@ class StreamUpdate:
     tops: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     """For each token, if requested: the most probable tokens and their log-probabilities, best first."""
     prompt_scores: PromptScores | None = None
-    cached_tokens: int = 0
-    """Prompt tokens found in the engine's prefix cache; 0 unless more are known than before."""
     finish: FinishReason | None = None
     failure: tuple[FailureCode, str] | None = None
 
@@ -45,7 +43,6 @@ class StreamUpdate:
         self.logprobs += later.logprobs
         self.tops += later.tops
         self.prompt_scores = self.prompt_scores or later.prompt_scores
-        self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
         self.finish, self.failure = later.finish, later.failure
 
     @property
@@ -58,7 +55,6 @@ class Stream:
     """One request, from submission to end. `read` runs on the event loop; the engine's thread reads attributes."""
 
     __slots__ = (
-        "_cached",
         "_max_tokens",
         "_prompt_reported",
         "_reported",
@@ -66,13 +62,16 @@ class Stream:
         "dropped",
         "ended",
         "ended_by_engine",
+        "may_abort",
         "result",
         "sequence",
         "waiting",
     )
 
-    def __init__(self, sequence: NewSequence) -> None:
+    def __init__(self, sequence: NewSequence, *, may_abort: bool = True) -> None:
         self.sequence = sequence
+        self.may_abort = may_abort
+        """False: aborted already, or the request must run to its end."""
         self.result: RequestOutput | None = None
         """The return value of `generate_async`; None before the call."""
         self.dropped = False
@@ -83,7 +82,6 @@ class Stream:
         self.waiting = True
         """No token has arrived yet."""
         self._reported = 0
-        self._cached = 0
         self._max_tokens = sequence.stopping.max_new_tokens
         self._prompt_reported = not sequence.logprobs.prompt
         self._scored = sequence.logprobs.tokens or sequence.logprobs.top_n > 0
@@ -110,12 +108,7 @@ class Stream:
             self._read_end(update, completion.finish_reason, completion.stop_reason)
         self.ended = update.is_end
         self.ended_by_engine = completion.finish_reason is not None
-        if not update.token_ids and not update.is_end:
-            return None
-        # The first response may come by a shortcut that does not count them.
-        if (cached := getattr(output, "cached_tokens", 0) or 0) > self._cached:
-            self._cached = update.cached_tokens = cached
-        return update
+        return update if update.token_ids or update.is_end else None
 
     def fail(self, code: FailureCode, message: str) -> StreamUpdate | None:
         """End the stream with an error; None if it has already ended."""

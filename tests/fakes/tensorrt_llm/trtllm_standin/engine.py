@@ -17,10 +17,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from trtllm_standin.inspection import Recorder
-from trtllm_standin.prefix_cache import PrefixCache
+from trtllm_standin.release import Release
 from trtllm_standin.results import ErrorResponse, FinishReason, RequestOutput
 from trtllm_standin.sequences import RequestFault, Sequence, StepFault
 from trtllm_standin.settings import Fault, Settings
+from trtllm_standin.speculation import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -34,26 +35,40 @@ class Limits:
     max_seq_len: int
     vocab_size: int
     num_blocks: int
+    """KV blocks of one attention data parallel rank; the statistics are those of the first rank."""
     block_size: int
-    reuses_blocks: bool = True
-    event_buffer: int = 0
-    """KV cache events that are kept until they are read; 0: none."""
+    ranks: int = 1
+    """Attention data parallel ranks: each has its own batch and KV cache."""
 
 
 class Engine:
     """Runs sequences. `submit`, `cancel`, `stop` and `freeze` may be called from any thread."""
 
     def __init__(
-        self, limits: Limits, settings: Settings, recorder: Recorder, *, lacks_cancelled_logprobs: bool
+        self,
+        limits: Limits,
+        settings: Settings,
+        recorder: Recorder,
+        release: Release,
+        speculation: Speculation | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         self.limits = limits
+        self._release = release
+        self._speculation = speculation
+        self._compiled = compiled
+        self._is_mute = False
+        """The thread that delivers responses has ended."""
+        self._drafted = self._accepted = self._drafting = 0
+        """Tokens of this iteration: drafted, accepted; and sequences that drafted."""
         self.active: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.statistics: deque[dict[str, Any]] = deque(maxlen=1000)
         """The entries that have not been read. An idle engine adds none, so the last entry describes a busy iteration."""
         self._settings = settings
         self._recorder = recorder
-        self._cancels_with_token = settings.cancel_with_token and lacks_cancelled_logprobs
+        self._cancels_with_token = settings.cancel_with_token and release.lacks_cancelled_logprobs
         self._inbox: SimpleQueue[Sequence | int | None] = SimpleQueue()
         """New sequences, ids of cancelled requests, None to stop."""
         self._cancelled: set[int] = set()
@@ -61,7 +76,6 @@ class Engine:
         """The items of this iteration."""
         self._loop: asyncio.AbstractEventLoop
         self._used_blocks = 0
-        self.prefixes = PrefixCache(limits.block_size, limits.event_buffer)
         self._iteration = 0
         self._is_stopping = False
         self._is_frozen = False
@@ -110,7 +124,7 @@ class Engine:
             threading.Event().wait()
         if self.is_idle:
             return not self._is_stopping
-        while self.waiting and len(self.active) < self.limits.max_batch_size:
+        while self.waiting and len(self.active) < self.limits.max_batch_size * self.limits.ranks:
             self.active.append(self.waiting.popleft())
         started = time.perf_counter()
         sampling, context_tokens = self._schedule()
@@ -118,7 +132,9 @@ class Engine:
         time.sleep(max(started + pace - time.perf_counter(), 0.0))  # at least yield to other threads
         for sequence in sampling:
             try:
-                response = sequence.step(self._settings.tokens_per_step)
+                if self._speculation is not None and self._speculation.one_model and sequence.top is not None:
+                    raise StepFault(Fault.STEP, "assert not request.py_return_log_probs")
+                response = sequence.step(self._tokens(sequence))
             except RequestFault as fault:
                 self._fail(sequence, str(fault))
             except StepFault as fault:
@@ -127,9 +143,21 @@ class Engine:
                 self._items.append((sequence.result, response))
                 if response.finish is not None:
                     self._end(sequence, response.finish)
-        self._handle_cancels()
+        if not self._handle_cancels():
+            return False
         self._measure()
         return True
+
+    def _tokens(self, sequence: Sequence) -> int:
+        """Return the tokens of this step of a sequence, and count those that were drafted."""
+        if self._speculation is None:
+            return self._settings.tokens_per_step
+        count = self._speculation.tokens(sequence.generated)
+        if sequence.generated:
+            self._drafting += 1
+            self._drafted += self._speculation.draft_tokens
+            self._accepted += count - 1
+        return count
 
     def _fetch(self) -> None:
         """Empty the inbox; if there is nothing else to do, wait for a message first."""
@@ -153,22 +181,19 @@ class Engine:
                 continue
             if not sequence.blocks:
                 blocks = -(-(len(sequence.prompt) + sequence.limit) // self.limits.block_size)
-                if self._used_blocks + blocks > self.limits.num_blocks:
+                if self._used_blocks + blocks > self.limits.num_blocks * self.limits.ranks:
                     break  # the capacity scheduler stops at the first that does not fit
                 self._used_blocks += blocks
                 sequence.blocks = blocks
-                if self.limits.reuses_blocks:
-                    sequence.cached = sequence.prefilled = self.prefixes.match(sequence.root, sequence.prompt)
             chunk = min(len(sequence.prompt) - sequence.prefilled, budget)
             budget -= chunk
             sequence.prefilled += chunk
             if sequence.is_generating:
                 sampling.append(sequence)
-                self.prefixes.store(sequence.root, sequence.prompt)
         return sampling, limit - budget
 
-    def _handle_cancels(self) -> None:
-        """Cancel after the step; a sequence that ended in it has ended by itself.
+    def _handle_cancels(self) -> bool:
+        """Cancel after the step; a sequence that ended in it has ended by itself. Return False if the engine died.
 
         A request that is not active is dropped from the queue without an item, so its reader waits forever (py_executor.py,
         update_waiting_queue).
@@ -177,11 +202,19 @@ class Engine:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
                 self._recorder.write("end", id=sequence.id, reason="dropped", tokens=0)
+            elif self._compiled and sequence.top is not None:
+                self._died(
+                    RuntimeError("the executor crashed at a cancelled request with log-probabilities")
+                )  # issue #10810
+                return False
             else:
+                if self._release.asserts_scored_prompts and sequence.prompt_top is not None and not sequence.generated:
+                    self._is_mute = True
                 with_token = self._cancels_with_token and sequence.top is not None
                 self._items.append((sequence.result, sequence.cancel(with_token=with_token)))
                 self._end(sequence, FinishReason.CANCELLED)
         self._cancelled.clear()
+        return True
 
     def _end(self, sequence: Sequence, finish: FinishReason | None) -> None:
         """Free the blocks of a sequence; `finish` is None after an error."""
@@ -215,17 +248,24 @@ class Engine:
         self._iteration += 1
         cache = {
             "maxNumBlocks": self.limits.num_blocks,
-            "usedNumBlocks": self._used_blocks,
+            "usedNumBlocks": -(-self._used_blocks // self.limits.ranks),
             "tokensPerBlock": self.limits.block_size,
         }
         # Waiting sequences are not counted (py_executor.py near 1.2.1).
-        self.statistics.append(
-            {"iter": self._iteration, "numQueuedRequests": self._inbox.qsize(), "kvCacheStats": cache}
-        )
+        entry = {"iter": self._iteration, "numQueuedRequests": self._inbox.qsize(), "kvCacheStats": cache}
+        entry["iterLatencyMS"] = self._settings.step_ms
+        if self._drafting:
+            entry["specDecodingStats"] = {
+                "numDraftTokens": self._drafted,
+                "numAcceptedTokens": self._accepted,
+                "numRequestsWithDraftTokens": self._drafting,
+            }
+            self._drafted = self._accepted = self._drafting = 0
+        self.statistics.append(entry)
 
     def _hand_over(self) -> None:
         """Hand the items of an iteration to their readers by one callback on the event loop."""
-        if items := self._items:
+        if (items := self._items) and not self._is_mute:
             self._items = []
             try:
                 self._loop.call_soon_threadsafe(put, items)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -21,11 +22,23 @@ from trtllm_standin.sequences import Sequence
 from trtllm_standin.settings import Settings
 from trtllm_standin.workers import Workers
 
+REMOTE_POLL_S = 0.1
+"""Time that a remote call for statistics takes if there are none."""
+
 
 class GenerationExecutor:
     """Submit, read and abort from one event loop."""
 
-    def __init__(self, engine: Engine, release: Release, settings: Settings, recorder: Recorder, *, ranks: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        release: Release,
+        settings: Settings,
+        recorder: Recorder,
+        *,
+        ranks: int,
+        keeps_events: bool = False,
+    ) -> None:
         self.is_known_dead = False
         """The engine has died, and this release notices."""
         self._errors: deque[Exception] = deque()
@@ -38,7 +51,11 @@ class GenerationExecutor:
         self._ids = itertools.count(1)
         # A request that was cancelled while it waited stays here forever (proxy.py).
         self._results: dict[int, RequestOutput] = {}
+        self.events: list[int] = []
+        self._keeps_events = keeps_events
         self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread | None = None
+        """The thread that makes requests."""
         self._is_dead = False
         self._has_stats = False
         self._shutdown_lock = threading.Lock()
@@ -56,12 +73,14 @@ class GenerationExecutor:
     ) -> RequestOutput:
         """Submit a request. The errors of `make` are raised when it is read, or here if there is no worker process."""
         self._raise_background_error()
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.current_thread()
         request_id = next(self._ids)
         result = RequestOutput(request_id, keeps_stop, self._abort, self._raise_background_error)
         self._results[request_id] = result
         self._recorder.write("request", id=request_id, prompt=prompt, **description)
         self._has_stats = True
+        if self._release.keeps_events and self._keeps_events:
+            self.events.append(request_id)
         try:
             sequence = make(result)
         except Exception as error:
@@ -88,8 +107,21 @@ class GenerationExecutor:
             self.shutdown()
             raise error
 
+    def fetch_stats(self) -> list[dict[str, Any]]:
+        """Take the statistics by a remote call, which blocks this thread."""
+        if threading.current_thread() is self._thread:
+            self._recorder.write("blocked")
+        entries = self._engine.statistics
+        if not entries:
+            time.sleep(REMOTE_POLL_S)
+        return [entries.popleft() for _ in range(len(entries))]
+
     async def stats(self, timeout: float) -> AsyncIterator[dict[str, Any]]:
         """Yield the statistics there are. At first, and once none has come for `timeout` seconds, none until the next request."""
+        if self._release.blocks_for_stats:
+            for entry in self.fetch_stats():
+                yield entry
+            return
         entries = self._engine.statistics
         if self._has_stats:
             for _ in range(len(entries)):

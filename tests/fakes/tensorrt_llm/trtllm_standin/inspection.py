@@ -5,6 +5,9 @@
 {"event": "abort", "id"}
 {"event": "end", "id", "reason", "tokens"}    stop, length, cancelled, error; `dropped`: cancelled while it waited, never answered
 {"event": "shutdown"}                         shutdown began
+{"event": "greedy"}                           a request that samples is greedy, because the drafter allows nothing else
+{"event": "usage"}                            the LLM reported usage to NVIDIA
+{"event": "blocked"}                          the thread that makes requests waited for statistics
 """
 
 from __future__ import annotations

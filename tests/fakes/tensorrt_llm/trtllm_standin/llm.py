@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,11 +14,11 @@ from trtllm_standin.executor import GenerationExecutor
 from trtllm_standin.folder import read_json, read_model
 from trtllm_standin.guides import GuidedDecoder
 from trtllm_standin.inspection import Recorder, changed_fields
-from trtllm_standin.lora import LoraManager
 from trtllm_standin.release import Release
-from trtllm_standin.results import RequestOutput
+from trtllm_standin.results import RequestError, RequestOutput
 from trtllm_standin.sequences import Sequence
 from trtllm_standin.settings import Settings
+from trtllm_standin.speculation import read_speculation, unsupported_sampling
 
 KV_TOKENS = 65536
 """Size of the KV cache unless kv_cache_config.max_tokens is set."""
@@ -31,6 +32,8 @@ class StandInLLM:
     release: ClassVar[Release]
     args_class: ClassVar[Any]
     sampling_class: ClassVar[type[Any]]
+    classes: ClassVar[Mapping[str, Any]]
+    """The recorded classes of the release."""
     args: Any
     _executor: GenerationExecutor | None
 
@@ -43,8 +46,10 @@ class StandInLLM:
         self._settings = Settings.read()
         self._recorder = Recorder(self._settings.log)
         try:
+            self._speculation = read_speculation(
+                self.args.speculative_config, self.classes, by_type=self.release.types_speculation
+            )
             self._limits = self._read_limits()
-            self._loras = LoraManager(self.args, self.release)
             backend, folder = self.args.guided_decoding_backend, Path(self.args.model)
             self._guided = None
             if backend is not None:
@@ -54,14 +59,21 @@ class StandInLLM:
         except Exception as error:
             # proxy.py: an error in the worker is the cause of this one.
             raise RuntimeError("Executor worker returned error") from error
+        compiled = isinstance(self, CompiledLLM)
         engine = Engine(
-            self._limits,
+            self._limits, self._settings, self._recorder, self.release, self._speculation, compiled=compiled
+        )
+        if self.release.reports_usage and os.environ.get("TRTLLM_NO_USAGE_STATS") != "1":
+            self._recorder.write("usage")
+        ranks = self.args.tensor_parallel_size * self.args.pipeline_parallel_size * self.args.context_parallel_size
+        self._executor = GenerationExecutor(
+            engine,
+            self.release,
             self._settings,
             self._recorder,
-            lacks_cancelled_logprobs=self.release.lacks_cancelled_logprobs,
+            ranks=ranks,
+            keeps_events=self.args.kv_cache_config.event_buffer_max_size > 0,
         )
-        ranks = self.args.tensor_parallel_size * self.args.pipeline_parallel_size * self.args.context_parallel_size
-        self._executor = GenerationExecutor(engine, self.release, self._settings, self._recorder, ranks=ranks)
         atexit.register(_shut_down, weakref.ref(self))
 
     def _read_limits(self) -> Limits:
@@ -74,12 +86,14 @@ class StandInLLM:
         return Limits(
             max_batch_size=args.max_batch_size or 2048,
             max_num_tokens=args.max_num_tokens,
-            max_seq_len=min(args.max_seq_len or facts.max_positions, blocks * cache.tokens_per_block),
+            # A larger one than the model's is clamped with a warning (_init_max_seq_len).
+            max_seq_len=min(
+                args.max_seq_len or facts.max_positions, facts.max_positions, blocks * cache.tokens_per_block
+            ),
             vocab_size=facts.vocab_size,
             num_blocks=blocks,
             block_size=cache.tokens_per_block,
-            reuses_blocks=cache.enable_block_reuse,
-            event_buffer=cache.event_buffer_max_size,
+            ranks=args.tensor_parallel_size if args.enable_attention_dp else 1,
         )
 
     def shutdown(self) -> None:
@@ -92,6 +106,12 @@ class StandInLLM:
         """Return statistics of iterations not read before, as an asynchronous iterable."""
         assert self._executor is not None
         return self._executor.stats(timeout or 0)
+
+    def _get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        assert self._executor is not None
+        if not self.release.blocks_for_stats:
+            raise NotImplementedError("the stand-in imitates get_stats of 1.3: that of 1.2 reads the queue of a loop")
+        return self._executor.fetch_stats()
 
     def _check_health(self) -> bool:
         """1.2.1: False only after shutdown. Main: False as well if the engine is dead (PR #12718)."""
@@ -108,36 +128,33 @@ class StandInLLM:
         sampling_params: Any,  # noqa: ANN401 - SamplingParams of either release
         streaming: bool,
         cache_salt: str | None,
-        lora_request: Any = None,  # noqa: ANN401 - LoRARequest
         **_: Any,  # noqa: ANN401 - arguments of some releases
     ) -> RequestOutput:
         if self._executor is None or self._executor.is_shutdown():
             raise RuntimeError("LLM is shutting down")
         if not isinstance(inputs, dict):
             raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")
+        if self._speculation is not None and self.release.refuses_speculative_logprobs:
+            if sampling_params.logprobs is not None:
+                raise ValueError("logprobs are not supported with speculative decoding")
+            if self._speculation.one_model and (refusal := unsupported_sampling(sampling_params)):
+                raise RequestError(refusal)
+        if self._speculation is not None and not self._speculation.samples and sampling_params.top_k != 1:
+            self._recorder.write("greedy")
         if not streaming or sampling_params.end_id is None:
             raise NotImplementedError("the stand-in streams, and takes no end_id from a tokenizer")
         prompt = inputs["prompt_token_ids"]
         description = {}
         if self._recorder.is_on:
             description = {"sampling": changed_fields(sampling_params), "cache_salt": cache_salt}
-            if lora_request is not None:
-                description["lora"] = [lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path]
         return self._executor.generate_async(
             prompt,
-            lambda result: self._sequence(result, prompt, sampling_params, lora_request, cache_salt),
+            lambda result: self._sequence(result, prompt, sampling_params),
             keeps_stop=sampling_params.include_stop_str_in_output,
             description=description,
         )
 
-    def _sequence(
-        self,
-        result: RequestOutput,
-        prompt: list[int],
-        params: Any,  # noqa: ANN401 - SamplingParams
-        lora_request: Any,  # noqa: ANN401 - LoRARequest
-        salt: str | None,
-    ) -> Sequence:
+    def _sequence(self, result: RequestOutput, prompt: list[int], params: Any) -> Sequence:  # noqa: ANN401 - SamplingParams
         """Return the sequence of a request. Raises ValueError if it cannot be served."""
         if params.max_tokens <= 0:
             raise ValueError(f"`max_tokens` ({params.max_tokens}) must be greater than 0")
@@ -155,8 +172,6 @@ class StandInLLM:
             prompt_top=params.prompt_logprobs,
             vocab_size=self._limits.vocab_size,
             faults=self._settings.faults,
-            adapter=self._loras.load(lora_request),
-            root=(salt, None if lora_request is None else lora_request.lora_int_id),
             guide=None if self._guided is None or guide is None else self._guided.follow(guide, params.end_id),
         )
 
@@ -178,6 +193,7 @@ StandInLLM.RECORDED_METHODS = {
     "__init__": StandInLLM._construct,
     "generate_async": StandInLLM._generate_async,
     "get_kv_cache_capacity": StandInLLM._get_kv_cache_capacity,
+    "get_stats": StandInLLM._get_stats,
 }
 
 

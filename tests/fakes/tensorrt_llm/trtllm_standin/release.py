@@ -22,8 +22,24 @@ class Release:
 
     Before, they wait forever (inferred from what PRs #12718 and #16312 fix).
     """
-    graphs_have_adapters: bool
-    """CUDA graphs compute LoRA adapters (PR #8279). Main; for 1.2.1 not known, and it is imitated without."""
+    types_speculation: bool
+    """`decoding_type` is a field, so a mapping may be given as speculative_config. Main; not 1.2.1 (llm_args.py)."""
+    refuses_speculative_logprobs: bool
+    """A request with log-probabilities is refused if the engine speculates (PR #18401), and one with unsupported sampling.
+
+    Before, mtp.py and spec_sampler_base.py assert in the step, so that all running requests fail.
+    """
+    asserts_scored_prompts: bool
+    """A request with prompt_logprobs that is cancelled before its first token ends the thread that delivers all responses.
+
+    Main: base_worker.py, _compute_pytorch_prompt_logprobs; inferred from py_executor.py, _handle_canceled_requests.
+    """
+    blocks_for_stats: bool
+    """get_stats and get_stats_async are remote calls that block their thread, 0.1 s if there are none (rpc_worker_mixin.py)."""
+    keeps_events: bool
+    """KV cache events go to a queue that grows until somebody reads it (proxy.py near 1.2.1). Main fetches them on demand."""
+    reports_usage: bool
+    """LLM() reports usage to NVIDIA unless TRTLLM_NO_USAGE_STATS=1 (usage_lib.py, main)."""
 
 
 RELEASES = {
@@ -32,13 +48,23 @@ RELEASES = {
         ignores_stops_with_eos=False,
         lacks_cancelled_logprobs=True,
         announces_death=False,
-        graphs_have_adapters=False,
+        types_speculation=False,
+        refuses_speculative_logprobs=False,
+        asserts_scored_prompts=False,
+        blocks_for_stats=False,
+        keeps_events=True,
+        reports_usage=False,
     ),
     "1.3": Release(
         "1.3.0rc28",
         ignores_stops_with_eos=True,
         lacks_cancelled_logprobs=False,
         announces_death=True,
-        graphs_have_adapters=True,
+        types_speculation=True,
+        refuses_speculative_logprobs=True,
+        asserts_scored_prompts=True,
+        blocks_for_stats=True,
+        keeps_events=False,
+        reports_usage=True,
     ),
 }

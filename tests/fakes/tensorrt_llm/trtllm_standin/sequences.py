@@ -29,8 +29,8 @@ class RequestFault(Exception):
 class StepFault(Exception):
     """A fault of the whole step; `fault` is its kind."""
 
-    def __init__(self, fault: Fault, token: int) -> None:
-        super().__init__(f"token {token} causes the fault {fault.name}, as the environment sets it")
+    def __init__(self, fault: Fault, cause: str) -> None:
+        super().__init__(cause)
         self.fault = fault
 
 
@@ -52,12 +52,6 @@ class Sequence:
     vocab_size: int
     faults: Mapping[int, Fault]
     guide: Guide | None = None
-    adapter: int = 0
-    """LoRA adapter that changes its tokens: they come in the reverse order; 0: none."""
-    root: tuple[object, ...] = ()
-    """Salt and adapter: sequences share computed blocks only if theirs are the same."""
-    cached: int = 0
-    """Prompt tokens whose blocks were computed before."""
     generated: int = 0
     prefilled: int = 0
     """Computed prompt tokens."""
@@ -65,7 +59,7 @@ class Sequence:
     expected: cycle[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.expected = cycle(self.prompt[:: -1 if self.adapter else 1])
+        self.expected = cycle(self.prompt)
 
     @property
     def id(self) -> int:
@@ -78,8 +72,7 @@ class Sequence:
 
     def step(self, count: int) -> Response:
         """Generate up to `count` tokens. Raises RequestFault or StepFault."""
-        # The response of the first token takes a shortcut without them (py_executor.py, main).
-        response = Response([], None if self.top is None else [], cached_tokens=self.cached if self.generated else 0)
+        response = Response([], None if self.top is None else [])
         while response.finish is None and len(response.tokens) < count:
             token = next(self.expected)
             if self.guide is not None:
@@ -87,7 +80,7 @@ class Sequence:
             if (fault := self.faults.get(token)) is Fault.REQUEST:
                 raise RequestFault(f"token {token} fails its request, as the environment sets it")
             if fault is not None:
-                raise StepFault(fault, token)
+                raise StepFault(fault, f"token {token} causes the fault {fault.name}, as the environment sets it")
             self.generated += 1
             response.tokens.append(token)
             if response.logprobs is not None:

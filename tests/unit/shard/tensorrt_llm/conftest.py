@@ -36,17 +36,18 @@ class Engines:
         options: str = "",
         hang_timeout: float = 60.0,
         max_batch_size: int = 0,
-        lora_adapters: str = "",
+        num_shard: int = 1,
+        folder: Path | None = None,
         **settings: object,
     ) -> TensorRTEngine:
         self._stack.enter_context(importable(self._version, self._monkeypatch, **settings))
         config = ShardConfig(
             engine="tensorrt-llm",
-            model_path=str(self._folder),
+            model_path=str(folder or self._folder),
+            tensor_parallel=num_shard,
             trtllm_options=options,
             hang_timeout=hang_timeout,
             max_batch_size=max_batch_size,
-            lora_adapters=lora_adapters,
         )
         engine = build(config)
         self._stack.callback(_close, engine)

@@ -33,7 +33,7 @@ def constructed(
     library: Library, model: Path, options: dict[str, object] | None = None, **settings: object
 ) -> Construction:
     config = ShardConfig(engine="tensorrt-llm", model_path=str(model), **settings)  # type: ignore[arg-type]
-    return construct(config, library, read_hugging_face_model(model), options or {})
+    return construct(config, library, read_hugging_face_model(inspect_folder(model)), options or {})
 
 
 def compiled(engines: Path, options: dict[str, object] | None = None, **settings: object) -> Construction:

@@ -163,23 +163,47 @@ def test_hugging_face_models(
     model_folder(tmp_path, **change)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    model = read_hugging_face_model(tmp_path)
+    model = read_hugging_face_model(inspect_folder(tmp_path))
     found = (model.model_type, model.dtype, model.vocab_size, model.max_sequence_length, model.eos_token_ids)
     assert found == expected
+
+
+UNKNOWN_LENGTH = (
+    "does not say how long a sequence may be (max_position_embeddings): give --trtllm-options 'max_seq_len: …'"
+)
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"max_position_embeddings": None}, "does not say how long a sequence may be (max_position_embeddings)"),
+        ({"max_position_embeddings": None}, UNKNOWN_LENGTH),
         ({"vocab_size": True}, "does not say how large the vocabulary is (vocab_size)"),
     ],
     ids=["length", "vocabulary"],
 )
 def test_hugging_face_models_without_sizes_are_refused(tmp_path: Path, change: dict[str, object], problem: str) -> None:
     with pytest.raises(EngineError) as refusal:
-        read_hugging_face_model(model_folder(tmp_path, **change))
+        read_hugging_face_model(inspect_folder(model_folder(tmp_path, **change)))
     assert str(refusal.value) == f"{tmp_path / 'config.json'} {problem}"
+
+
+def test_a_length_that_no_file_names_is_that_of_the_class_or_the_operators(tmp_path: Path) -> None:
+    """google/gemma-3-4b-it and its kin leave both sizes to the class Gemma3TextConfig."""
+    folder = inspect_folder(
+        fill(
+            tmp_path / "gemma",
+            {
+                "architectures": ["Gemma3ForConditionalGeneration"],
+                "model_type": "gemma3",
+                "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "num_hidden_layers": 2},
+            },
+            {},
+        )
+    )
+    model = read_hugging_face_model(folder)
+    assert (model.max_sequence_length, model.vocab_size) == (131072, 262208)
+    unknown = inspect_folder(model_folder(tmp_path / "unknown", model_type="unheard-of", max_position_embeddings=None))
+    assert read_hugging_face_model(unknown, {"max_seq_len": 512}).max_sequence_length == 512
 
 
 # --------------------------------------------------------------------------------------------------------- odd folders

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from text_generation_proto.heartbeat import CHECK_EVERY_S
 from text_generation_proto.values import FailureCode, Stopping
 from text_generation_shard.engine import NewSequence, Orders
 from text_generation_shard.engines.tensorrt_llm.engine import EngineBroken, TensorRTEngine
-from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics
+from text_generation_shard.engines.tensorrt_llm.statistics import IterationStatistics, Totals
 from text_generation_shard.engines.tensorrt_llm.watchdog import Activity, Watchdog, find_workers
 
 PROMPT = tuple(range(100, 120))
@@ -180,7 +181,7 @@ def test_the_watchdog_reports_once() -> None:
 
 
 class Reporting:
-    """An LLM with these statistics; an exception among them is raised."""
+    """An LLM with these statistics; an exception among them is raised. `get_stats` may take any time."""
 
     def __init__(self, *entries: object) -> None:
         self.entries = entries
@@ -192,9 +193,23 @@ class Reporting:
             yield entry  # type: ignore[misc]
 
 
-async def test_statistics() -> None:
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(20)
+    loop.close()
+
+
+DRAFTS = {"numRequestsWithDraftTokens": 2, "numDraftTokens": 6, "numAcceptedTokens": 3}
+
+
+def test_statistics(loop: asyncio.AbstractEventLoop) -> None:
     llm = Reporting()
-    statistics = IterationStatistics(llm)  # type: ignore[arg-type]
+    statistics = IterationStatistics(llm, loop, lambda: True, by_call=False)  # type: ignore[arg-type]
     started = statistics.progressed_at
     for entries, used, queued in (
         ([{"iter": 1, "kvCacheStats": {"usedNumBlocks": "many"}}], 0, 0),
@@ -202,19 +217,24 @@ async def test_statistics() -> None:
         ([ValueError()], 7, 0),
         ([{}, {"iter": 3, "kvCacheStats": {"usedNumBlocks": 9}, "numQueuedRequests": 2}], 9, 2),
         ([{"iter": 3, "numQueuedRequests": 2, "inflightBatchingStats": {"numQueuedContextRequests": 4}}], 0, 4),
-        ([{"iter": 4, "kvCacheStats": None, "inflightBatchingStats": None}], 0, 0),
+        ([{"iter": 4, "kvCacheStats": None, "inflightBatchingStats": None}, {"iter": 4, "attentionDpRank": 1}], 0, 0),
     ):
         llm.entries = tuple(entries)
-        await statistics.poll()
+        statistics.poll()
         assert (statistics.used_blocks, statistics.queued) == (used, queued)
     assert statistics.iteration == 4
     assert statistics.progressed_at > started
 
 
-async def test_the_size_of_the_pool_is_kept() -> None:
-    llm = Reporting({"iter": 1, "kvCacheStats": {"maxNumBlocks": 50, "tokensPerBlock": 64}})
-    statistics = IterationStatistics(llm)  # type: ignore[arg-type]
-    await statistics.poll()
-    llm.entries = ({"iter": 2},)
-    await statistics.poll()
+def test_the_size_of_the_pool_and_the_totals_are_kept(loop: asyncio.AbstractEventLoop) -> None:
+    pool = {"maxNumBlocks": 50, "tokensPerBlock": 64}
+    llm = Reporting({"iter": 1, "kvCacheStats": pool, "iterLatencyMS": 3.0, "specDecodingStats": DRAFTS})
+    statistics = IterationStatistics(llm, loop, lambda: True, by_call=False)  # type: ignore[arg-type]
+    statistics.poll()
+    llm.entries = (
+        {"iter": 2, "iterLatencyMS": 9.0, "gpuForwardTimeMS": 2.0},
+        {"iter": 2, "attentionDpRank": 1, "gpuForwardTimeMS": 2.0},
+    )
+    statistics.poll()
     assert (statistics.num_blocks, statistics.block_size) == (50, 64)
+    assert statistics.totals == Totals(forward_ns=5_000_000, drafts=2, draft_tokens=6, accepted_tokens=3)

@@ -62,7 +62,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             model = model_folder(folder / "model")
             (model / "tokenizer.json").touch()
             config = ShardConfig(engine="tensorrt-llm", model_path=str(model))
-            construction = construct(config, library, read_hugging_face_model(model), options)
+            construction = construct(config, library, read_hugging_face_model(inspect_folder(model)), options)
         parameters = Parameters(library, construction.capabilities, VOCAB_SIZE, (EOS, 3))
         yield SetUp(request.param, construction, parameters, library.guided_decoding_params)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from text_generation_shard.engines.torch.cuda.device_step import DeviceStep, StepContext
 from text_generation_shard.engines.torch.cuda.step_plan import ALIGNMENT, COLUMNS, StepPlan
 from text_generation_shard.engines.torch.graphs.decode import DecodeGraphs, ForwardOutput, GraphPool
-from text_generation_shard.engines.torch.graphs.piecewise import CAPTURE_SIZES, PiecewiseGraphs, Recorder
+from text_generation_shard.engines.torch.graphs.piecewise import CAPTURE_SIZES, GraphRecorder, PiecewiseGraphs
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
 from text_generation_shard.engines.torch.model.interface import Model
 from text_generation_shard.engines.torch.ops.interface import Kernels
@@ -81,7 +81,7 @@ class Runner:
         pieces = self.capture_pieces(pool, only_largest=only_largest)
         return len(self.graphs) + (0 if pieces is None else len(pieces))
 
-    def capture_pieces(self, recorder: Recorder, *, only_largest: bool = False) -> PiecewiseGraphs | None:
+    def capture_pieces(self, recorder: GraphRecorder, *, only_largest: bool = False) -> PiecewiseGraphs | None:
         """Capture the pieces of the model; later steps with chunks use them where a capture size fits.
 
         Returns None for a model that cannot be cut at attention.

@@ -28,7 +28,7 @@ PIECES_PER_GRAPH = 16
 """Number of pieces that take as much driver memory as the graph of a whole step."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Captures work on the device."""
 
     def begin(self) -> None:
@@ -120,7 +120,7 @@ class PiecewiseGraphs:
         self._buffers = PieceBuffers()
         self._captured: dict[int, _CapturedPass] = {}
 
-    def record(self, recorder: Recorder, *, only_largest: bool = False) -> None:
+    def record(self, recorder: GraphRecorder, *, only_largest: bool = False) -> None:
         """Capture all sizes, or only the largest to measure its memory. It comes first: the others reuse its memory."""
         for tokens in [CAPTURE_SIZES[-1]] if only_largest else reversed(CAPTURE_SIZES):
             self._captured[tokens] = self._capture(self._columns[:, :tokens], recorder)
@@ -150,7 +150,7 @@ class PiecewiseGraphs:
         pieces = max(len(captured.pieces) for captured in self._captured.values())
         return len(CAPTURE_SIZES) * -(-pieces // PIECES_PER_GRAPH)
 
-    def _capture(self, columns: Tensor, recorder: Recorder) -> _CapturedPass:
+    def _capture(self, columns: Tensor, recorder: GraphRecorder) -> _CapturedPass:
         # Run once before the capture: this compiles kernels, creates handles and allocates memory outside the pool.
         self._run(columns, lambda _: None)
         pieces: list[Work] = []

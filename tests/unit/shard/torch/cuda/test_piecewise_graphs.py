@@ -83,7 +83,7 @@ def tensors(result: object) -> list[Tensor]:
 
 
 class Tapes:
-    """Implements `Recorder` on a CPU."""
+    """Implements `GraphRecorder` on a CPU."""
 
     def begin(self) -> None:
         self._tape = Tape()
@@ -172,8 +172,8 @@ def native(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float
 
 def from_library(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
     """Do the same with the modules of transformers."""
-    config = ShardConfig(model_path=str(folder))
-    model = TransformersModel(load_model(config, read_config(folder), device, torch.float32))
+    config, group = ShardConfig(model_path=str(folder)), ParallelGroup(TensorParallelRank())
+    model = TransformersModel(load_model(config, read_config(folder), group, device, torch.float32))
     model.record()
     return model, CacheShape(tuple(model.layers), device, torch.float32), model.rules[0][0]
 

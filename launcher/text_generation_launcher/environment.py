@@ -1,0 +1,80 @@
+"""The report of `text-generation-launcher env`: versions, devices, packages and settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from text_generation_launcher.config import LauncherConfig
+from text_generation_launcher.devices import Devices, find_devices
+from text_generation_proto.secrets import is_secret
+from text_generation_shard.gpus import Gpu, core_list
+
+_PACKAGES = (
+    *("text-generation-trtllm", "torch", "triton", "flashinfer-python", "tensorrt-llm", "tensorrt", "cuda-python"),
+    *("cuda-core", "cuda-bindings", "transformers", "tokenizers", "llguidance", "grpcio", "aiohttp"),
+)
+
+
+def describe_environment(devices: Devices) -> dict[str, object]:
+    """Return platform, devices and package versions as fields of a log record (--env)."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "driver": devices.driver,
+        "devices": devices.count,
+        "device": devices.name,
+        "gpus": [_describe(gpu) for gpu in devices.gpus],
+        **{package: found for package in _PACKAGES if (found := _version(package)) is not None},
+    }
+
+
+def _describe(gpu: Gpu) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "memory_mib": gpu.memory >> 20,
+        "compute_capability": gpu.compute_capability,
+        "numa_nodes": list(gpu.numa_nodes),
+        "near_cores": core_list(gpu.cpus),
+    }
+    if gpu.mig is not None:
+        fields["mig"] = [_describe(part) for part in gpu.slices] if gpu.mig else "off"
+    return fields
+
+
+async def environment_report(config: LauncherConfig, environ: Mapping[str, str]) -> str:
+    """Return the report as lines `name: value`, or as one line of JSON with --json-output. Secrets are masked."""
+    report = describe_environment(await find_devices(environ)) | {
+        "settings": {
+            name: "***" if value and is_secret(name) else value
+            for name, value in config.model_dump(mode="json").items()
+        }
+    }
+    return json.dumps(report) if config.json_output else "\n".join(_lines(report))
+
+
+def _lines(value: Mapping[str, object], indent: str = "") -> Iterator[str]:
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield f"{indent}{name}:"
+            yield from _lines(inner, indent + "  ")
+        elif isinstance(inner, list) and inner and isinstance(inner[0], Mapping):
+            for each in inner:
+                yield f"{indent}{name}:"
+                yield from _lines(each, indent + "  ")
+        else:
+            text = ", ".join(map(str, inner)) if isinstance(inner, list) else inner
+            yield f"{indent}{name}: {'-' if text in (None, '') else text}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,79 @@
+"""Speculative decoding: the argument `speculative_config`, and the requests that it excludes.
+
+1.2 and 1.3 differ in the form of the argument, in the name of a draft model's type, and in the drafters that are part of the
+model. Options may be written for either version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.tensorrt_llm.library import DECODING_CONFIGS, Library, explain
+
+NAME = "speculative_config"
+IN_MODEL = {
+    "MTP": "mtp_eagle_one_model",
+    "Eagle": "eagle3_one_model",
+    "Eagle3": "eagle3_one_model",
+}
+"""decoding_type → the field that decides whether the drafter is part of the model; by default it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The drafter of an engine."""
+
+    argument: object
+    """The value of `speculative_config` for the installed version."""
+    kind: str
+    in_model: bool
+    """The drafter is part of the model. Its sampler scales and filters, and ignores all other parameters."""
+    has_draft_engine: bool
+    """A second engine drafts. 1.2 makes it slower if guided decoding is on (py_executor_creator.py, use_chain_drafter)."""
+
+
+def read_speculation(library: Library, options: Mapping[str, object]) -> Speculation | None:
+    """Return the drafter that the options ask for; None if there is none. Raises EngineError."""
+    given = options.get(NAME)
+    if given is None:
+        return None
+    kinds = ", ".join(DECODING_CONFIGS)
+    if not isinstance(given, Mapping):
+        raise EngineError(f"--trtllm-options: {NAME} must be a mapping with decoding_type, one of {kinds}")
+    kind = str(given.get("decoding_type")).replace("_", "")  # 1.2: DraftTarget, 1.3: Draft_Target
+    if kind not in DECODING_CONFIGS:
+        raise EngineError(f"--trtllm-options: {NAME}: decoding_type must be one of {kinds}, not {kind[:80]!r}")
+    fields: dict[str, Any] = {str(name): value for name, value in given.items()}
+    # 1.2 has one class for Eagle and Eagle3.
+    cls = library.decoding_configs.get(kind) or library.decoding_configs.get("Eagle")
+    typed = cls is None or "decoding_type" in cls.model_fields
+    flag = IN_MODEL.get(kind)
+    in_model = bool(fields.get(flag, True)) if flag is not None else kind == "DraftTarget" and typed
+    if typed or cls is None:
+        fields["decoding_type"] = "Draft_Target" if kind == "DraftTarget" else kind
+    else:
+        del fields["decoding_type"]
+    return Speculation(
+        argument=fields if typed or cls is None else _construct(cls, fields, in_model=in_model),
+        kind=kind,
+        in_model=in_model,
+        has_draft_engine=not in_model and kind != "NGram",
+    )
+
+
+def _construct(cls: type[Any], fields: dict[str, Any], *, in_model: bool) -> object:
+    """Return the argument for 1.2, whose LLM accepts no mapping: `decoding_type` is not a field of its classes."""
+    if cls.__name__.startswith("MTP"):
+        # 1.2 reads the length from this argument only.
+        length = fields.pop("max_draft_len", 1)
+        fields.setdefault("num_nextn_predict_layers", length)
+    if in_model:
+        # Otherwise every request is greedy, also one that samples.
+        fields.setdefault("allow_advanced_sampling", True)
+    try:
+        return cls(**fields)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise EngineError(f"--trtllm-options: {NAME}: {explain(error)}") from error

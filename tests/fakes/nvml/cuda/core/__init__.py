@@ -1,0 +1,1 @@
+"""The stand-in for cuda.core: only its module `system`."""

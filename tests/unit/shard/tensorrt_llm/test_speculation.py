@@ -1,0 +1,135 @@
+"""Speculative decoding in both releases: each kind of drafter serves, and what it excludes is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standin import read_log
+
+from text_generation_proto.values import FinishReason, LogprobOptions, Sampling, Stopping
+from text_generation_shard.engine import EngineError, NewSequence, Orders, StepResult
+from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
+
+PROMPT = tuple(range(100, 120))
+Build = Callable[..., TensorRTEngine]
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "MTP": {"decoding_type": "MTP", "num_nextn_predict_layers": 3},
+    "MTP with max_draft_len": {"decoding_type": "MTP", "max_draft_len": 3},
+    "MTP in two models": {"decoding_type": "MTP", "max_draft_len": 3, "mtp_eagle_one_model": False},
+    "Eagle3": {"decoding_type": "Eagle3", "max_draft_len": 3, "speculative_model": "draft"},
+    "Eagle": {"decoding_type": "Eagle", "max_draft_len": 3, "speculative_model": "draft"},
+    "Eagle3 in two models": {
+        "decoding_type": "Eagle3",
+        "max_draft_len": 3,
+        "speculative_model": "draft",
+        "eagle3_one_model": False,
+    },
+    "NGram": {"decoding_type": "NGram", "max_draft_len": 3, "max_matching_ngram_size": 2},
+    "draft model, spelled as in 1.2": {
+        "decoding_type": "DraftTarget",
+        "max_draft_len": 3,
+        "speculative_model": "draft",
+    },
+    "draft model, spelled as in 1.3": {
+        "decoding_type": "Draft_Target",
+        "max_draft_len": 3,
+        "speculative_model": "draft",
+    },
+}
+IN_MODEL = {"MTP", "MTP with max_draft_len", "Eagle3", "Eagle"}
+
+
+def options(**config: object) -> str:
+    return json.dumps({"speculative_config": config})
+
+
+def run(engine: TensorRTEngine, *sequences: NewSequence) -> list[StepResult]:
+    """Run sequences to their ends."""
+    assert engine.apply(Orders(1, admit=sequences)) == []
+    results = []
+    while engine.running:
+        if (result := engine.step()) is not None:
+            results.append(result)
+            assert result.failed == []
+    return results
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_serves_several_tokens_a_step(built: Build, version: str, tmp_path: Path, name: str) -> None:
+    """Also requests that would have log-probabilities: TGI's streams get none."""
+    engine = built(options=options(**DRAFTERS[name]), step_ms=20, log=tmp_path / "log")
+    drawn = Sampling(greedy=False, temperature=0.5)
+    results = run(
+        engine,
+        NewSequence(0, PROMPT, Stopping(60), logprobs=LogprobOptions(tokens=True)),
+        NewSequence(1, PROMPT, Stopping(60), drawn),
+    )
+    for slot in (0, 1):
+        tokens: list[int] = []
+        for result in results:
+            at = 0
+            for other, count in zip(result.slots, result.token_counts, strict=True):
+                tokens += result.token_ids[at : at + count] if other == slot else []
+                at += count
+        assert tokens == list(islice(cycle(PROMPT), 60))
+    assert {reason for result in results for _, reason in result.finished} == {FinishReason.LENGTH}
+    assert max(max(result.token_counts) for result in results) > 1
+    assert sum(len(result.token_ids) for result in results) > 1.5 * sum(len(result.slots) for result in results)
+    assert read_log(tmp_path / "log").of("greedy") == []
+    refused = {field for field, _ in engine.info.unsupported}
+    assert {"tokens", "top_n", "prompt"} <= refused
+    in_model = name in IN_MODEL or (name.startswith("draft model") and version == "1.3")
+    assert ("logit_bias_ids" in refused) is in_model
+    assert ("min_p" in refused) is (in_model or version == "1.2")
+
+
+EXCLUDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "top_n": ("", {"logprobs": LogprobOptions(2)}),
+    "prompt": ("", {"logprobs": LogprobOptions(prompt=True)}),
+    "min_new_tokens": ("MTP", {"stopping": Stopping(9, min_new_tokens=3)}),
+    "min_p": ("MTP", {"sampling": Sampling(greedy=False, min_p=0.1)}),
+    "logit_bias_ids": ("MTP", {"sampling": Sampling(logit_bias_ids=(5,), logit_bias_values=(1.0,))}),
+    "repetition_penalty": ("MTP", {"sampling": Sampling(repetition_penalty=1.2)}),
+}
+
+
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_excluded_parameters_are_refused_and_harm_nobody(built: Build, name: str) -> None:
+    kind, fields = EXCLUDED[name]
+    engine = built(options=options(**DRAFTERS[kind or "NGram"]))
+    asked = NewSequence(**{"slot": 1, "prompt": PROMPT, "stopping": Stopping(9)} | fields)
+    [failure] = engine.apply(Orders(1, admit=(NewSequence(0, PROMPT, Stopping(9)), asked)))
+    assert failure.slot == 1
+    assert failure.message.startswith(f"{name} is not supported: ")
+    assert "speculative decoding" in failure.message
+    while engine.running:
+        result = engine.step()
+        assert result is None or result.failed == []
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"decoding_type": "Medusa"}, "decoding_type must be one of MTP, Eagle, Eagle3, NGram, DraftTarget, not 'Medusa'"),
+    ({}, "decoding_type must be one of"),
+    ({"decoding_type": "NGram"}, "max_draft_len must be > 0"),
+    ({"decoding_type": "Eagle3", "max_draft_len": 3}, "Draft model must be provided"),
+    ({"decoding_type": "NGram", "max_draft_len": 3, "draft_len": 4}, "draft_len"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_a_wrong_configuration_ends_the_start_with_one_line(built: Build, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError) as refused:
+        built(options=options(**config))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_configuration_that_is_no_mapping_is_refused(built: Build) -> None:
+    with pytest.raises(EngineError, match="must be a mapping with decoding_type"):
+        built(options="speculative_config: NGram\nmax_num_tokens: 512")

@@ -1,0 +1,184 @@
+"""Traps of the real library that the stand-in sets: see the sources in trtllm_standin.release and engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_folders import RANKS, fill
+from model_folders import engine as compiled
+from standin import CONFIG, model_folder, read_log
+
+from text_generation_proto.values import LogprobOptions, Stopping
+from text_generation_shard.engine import EngineError, NewSequence, Orders
+from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
+
+PROMPT = tuple(range(100, 120))
+SCORED = LogprobOptions(tokens=True)
+Build = Callable[..., TensorRTEngine]
+
+
+def admit(engine: TensorRTEngine, slot: int, new: int, **fields: Any) -> None:  # noqa: ANN401 - fields of NewSequence
+    sequence = NewSequence(**{"slot": slot, "prompt": PROMPT, "stopping": Stopping(new)} | fields)
+    assert engine.apply(Orders(1, admit=(sequence,))) == []
+
+
+def until_submitted(log: Path, count: int) -> None:
+    """Wait until so many requests have arrived; the first is the probe."""
+    deadline = time.monotonic() + 20
+    while len(read_log(log).of("request")) <= count:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def run(engine: TensorRTEngine) -> None:
+    deadline = time.monotonic() + 20
+    while engine.running and time.monotonic() < deadline:
+        result = engine.step()
+        assert result is None or result.failed == []
+    assert not engine.running
+
+
+def until_tokens(engine: TensorRTEngine, slot: int) -> None:
+    while (result := engine.step()) is None or slot not in result.slots:
+        pass
+
+
+@pytest.mark.parametrize("version", ["1.2"], indirect=True)
+def test_a_compiled_engine_survives_clients_that_leave(built: Build, tmp_path: Path) -> None:
+    """Issue #10810: with log-probabilities it crashes when a running request is aborted."""
+    config = compiled(build_config__gather_generation_logits=True)
+    engine = built(folder=fill(tmp_path / "compiled", config, RANKS), num_shard=2, step_ms=2, log=tmp_path / "log")
+    admit(engine, 0, 60, logprobs=SCORED)
+    admit(engine, 1, 2000)
+    until_tokens(engine, 1)
+    engine.apply(Orders(2, release=(0, 1)))
+    admit(engine, 2, 100, logprobs=SCORED)
+    run(engine)
+    ends = [(end["reason"], end["tokens"]) for end in read_log(tmp_path / "log").of("end")[1:]]
+    assert ("length", 60) in ends
+    assert sum(reason == "cancelled" for reason, _ in ends) == 1
+
+
+@pytest.mark.parametrize("version", ["1.3"], indirect=True)
+def test_a_scored_prompt_whose_client_leaves_stops_nobody(built: Build, tmp_path: Path) -> None:
+    engine = built(options="{max_num_tokens: 32}", prefill_us=2000, log=tmp_path / "log")
+    admit(engine, 0, 5, prompt=PROMPT * 5, logprobs=LogprobOptions(prompt=True))
+    until_submitted(tmp_path / "log", 1)
+    engine.apply(Orders(2, release=(0,)))
+    admit(engine, 1, 5)
+    run(engine)
+
+
+def test_requests_that_leave_in_the_engines_queue_leave_no_entries(built: Build, tmp_path: Path) -> None:
+    engine = built(max_batch_size=2, log=tmp_path / "log", step_ms=30)
+    for number in range(1, 6):  # the engine still has those of the round before
+        admit(engine, 0, 50)
+        admit(engine, 1, 50)
+        until_submitted(tmp_path / "log", 2 * number)
+        engine.apply(Orders(2, release=(0, 1)))
+    admit(engine, 0, 5)
+    run(engine)
+    ends = read_log(tmp_path / "log").ends
+    assert (ends["dropped"], read_log(tmp_path / "log").unfinished) == (0, set())
+
+
+def test_statistics_do_not_block_requests(built: Build, tmp_path: Path) -> None:
+    engine = built(log=tmp_path / "log", step_ms=5)
+    admit(engine, 0, 300)
+    run(engine)
+    assert engine.used_blocks or engine.queued == 0
+    assert read_log(tmp_path / "log").of("blocked") == []
+
+
+def test_attention_data_parallelism_counts_all_ranks(built: Build) -> None:
+    plain = built(max_batch_size=4, num_shard=2)
+    engine = built(max_batch_size=4, num_shard=2, options="{enable_attention_dp: true, max_seq_len: 2048}", step_ms=5)
+    assert (plain.info.max_slots, engine.info.max_slots) == (4, 8)
+    for slot in range(8):
+        admit(engine, slot, 200)
+    until_tokens(engine, 7)
+    assert engine.used_blocks % 2 == 0
+    engine.reset()
+
+
+def test_a_length_beyond_the_models_is_refused(built: Build, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="max_seq_len 4096 exceeds the model's 2048 positions"):
+        built(options="{max_seq_len: 4096}")
+    monkeypatch.setenv("TLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    if version == "1.3":
+        assert built(options="{max_seq_len: 4096}").info.max_sequence_length == 4096
+
+
+@pytest.mark.parametrize("asked", [None, "0"])
+def test_usage_is_not_reported_unless_the_operator_says_so(
+    built: Build, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | None
+) -> None:
+    monkeypatch.delenv("TRTLLM_NO_USAGE_STATS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TRTLLM_NO_USAGE_STATS", asked)
+    built(log=tmp_path / "log")
+    monkeypatch.delenv("TRTLLM_NO_USAGE_STATS")
+    assert bool(read_log(tmp_path / "log").of("usage")) is (version == "1.3" and asked == "0")
+
+
+@pytest.mark.parametrize("version", ["1.3"], indirect=True)
+def test_scored_prompts_are_bounded(built: Build, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "large", vocab_size=1 << 20, max_position_embeddings=4096)
+    engine = built(folder=folder)
+    scored = NewSequence(0, PROMPT * 60, Stopping(1), logprobs=LogprobOptions(prompt=True))
+    [failure] = engine.apply(Orders(1, admit=(scored,)))
+    assert failure.message == "the prompt has 1200 tokens, and log-probabilities are computed for at most 1024"
+    admit(engine, 0, 1, prompt=scored.prompt[:1000], logprobs=scored.logprobs)
+    run(engine)
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 9), True), ((9, 0), False)])
+def test_prompts_that_an_engine_would_never_start_are_refused(
+    built: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *, refused: bool
+) -> None:
+    """Multi-head latent attention computes prompts in chunks on some GPUs only; the option is silently ignored on others."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    engine = built(folder=model_folder(tmp_path / "mla", kv_lora_rank=512), options="{max_num_tokens: 64}")
+    failures = engine.apply(Orders(1, admit=(NewSequence(0, PROMPT * 5, Stopping(1)),)))
+    assert ["computes at most 64" in failure.message for failure in failures] == [True] * refused
+    engine.reset()
+
+
+REFUSED = {
+    "cache_transceiver_config: {}": "cache_transceiver_config is not set here: prefill and decoding are not split",
+    "orchestrator_type: ray": "orchestrator_type is not set here: the launcher chooses the GPUs",
+    "gpus_per_node: 4": "gpus_per_node is not set here: the launcher chooses the GPUs",
+    "mm_encoder_only: true": "mm_encoder_only is not set here: the server generates text",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_options_without_effect_are_refused(built: Build, text: str) -> None:
+    with pytest.raises(EngineError, match=REFUSED[text]):
+        built(options=text)
+
+
+def test_events_that_nobody_reads_are_refused_where_they_pile_up(built: Build, version: str) -> None:
+    options = "kv_cache_config: {event_buffer_max_size: 64}"
+    if version == "1.3":
+        built(options=options)
+    else:
+        with pytest.raises(EngineError, match="event_buffer_max_size needs TensorRT-LLM 1"):
+            built(options=options)
+
+
+def test_an_error_of_the_guided_decoder_names_the_way_out(built: Build, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "slow")
+    (folder / "tokenizer.json").write_text(json.dumps({"model": CONFIG}))
+    with pytest.raises(EngineError, match="without grammars: --trtllm-options 'guided_decoding_backend: null'"):
+        built(folder=folder)
+    engine = built(folder=folder, options="{guided_decoding_backend: null}")
+    assert replace(engine.info).grammar_kinds == ()
