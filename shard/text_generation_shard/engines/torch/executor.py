@@ -73,8 +73,8 @@ class Executor(Protocol):
         """Return the usable memory minus the peak since `begin_measuring`, in bytes."""
         ...
 
-    def ready(self) -> None:
-        """Prepare what depends on the final size of the KV cache."""
+    def ready(self, max_tokens: int | None = None) -> None:
+        """Prepare what depends on the final size of the KV cache; if given, only for steps of at most `max_tokens` tokens."""
         ...
 
     def is_broken_by(self, error: Exception) -> bool:

@@ -81,7 +81,7 @@ class CpuExecutor:
     def spare_bytes(self) -> int:
         return int(total_memory() * self._memory_fraction) - peak_memory()
 
-    def ready(self) -> None:
+    def ready(self, max_tokens: int | None = None) -> None:
         """Nothing to prepare."""
 
     def is_broken_by(self, error: Exception) -> bool:

@@ -93,9 +93,9 @@ class CudaExecutor:
         spare = spare_bytes(self._runner, self._memory)
         return spare if self._group.tp.world_size == 1 else min([spare, *self._group.leader.gather()])
 
-    def ready(self) -> None:
+    def ready(self, max_tokens: int | None = None) -> None:
         self._broadcast(WorkerCommand.READY)
-        self._runner.capture()
+        self._runner.capture(max_tokens=max_tokens)
 
     def is_broken_by(self, error: Exception) -> bool:
         """Return True for any error in a group, whose ranks no longer agree, and for an error of the device itself."""

@@ -67,8 +67,11 @@ class Runner:
         self._tables[self._max_slots] = num_blocks
 
     @torch.inference_mode()
-    def capture(self, *, only_largest: bool = False) -> int:
-        """Capture the graphs, on CUDA; returns the memory weight of a full set, in whole-step graphs."""
+    def capture(self, *, only_largest: bool = False, max_tokens: int | None = None) -> int:
+        """Capture the graphs, on CUDA; returns the memory weight of a full set, in whole-step graphs.
+
+        With `max_tokens`, only those of at most so many tokens.
+        """
         if self._device.type != "cuda":
             return 0
         self.drop_graphs()
@@ -77,11 +80,13 @@ class Runner:
         # The decode graphs share one logits buffer: one per graph would take gigabytes.
         run = partial(self._run, logits=self._model.logits_memory(self._max_slots))
         self.graphs = DecodeGraphs(self._max_slots, self._max_slots, dummy_update, run)
-        self.graphs.capture(pool, only_largest=only_largest)
-        pieces = self.capture_pieces(pool, only_largest=only_largest)
+        self.graphs.capture(pool, only_largest=only_largest, max_tokens=max_tokens)
+        pieces = self.capture_pieces(pool, only_largest=only_largest, max_tokens=max_tokens)
         return len(self.graphs) + (0 if pieces is None else len(pieces))
 
-    def capture_pieces(self, recorder: GraphRecorder, *, only_largest: bool = False) -> PiecewiseGraphs | None:
+    def capture_pieces(
+        self, recorder: GraphRecorder, *, only_largest: bool = False, max_tokens: int | None = None
+    ) -> PiecewiseGraphs | None:
         """Capture the pieces of the model; later steps with chunks use them where a capture size fits.
 
         Returns None for a model that cannot be cut at attention.
@@ -90,7 +95,7 @@ class Runner:
         if forward is None:
             return None
         self._piecewise = PiecewiseGraphs(forward, self._context, self._max_slots)
-        self._piecewise.record(recorder, only_largest=only_largest)
+        self._piecewise.record(recorder, only_largest=only_largest, max_tokens=max_tokens)
         return self._piecewise
 
     def drop_graphs(self) -> None:

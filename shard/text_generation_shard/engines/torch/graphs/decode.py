@@ -113,11 +113,15 @@ class DecodeGraphs:
                 return padding if padding.tokens in self._graphs else None
         return None
 
-    def capture(self, pool: GraphPool, *, only_largest: bool = False) -> None:
-        """Capture all sizes, or only the largest to measure its memory. The largest comes first: the others reuse its
-        memory."""
+    def capture(self, pool: GraphPool, *, only_largest: bool = False, max_tokens: int | None = None) -> None:
+        """Capture all sizes, those up to `max_tokens`, or only the largest to measure its memory.
+
+        The largest comes first: the others reuse its memory.
+        """
         paddings: Iterable[Padding] = reversed(self._paddings)
         for padding in [self._paddings[-1]] if only_largest else paddings:
+            if max_tokens is not None and padding.tokens > max_tokens:
+                continue
             plan = StepPlan.dummy(padding)
             numbers = torch.from_numpy(plan.numbers).cuda()
             replay, output = pool.record(partial(self._run, plan, numbers))

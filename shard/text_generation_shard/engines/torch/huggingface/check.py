@@ -2,7 +2,7 @@
 
 A model may compute attention or mix its tokens in ways that our interfaces do not see. Two random sequences run in chunks in
 one batch, and then decode, as in service; the logits must be those of the model alone with each sequence. Sliding windows are
-made small for it, so that they matter within so few tokens.
+made small for it, so that they matter within so few tokens. On a GPU the steps use the graphs of their sizes.
 
 In a group, all ranks check at the same time, each with the executor of a single rank: the collectives are in the model.
 """
@@ -97,6 +97,7 @@ def _served_logits(model: TransformersModel, executor: Executor, ids: Tensor, gr
     """Return the logits [sequences, tokens, vocabulary] that an executor computes chunk by chunk."""
     blocks = TOKENS // BLOCK_SIZE
     executor.allocate(len(ids) * blocks)
+    executor.ready(max_tokens=TOKENS)
     sequences = [
         step.Sequence.admit(
             NewSequence(
