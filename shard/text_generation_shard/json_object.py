@@ -29,8 +29,36 @@ MAX_COUNTS: Mapping[str, int] = {
 }
 """Limits of the sizes of a model, each at least four times that of the largest model known (positions: 1.6 times). A separate
 check compares the weights that all sizes describe with the memory."""
-MAX_NUMBER = 1e15
-"""Limit of a number that is no size, such as rope_theta."""
+MAX_NUMBER = 1e12
+"""Limit of a number that is no size."""
+NUMBERS: Mapping[str, tuple[float, float]] = {
+    "rms_norm_eps": (1e-12, 0.1),
+    "attention_multiplier": (1e-6, 1e6),
+    "embedding_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "logits_scaling": (1e-6, 1e6),
+    "query_pre_attn_scalar": (1, 1e6),
+    "attn_logit_softcapping": (0.01, 1e6),
+    "final_logit_softcapping": (0.01, 1e6),
+    "swiglu_alpha": (0.01, 100),
+    "swiglu_limit": (0.01, 1e6),
+    "rope_theta": (2, MAX_NUMBER),
+    "rope_local_base_freq": (2, MAX_NUMBER),
+    "partial_rotary_factor": (0.01, 1),
+    "factor": (1, 1e6),
+    "low_freq_factor": (0.01, 1e6),
+    "high_freq_factor": (0.01, 1e6),
+    "beta_fast": (0.01, 1e6),
+    "beta_slow": (0.01, 1e6),
+    "attention_factor": (0.01, 100),
+    "mscale": (0.01, 100),
+    "mscale_all_dim": (0.01, 100),
+    "llama_4_scaling_beta": (1e-6, 100),
+    "short_factor": (0.01, 1e6),
+    "long_factor": (0.01, 1e6),
+}
+"""Least and most of the numbers of a model that are no sizes, or of each number in a list: far outside those of the models
+known. Beyond them, the results are no numbers, or the same at every position."""
 MAX_END_TOKENS = 256
 """Limit of the EOS tokens of a model: they are sent with every sequence."""
 
@@ -105,12 +133,21 @@ class JsonObject:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return the number at `key`, above 0 and at most MAX_NUMBER."""
-        value = self.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-            raise self._type_error(key, f"a number above 0, at most {MAX_NUMBER:.0e}", value)
+        """Return the number at `key`, in its range."""
+        value, (least, most) = self.get(key), NUMBERS[key]
+        if value is None and default is not None:
+            return default
+        if not _is_number(value, least, most):
+            raise self._type_error(key, f"a number from {least:g} to {most:g}")
         return float(value)
+
+    def numbers(self, key: str, longest: int) -> tuple[float, ...]:
+        """Return the list of numbers at `key`, each in the range of `key`; it has one number at least."""
+        values, (least, most) = self.get(key), NUMBERS[key]
+        valid = isinstance(values, list) and 0 < len(values) <= longest
+        if not valid or not all(_is_number(value, least, most) for value in values):
+            raise self._type_error(key, f"a list of 1 to {longest} numbers from {least:g} to {most:g}")
+        return tuple(map(float, values))
 
     def is_null(self, key: str) -> bool:
         """Return True if the key is present and null."""
@@ -148,3 +185,7 @@ class JsonObject:
     def _type_error(self, key: str, wanted: str, value: object = None) -> EngineError:
         value, name = self.get(key) if value is None else value, f"{self._within}{key}"
         return self.error(f"{name} is missing" if value is None else f"{name} is {shortened(value)}, not {wanted}")
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo, Scheduling
+from text_generation_shard.engines.torch.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE, CacheShape
@@ -38,6 +40,10 @@ CUDA_PREFILL_TOKENS = (1024, 8192)
 CUDA_CHUNK_PRODUCTS = 16e12
 """Multiplications per chunk, about 50 ms on a Hopper GPU: long enough to amortize a launch, short enough not to delay decoding.
 Measured on an H200, an 8B model is served faster with 2,048 tokens than with 4,096 or 1,024."""
+
+
+MAX_WEIGHTS_PER_BYTE = (1.0, 8.0)
+"""Without and with quantization: twice as many as in float16, and as with 2 bits for a weight."""
 
 
 class ModelDescription(Protocol):
@@ -78,6 +84,7 @@ def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine
     device = choose_device(config.device)
     dtype = config.dtype or model_config.dtype
     check_memory(model_config, getattr(torch, dtype).itemsize, device, config.world_size)
+    check_checkpoint(config, model_config)
     grammars = load_grammars(config.model_path, model_config.eos_token_ids) if config.rank == 0 else None
     info = engine_info(config, model_config, device, grammars)
     if device.type == "cuda" or config.world_size > 1:
@@ -116,6 +123,21 @@ def check_memory(config: ModelDescription, itemsize: int, device: torch.device, 
         raise EngineError(
             f"config.json describes weights of {weights / 2**30:,.1f} GiB, and there are only {memory / 2**30:,.1f} GiB "
             f"of memory on {f'{ranks} × {device}' if on_cuda else 'this machine'}"
+        )
+
+
+def check_checkpoint(config: ShardConfig, model_config: ModelDescription) -> None:
+    """Raise EngineError if config.json describes a far larger model than the files hold, before memory for it is allocated.
+
+    A smaller difference is found by the loader, which names the tensor.
+    """
+    if config.load_format == "dummy":
+        return
+    weights = model_config.projection_weights + model_config.embedding_weights
+    nbytes = Checkpoint(Path(config.model_path)).nbytes
+    if weights > nbytes * MAX_WEIGHTS_PER_BYTE[model_config.quantization is not None]:
+        raise EngineError(
+            f"{config.model_path}: config.json describes {weights:,} weights, and the checkpoint has only {nbytes:,} bytes"
         )
 
 

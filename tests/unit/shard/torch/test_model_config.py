@@ -176,7 +176,7 @@ def test_eos_ids_come_from_generation_config_else_config(
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
-        ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', not a number above 0"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny', not a number from 1e-12 to 0.1"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', not true or false"),
         ({"dtype": "int8"}, "dtype 'int8'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
@@ -187,6 +187,14 @@ def test_eos_ids_come_from_generation_config_else_config(
         ({"rope_parameters": {"full_attention": [1]}}, "must hold an object for each kind"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', not a token id"),
+        ({"max_position_embeddings": 1}, "no room for a new token"),
+        ({"rope_theta": 1.0000000001}, "rope_theta is 1.0000000001, not a number from 2 to 1e+12"),
+        ({"rope_scaling": YARN | {"factor": 1e-9}}, "factor is 1e-09, not a number from 1 to 1e+06"),
+        ({"rope_scaling": YARN | {"truncate": 0}}, "truncate is 0, not true or false"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor 4 is not below high_freq_factor 4"),
+        ({"rope_parameters": []}, "rope_parameters must be an object"),
+        (of("phi3", rope_scaling={"type": "su", "short_factor": [True]}), "short_factor is [True], not a list of 1 to"),
+        (of("smollm3", no_rope_layers=[1, 0, 1, None]), "no_rope_layers must have 4 whole numbers"),
         (of("glm", head_dim=8, partial_rotary_factor=0.4), "rotates 3 of 8 dimensions, an odd number"),
         (of("gemma3_text", use_bidirectional_attention=True), "attention to earlier tokens only"),
         (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types must name 4 layers"),
@@ -227,7 +235,7 @@ REQUIRED = {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: str) -> None:
     """Without its optional fields, a config reads as with the values that transformers gives them."""
-    required = REQUIRED | ({"rope_parameters"} if model_type == "ministral3" else set())
+    required = set(REQUIRED)
     if FAMILIES[model_type].vocab_size is not None:
         required -= {"vocab_size", "num_attention_heads", "max_position_embeddings"}
     reference = AutoConfig.for_model(model_type)
@@ -237,6 +245,12 @@ def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: st
     expected = read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({key: given[key] for key in required if key in given}))
     assert read_model_config(tmp_path) == expected
+
+
+def test_a_checkpoint_with_an_output_layer_of_its_own_is_not_tied(tmp_path: Path) -> None:
+    for head, ties in ((torch.ones(20, 4), True), (torch.zeros(20, 4), False)):
+        save_file({"model.embed_tokens.weight": torch.ones(20, 4), "lm_head.weight": head}, tmp_path / "a.safetensors")
+        assert read(tmp_path, {"tie_word_embeddings": True}).tie_word_embeddings is ties
 
 
 @pytest.mark.parametrize("prefix", ["language_model.lm_head", "lm_head"])

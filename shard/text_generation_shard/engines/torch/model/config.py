@@ -28,6 +28,7 @@ log = structlog.get_logger()
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 USE_WINDOW = "use_sliding_window"
+HEADS = ("lm_head.weight", "model.embed_tokens.weight")
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -165,7 +166,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         norms=family.norms,
         ropes=ropes,
         max_sequence_length=_max_sequence_length(raw, family, ropes),
-        tie_word_embeddings=raw.flag("tie_word_embeddings", default=family.tie_word_embeddings),
+        tie_word_embeddings=_ties(raw, family),
         qkv_bias=_flag(raw, family.qkv_bias),
         output_bias=_flag(raw, family.output_bias),
         mlp_bias=_flag(raw, family.mlp_bias),
@@ -214,6 +215,21 @@ def _shares_head(raw: JsonObject, wrapper: Wrapper) -> bool:
     from text_generation_shard.engines.torch.checkpoint import Checkpoint  # imports PyTorch
 
     return "lm_head.weight" not in Checkpoint(folder, text_only=True)
+
+
+def _ties(raw: JsonObject, family: Family) -> bool:
+    """Return tie_word_embeddings, unless the checkpoint has another output layer: transformers uses that one then."""
+    ties, folder = raw.flag("tie_word_embeddings", default=family.tie_word_embeddings), raw.path.parent
+    if not ties or not any(folder.glob("*.safetensors")):
+        return ties
+    from text_generation_shard.engines.torch.checkpoint import Checkpoint  # imports PyTorch
+
+    checkpoint = Checkpoint(folder, text_only=True)
+    if not all(name in checkpoint for name in HEADS):
+        return True
+    head, embedding = (checkpoint.map([name])[name] for name in HEADS)
+    # A few rows tell copies from others.
+    return head.shape == embedding.shape and bool((head[:16] == embedding[:16]).all())
 
 
 def _quantization(folder: Path, raw: JsonObject, asked: str | None) -> Scheme | None:
@@ -285,6 +301,8 @@ def _max_sequence_length(raw: JsonObject, family: Family, ropes: tuple[Rope, ...
     max_positions = raw.count("max_position_embeddings", family.max_positions)
     yarn = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.type == "yarn"]
     length = max([max_positions, *yarn])
+    if length == 1:
+        raise raw.error("max_position_embeddings is 1: there is no room for a new token")
     if length > MAX_COUNTS["max_position_embeddings"]:
         raise raw.error(f"YaRN extends the sequences to {length} positions, more than any model has")
     return length

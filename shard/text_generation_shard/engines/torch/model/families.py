@@ -132,7 +132,20 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", num_kv_heads=8, windows="all layers", window=4096),
     "ministral": Family("MinistralForCausalLM", num_kv_heads=8, windows="layer_types", window=4096),
     "ministral3": Family(
-        "Ministral3ForCausalLM", num_kv_heads=8, head_dim=128, rms_norm_eps=1e-5, windows="all layers"
+        "Ministral3ForCausalLM",
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+        rope=(
+            ("rope_type", "yarn"),
+            ("factor", 16.0),
+            ("original_max_position_embeddings", 16384),
+            ("mscale", 1.0),
+            ("mscale_all_dim", 1.0),
+            ("llama_4_scaling_beta", 0.1),
+        ),
+        windows="all layers",
     ),
     "qwen2": Family("Qwen2ForCausalLM", num_kv_heads=32, qkv_bias=True, windows="use_sliding_window", window=4096),
     "qwen3": Family(

@@ -56,7 +56,7 @@ NO_ROPE = Rope("default", 1.0, partial=0.0)
 def read_ropes(raw: JsonObject, family: Family, windows: tuple[int | None, ...]) -> tuple[Rope, ...]:
     """Return the rotation of each layer. `windows` are the sliding windows of the layers."""
     max_positions = raw.count("max_position_embeddings", family.max_positions)
-    given = raw.get("rope_scaling") or raw.get("rope_parameters") or dict(family.rope)
+    given = next((raw.get(key) for key in ("rope_scaling", "rope_parameters") if key in raw), dict(family.rope))
     if not isinstance(given, dict):
         raise raw.error("rope_parameters must be an object")
     ropes = _by_kind(raw, family, given, max_positions)
@@ -70,7 +70,7 @@ def read_ropes(raw: JsonObject, family: Family, windows: tuple[int | None, ...])
 def _by_kind(raw: JsonObject, family: Family, given: Mapping[str, Any], max_positions: int) -> dict[str, Rope]:
     """Return the rotation of layers without and with a window."""
     if FULL in given or SLIDING in given:
-        full, sliding = given.get(FULL) or {}, given.get(SLIDING) or {}
+        full, sliding = ({} if given.get(kind) is None else given[kind] for kind in (FULL, SLIDING))
         if not isinstance(full, dict) or not isinstance(sliding, dict):
             raise raw.error("rope_parameters must hold an object for each kind of layers")
     else:
@@ -98,10 +98,9 @@ def _read_rope(
         )
     inner = JsonObject(raw.path, given, advice=f"; rope type {kind!r} needs it")
     number = inner.number
-    if (theta := number("rope_theta", default_theta)) <= 1:
-        raise raw.error(f"rope_theta is {theta}, not above 1")
+    theta = number("rope_theta", default_theta)
     partial = number("partial_rotary_factor", raw.number("partial_rotary_factor", family.partial_rotary or 1.0))
-    if partial > 1 or (partial != 1 and family.partial_rotary is None):
+    if partial != 1 and family.partial_rotary is None:
         raise raw.error(f"partial_rotary_factor {partial:g} is not supported")
     common: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": family.interleaved_rotary}
     if kind == "default":
@@ -115,44 +114,37 @@ def _read_rope(
         # As in vLLM: one set of factors for all lengths, so that keys can be cached.
         if original == 1:
             raise raw.error(f"{key} is 1: longrope divides by its logarithm")
-        name = "long_factor" if max_positions > original else "short_factor"
+        factors = {name: inner.numbers(name, MAX_FACTORS) for name in ("short_factor", "long_factor")}
         return Rope(
             kind,
             **common,
             factor=number("factor", max_positions / original),
-            attention_factor=number("attention_factor") if given.get("attention_factor") else None,
-            factors=_factors(raw, name, given.get(name)),
+            attention_factor=_optional(inner, "attention_factor"),
+            factors=factors["long_factor" if max_positions > original else "short_factor"],
         )
     if kind == "llama3":
-        return Rope(
-            kind,
-            **common,
-            factor=number("factor"),
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
-        )
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise raw.error(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+        return Rope(kind, **common, factor=number("factor"), low_freq_factor=low, high_freq_factor=high)
     return Rope(
         kind,
         **common,
         factor=number("factor", max_positions / original),
         beta_fast=number("beta_fast", 32.0),
         beta_slow=number("beta_slow", 1.0),
-        attention_factor=None if given.get("attention_factor") is None else number("attention_factor"),
-        mscale=number("mscale") if given.get("mscale") else 0.0,
-        mscale_all_dim=number("mscale_all_dim") if given.get("mscale_all_dim") else 0.0,
-        truncate=given.get("truncate") is not False,
-        query_beta=number("llama_4_scaling_beta") if given.get("llama_4_scaling_beta") else 0.0,
+        attention_factor=_optional(inner, "attention_factor"),
+        mscale=_optional(inner, "mscale") or 0.0,
+        mscale_all_dim=_optional(inner, "mscale_all_dim") or 0.0,
+        truncate=inner.flag("truncate", default=not inner.is_null("truncate")),
+        query_beta=_optional(inner, "llama_4_scaling_beta") or 0.0,
     )
 
 
-def _factors(raw: JsonObject, name: str, given: object) -> tuple[float, ...]:
-    if (
-        not isinstance(given, list)
-        or not 0 < len(given) <= MAX_FACTORS
-        or not all(isinstance(value, int | float) and value > 0 for value in given)
-    ):
-        raise raw.error(f"{name} must be a list of numbers above 0")
-    return tuple(map(float, given))
+def _optional(inner: JsonObject, key: str) -> float | None:
+    """Return the number at `key`; None if it is missing, or 0, which switches off what it describes."""
+    value = inner.get(key)
+    return None if value is None or (value == 0 and not isinstance(value, bool)) else inner.number(key)
 
 
 def rotated_layers(raw: JsonObject, family: Family, num_layers: int) -> list[bool]:
@@ -163,7 +155,7 @@ def rotated_layers(raw: JsonObject, family: Family, num_layers: int) -> list[boo
     if given is None:
         interval = raw.count("no_rope_layer_interval", family.no_rope_interval)
         return [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    if not isinstance(given, list) or len(given) != num_layers:
-        raise raw.error(f"no_rope_layers must have {num_layers} numbers")
+    if not isinstance(given, list) or len(given) != num_layers or not all(type(value) is int for value in given):
+        raise raw.error(f"no_rope_layers must have {num_layers} whole numbers")
     # A 1 says that the layer has a rotation.
     return [bool(value) for value in given]
