@@ -6,7 +6,7 @@ import copy
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from engine_driver import Driver
@@ -24,7 +24,7 @@ from tiny_checkpoint import (
 from tiny_quantized import FORMATS, quantized_model
 
 from text_generation_proto.values import WarmUpLimits
-from text_generation_shard.config import ShardConfig
+from text_generation_shard.config import Quantize, ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines import build_engine
 from text_generation_shard.engines.torch.model.config import read_model_config
@@ -34,7 +34,7 @@ from text_generation_shard.engines.torch.quantization.formats.float4 import Mxfp
 from text_generation_shard.engines.torch.quantization.formats.float8 import Fp8BlockFormat, Fp8Format
 from text_generation_shard.engines.torch.quantization.formats.gptq import GptqFormat
 from text_generation_shard.engines.torch.quantization.formats.packed_integers import Int8Format, PackedIntegerFormat
-from text_generation_shard.engines.torch.quantization.schemes import read_scheme
+from text_generation_shard.engines.torch.quantization.schemes import online_fp8, read_scheme
 
 GROUP = COMPRESSED_DYNAMIC["config_groups"]["group_0"]
 STATIC = {"input_activations": ACTIVATIONS | {"strategy": "tensor", "dynamic": False}}
@@ -181,27 +181,29 @@ def test_an_expression_that_matches_for_ever_ends_the_start_in_one_line() -> Non
         scheme.format_of("model.layers.0.self_attention_of_a_long_name.down_projection")
 
 
-@pytest.mark.parametrize(
-    ("found", "asked", "refusal"),
-    [
-        (GPTQ, "gptq", None),
-        (COMPRESSED_DYNAMIC, "compressed-tensors", None),
-        (COMPRESSED_DYNAMIC, "fp8", None),
-        (compressed(weights=INT4), "fp8", "--quantize fp8: the checkpoint is quantized as compressed-tensors"),
-        (GPTQ, "awq", "--quantize awq: the checkpoint is quantized as gptq"),
-        (None, "gptq", "--quantize gptq: the checkpoint is not quantized, only fp8 is done at load time"),
-        (None, "bitsandbytes-nf4", "--quantize bitsandbytes-nf4: the checkpoint is not quantized"),
-    ],
-)
-def test_the_flag_must_agree_with_the_checkpoint(
-    tmp_path: Path, found: dict[str, Any] | None, asked: str, refusal: str | None
-) -> None:
-    folder = write(tmp_path, {"quantization_config": found})
-    if refusal is None:
-        assert read_model_config(folder, asked) == read_model_config(folder)
-    else:
-        with pytest.raises(EngineError, match=re.escape(f"config.json: {refusal}")):
-            read_model_config(folder, asked)
+SERVED = {name: config for name, (config, _) in FORMATS.items()} | {"compressed-tensors, fp8": COMPRESSED_DYNAMIC}
+NOT_SERVED = {"bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True}, "exl2": {"quant_method": "exl2"}}
+
+
+@pytest.mark.parametrize("asked", get_args(Quantize))
+def test_each_value_of_the_flag_is_served_or_refused_by_name(tmp_path: Path, asked: str) -> None:
+    for kind, found in {"no quantization": None, **SERVED, **NOT_SERVED}.items():
+        folder = write(tmp_path, {"quantization_config": found})
+        if asked in kind.split(", "):
+            words = f"({asked}) are not supported" if kind in NOT_SERVED else ""
+        elif found is None:
+            words = "" if asked == "fp8" else f"--quantize {asked}: the checkpoint is not quantized, only fp8 is done"
+        elif kind in NOT_SERVED:
+            words = f"({kind}) are not supported"
+        else:
+            words = f"--quantize {asked}: the checkpoint is quantized as {found['quant_method']}"
+        if words:
+            with pytest.raises(EngineError, match=re.escape(words)):
+                read_model_config(folder, asked)
+        elif found is None:
+            assert read_model_config(folder, asked).quantization == online_fp8()
+        else:
+            assert read_model_config(folder, asked) == read_model_config(folder)
 
 
 def write(folder: Path, config: dict[str, Any], modelopt: dict[str, Any] | None = None) -> Path:
