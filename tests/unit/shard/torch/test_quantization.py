@@ -122,6 +122,7 @@ def test_groups_of_compressed_tensors_have_their_own_modules() -> None:
         (AWQ | {"version": "gemv"}, "awq: version gemv"),
         (AWQ | {"bits": 8}, "awq: weights of 8 bits"),
         ({"quant_method": "compressed-tensors"}, "config_groups must be an object"),
+        (COMPRESSED_DYNAMIC | {"config_groups": dict.fromkeys("abcdefghijklmnopq", GROUP)}, "of 1 to 16 groups"),
         (COMPRESSED_DYNAMIC | {"config_groups": {"a": {"weights": INT4}}}, "without targets"),
         (COMPRESSED_DYNAMIC | {"format": "marlin-24"}, "format marlin-24"),
         (COMPRESSED_DYNAMIC | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),

@@ -36,6 +36,8 @@ IntegerFormat = GptqFormat | AwqFormat | PackedIntegerFormat
 INTEGER_FORMATS = (GptqFormat, AwqFormat, PackedIntegerFormat)
 MAX_ROWS, MAX_COPIED = 96, 1 << 25
 """Rows from which on a dequantized copy is faster, for weights of at most MAX_COPIED values; larger ones have no copy."""
+FREE_FOR_CACHE = 0.5
+"""Share of the device's memory that copies for our own kernel leave free."""
 INVARIANT = json.dumps({"use_batch_invariant": True})
 """The option that makes a row of a result independent of the other rows: half as fast at one row, so only measured."""
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 64, 32
@@ -122,7 +124,7 @@ class HummingLinear:
         zeros = layer.zero_point.data if hasattr(layer, "zero_point") else None
         if layer.shape_n * layer.shape_k <= MAX_COPIED:
             self._dense = dense_weight(self._weights, self.weight, scales, zeros).to(layer.torch_dtype)
-        if isinstance(self._weights, INTEGER_FORMATS):
+        if isinstance(self._weights, INTEGER_FORMATS) and has_room(self.weight.device):
             points = None if zeros is None else unpacked(zeros, self._bits, 0)
             self.matvec_weight = PackedWeight.of(self.weight, scales, points, self._bits)
         self._layer.transform()
@@ -174,6 +176,12 @@ class HummingLinear:
             )
             for projection, rows in zip(self.projections, torch.split(fused, lengths), strict=True)
         }
+
+
+def has_room(device: torch.device) -> bool:
+    """Return True if there is memory for further copies of weights: the KV cache needs the rest."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free >= FREE_FOR_CACHE * total
 
 
 def packed_codes(weights: WeightFormat, tensors: Mapping[str, Tensor], rows: slice, columns: slice) -> Tensor:
