@@ -237,6 +237,11 @@ model that it would compute wrongly. Served is any decoder that passes; checked 
 are these: a random checkpoint gives the logprobs of transformers' eager attention (relative error at most 1e-5, float32, CPU) and
 its greedy tokens; alone, together, in chunks, preempted, with a reused prefix.
 
+On a GPU, the start compares each layer with that of the native decoder, in float32 on random input. If all layers compute the
+same (a norm, attention and an addition, then a norm, an MLP and an addition; outputs may be normed; an MLP or experts of another
+kind stay those of transformers), the model runs in the native decoder with the weights of the library, as fast as a native one.
+Else the log says why (`the layers run in transformers`), and norms, rotations and products that compute the same are replaced.
+
 | `model_type` | models | differences from Llama |
 |---|---|---|
 """

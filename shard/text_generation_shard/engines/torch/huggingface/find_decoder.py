@@ -66,8 +66,6 @@ def find_decoder(model: TransformersModel, max_sequence_length: int) -> LibraryD
     """Return the decoder that computes the same as `model`, which has been recorded; None if there is none."""
     try:
         return _Finder(model, max_sequence_length).find()
-    except torch.OutOfMemoryError:
-        raise
     except UnusualError as error:
         reason = str(error)
     except Exception as error:  # noqa: BLE001 – the code of a model may not take such inputs, and fail in many ways
