@@ -8,9 +8,11 @@ from pathlib import Path
 import grpc
 import pytest
 from byte_tokenizer import write_tokenizer
+from caching_echo import CachingEcho
 from gateway_server import ask, echo, serve_gateway, slow_echo
 
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
+from text_generation_shard.config import ShardConfig
 
 EOS = 9
 Guide = pb.GuidedDecodingParams
@@ -30,6 +32,17 @@ async def test_chunks_have_new_tokens_and_complete_has_all(tmp_path: Path) -> No
         assert not chunk.logprobs
     assert answer.request_ids == {"one"}
     assert (whole.chunks, list(whole.only.output_token_ids)) == ([], [5, 6, 5])
+
+
+async def test_adapters_and_cached_tokens(tmp_path: Path) -> None:
+    engine = CachingEcho.build(ShardConfig(lora_adapters="sql"))
+    engine.found = 2
+    async with serve_gateway(engine, tmp_path) as gateway:
+        answer = await gateway.stream(ask([5, 6, 7], 4, lora_config=pb.LoraConfig(task_id=1)))
+        whole = await gateway.stream(ask([5, 6, 7], 4, streaming=False))
+    assert (list(answer.only.output_token_ids), answer.only.cached_tokens) == ([7, 6, 5, 7], 2)
+    assert answer.chunks[-1].cached_tokens == 2
+    assert (list(whole.only.output_token_ids), whole.only.cached_tokens) == ([5, 6, 7, 5], 2)
 
 
 async def test_several_sequences_are_completed_in_order(tmp_path: Path) -> None:

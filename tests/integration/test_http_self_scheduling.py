@@ -9,11 +9,12 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from caching_echo import CachingEcho
 from http_stack import Stack, serve
 from sse_client import post
 
 from text_generation_shard.config import ShardConfig
-from text_generation_shard.engine import Engine, Failure, Orders, StepResult
+from text_generation_shard.engine import Engine, Failure, Orders
 from text_generation_shard.engines.echo import EchoEngine
 from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
@@ -104,24 +105,6 @@ async def test_a_constrained_answer_moves_only_where_the_engine_can_go_on_with_i
         await stack.assert_empty()
 
 
-class Caching(SelfSchedulingEcho):
-    """Reports, from the second token on, prompt tokens found in a prefix cache of its own."""
-
-    found = 0
-
-    def step(self) -> StepResult | None:
-        result = super().step()
-        for slot in self._begun.intersection(result.slots if result is not None else ()):
-            result.cached.append((slot, self.found))
-        self._begun.update(result.slots if result is not None else ())
-        self._begun.difference_update(slot for slot, _ in (result.finished if result is not None else ()))
-        return result
-
-    def reset(self) -> None:
-        super().reset()
-        self._begun: set[int] = set()
-
-
 async def told(stack: Stack, tenant: str, text: str = " one two" * 60) -> int:
     """Return the cached tokens that an answer of four tokens tells."""
     headers = {"x-llm-d-inference-fairness-id": tenant}
@@ -135,8 +118,8 @@ async def told(stack: Stack, tenant: str, text: str = " one two" * 60) -> int:
 
 
 async def test_cached_tokens_that_the_engine_finds_are_told_and_counted(demo_model: Path) -> None:
-    async with serve(demo_model, build=Caching.build) as stack:
-        assert isinstance(stack.engine, Caching)
+    async with serve(demo_model, build=CachingEcho.build) as stack:
+        assert isinstance(stack.engine, CachingEcho)
         assert await told(stack, "") == 0
         stack.engine.found = 77
         assert await told(stack, "") == 77
@@ -147,8 +130,8 @@ async def test_cached_tokens_that_the_engine_finds_are_told_and_counted(demo_mod
 
 
 async def test_tenants_that_share_the_engines_cache_learn_nothing_of_each_other(demo_model: Path) -> None:
-    async with serve(demo_model, build=Caching.build, settings={"prefix_cache_per_tenant": False}) as stack:
-        assert isinstance(stack.engine, Caching)
+    async with serve(demo_model, build=CachingEcho.build, settings={"prefix_cache_per_tenant": False}) as stack:
+        assert isinstance(stack.engine, CachingEcho)
         assert await told(stack, "acme") == 0
         stack.engine.found = 77
         body = {"inputs": " one two" * 60, "parameters": {"max_new_tokens": 4}}

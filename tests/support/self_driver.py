@@ -16,6 +16,8 @@ class SelfDriver(Driver):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine, num_blocks=0)
+        self.cached: list[tuple[int, int]] = []
+        """(slot, cached prompt tokens) of all results."""
 
     def admit(self, prompt: Sequence[int], new: int = 8, **admission: object) -> Stream:  # type: ignore[override]
         stream = super().admit(prompt, new, **admission | {"granted": 0})  # type: ignore[arg-type]
@@ -23,6 +25,7 @@ class SelfDriver(Driver):
         return stream
 
     def _record(self, result: StepResult) -> None:
+        self.cached += result.cached
         counts = result.token_counts or [1] * len(result.slots)
         slots = [slot for slot, count in zip(result.slots, counts, strict=True) for _ in range(count)]
         super()._record(replace(result, slots=slots, token_counts=[]))

@@ -88,7 +88,7 @@ class GenerateRequest(google.protobuf.message.Message):
 
     @property
     def lora_config(self) -> Global___LoraConfig:
-        """refused"""
+        """an adapter of --lora-adapters"""
 
     @property
     def prompt_tuning_config(self) -> Global___PromptTuningConfig:
@@ -433,8 +433,11 @@ class LoraConfig(google.protobuf.message.Message):
     WEIGHTS_FIELD_NUMBER: builtins.int
     CONFIG_JSON_FIELD_NUMBER: builtins.int
     task_id: builtins.int
+    """its place in --lora-adapters, from 1; 0: none"""
     weights: builtins.bytes
+    """refused"""
     config_json: builtins.str
+    """refused"""
     def __init__(
         self,
         *,
@@ -626,7 +629,7 @@ class GenerateStreamChunk(google.protobuf.message.Message):
     completion_tokens: builtins.int
     """of this sequence so far"""
     cached_tokens: builtins.int
-    """0: engines do not say"""
+    """of the prompt, as far as known; 0 with the first token"""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -676,7 +679,7 @@ class GenerateComplete(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     completion_tokens: builtins.int
     cached_tokens: builtins.int
-    """0: engines do not say"""
+    """of the prompt; 0 if the engine did not tell"""
     context_logits: builtins.bytes
     """not sent"""
     generation_logits: builtins.bytes

@@ -17,12 +17,12 @@ def build_engine(config: ShardConfig) -> Engine:
         from text_generation_shard.engines.echo_self import SelfSchedulingEcho
 
         return SelfSchedulingEcho.build(config) if config.echo_self_scheduling else EchoEngine.build(config)
-    if config.lora_adapters:
-        raise EngineError(f"--lora-adapters: the {name} engine does not serve LoRA adapters")
     if name == "tensorrt-llm":
         from text_generation_shard.engines.tensorrt_llm.build import build
 
         return build(config)
+    if config.lora_adapters:
+        raise EngineError("--lora-adapters: the torch engine does not serve LoRA adapters")
     if find_spec("torch") is None:
         raise EngineError("the torch engine needs PyTorch: pip install 'text-generation-trtllm[torch]'")
     if not config.model_path:

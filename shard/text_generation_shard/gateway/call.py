@@ -38,6 +38,8 @@ class SequenceOutput:
         self.tops: dict[int, TopTokens] = {}
         """By index among the tokens; only if requested."""
         self.prompt_scores: PromptScores | None = None
+        self.cached_tokens = 0
+        """Prompt tokens found in the engine's prefix cache, as far as it has told."""
         self.sendable = 0
         """Tokens that are certain to be part of the output: these may be sent."""
         self.sent = 0
@@ -163,6 +165,7 @@ class GatewayCall:
             sequence_index=output.index,
             prompt_tokens=len(self.request.prompt),
             completion_tokens=last,
+            cached_tokens=output.cached_tokens,
             logprobs=self._logprobs(output, first, last),
         )
         return pb.GenerateResponse(request_id=self.request.request_id, chunk=chunk)
@@ -175,6 +178,7 @@ class GatewayCall:
             finish_reason=output.finish_reason or "",
             prompt_tokens=len(self.request.prompt),
             completion_tokens=len(output.token_ids),
+            cached_tokens=output.cached_tokens,
             logprobs=self._logprobs(output, 0, len(output.token_ids)),
             prompt_logprobs=self._prompt_logprobs(),
         )

@@ -34,7 +34,6 @@ ANY_JSON = '{"type": ["object", "array"]}'
 _NO_BEAMS = "beam search is not served"
 _NO_TENSORS = "logits and hidden states are not sent"
 _UNSERVED = {
-    "lora_config": "adapters are not served",
     "prompt_tuning_config": "prompt tuning is not served",
     "multimodal_input": "prompts are of tokens alone",
     "kv_cache_retention": "what is cached is the engine's choice",
@@ -110,6 +109,7 @@ def read_request(request: pb.GenerateRequest, info: EngineInfo) -> GatewayReques
         logprobs=LogprobOptions(top_n or 0, prompt_top_n is not None, prompt_top_n or 0, top_n is not None),
         grammar=_grammar(request, info),
         cache_salt=str(request.cache_salt_id) if request.HasField("cache_salt_id") else "",
+        adapter=_adapter(request, info),
     )
     _check_supported(request, sequence, info)
     if problem := sequence_problem(sequence, info):
@@ -206,6 +206,18 @@ def _stopping(request: pb.GenerateRequest, info: EngineInfo, prompt_length: int)
         stop_token_ids=frozenset(request.stop_token_ids),
         min_new_tokens=min_tokens,
     )
+
+
+def _adapter(request: pb.GenerateRequest, info: EngineInfo) -> str:
+    """Return the name of the adapter whose place in --lora-adapters is the task's id, from 1; "" for 0."""
+    config = request.lora_config
+    if config.HasField("weights") or config.HasField("config_json"):
+        raise refused("lora_config.weights, lora_config.config_json are not supported: adapters are given at the start")
+    if not 0 <= config.task_id <= len(info.adapters):
+        raise refused(
+            f"lora_config.task_id is 0 to {len(info.adapters)}, the number of adapters. Given: {config.task_id}"
+        )
+    return info.adapters[config.task_id - 1] if config.task_id else ""
 
 
 def _stops(request: pb.GenerateRequest) -> tuple[str, ...]:

@@ -129,6 +129,9 @@ class SharedSession:
 
     def _deliver(self, report: StepResult) -> None:
         finished = dict(report.finished)
+        for slot, cached in report.cached:
+            if (output := self._running.get(slot)) is not None:
+                output.cached_tokens = cached
         for slot, token_ids, logprobs, tops in _by_slot(report):
             if (output := self._running.get(slot)) is not None:
                 output.add(token_ids, logprobs, tops, finished.get(slot))

@@ -22,14 +22,14 @@ from text_generation_shard.engines.tensorrt_llm import api
 REQUIRED = "(required)"
 USED = {
     "LLM.__init__": {"": "model skip_tokenizer_init tensor_parallel_size dtype"},
-    "LLM.generate_async": {"": "inputs sampling_params streaming cache_salt"},
+    "LLM.generate_async": {"": "inputs sampling_params streaming cache_salt lora_request"},
     "LLM.get_stats_async": {"": "timeout"},
     "LLM.shutdown": {},
     "LLM._check_health": {},
     "LLM.get_kv_cache_capacity": {},
     "TorchLlmArgs": {
         "": "max_batch_size max_num_tokens max_seq_len enable_chunked_prefill enable_iter_perf_stats load_format "
-        "guided_decoding_backend kv_cache_config scheduler_config cuda_graph_config",
+        "guided_decoding_backend kv_cache_config scheduler_config cuda_graph_config enable_lora lora_config",
         "1.2": "sampler_type",
     },
     "BaseLlmArgs": {"1.2": "pipeline_parallel_size context_parallel_size gather_generation_logits"},
@@ -43,10 +43,14 @@ USED = {
     },
     "GuidedDecodingParams": {"": "json regex grammar"},
     "Logprob": {"": "logprob rank"},
+    "LoraConfig": {
+        "": "lora_target_modules trtllm_modules_to_hf_modules max_lora_rank max_loras max_cpu_loras",
+    },
+    "LoRARequest": {"": "lora_name lora_int_id lora_path"},
     "public imports": {
         "": "tensorrt_llm.LLM tensorrt_llm.SamplingParams tensorrt_llm.llmapi.RequestError "
         "tensorrt_llm.llmapi.TorchLlmArgs tensorrt_llm.llmapi.GuidedDecodingParams tensorrt_llm.llmapi.KvCacheConfig "
-        "tensorrt_llm.llmapi.SchedulerConfig tensorrt_llm.llmapi.CudaGraphConfig",
+        "tensorrt_llm.llmapi.SchedulerConfig tensorrt_llm.llmapi.CudaGraphConfig tensorrt_llm.llmapi.LoRARequest",
         "1.2": "tensorrt_llm._tensorrt_engine.LLM tensorrt_llm.executor.utils.RequestError",
     },
 }

@@ -27,6 +27,8 @@ class RequestOutput(Protocol):
     """A request. Iterating yields the object itself after each update; leaving the iteration does not stop the request."""
 
     outputs: Sequence[CompletionOutput]
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache; 0 until a response tells it."""
 
     def abort(self) -> None:
         """Stop the request. If it waits in the engine's own queue, its iteration never ends."""

@@ -14,6 +14,7 @@ from typing import cast
 
 import structlog
 
+from text_generation_shard.adapters import read_adapters
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError, EngineInfo, Scheduling
 from text_generation_shard.engines.tensorrt_llm.api import LLM
@@ -28,6 +29,7 @@ from text_generation_shard.engines.tensorrt_llm.folder import (
     read_hugging_face_model,
 )
 from text_generation_shard.engines.tensorrt_llm.library import Library, explain, installed_version, load_library
+from text_generation_shard.engines.tensorrt_llm.lora import lora_requests
 from text_generation_shard.engines.tensorrt_llm.options import check_nested, check_options, read_options
 from text_generation_shard.engines.tensorrt_llm.parameters import MAX_LOGPROBS, Parameters
 
@@ -51,6 +53,7 @@ def build(config: ShardConfig) -> TensorRTEngine:
     options = read_options(config.trtllm_options) if config.trtllm_options else {}
     check_options(options, None)
     model = None if folder.kind is FolderKind.ENGINE else read_hugging_face_model(folder, options)
+    adapters = read_adapters(config) if model is not None else ()
     if "telemetry_config" not in options:
         os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")  # ≥ 1.3 reports usage to NVIDIA otherwise
     library = load_library()
@@ -58,9 +61,12 @@ def build(config: ShardConfig) -> TensorRTEngine:
     if model is None:
         construction = construct_compiled(config, folder, options)
     else:
-        construction = construct(config, library, model, options)
+        construction = construct(config, library, model, options, adapters)
     info = _info(config, construction, folder, model)
-    parameters = Parameters(library, construction.capabilities, info.vocab_size, info.eos_token_ids)
+    info = replace(info, adapters=tuple(adapter.name for adapter in adapters))
+    parameters = Parameters(
+        library, construction.capabilities, info.vocab_size, info.eos_token_ids, lora_requests(adapters)
+    )
     check_nested(options, keeps_events=not library.calls_workers)
     built = BuiltEngine(_build_llm(library, construction), library, parameters, info, construction.ranks)
     return TensorRTEngine(built, config.hang_timeout, FIRST_TOKEN_TIMEOUT_S)

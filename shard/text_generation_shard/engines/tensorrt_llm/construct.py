@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from text_generation_proto.values import GrammarKind
+from text_generation_shard.adapters import LoraAdapter
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, ModelFolder
 from text_generation_shard.engines.tensorrt_llm.library import Library
+from text_generation_shard.engines.tensorrt_llm.lora import lora_keywords
 from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, EngineCapabilities
 from text_generation_shard.engines.tensorrt_llm.speculation import NAME, Speculation, read_speculation
 
@@ -48,7 +50,11 @@ class Construction:
 
 
 def construct(
-    config: ShardConfig, library: Library, model: HuggingFaceModel, options: Mapping[str, object]
+    config: ShardConfig,
+    library: Library,
+    model: HuggingFaceModel,
+    options: Mapping[str, object],
+    adapters: Sequence[LoraAdapter] = (),
 ) -> Construction:
     """Return the construction of an engine for a Hugging Face folder. `options` are the operator's. Raises EngineError."""
     folder = Path(config.model_path)
@@ -80,6 +86,7 @@ def construct(
         "skip_tokenizer_init": grammar_backend is None,
         "dtype": config.dtype or "auto",
         **({NAME: speculation.argument} if speculation is not None else {}),
+        **lora_keywords(adapters, options),
     }
     kinds: tuple[GrammarKind, ...] = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
     if grammar_backend == "llguidance":
@@ -113,6 +120,8 @@ def construct_compiled(config: ShardConfig, folder: ModelFolder, options: Mappin
     """Return the construction for a folder of compiled engines, whose limits the build fixed. Raises EngineError."""
     built = folder.engine
     assert built is not None
+    if config.lora_adapters:
+        raise EngineError("--lora-adapters: compiled engines serve none: serve the Hugging Face checkpoint itself")
     if config.dtype not in (None, built.dtype):
         raise EngineError(f"--dtype {config.dtype}: the engines in {config.model_path} were built for {built.dtype}")
     if fixed := sorted(options.keys() & FIXED_BY_BUILD):

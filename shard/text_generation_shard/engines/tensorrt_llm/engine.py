@@ -98,7 +98,8 @@ class TensorRTEngine:
         self._watchdog.watch(find_workers())
         self._watchdog.start()
         try:
-            self._probe(first_token_timeout_s)
+            for adapter in ("", *built.info.adapters):
+                self._probe(first_token_timeout_s, adapter)
             self._watchdog.watch(find_workers())  # all of them exist now
             self._pool_blocks = self._measure_pool()
         except EngineBroken as error:
@@ -245,6 +246,8 @@ class TensorRTEngine:
                     result.logprobs += update.logprobs or [math.nan] * len(update.token_ids)
                 for index, (token_ids, logprobs) in enumerate(update.tops):
                     result.top_tokens.append(TopTokens(slot, index, token_ids, logprobs))
+            if update.cached_tokens:
+                result.cached.append((slot, update.cached_tokens))
             if update.prompt_scores is not None:
                 result.prompt_logprobs.append(update.prompt_scores)
             if update.is_end:
@@ -291,14 +294,14 @@ class TensorRTEngine:
             if self._broken_callback is not None:
                 self._broken_callback(reason)
 
-    def _probe(self, timeout_s: float) -> None:
+    def _probe(self, timeout_s: float, adapter: str = "") -> None:
         """Generate one token beside the running requests. Raises EngineBroken if it does not arrive in time."""
         token = min(self._info.vocab_size - 1, 1)
-        sequence = NewSequence(0, (token,) * 4, Stopping(1))
+        sequence = NewSequence(0, (token,) * 4, Stopping(1), adapter=adapter)
         self._began_at = time.monotonic()
         arguments = self._parameters.arguments(sequence)
         if (problem := self._requests.probe(arguments, timeout_s, lambda: self._broken)) is not None:
-            self._set_broken(problem)
+            self._set_broken(f"with the LoRA adapter {adapter}: {problem}" if adapter else problem)
         if self._broken is not None:
             raise EngineBroken(self._broken)
 

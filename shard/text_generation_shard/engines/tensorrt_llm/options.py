@@ -52,6 +52,7 @@ RESERVED: Mapping[str, str] = {
     "mm_encoder_only": "the server generates text",
     "encode_only": "the server generates text",
     "decoding_config": "use speculative_config",
+    "enable_lora": "use --lora-adapters",
 }
 """Options that the server sets itself → the flag to use instead, or the reason."""
 

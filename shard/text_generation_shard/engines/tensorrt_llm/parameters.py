@@ -20,6 +20,7 @@
     prompt logprobs              prompt_logprobs
     grammar                      guided_decoding
     cache_salt                   cache_salt
+    adapter                      lora_request
 
 `EngineCapabilities.unsupported` lists the parameters that the installed version would silently ignore, with the reason.
 """
@@ -27,8 +28,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -100,12 +103,19 @@ class Parameters:
     """Builds the arguments of `generate_async`. Each call makes a new SamplingParams, because the engine modifies it."""
 
     def __init__(
-        self, library: Library, capabilities: EngineCapabilities, vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        library: Library,
+        capabilities: EngineCapabilities,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        adapters: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
+        """`adapters`: the LoRARequest of each LoRA adapter."""
         self._library = library
         self._capabilities = capabilities
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
+        self._adapters = adapters
         self._salts = count()
 
     def problem(self, sequence: NewSequence) -> str | None:
@@ -162,6 +172,8 @@ class Parameters:
             arguments["cache_salt"] = f"scored-{next(self._salts)}"
         elif sequence.cache_salt:
             arguments["cache_salt"] = sequence.cache_salt
+        if sequence.adapter:
+            arguments["lora_request"] = self._adapters[sequence.adapter]
         return arguments
 
     def sampling(self, sequence: NewSequence) -> dict[str, Any]:

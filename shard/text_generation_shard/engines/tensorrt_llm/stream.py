@@ -34,6 +34,8 @@ class StreamUpdate:
     tops: list[tuple[tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
     """For each token, if requested: the most probable tokens and their log-probabilities, best first."""
     prompt_scores: PromptScores | None = None
+    cached_tokens: int = 0
+    """Prompt tokens found in the engine's prefix cache; 0 unless more are known than before."""
     finish: FinishReason | None = None
     failure: tuple[FailureCode, str] | None = None
 
@@ -43,6 +45,7 @@ class StreamUpdate:
         self.logprobs += later.logprobs
         self.tops += later.tops
         self.prompt_scores = self.prompt_scores or later.prompt_scores
+        self.cached_tokens = max(self.cached_tokens, later.cached_tokens)
         self.finish, self.failure = later.finish, later.failure
 
     @property
@@ -55,6 +58,7 @@ class Stream:
     """One request, from submission to end. `read` runs on the event loop; the engine's thread reads attributes."""
 
     __slots__ = (
+        "_cached",
         "_max_tokens",
         "_prompt_reported",
         "_reported",
@@ -82,6 +86,7 @@ class Stream:
         self.waiting = True
         """No token has arrived yet."""
         self._reported = 0
+        self._cached = 0
         self._max_tokens = sequence.stopping.max_new_tokens
         self._prompt_reported = not sequence.logprobs.prompt
         self._scored = sequence.logprobs.tokens or sequence.logprobs.top_n > 0
@@ -108,7 +113,12 @@ class Stream:
             self._read_end(update, completion.finish_reason, completion.stop_reason)
         self.ended = update.is_end
         self.ended_by_engine = completion.finish_reason is not None
-        return update if update.token_ids or update.is_end else None
+        if not update.token_ids and not update.is_end:
+            return None
+        # The first response may come by a shortcut that does not count them.
+        if (cached := getattr(output, "cached_tokens", 0) or 0) > self._cached:
+            self._cached = update.cached_tokens = cached
+        return update
 
     def fail(self, code: FailureCode, message: str) -> StreamUpdate | None:
         """End the stream with an error; None if it has already ended."""

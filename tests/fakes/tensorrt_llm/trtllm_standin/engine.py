@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from trtllm_standin.inspection import Recorder
+from trtllm_standin.prefix_cache import PrefixCache
 from trtllm_standin.release import Release
 from trtllm_standin.results import ErrorResponse, FinishReason, RequestOutput
 from trtllm_standin.sequences import RequestFault, Sequence, StepFault
@@ -39,6 +40,9 @@ class Limits:
     block_size: int
     ranks: int = 1
     """Attention data parallel ranks: each has its own batch and KV cache."""
+    reuses_blocks: bool = True
+    event_buffer: int = 0
+    """KV cache events that are kept until they are read; 0: none."""
 
 
 class Engine:
@@ -76,6 +80,7 @@ class Engine:
         """The items of this iteration."""
         self._loop: asyncio.AbstractEventLoop
         self._used_blocks = 0
+        self.prefixes = PrefixCache(limits.block_size, limits.event_buffer)
         self._iteration = 0
         self._is_stopping = False
         self._is_frozen = False
@@ -185,11 +190,14 @@ class Engine:
                     break  # the capacity scheduler stops at the first that does not fit
                 self._used_blocks += blocks
                 sequence.blocks = blocks
+                if self.limits.reuses_blocks:
+                    sequence.cached = sequence.prefilled = self.prefixes.match(sequence.root, sequence.prompt)
             chunk = min(len(sequence.prompt) - sequence.prefilled, budget)
             budget -= chunk
             sequence.prefilled += chunk
             if sequence.is_generating:
                 sampling.append(sequence)
+                self.prefixes.store(sequence.root, sequence.prompt)
         return sampling, limit - budget
 
     def _handle_cancels(self) -> bool:

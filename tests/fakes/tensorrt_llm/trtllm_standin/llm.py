@@ -14,6 +14,7 @@ from trtllm_standin.executor import GenerationExecutor
 from trtllm_standin.folder import read_json, read_model
 from trtllm_standin.guides import GuidedDecoder
 from trtllm_standin.inspection import Recorder, changed_fields
+from trtllm_standin.lora import LoraManager
 from trtllm_standin.release import Release
 from trtllm_standin.results import RequestError, RequestOutput
 from trtllm_standin.sequences import Sequence
@@ -50,6 +51,7 @@ class StandInLLM:
                 self.args.speculative_config, self.classes, by_type=self.release.types_speculation
             )
             self._limits = self._read_limits()
+            self._loras = LoraManager(self.args, self.release)
             backend, folder = self.args.guided_decoding_backend, Path(self.args.model)
             self._guided = None
             if backend is not None:
@@ -94,6 +96,8 @@ class StandInLLM:
             num_blocks=blocks,
             block_size=cache.tokens_per_block,
             ranks=args.tensor_parallel_size if args.enable_attention_dp else 1,
+            reuses_blocks=cache.enable_block_reuse,
+            event_buffer=cache.event_buffer_max_size,
         )
 
     def shutdown(self) -> None:
@@ -128,6 +132,7 @@ class StandInLLM:
         sampling_params: Any,  # noqa: ANN401 - SamplingParams of either release
         streaming: bool,
         cache_salt: str | None,
+        lora_request: Any = None,  # noqa: ANN401 - LoRARequest
         **_: Any,  # noqa: ANN401 - arguments of some releases
     ) -> RequestOutput:
         if self._executor is None or self._executor.is_shutdown():
@@ -147,14 +152,23 @@ class StandInLLM:
         description = {}
         if self._recorder.is_on:
             description = {"sampling": changed_fields(sampling_params), "cache_salt": cache_salt}
+            if lora_request is not None:
+                description["lora"] = [lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path]
         return self._executor.generate_async(
             prompt,
-            lambda result: self._sequence(result, prompt, sampling_params),
+            lambda result: self._sequence(result, prompt, sampling_params, lora_request, cache_salt),
             keeps_stop=sampling_params.include_stop_str_in_output,
             description=description,
         )
 
-    def _sequence(self, result: RequestOutput, prompt: list[int], params: Any) -> Sequence:  # noqa: ANN401 - SamplingParams
+    def _sequence(
+        self,
+        result: RequestOutput,
+        prompt: list[int],
+        params: Any,  # noqa: ANN401 - SamplingParams
+        lora_request: Any,  # noqa: ANN401 - LoRARequest
+        salt: str | None,
+    ) -> Sequence:
         """Return the sequence of a request. Raises ValueError if it cannot be served."""
         if params.max_tokens <= 0:
             raise ValueError(f"`max_tokens` ({params.max_tokens}) must be greater than 0")
@@ -172,6 +186,8 @@ class StandInLLM:
             prompt_top=params.prompt_logprobs,
             vocab_size=self._limits.vocab_size,
             faults=self._settings.faults,
+            adapter=self._loras.load(lora_request),
+            root=(salt, None if lora_request is None else lora_request.lora_int_id),
             guide=None if self._guided is None or guide is None else self._guided.follow(guide, params.end_id),
         )
 

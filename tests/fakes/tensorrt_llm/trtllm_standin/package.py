@@ -11,6 +11,7 @@ from typing import Any
 
 from trtllm_standin.executor import GenerationExecutor
 from trtllm_standin.llm import CompiledLLM, StandInLLM
+from trtllm_standin.lora import LoRARequestMethods
 from trtllm_standin.recorded import ENUMS, Recorded
 from trtllm_standin.release import RELEASES
 from trtllm_standin.results import (
@@ -36,11 +37,19 @@ MODULES = {
 }
 """Modules of both releases → their names, beside those that the tables list as public."""
 MODULES_OF_1_3 = {
+    "tensorrt_llm._torch": (),
+    "tensorrt_llm._torch.peft": (),
+    "tensorrt_llm._torch.peft.lora": (),
+    "tensorrt_llm._torch.peft.lora.cuda_graph_lora_manager": ("CudaGraphLoraManager",),
     "tensorrt_llm.executor": ("EngineDeadError",),
     "tensorrt_llm.llmapi.llm_args": ("PrefillCudaGraphBackend", "WaitingQueuePolicy"),
     "tensorrt_llm.sampling_params": ("LogprobMode",),
 }
-BEHAVIOUR: dict[str, type] = {"SamplingParams": SamplingMethods, "GuidedDecodingParams": GuideMethods}
+BEHAVIOUR: dict[str, type] = {
+    "SamplingParams": SamplingMethods,
+    "GuidedDecodingParams": GuideMethods,
+    "LoRARequest": LoRARequestMethods,
+}
 """Recorded classes → the class that adds their behaviour."""
 OWN = (CompletionOutput, EngineDeadError, ErrorResponse, GenerationExecutor, Logprob, RequestOutput)
 
@@ -64,7 +73,7 @@ def install(version: str) -> None:
     names["LLM"] = _subclass("LLM", torch_llm, {})
     modules = {module: set(found) for module, found in MODULES.items()}
     for module, found in (MODULES_OF_1_3 if version == "1.3" else {}).items():
-        modules[module] |= set(found)
+        modules.setdefault(module, set()).update(found)
     for module, public in recorded.entries["public imports"].items():
         modules.setdefault(module, set()).update(public["names"])
     for module in sorted(modules):

@@ -40,6 +40,8 @@ class Release:
     """KV cache events go to a queue that grows until somebody reads it (proxy.py near 1.2.1). Main fetches them on demand."""
     reports_usage: bool
     """LLM() reports usage to NVIDIA unless TRTLLM_NO_USAGE_STATS=1 (usage_lib.py, main)."""
+    graphs_have_adapters: bool
+    """CUDA graphs compute LoRA adapters (PR #8279). Main; for 1.2.1 not known, and it is imitated without."""
 
 
 RELEASES = {
@@ -54,6 +56,7 @@ RELEASES = {
         blocks_for_stats=False,
         keeps_events=True,
         reports_usage=False,
+        graphs_have_adapters=False,
     ),
     "1.3": Release(
         "1.3.0rc28",
@@ -66,5 +69,6 @@ RELEASES = {
         blocks_for_stats=True,
         keeps_events=False,
         reports_usage=True,
+        graphs_have_adapters=True,
     ),
 }

@@ -59,6 +59,7 @@ class Response:
     """One entry per token; None if not requested."""
     prompt_logprobs: TokenLogprobs | None = None
     finish: FinishReason | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -128,6 +129,8 @@ class RequestOutput:
     ) -> None:
         self.request_id = request_id
         self.outputs = [CompletionOutput(0)]
+        self.cached_tokens = 0
+        """Prompt tokens found in the prefix cache, as the last item told."""
         self.finished = False
         """True after the last item; not after an error."""
         self.items: asyncio.Queue[Response | ErrorResponse | Exception] = asyncio.Queue()
@@ -150,6 +153,7 @@ class RequestOutput:
         if not isinstance(item, Response):
             self._fail(item)
         self.finished = item.finish is not None
+        self.cached_tokens = item.cached_tokens
         self.outputs[0].extend(item, self._keeps_stop)
         # Checked after each item: the first reader gets the error of the engine.
         self._raise_background_error()

@@ -52,6 +52,12 @@ class Sequence:
     vocab_size: int
     faults: Mapping[int, Fault]
     guide: Guide | None = None
+    adapter: int = 0
+    """LoRA adapter that changes its tokens: they come in the reverse order; 0: none."""
+    root: tuple[object, ...] = ()
+    """Salt and adapter: sequences share computed blocks only if theirs are the same."""
+    cached: int = 0
+    """Prompt tokens whose blocks were computed before."""
     generated: int = 0
     prefilled: int = 0
     """Computed prompt tokens."""
@@ -59,7 +65,7 @@ class Sequence:
     expected: cycle[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.expected = cycle(self.prompt)
+        self.expected = cycle(self.prompt[:: -1 if self.adapter else 1])
 
     @property
     def id(self) -> int:
@@ -72,7 +78,8 @@ class Sequence:
 
     def step(self, count: int) -> Response:
         """Generate up to `count` tokens. Raises RequestFault or StepFault."""
-        response = Response([], None if self.top is None else [])
+        # The response of the first token takes a shortcut without them (py_executor.py, main).
+        response = Response([], None if self.top is None else [], cached_tokens=self.cached if self.generated else 0)
         while response.finish is None and len(response.tokens) < count:
             token = next(self.expected)
             if self.guide is not None:

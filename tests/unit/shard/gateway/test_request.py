@@ -150,8 +150,21 @@ def test_guides(overlay: pb.GenerateRequest, grammar: Grammar) -> None:
     assert read(overlay).grammar == grammar
 
 
+def test_an_adapter_is_named_by_its_place() -> None:
+    info = replace(INFO, adapters=("sql", "french"))
+    for task_id, adapter in ((0, ""), (1, "sql"), (2, "french")):
+        assert read(pb.GenerateRequest(lora_config=pb.LoraConfig(task_id=task_id)), info).adapter == adapter
+    for config in (
+        pb.LoraConfig(task_id=3),
+        pb.LoraConfig(task_id=-1),
+        pb.LoraConfig(task_id=1, weights=b"w"),
+        pb.LoraConfig(config_json="{}"),
+    ):
+        with pytest.raises(CallFailed, match="lora_config"):
+            read(pb.GenerateRequest(lora_config=config), info)
+
+
 REFUSED = [
-    ("lora_config is not supported", pb.GenerateRequest(lora_config=pb.LoraConfig(task_id=1))),
     ("prompt_tuning_config is not supported", pb.GenerateRequest(prompt_tuning_config=pb.PromptTuningConfig())),
     ("multimodal_input is not supported", pb.GenerateRequest(multimodal_input=pb.MultimodalInput(image_data=[b"x"]))),
     ("kv_cache_retention is not supported", pb.GenerateRequest(kv_cache_retention=pb.KvCacheRetentionConfig())),

@@ -38,6 +38,7 @@ class Engines:
         max_batch_size: int = 0,
         num_shard: int = 1,
         folder: Path | None = None,
+        lora_adapters: str = "",
         **settings: object,
     ) -> TensorRTEngine:
         self._stack.enter_context(importable(self._version, self._monkeypatch, **settings))
@@ -48,6 +49,7 @@ class Engines:
             trtllm_options=options,
             hang_timeout=hang_timeout,
             max_batch_size=max_batch_size,
+            lora_adapters=lora_adapters,
         )
         engine = build(config)
         self._stack.callback(_close, engine)

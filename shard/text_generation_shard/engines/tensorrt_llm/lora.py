@@ -1,0 +1,94 @@
+"""LoRA adapters: the `lora_config` of the engine, and a `lora_request` for each adapter.
+
+The engine loads an adapter with the first request that names it, and leaves out, with a warning, what its lora_config does not
+name (lora_manager.py). So the configuration is made of all adapters, and each one is tried at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from text_generation_shard.adapters import LoraAdapter
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.tensorrt_llm.options import FLAG
+
+MODULES = {
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "qkv_proj": "attn_qkv",
+    "o_proj": "attn_dense",
+    "gate_proj": "mlp_h_to_4h",
+    "down_proj": "mlp_4h_to_h",
+    "up_proj": "mlp_gate",
+    "gate_up_proj": "mlp_gate_up",
+}
+"""Names of modules in a checkpoint → TensorRT-LLM's (lora_helper.py, get_default_trtllm_modules_to_hf_modules). Those of experts
+are left out: 1.2 does not compute them."""
+SPLIT_ATTENTION = ("q_proj", "k_proj", "v_proj")
+"""All or none of them: missing ones are filled with zeros (get_missing_qkv_modules_from_lora_modules)."""
+OPERATORS = ("max_loras", "max_cpu_loras")
+"""Fields of lora_config that the operator may set."""
+GRAPHS_WITH_ADAPTERS = "tensorrt_llm._torch.peft.lora.cuda_graph_lora_manager"
+"""Without this module (PR #8279) a CUDA graph computes the model without its adapters (PR #5480)."""
+
+
+def lora_keywords(adapters: Sequence[LoraAdapter], options: Mapping[str, object]) -> dict[str, Any]:
+    """Return the keywords of `LLM` for these adapters. Raises EngineError."""
+    given = options.get("lora_config", {})
+    if not isinstance(given, Mapping):
+        raise EngineError(f"{FLAG}: lora_config must be a mapping")
+    if other := next((name for name in given if name not in OPERATORS), None):
+        raise EngineError(f"{FLAG}: lora_config: {other} is not set here: it follows from --lora-adapters")
+    if not adapters:
+        if given:
+            raise EngineError(f"{FLAG}: lora_config is for --lora-adapters, which is missing")
+        return {}
+    for adapter in adapters:
+        if unknown := sorted(adapter.modules - MODULES.keys()):
+            raise EngineError(
+                f"the LoRA adapter {adapter.name} changes {unknown[0]}, and TensorRT-LLM serves adapters of "
+                + ", ".join(MODULES)
+            )
+    changed = frozenset[str]().union(*(adapter.modules for adapter in adapters))
+    if changed.intersection(SPLIT_ATTENTION):
+        changed = changed.union(SPLIT_ATTENTION)
+    modules = {MODULES[name]: name for name in MODULES if name in changed}
+    keywords: dict[str, Any] = {
+        "enable_lora": True,
+        "lora_config": {
+            "lora_target_modules": list(modules),
+            "trtllm_modules_to_hf_modules": modules,
+            "max_lora_rank": max(adapter.rank for adapter in adapters),
+            "max_loras": len(adapters),
+            "max_cpu_loras": len(adapters),
+            **given,
+        },
+    }
+    if not _has_graphs():
+        if options.get("cuda_graph_config") is not None:
+            raise EngineError(
+                f"{FLAG}: cuda_graph_config: CUDA graphs of this version of TensorRT-LLM leave LoRA adapters out"
+            )
+        keywords["cuda_graph_config"] = None
+    return keywords
+
+
+def lora_requests(adapters: Sequence[LoraAdapter]) -> dict[str, object]:
+    """Return the LoRARequest of each adapter, by name. Its number is its place in --lora-adapters, from 1."""
+    if not adapters:
+        return {}
+    request = import_module("tensorrt_llm.llmapi").LoRARequest
+    return {
+        adapter.name: request(adapter.name, number, str(adapter.folder)) for number, adapter in enumerate(adapters, 1)
+    }
+
+
+def _has_graphs() -> bool:
+    try:
+        return find_spec(GRAPHS_WITH_ADAPTERS) is not None
+    except ImportError:  # one of its parents is missing
+        return False

@@ -1,0 +1,111 @@
+"""LoRA adapters and cached tokens over the stand-in. With an adapter that is computed, its tokens come in the reverse order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from self_driver import SelfDriver
+from standin import read_log
+
+from text_generation_proto.values import FailureCode
+from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.tensorrt_llm.engine import TensorRTEngine
+
+PROMPT = tuple(range(100, 180))
+BACKWARDS = [*reversed(PROMPT)]
+
+Build = Callable[..., TensorRTEngine]
+
+
+def an_adapter(folder: Path, rank: int = 8, **modules: int) -> Path:
+    """Write an adapter that changes these modules, each with its number of inputs."""
+    modules = modules or {"q_proj": 64, "v_proj": 64}
+    folder.mkdir()
+    config = {"r": rank, "lora_alpha": 16, "target_modules": list(modules), "peft_type": "LORA"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights: dict[str, Any] = {}
+    for module, inputs in modules.items():
+        name = f"base_model.model.model.layers.0.block.{module}.lora_"
+        weights |= {
+            f"{name}A.weight": np.zeros((rank, inputs), np.float32),
+            f"{name}B.weight": np.zeros((64, rank), np.float32),
+        }
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> str:
+    """Two adapters, of different ranks and modules."""
+    sql = an_adapter(tmp_path / "sql", 8)
+    french = an_adapter(tmp_path / "french", 16, gate_proj=64, down_proj=256)
+    return f"sql={sql},org/french={french}"
+
+
+def test_each_sequence_is_computed_with_its_own_adapter(built: Build, adapters: str, tmp_path: Path) -> None:
+    engine = built(lora_adapters=adapters, log=tmp_path / "log")
+    assert engine.info.adapters == ("sql", "org/french")
+    driver = SelfDriver(engine)
+    streams = [driver.admit(PROMPT, 3, adapter=adapter) for adapter in ("", "sql", "org/french", "", "sql")]
+    unknown = driver.admit(PROMPT, 3, adapter="other")
+    driver.run()
+    assert [stream.tokens[0] for stream in streams] == [100, 179, 179, 100, 179]
+    assert unknown.failure is not None
+    assert (unknown.tokens, unknown.failure.code) == ([], FailureCode.INVALID)
+    asked = [entry.get("lora") for entry in read_log(tmp_path / "log").of("request")]
+    assert asked[:3] == [None, ["sql", 1, str(tmp_path / "sql")], ["org/french", 2, str(tmp_path / "french")]]
+
+
+def test_an_adapter_that_the_library_cannot_compute_is_refused_at_start(built: Build, tmp_path: Path) -> None:
+    folder = an_adapter(tmp_path / "experts", 8, w1=64)
+    with pytest.raises(
+        EngineError, match="the LoRA adapter moe changes w1, and TensorRT-LLM serves adapters of q_proj, "
+    ):
+        built(lora_adapters=f"moe={folder}")
+    (tmp_path / "experts" / "adapter_config.json").write_text("{}")
+    with pytest.raises(EngineError, match="target_modules is missing"):
+        built(lora_adapters=f"moe={folder}")
+
+
+def test_options_that_do_not_go_with_adapters(built: Build, adapters: str, version: str) -> None:
+    for options, refusal in (
+        ("{enable_lora: true}", "enable_lora is not set here: use --lora-adapters"),
+        ("{lora_config: {max_lora_rank: 8}}", "max_lora_rank is not set here: it follows from --lora-adapters"),
+        ("{lora_config: 8}", "lora_config must be a mapping"),
+    ):
+        with pytest.raises(EngineError, match=refusal):
+            built(lora_adapters=adapters, options=options)
+    with pytest.raises(EngineError, match="lora_config is for --lora-adapters, which is missing"):
+        built(options="{lora_config: {max_loras: 1}}")
+    graphs = "{cuda_graph_config: {max_batch_size: 8}, lora_config: {max_loras: 1}}"
+    if version == "1.2":
+        with pytest.raises(EngineError, match="CUDA graphs of this version of TensorRT-LLM leave LoRA adapters out"):
+            built(lora_adapters=adapters, options=graphs)
+    else:
+        driver = SelfDriver(built(lora_adapters=adapters, options=graphs))
+        stream = driver.admit(PROMPT, 2, adapter="sql")
+        driver.run()
+        assert stream.tokens == BACKWARDS[:2]
+
+
+def test_cached_tokens_are_reported_once_they_are_known(built: Build, adapters: str) -> None:
+    engine = built(lora_adapters=adapters)
+
+    def cached(new: int, **options: Any) -> list[int]:  # noqa: ANN401
+        driver = SelfDriver(engine)
+        driver.admit(PROMPT, new, **options)
+        driver.run()
+        return [tokens for _, tokens in driver.cached]
+
+    assert cached(4) == []
+    assert cached(4) == [64], "two blocks of 32; told with a later token than the first"
+    assert cached(1) == [], "nothing tells of a request of one token"
+    assert cached(4, adapter="sql") == []
+    assert cached(4, adapter="sql") == [64]
+    assert cached(4, adapter="org/french") == []
