@@ -15,6 +15,7 @@ from reprlib import repr as shortened
 
 from text_generation_proto.model_files import ModelFileError, find_file
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.tensorrt_llm.plan_version import plan_problem
 from text_generation_shard.json_object import JsonObject
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -177,12 +178,14 @@ def _check_files(path: Path, world_size: int) -> None:
         try:
             file = find_file(path, name)
             size = file.stat().st_size if file.is_file() else None
+            problem = plan_problem(file) if size else f"is {'missing' if size is None else 'empty'}"
         except ModelFileError as error:
             raise EngineError(str(error)) from None
         except OSError as error:
             raise EngineError(f"{path / name} cannot be read: {error.strerror or error}") from None
-        if not size:
-            problem = "is missing" if size is None else "is empty"
+        if problem and size:
+            raise EngineError(f"{path / name}: {problem}: {REBUILD}")
+        if problem:
             raise EngineError(
                 f"{path}: {name} {problem}, one of the engines for {count_of_gpus(world_size)}: copy the whole folder "
                 f"again, or {REBUILD}"

@@ -6,6 +6,7 @@ import copy
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,33 @@ def test_a_rank_that_is_a_folder_is_missing(tmp_path: Path) -> None:
     (folder / "rank1.engine").mkdir()
     with pytest.raises(EngineError, match=r"rank1\.engine is missing"):
         check(folder)
+
+
+@pytest.mark.parametrize(
+    ("installed", "built", "runs"),
+    [
+        ("10.13.3.9.post1", (10, 13, 3, 9), True),
+        ("10.13.3", (10, 13, 3, 9), True),
+        ("10.13.3.9", (10, 14, 1, 48), False),
+        ("11.4.0.106", (10, 13, 3, 9), False),
+        (None, (8, 6, 1, 2), True),
+    ],
+)
+def test_engines_of_another_tensorrt_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str | None, built: tuple[int, ...], runs: bool
+) -> None:
+    plan = b"ftrt" + bytes(20) + bytes(built) + b"the engine"
+    folder = fill(tmp_path, ENGINE, {"rank0.engine": plan, "rank1.engine": plan})
+    if installed is not None:
+        metadata = tmp_path / "packages" / "tensorrt-1.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: tensorrt\nVersion: {installed}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    with nullcontext() if runs else pytest.raises(EngineError) as error:
+        check(folder)
+    if error is not None:
+        line = f"TensorRT {'.'.join(map(str, built))} built it, and {installed} is installed, which cannot run it"
+        assert f"rank0.engine: {line}: build the engines again with trtllm-build" in str(error.value)
 
 
 def test_the_search_for_ranks_ends_at_the_first_missing_one(tmp_path: Path) -> None:
