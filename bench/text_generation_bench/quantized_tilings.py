@@ -95,7 +95,7 @@ def fused(product: Product, weights: list[PackedWeight], rows: int, config: Pack
 
 
 def humming_products(product: Product, rows: int) -> None:
-    """Print the times of humming, first with its own choice."""
+    """Print the times of humming, first with as served."""
     parts = packed_parts(WEIGHTS, product, random_tensors(WEIGHTS, product.outputs, product.inputs))
     first = loaded(WEIGHTS, product, parts)
     layers = [first, *(loaded(WEIGHTS, product, parts) for _ in range(copies(first.weight.nbytes) - 1))]
@@ -127,7 +127,7 @@ def humming_products(product: Product, rows: int) -> None:
         launches = [
             partial(layers[index % len(layers)].packed_product, x, out, tiling=tiling) for index in range(LAUNCHES)
         ]
-        found.append((timed(launches), f"{tiling or 'its own choice'}, error {problem:.0e}"))
+        found.append((timed(launches), f"{tiling or 'as served'}, error {problem:.0e}"))
     print_found(product, rows, found, first.weight.nbytes)
 
 
