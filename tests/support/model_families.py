@@ -43,6 +43,15 @@ LINEAR = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+MAMBA = {
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_expand": 1,
+    "mamba_chunk_size": 16,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -100,6 +109,39 @@ FAMILIES: dict[str, Family] = {
         "LFM2",
         {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_key_value_heads": 2},
         "short convolutions",
+    ),
+    "lfm2_moe": Family(
+        "LFM2-MoE",
+        EXPERTS | {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1},
+        "short convolutions, experts",
+    ),
+    "falcon_h1": Family("Falcon-H1", MAMBA, "Mamba 2 beside attention in each layer"),
+    "bamba": Family(
+        "Bamba", MAMBA | {"mamba_expand": 2, "mamba_n_heads": 8, "attn_layer_indices": [1]}, "Mamba 2 in most layers"
+    ),
+    "granitemoehybrid": Family(
+        "Granite 4",
+        MAMBA
+        | EXPERTS
+        | {
+            "mamba_expand": 2,
+            "mamba_n_heads": 8,
+            "shared_intermediate_size": 32,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        },
+        "Mamba 2 in most layers, experts",
+    ),
+    "nemotron_h": Family(
+        "Nemotron-H, Nemotron 3",
+        {
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+        },
+        "Mamba 2 in most layers",
     ),
     "olmo_hybrid": Family("OLMo Hybrid", LINEAR, "gated delta nets"),
     "phi3": Family("Phi-3, Phi-4", features="fused projections", always=True),

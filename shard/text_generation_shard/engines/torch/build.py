@@ -116,7 +116,7 @@ def _decoder(config: ShardConfig, model_config: ModelConfig, device: torch.devic
 def check_memory(config: ModelDescription, itemsize: int, device: torch.device, ranks: int) -> None:
     """Raise EngineError if the weights cannot fit in the memory of the devices, before any is allocated."""
     on_cuda = device.type == "cuda"
-    memory = ranks * torch.cuda.get_device_properties(device).total_memory if on_cuda else total_memory()
+    memory = ranks * memory_of(device) if on_cuda else total_memory()
     projections = projection_itemsize(config.quantization, itemsize) if on_cuda else itemsize
     weights = config.projection_weights * projections + config.embedding_weights * itemsize
     if weights > memory:
@@ -139,6 +139,14 @@ def check_checkpoint(config: ShardConfig, model_config: ModelDescription) -> Non
         raise EngineError(
             f"{config.model_path}: config.json describes {weights:,} weights, and the checkpoint has only {nbytes:,} bytes"
         )
+
+
+def memory_of(device: torch.device) -> int:
+    """Return the bytes of memory of a device, or of the machine."""
+    if device.type == "cpu":
+        return total_memory()
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return total
 
 
 def engine_info(

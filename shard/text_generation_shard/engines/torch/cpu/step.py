@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from text_generation_shard.engines.torch.attention.paged import AttentionPlan
-from text_generation_shard.engines.torch.cpu.batch import StepBatch
+from text_generation_shard.engines.torch.cpu.batch import StepBatch, Tile
 from text_generation_shard.engines.torch.kv_cache import PagedKVCache
-from text_generation_shard.engines.torch.model.interface import SequenceTokens
+from text_generation_shard.engines.torch.model.interface import SequenceTokens, SingleTokens
 from text_generation_shard.engines.torch.model.norm import HeadNorms
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
 
@@ -34,10 +34,16 @@ class CpuStep:
     def token_ids(self) -> Tensor:
         return self._batch.token_ids
 
+    def single_tokens(self) -> SingleTokens:
+        single = [tiles[0] for tiles in self._batch.offsets if _is_single(tiles)]
+        places, slots = [offset for offset, _ in single], [tile.slot for _, tile in single]
+        return SingleTokens(torch.tensor(places, dtype=torch.int64), torch.tensor(slots, dtype=torch.int64))
+
     def sequences(self) -> list[SequenceTokens]:
         return [
             SequenceTokens(tiles[0][1].slot, tiles[0][1].start, [(offset, tile.length) for offset, tile in tiles])
             for tiles in self._batch.offsets
+            if not _is_single(tiles)
         ]
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
@@ -94,3 +100,8 @@ class CpuStep:
         if factors is None:
             factors = self._factors[rotary] = rotary.factors(self._batch.positions, dtype)
         return factors
+
+
+def _is_single(tiles: list[tuple[int, Tile]]) -> bool:
+    """Return True if the tiles of a row are one token that continues its sequence."""
+    return len(tiles) == 1 and tiles[0][1].length == 1 and tiles[0][1].start > 0

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from text_generation_shard.engines.torch.attention.shape import LayerShape
+from text_generation_shard.engines.torch.cuda.step_plan import StepPlan
 from text_generation_shard.engines.torch.kernels.decode_attention import DecodeStep
 from text_generation_shard.engines.torch.kernels.rope import RopeStep
-from text_generation_shard.engines.torch.model.interface import SequenceTokens
+from text_generation_shard.engines.torch.model.interface import SequenceTokens, SingleTokens
 from text_generation_shard.engines.torch.model.norm import HeadNorms
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.ops.interface import Kernels
@@ -34,12 +36,13 @@ class StepContext:
 class DeviceStep:
     """Implements `Step`. `columns` int32 [3, tokens]: ids, positions and slots; see `step_plan`.
 
-    The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks.
+    The first `num_decoding` tokens are those of decode rows, the others those of the planned chunks: see `plan`.
     """
 
-    def __init__(self, columns: Tensor, num_decoding: int, context: StepContext) -> None:
+    def __init__(self, columns: Tensor, num_decoding: int, context: StepContext, plan: StepPlan | None = None) -> None:
         self.columns = columns
         self._context = context
+        self._plan = plan
         self._num_decoding = num_decoding
         self._ids, self._positions, self._slots = columns.unbind()
         self._rope_steps: dict[tuple[RotaryEmbedding, LayerShape], RopeStep] = {}
@@ -60,8 +63,20 @@ class DeviceStep:
         ids = self._ids.long()
         return torch.where(ids >= 0, ids, self._context.last_tokens[self._slots.long()].long())
 
+    def single_tokens(self) -> SingleTokens:
+        decoding = slice(0, self._num_decoding)
+        return SingleTokens(decoding, self._slots[decoding].long())
+
     def sequences(self) -> list[SequenceTokens]:
-        raise NotImplementedError("the device alone knows the sequences of a step")
+        plan = self._plan
+        if plan is None or not plan.sizes.chunks:
+            return []
+        positions, slots = plan.column("positions"), plan.column("slots")
+        starts = [self._num_decoding + offset for offset in plan.column("query_indptr").tolist()]
+        return [
+            SequenceTokens(int(slots[first]), int(positions[first]), [(first, end - first)])
+            for first, end in pairwise(starts)
+        ]
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
         if out is None:

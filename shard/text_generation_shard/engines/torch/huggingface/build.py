@@ -11,7 +11,7 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
-from text_generation_shard.engines.torch.build import check_checkpoint, check_memory, choose_device, engine_info
+from text_generation_shard.engines.torch.build import check_checkpoint, check_memory, choose_device, engine_info, memory_of
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor
@@ -21,12 +21,15 @@ from text_generation_shard.engines.torch.huggingface.load import load_model
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.huggingface.sharding import divide
 from text_generation_shard.engines.torch.kv_cache import CacheShape
-from text_generation_shard.engines.torch.memory import keep_freed_memory
+from text_generation_shard.engines.torch.memory import keep_freed_memory, total_memory
 from text_generation_shard.engines.torch.ops.interface import Kernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup, join_group
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 from text_generation_shard.engines.torch.trace import open_trace
 from text_generation_shard.grammar import Grammars, load_grammars
+
+STATES_FRACTION = 0.25
+"""Largest share of the usable memory that the states of layers with a state take."""
 
 log = structlog.get_logger()
 
@@ -49,7 +52,7 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
     keep_freed_memory()
     group = ParallelGroup(TensorParallelRank())
     model = TransformersModel(load_model(config, model_config, group, device, dtype))
-    model.record()
+    info = _with_states(info, model, int(total_memory() * config.cpu_memory_fraction))
 
     def executor() -> Executor:
         shape = CacheShape(tuple(model.layers), device, dtype)
@@ -57,7 +60,7 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
 
     check_model(model, model_config.vocab_size, executor, group)
     model.record()
-    return TorchEngine(replace(info, keeps_states=model.keeps_states), executor(), grammars, open_trace(config))
+    return TorchEngine(info, executor(), grammars, open_trace(config))
 
 
 def _check_division(model_config: TransformersConfig, config: ShardConfig) -> None:
@@ -88,10 +91,9 @@ def _build_on_cuda(
     group = join_group(config, device)
     alone = ParallelGroup(TensorParallelRank())
     model = TransformersModel(load_model(config, model_config, group, device, dtype), _head_dims(device))
-    if model.keeps_states:
-        raise model.refusal("its layers with a state run on CPU only, without --num-shard")
-    model.record()
-    memory = DeviceMemory(device, config.cuda_memory_fraction if on_cuda else config.cpu_memory_fraction)
+    fraction = config.cuda_memory_fraction if on_cuda else config.cpu_memory_fraction
+    info = _with_states(info, model, int(memory_of(device) * fraction))
+    memory = DeviceMemory(device, fraction)
 
     def runner(group: ParallelGroup) -> Runner:
         if on_cuda:
@@ -113,6 +115,21 @@ def _build_on_cuda(
     if config.rank > 0:
         return FollowerEngine(info, config.rank, group.follower, TPWorker(runner(group), memory, device))
     return TorchEngine(_bounded_by_chunk(info, model), executor(group), grammars, open_trace(config))
+
+
+def _with_states(info: EngineInfo, model: TransformersModel, memory: int) -> EngineInfo:
+    """Record the model and allocate the states of all slots; return the description with as many slots as have memory."""
+    model.record()
+    if not model.keeps_states:
+        return info
+    slots = int(memory * STATES_FRACTION) // model.state_bytes - 1
+    if slots < 1:
+        raise model.refusal(f"the states of two sequences take {2 * model.state_bytes / 2**30:.1f} GiB of memory")
+    if slots < info.max_slots:
+        log.info("the memory of states bounds the number of sequences", sequences=slots)
+    info = replace(info, max_slots=min(slots, info.max_slots), keeps_states=True)
+    model.allocate_states(info.max_slots)
+    return info
 
 
 def _head_dims(device: torch.device) -> tuple[int, ...]:

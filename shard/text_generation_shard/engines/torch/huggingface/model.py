@@ -65,6 +65,15 @@ class TransformersModel:
         return bool(self._states.layers)
 
     @property
+    def state_bytes(self) -> int:
+        """The size of the states of one slot."""
+        return self._states.bytes_each
+
+    def allocate_states(self, slots: int) -> None:
+        """Allocate the states of `slots` slots. Call `record` first."""
+        self._states.allocate(slots)
+
+    @property
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = self.library.dtype
         return dtype
@@ -80,9 +89,8 @@ class TransformersModel:
         device = self.library.device
         ids = torch.zeros(1, RECORDED_TOKENS, dtype=torch.long, device=device)
         positions = torch.arange(RECORDED_TOKENS, device=device).unsqueeze(0)
-        self._states.begin(None)
         try:
-            with handled_by(recorder):
+            with handled_by(recorder), self._states.recorded():
                 output = self._run_base(input_ids=ids, position_ids=positions, use_cache=False)
         except torch.OutOfMemoryError:
             raise

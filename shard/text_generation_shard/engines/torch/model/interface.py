@@ -26,6 +26,16 @@ class SequenceTokens:
     """(index of the first in the flat order, number) of each run of tokens, in order of position."""
 
 
+@dataclass(frozen=True, slots=True)
+class SingleTokens:
+    """The sequences that a step continues by one token each."""
+
+    places: Tensor | slice
+    """The indices of the tokens in the flat order."""
+    slots: Tensor
+    """int64."""
+
+
 class Step(Protocol):
     """The tokens of a step in flat order, and their attention over the paged KV cache.
 
@@ -44,8 +54,12 @@ class Step(Protocol):
         """Return the token ids, int64 [tokens]."""
         ...
 
+    def single_tokens(self) -> SingleTokens:
+        """Return the sequences that the step continues by one token each."""
+        ...
+
     def sequences(self) -> list[SequenceTokens]:
-        """Return the places of the tokens, by sequence. Raises NotImplementedError where only the device knows them."""
+        """Return the places of the other tokens, by sequence."""
         ...
 
     def embed(self, table: Tensor, scale: float = 1.0, out: Tensor | None = None) -> Tensor:

@@ -47,8 +47,8 @@ def restored() -> Iterator[list[Callable[[], None]]]:
 class Served:
     """A tiny random model of a family, and its executors with reference kernels."""
 
-    def __init__(self, name: str, folder: Path, head_dims: tuple[int, ...] = ()) -> None:
-        self.library = random_model(tiny_config(name, {**FAMILIES[name].changes, "num_hidden_layers": 2}))
+    def __init__(self, name: str, folder: Path, head_dims: tuple[int, ...] = (), layers: int = 2) -> None:
+        self.library = random_model(tiny_config(name, {**FAMILIES[name].changes, "num_hidden_layers": layers}))
         config = ShardConfig(
             model_path=write_model(self.library, folder), device="cpu", max_batch_size=6, num_threads=1
         )
@@ -108,6 +108,15 @@ def test_usual_layers_run_in_the_native_decoder(name: str, tmp_path: Path) -> No
     served.model.record()
     served.model.decoder = find_decoder(served.model, served.info.max_sequence_length)
     assert served.model.decoder is not None
+    served.check()
+    served.check_greedy_tokens()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", *map(full, ("lfm2", "qwen3_next", "falcon_h1"))])
+def test_layers_with_a_state_run_in_the_steps_of_a_gpu(name: str, tmp_path: Path) -> None:
+    served = Served(name, tmp_path, layers=4)
+    served.model.record()
+    served.model.allocate_states(served.info.max_slots)
     served.check()
     served.check_greedy_tokens()
 
