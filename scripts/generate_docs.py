@@ -242,6 +242,11 @@ same (a norm, attention and an addition, then a norm, an MLP and an addition; ou
 kind stay those of transformers), the model runs in the native decoder with the weights of the library, as fast as a native one.
 Else the log says why (`the layers run in transformers`), and norms, rotations and products that compute the same are replaced.
 
+* `--num-shard` divides a model by the tensor-parallel plan of its config; one without a plan, or whose heads or sizes cannot be
+  divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).
+* Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence, at most a quarter of the usable
+  memory in all; this may bound the number of sequences. Prefixes are not reused.
+
 | `model_type` | models | differences from Llama |
 |---|---|---|
 """

@@ -11,7 +11,13 @@ import torch
 
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError, EngineInfo
-from text_generation_shard.engines.torch.build import check_checkpoint, check_memory, choose_device, engine_info, memory_of
+from text_generation_shard.engines.torch.build import (
+    check_checkpoint,
+    check_memory,
+    choose_device,
+    engine_info,
+    memory_of,
+)
 from text_generation_shard.engines.torch.cpu.executor import CpuExecutor
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.executor import Executor
@@ -42,9 +48,9 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
     model_config = read_config(Path(config.model_path))
     dtype = getattr(torch, config.dtype or model_config.dtype)
     check_memory(model_config, dtype.itemsize, device, config.world_size)
-    check_checkpoint(config, model_config)
     if config.world_size > 1:
         _check_division(model_config, config)
+    check_checkpoint(config, model_config)
     grammars = load_grammars(config.model_path, model_config.eos_token_ids) if config.rank == 0 else None
     info = engine_info(config, model_config, device, grammars)
     if device.type == "cuda" or config.world_size > 1:
