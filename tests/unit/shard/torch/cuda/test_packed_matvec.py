@@ -70,7 +70,7 @@ def test_the_product_with_norm_activation_and_sum(weights: tuple[PackedWeight, T
     outputs, inputs = weight.shape
     residual, norm_weight = 7 * normal(weight, 2, inputs), normal(weight, inputs, dtype=dtype)
     bias = normal(weight, outputs, dtype=dtype)
-    out, inner = (torch.full((2, width), torch.nan, device=residual.device) for width in (outputs, outputs // 2))
+    out, inner = (residual.new_full((2, width), torch.nan, dtype=dtype) for width in (outputs, outputs // 2))
     product = rms_norm(residual.double(), norm_weight.double(), EPS) @ values.T + bias.double()
     norm_matvec(residual, norm_weight, EPS, weight, out, bias)
     assert rounded_once(out, product)
