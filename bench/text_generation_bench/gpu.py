@@ -138,8 +138,11 @@ def floor_s(options: argparse.Namespace, config: ModelConfig, streams: int, band
     # A step reads one embedding row per stream, but the whole LM head, tied or not.
     head = config.vocab_size * config.hidden_size * size
     context = options.isl + options.osl / 2
-    seen = sum(context if window is None else min(context, window) for window in config.windows)
-    cache = streams * seen * 2 * config.num_kv_heads * config.head_dim * size
+    read = sum(
+        (context if layer.window is None else min(context, layer.window)) * layer.num_kv_heads * layer.head_dim
+        for layer in config.layers
+    )
+    cache = streams * 2 * read * size
     return float((layers + head + cache) / options.num_shard / bandwidth)
 
 

@@ -21,6 +21,8 @@ MAX_COUNTS: Mapping[str, int] = {
     "num_attention_heads": 1 << 12,
     "num_key_value_heads": 1 << 12,
     "head_dim": 1 << 12,
+    "global_head_dim": 1 << 12,
+    "num_global_key_value_heads": 1 << 12,
     "max_position_embeddings": 1 << 24,
     "num_experts": 1 << 12,
     "num_local_experts": 1 << 12,

@@ -236,6 +236,9 @@ def random_model(config: PretrainedConfig, kind: type = AutoModelForCausalLM) ->
             torch.nn.init.normal_(weight, 0.0, 0.08)
         else:
             weight.data += torch.randn_like(weight) * 0.1
+    for name, factor in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            factor += torch.randn_like(factor) * 0.1
     return model
 
 

@@ -9,6 +9,9 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    Gemma4VisionConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
@@ -52,6 +55,7 @@ MODELS = {
     "gemma": "Gemma 1",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 270M and 1B",
+    "gemma4_text": "Gemma 4 26B-A4B and 31B",
     "phi3": "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
     "granite": "Granite 3",
     "glm": "GLM-4-9B, GLM-Edge",
@@ -70,6 +74,15 @@ MODELS = {
 def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) -> dict[str, PretrainedConfig]:
     """Return the configs with three layers of the sizes in `shape`. `head_dim` is for those that need not derive it."""
     default_head_dim = shape["hidden_size"] // shape["num_attention_heads"]
+    gemma4 = shape | {
+        "head_dim": head_dim,
+        "global_head_dim": 2 * head_dim,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "sliding_window": 19,
+        "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 0,
+    }
     mixed = ["sliding_attention", "full_attention", "sliding_attention"]
     return {
         "llama": LlamaConfig(**shape),
@@ -116,6 +129,18 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         ),
+        "gemma4_text": Gemma4TextConfig(
+            **gemma4 | {"attention_k_eq_v": False},
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+        ),
+        "gemma4_text, experts": Gemma4TextConfig(
+            **gemma4,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            enable_moe_block=True,
+            num_experts=8,
+            top_k_experts=3,
+            moe_intermediate_size=24,
+        ),
         "phi3": Phi3Config(**shape, sliding_window=40),
         "phi3, partial rotation, longrope": Phi3Config(
             **shape,
@@ -156,6 +181,10 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
             text_config=Gemma3TextConfig(**shape, head_dim=head_dim, sliding_window=19, layer_types=mixed).to_dict(),
             vision_config=SiglipVisionConfig(**VISION).to_dict(),
             image_token_index=3,
+        ),
+        "gemma4, text part": Gemma4Config(
+            text_config=Gemma4TextConfig(**gemma4 | {"pad_token_id": 0}).to_dict(),
+            vision_config=Gemma4VisionConfig(**VISION).to_dict(),
         ),
         "mistral3, text part": Mistral3Config(
             text_config=MistralConfig(**shape, head_dim=default_head_dim, sliding_window=None).to_dict(),

@@ -35,6 +35,9 @@ def random_model(config: PretrainedConfig) -> PreTrainedModel:
         # Norms and biases are initialized to ones and zeros, which would hide a mix-up.
         if weight.ndim == 1:
             torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+    for name, factor in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.normal_(factor, 1.0, 0.3)
     return model
 
 

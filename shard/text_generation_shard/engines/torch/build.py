@@ -94,7 +94,7 @@ def build_torch_engine(config: ShardConfig, model_config: ModelConfig) -> Engine
     keep_freed_memory()
     executor = CpuExecutor(
         _decoder(config, model_config, device, getattr(torch, info.dtype)),
-        CacheShape(model_config.layer_shapes(), device, getattr(torch, info.dtype)),
+        CacheShape(model_config.layers, device, getattr(torch, info.dtype)),
         info.max_sequence_length,
         info.max_slots,
         config.cpu_memory_fraction,

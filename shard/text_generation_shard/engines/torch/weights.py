@@ -26,6 +26,8 @@ log = structlog.get_logger()
 
 DUMMY_STD = 0.02
 """Standard deviation of random weights: transformers' default initializer_range, small enough for finite logits at any depth."""
+ONES = ("norm.weight", "layernorm_1.weight", "layernorm_2.weight", "layer_scalar", "router.scale", "per_expert_scale")
+"""Ends of the names of parameters that are 1 in a model without training."""
 SECONDS_BETWEEN_REPORTS = 5.0
 
 
@@ -51,14 +53,14 @@ def load_weights(folder: Path, parameters: NamedParameters, scheme: Scheme | Non
 
 
 def fill_dummy(parameters: NamedParameters) -> None:
-    """Fill with random weights that are the same in every run: norms are 1, the rest is N(0, 0.02²).
+    """Fill with random weights that are the same in every run: norms and factors are 1, the rest is N(0, 0.02²).
 
     A part is sliced from its whole random tensor, generated on its own device. So all ranks agree with each other and with a
     single device of the same type; different device types generate different numbers.
     """
     for name, parameter in parameters.items():
         part = _part(parameter)
-        if name.endswith("norm.weight"):
+        if name.endswith(ONES):
             part.tensor.fill_(1.0)
         elif name.endswith(("weight_scale", "input_scale")):
             part.tensor.fill_(DUMMY_STD)

@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.model.config import ModelConfig, read_model_config
 from text_generation_shard.engines.torch.model.families import FAMILIES
 from text_generation_shard.engines.torch.model.rope import inverse_frequencies
@@ -46,12 +47,15 @@ def of(model_type: str, **changes: object) -> dict[str, Any]:
     return {"model_type": model_type, "architectures": ..., "num_key_value_heads": 4, **changes}
 
 
+def gemma4(**changes: object) -> dict[str, Any]:
+    return of("gemma4_text", num_key_value_heads=2, head_dim=8, hidden_size_per_layer_input=0, **changes)
+
+
 def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
     config = read(tmp_path, {})
-    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 8, 1e-6)
+    assert (config.layers, config.rms_norm_eps) == ((LayerShape(4, 4, 8),) * 4, 1e-6)
     assert (config.dtype, config.activation, config.ropes[0].theta) == ("float32", "silu", 10_000.0)
     assert (config.tie_word_embeddings, config.qkv_bias, config.mlp_bias) == (False, False, False)
-    assert config.windows == (None,) * 4
 
 
 LLAMA3 = {
@@ -131,13 +135,30 @@ def test_yarn_extends_the_original_length(tmp_path: Path) -> None:
     ids=str,
 )
 def test_sliding_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
-    assert read(tmp_path, changes).windows == windows
+    assert tuple(layer.window for layer in read(tmp_path, changes).layers) == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "full"),
+    [
+        ({}, (2, 512)),
+        ({"global_head_dim": 16, "num_global_key_value_heads": 1}, (2, 16)),
+        ({"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}, (1, 16)),
+        ({"per_layer_config": {"03": {"head_dim": 16}}, "attention_k_eq_v": True}, (2, 16)),
+        ({"per_layer_config": {}}, (2, 8)),
+    ],
+)
+def test_layers_without_a_window_have_heads_of_their_own(
+    tmp_path: Path, changes: dict[str, Any], full: tuple[int, int]
+) -> None:
+    sliding = LayerShape(4, 2, 8, 512)
+    assert read(tmp_path, gemma4(**changes)).layers == (sliding, sliding, sliding, LayerShape(4, *full))
 
 
 def test_each_family_has_its_biases_and_norms(tmp_path: Path) -> None:
     qwen2, qwen3 = read(tmp_path, of("qwen2")), read(tmp_path, of("qwen3"))
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.query_key_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.query_key_norm, qwen3.head_dim) == (False, True, 128)
+    assert (qwen3.qkv_bias, qwen3.query_key_norm, qwen3.layers[0].head_dim) == (False, True, 128)
     biased = read(tmp_path, {"attention_bias": True, "mlp_bias": True})
     assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
 
@@ -197,6 +218,13 @@ def test_eos_ids_come_from_generation_config_else_config(
         (of("smollm3", no_rope_layers=[1, 0, 1, None]), "no_rope_layers must have 4 whole numbers"),
         (of("glm", head_dim=8, partial_rotary_factor=0.4), "rotates 3 of 8 dimensions, an odd number"),
         (of("gemma3_text", use_bidirectional_attention=True), "attention to earlier tokens only"),
+        (of("gemma4_text"), "hidden_size_per_layer_input is 256: transformers computes such models"),
+        (gemma4(num_kv_shared_layers=2), "num_kv_shared_layers is 2"),
+        (gemma4(use_bidirectional_attention="all"), "attention to earlier tokens only"),
+        (gemma4(enable_moe_block=True), "num_experts is missing"),
+        (gemma4(global_head_dim=7), "head_dim 7 is odd"),
+        (gemma4(per_layer_config={"4": {}}), "per_layer_config must hold objects for some of 4 layers"),
+        (gemma4(per_layer_config={"0": {"hidden_size": 8}}), "per_layer_config: 'hidden_size' is not supported"),
         (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]), "layer_types must name 4 layers"),
         (of("qwen2", use_sliding_window=True, layer_types=["linear_attention"] * 4), "['linear_attention']"),
     ],
@@ -241,6 +269,9 @@ def test_defaults_are_those_of_the_config_classes(tmp_path: Path, model_type: st
     reference = AutoConfig.for_model(model_type)
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] == FAMILIES[model_type].architecture
     given = {**reference.to_dict(), "architectures": [FAMILIES[model_type].architecture], "dtype": "bfloat16"}
+    unsupported = dict.fromkeys((name for name, _ in FAMILIES[model_type].unsupported), 0)
+    given |= unsupported
+    required |= unsupported.keys()
     (tmp_path / "config.json").write_text(json.dumps(given))
     expected = read_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({key: given[key] for key in required if key in given}))

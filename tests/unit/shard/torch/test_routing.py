@@ -33,7 +33,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from text_generation_shard.engines.torch.model.routing import (
     Routed,
-    gemma4_router_input,
     sigmoid_top_k,
     softmax_top_k,
     top_k_softmax,
@@ -51,7 +50,8 @@ def logits(router: Module, x: Tensor) -> Tensor:
 
 
 def gemma4(router: Module, x: Tensor) -> Routed:
-    scores = router.proj(gemma4_router_input(x, router.scale, router.eps))
+    weight = router.scale * HIDDEN**-0.5
+    scores = router.proj(torch.nn.functional.rms_norm(x, (HIDDEN,), weight, router.eps))
     return softmax_top_k(scores, K, normalize=True, expert_scale=router.per_expert_scale)
 
 

@@ -66,13 +66,19 @@ class CpuStep:
         shape = self._plan.layers[layer]
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
+        # Without value heads, values are the keys before their norm and rotation.
+        values = None if heads.shape[1] > rotated.shape[1] else heads[:, shape.num_heads :].clone()
         if head_norms is not None:
+            if head_norms.values:
+                own = heads[:, -shape.num_kv_heads :] if values is None else values
+                values = functional.rms_norm(own, (shape.head_dim,), None, head_norms.query.eps)
             normed = functional.rms_norm(
                 rotated.to(head_norms.rows.dtype), (shape.head_dim,), None, head_norms.query.eps
             )
             rotated.copy_(normed * head_norms.rows)
         rotary.rotate(rotated, self._factors_of(rotary, qkv.dtype))
-        self._write(layer, heads[:, shape.num_heads :])
+        keys_values = heads[:, shape.num_heads :]
+        self._write(layer, keys_values if values is None else torch.cat((rotated[:, shape.num_heads :], values), dim=1))
         queries = heads[:, : shape.num_heads]
         if rotary.rope.query_beta:
             queries.mul_(rotary.query_factors(self._batch.positions).view(-1, 1, 1).to(qkv.dtype))

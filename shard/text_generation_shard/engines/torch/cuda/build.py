@@ -53,7 +53,7 @@ def build_on_cuda(
     weights = ModelWeights(model_config, group.tp, device, dtype)
     load(config, weights.named_parameters(), model_config.quantization)
     weights.process_weights_after_loading()
-    shape = CacheShape(model_config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, dtype)
+    shape = CacheShape(weights.layer_shapes, device, dtype)
     kernels = _kernels(model_config, shape, info.max_slots)
     decoder = Decoder(model_config, weights, DeviceOps(kernels, group, dtype), group)
     runner = Runner(decoder, kernels, group, shape, info.max_slots, info.max_sequence_length)

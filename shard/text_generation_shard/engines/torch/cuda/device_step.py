@@ -108,6 +108,7 @@ class DeviceStep:
                 0.0 if head_norms is None else head_norms.query.eps,
                 rotary.rope.query_beta,
                 max(rotary.rope.original_max_positions, 1),
+                head_norms is not None and head_norms.values,
             )
         weights = None if head_norms is None else (head_norms.query.weight, head_norms.key.weight)
         self._context.kernels.rotate_and_append(qkv, out, step, self._context.cache[layer], weights)

@@ -139,12 +139,14 @@ class PiecewiseGraphs:
         self._columns[:, :tokens].copy_(step.columns)
         if tokens < size:
             self._columns[:, tokens:size].copy_(self._padding)
-        views: dict[int, Tensor] = {}
+        views: dict[tuple[int, torch.Size], Tensor] = {}
         for index, piece in enumerate(captured.pieces):
             if index:
                 call = captured.calls[index - 1]
                 # The same objects for the same memory: a step divides them once.
-                queries, out = (views.setdefault(each.data_ptr(), each[:tokens]) for each in (call.queries, call.out))
+                queries, out = (
+                    views.setdefault((each.data_ptr(), each.shape), each[:tokens]) for each in (call.queries, call.out)
+                )
                 step.attend(call.layer, queries, call.scale, softcap=call.softcap, sinks=call.sinks, out=out)
             piece()
         return captured.normed[:tokens]

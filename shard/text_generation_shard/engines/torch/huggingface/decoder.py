@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import Module
 
+from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.model.decoder import Decoder, DecoderLayer, LayerMLP
 from text_generation_shard.engines.torch.model.linear import DenseLinear
 from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
@@ -44,6 +45,12 @@ class LibraryLayer:
     mlp_norm: RMSNorm
     mlp: LayerMLP
     after_mlp: RMSNorm | None
+    shape: LayerShape
+    scale: float = 1.0
+
+    @property
+    def qkv_width(self) -> int:
+        return self.qkv.weight.shape[0]
 
     @property
     def norms(self) -> list[RMSNorm]:
@@ -69,9 +76,6 @@ class LibraryDecoder:
     attention_softcap: float | None
     residual_scale: float
     max_sequence_length: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
     @property
     def num_layers(self) -> int:

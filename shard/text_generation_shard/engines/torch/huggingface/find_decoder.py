@@ -97,7 +97,6 @@ class _Finder:
         norm = norm_of(run.last_norm)
         if norm is None or not is_same(run.last_norm(hidden), run.output):
             raise UnusualError("the last norm is another")
-        num_heads, num_kv_heads, head_dim = self._shape
         layers, rotary = self._layers(modules)
         if len({each.eps for layer in layers for each in layer.norms} | {norm.eps}) > 1:
             raise UnusualError("norms have several eps")
@@ -115,9 +114,6 @@ class _Finder:
             self._softcap,
             self._residual_scale,
             self._max_sequence_length,
-            num_heads,
-            num_kv_heads,
-            head_dim,
         )
 
     def _layer_modules(self) -> Sequence[Any]:
@@ -138,13 +134,13 @@ class _Finder:
             wide = _with_random_norms(copy.deepcopy(module).float())
             names, expected = self._run_library(wide, given, probe, self._model.layers[index])
             for rotation in rotations[index]:
-                layer = self._layer(wide, names, rotation)
-                result = self._run_own(layer, rotation, probe[0], self._model.layers[index])
+                layer = self._layer(wide, names, rotation, self._model.layers[index])
+                result = self._run_own(layer, rotation, probe[0])
                 if _is_close(result, expected, probe[0]):
                     break
             else:
                 raise UnusualError(f"layer {index} has another form")
-            layers.append(self._layer(module, names, rotation))
+            layers.append(self._layer(module, names, rotation, self._model.layers[index]))
             rotary.append(rotation.rotary)
         return layers, rotary
 
@@ -165,7 +161,7 @@ class _Finder:
             hook.remove()
         return called, (output[0] if isinstance(output, tuple) else output)[0]
 
-    def _run_own(self, layer: LibraryLayer, rotation: Rotation, probe: Tensor, shape: LayerShape) -> Tensor:
+    def _run_own(self, layer: LibraryLayer, rotation: Rotation, probe: Tensor) -> Tensor:
         """Return the output of our layer for the same input."""
         norm = layer.input_norm
         decoder = LibraryDecoder(
@@ -181,14 +177,13 @@ class _Finder:
             self._softcap,
             self._residual_scale,
             self._max_sequence_length,
-            *self._shape,
         ).on(ReferenceKernels(self._scale, self._softcap), ParallelGroup(TensorParallelRank()))
         buffers = decoder.activations(len(probe))
-        decoder.forward(LoneTokens(self._positions, shape, self._max_sequence_length), buffers)
+        decoder.forward(LoneTokens(self._positions, layer.shape, self._max_sequence_length), buffers)
         assert buffers.residual is not None
         return buffers.residual
 
-    def _layer(self, module: LibraryModule, names: list[str], rotation: Rotation) -> LibraryLayer:
+    def _layer(self, module: LibraryModule, names: list[str], rotation: Rotation, shape: LayerShape) -> LibraryLayer:
         parts = [getattr(module, name) for name in names]
         norms = [norm_of(part) for part in parts]
         match = USUAL.fullmatch("".join("x" if norm is None else "n" for norm in norms))
@@ -211,6 +206,7 @@ class _Finder:
             mlp_norm,
             _mlp(mlp),
             after_mlp,
+            shape,
         )
 
     def _qkv(self, attention: LibraryModule, order: list[int] | None) -> DenseLinear:

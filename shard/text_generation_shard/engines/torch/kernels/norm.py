@@ -19,12 +19,12 @@ _ELEMENTS_PER_THREAD = 8
 def rms_norm(residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     """out = residual · rsqrt(mean(residual²) + eps) · weight, computed in float32 and rounded once.
 
-    `residual` float32 [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype.
+    `residual` [tokens, hidden], `weight` [hidden], `out` [tokens, hidden] in any float dtype.
     """
-    _launch(None, residual, weight, eps, out, None, 1.0)
+    _launch(None, residual, weight, eps, out, None, 1.0, 1.0)
 
 
-def add_rms_norm(
+def add_rms_norm(  # noqa: PLR0913 – as flat as the kernel
     update: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -32,15 +32,16 @@ def add_rms_norm(
     out: Tensor,
     update_weight: Tensor | None = None,
     scale: float = 1.0,
+    factor: float = 1.0,
 ) -> None:
-    """residual += scale · update, in place; then `rms_norm`. `update` [tokens, hidden] has any float dtype.
+    """residual = (residual + scale · update) · factor, in place; then `rms_norm`.
 
-    With an `update_weight` [hidden], the update is normed before it is added.
+    `update` [tokens, hidden] has any float dtype, `residual` is float32. With an `update_weight` [hidden], the update is normed before it is added.
     """
-    _launch(update, residual, weight, eps, out, update_weight, scale)
+    _launch(update, residual, weight, eps, out, update_weight, scale, factor)
 
 
-def _launch(
+def _launch(  # noqa: PLR0913 – as flat as the kernel
     update: Tensor | None,
     residual: Tensor,
     weight: Tensor,
@@ -48,6 +49,7 @@ def _launch(
     out: Tensor,
     update_weight: Tensor | None,
     scale: float,
+    factor: float,
 ) -> None:
     tokens, hidden = residual.shape
     block, num_warps = row_tile(hidden, _ELEMENTS_PER_THREAD)
@@ -62,7 +64,9 @@ def _launch(
         residual.stride(0),
         out.stride(0),
         eps,
+        factor,
         SCALE=scale,
+        HAS_FACTOR=factor != 1.0,
         HIDDEN=hidden,
         USE_PDL=use_pdl,
         BLOCK=block,
@@ -82,7 +86,9 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     residual_stride: int,
     out_stride: int,
     eps: float,
+    factor: float,
     SCALE: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
     HIDDEN: tl.constexpr,
     USE_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -92,7 +98,7 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
-    values = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+    values = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
     factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if update is not None:
         added = tl.load(update + row * update_stride + columns, mask=inside, other=0.0).to(tl.float32)
@@ -102,6 +108,8 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
         if SCALE != 1.0:
             added *= SCALE
         values += added
+        if HAS_FACTOR:
+            values *= factor
         tl.store(residual + row * residual_stride + columns, values, mask=inside)
     normed = values * norm_scale(values, eps, HIDDEN) * factors
     tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)

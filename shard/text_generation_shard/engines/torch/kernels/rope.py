@@ -43,6 +43,8 @@ class RopeStep:
     query_beta: float = 0.0
     """Rotated queries are multiplied by 1 + query_beta · ln(1 + ⌊position / query_period⌋)."""
     query_period: int = 1
+    norms_values: bool = False
+    """True: values are normed too, without a weight."""
 
 
 def rotate_and_append(
@@ -54,7 +56,8 @@ def rotate_and_append(
 ) -> None:
     """Write rotated queries, x·cos + rotate_half(x)·sin, to `queries`; rotated keys and unchanged values to the cache.
 
-    `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads. `queries` [tokens, num_heads,
+    `qkv` [tokens, (num_heads + 2·num_kv_heads)·head_dim]: query heads, key heads, value heads; without value heads, values are the
+    keys before their norm and rotation. `queries` [tokens, num_heads,
     head_dim], heads contiguous, may be the query heads of `qkv` itself. `cache_layer` [blocks, 2, num_kv_heads, BLOCK_SIZE, head_dim],
     contiguous. Each of these in any float dtype. `head_norms`: optional weights [head_dim] of the RMS norms of each query head
     and each key head before the rotation. Norm and rotation are computed in float32 and rounded once. If tokens share a slot and
@@ -83,6 +86,8 @@ def rotate_and_append(
         step.query_beta,
         step.query_period,
         HAS_QUERY_SCALE=step.query_beta != 0.0,
+        NORMS_VALUES=step.norms_values,
+        VALUES_ARE_KEYS=qkv.shape[1] == (step.num_heads + step.num_kv_heads) * step.head_dim,
         NUM_HEADS=step.num_heads,
         NUM_KV_HEADS=step.num_kv_heads,
         HALF=step.head_dim // 2,
@@ -124,6 +129,8 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     query_beta: float,
     query_period: int,
     HAS_QUERY_SCALE: tl.constexpr,
+    NORMS_VALUES: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -148,6 +155,8 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
 
     elements = heads * (2 * HALF) + columns
     sources = qkv + token * qkv_stride + elements
+    if VALUES_ARE_KEYS:
+        sources -= tl.where(is_value, NUM_KV_HEADS * 2 * HALF, 0)
     first = tl.load(sources, mask=is_real & inside, other=0.0).to(tl.float32)
     second = tl.load(sources + HALF, mask=is_real & inside, other=0.0).to(tl.float32)
     factors = table + position * (2 * HALF) + columns
@@ -161,6 +170,9 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
         weights = tl.where(is_query, query_weight, key_weight) + columns
         normed_first *= scale * tl.load(weights, mask=inside, other=0.0).to(tl.float32)
         normed_second *= scale * tl.load(weights + HALF, mask=inside, other=0.0).to(tl.float32)
+        if NORMS_VALUES:
+            first = tl.where(is_value, first * scale, first)
+            second = tl.where(is_value, second * scale, second)
     first = tl.where(is_value, first, normed_first * cos - normed_second * sin)
     second = tl.where(is_value, second, normed_second * cos + normed_first * sin)
 

@@ -9,10 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 
-def route(logits: Tensor, experts_each: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, experts_each: int, *, normalize: bool, expert_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return ids int32 and weights float32, [tokens, experts_each], for `logits` float32 [tokens, experts].
 
-    The ids are valid for any logits; a row with NaN gets weights of NaN.
+    The weights are multiplied by the `expert_scale` [experts] of their experts. The ids are valid for any logits; a row with NaN gets weights of NaN.
     """
     tokens, experts = logits.shape
     ids = torch.empty(tokens, experts_each, dtype=torch.int32, device=logits.device)
@@ -21,6 +23,7 @@ def route(logits: Tensor, experts_each: int, *, normalize: bool) -> tuple[Tensor
         logits,
         ids,
         weights,
+        expert_scale,
         logits.stride(0),
         NORMALIZE=normalize,
         EXPERTS=experts,
@@ -37,6 +40,7 @@ def _route_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     logits: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
+    expert_scale: tl.tensor | None,
     logits_stride: int,
     NORMALIZE: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -64,5 +68,7 @@ def _route_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     divisor = tl.sum(chosen, axis=0) if NORMALIZE else total
     values = chosen / divisor + tl.sum(tl.where(is_number, 0.0, row), axis=0)
     is_place = places < EACH
+    if expert_scale is not None:
+        values *= tl.load(expert_scale + chosen_ids).to(tl.float32)
     tl.store(ids + token * EACH + places, chosen_ids, mask=is_place)
     tl.store(weights + token * EACH + places, values, mask=is_place)

@@ -18,6 +18,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.model.expert_config import ExpertConfig, read_experts
 from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS, Family, Flag, NormNames, Wrapper
+from text_generation_shard.engines.torch.model.layer_config import KEYS_AS_VALUES, read_layers
 from text_generation_shard.engines.torch.model.rope_config import FULL, SLIDING, Rope, read_ropes, rotated_layers
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
 
@@ -41,10 +42,9 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerShape, ...]
+    """The attention of each layer, with the heads of all ranks."""
     activation: str
     rms_norm_eps: float
     zero_centered_norms: bool
@@ -59,6 +59,10 @@ class ModelConfig:
     fused_qkv: bool
     fused_gate_up: bool
     query_key_norm: bool
+    value_norm: bool
+    values_are_keys: bool
+    """True: layers without a window have no projection for values, which are the keys before their norm and rotation."""
+    layer_scalars: bool
     attention_scale: float
     attention_softcap: float | None
     final_softcap: float | None
@@ -66,18 +70,15 @@ class ModelConfig:
     residual_scale: float
     """Factor of the outputs of attention and MLP."""
     logits_divisor: float
-    windows: tuple[int | None, ...]
-    """For each layer, the number of positions it attends to, including the token's own; None: all."""
     eos_token_ids: tuple[int, ...]
     has_sinks: bool = False
     """True: the softmax of attention counts one more score per head, without a value."""
     experts: ExpertConfig | None = None
     quantization: Scheme | None = None
 
-    def layer_shapes(self, num_heads: int = 0, num_kv_heads: int = 0) -> tuple[LayerShape, ...]:
-        """Return the shape of the attention of each layer, for all heads or for the heads of a rank."""
-        heads = num_heads or self.num_heads, num_kv_heads or self.num_kv_heads
-        return tuple(LayerShape(*heads, self.head_dim, window) for window in self.windows)
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def projection_weights(self) -> int:
@@ -91,14 +92,13 @@ class ModelConfig:
 
     def _weights(self, experts_counted: int) -> int:
         """Return the number of weights in the projections of all layers, with some experts of those that have any."""
-        attention = self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        sparse_layers, sparse = 0, 0
-        if self.experts is not None:
-            sparse_layers = sum(self.experts.layers)
-            sparse = self.experts.count + 3 * (experts_counted * self.experts.inner + self.experts.shared_inner)
-        dense_layers = self.num_layers - sparse_layers
-        inner = sparse_layers * sparse + dense_layers * 3 * self.intermediate_size
-        return self.hidden_size * (self.num_layers * attention + inner)
+        attention = sum(2 * layer.head_dim * (layer.num_heads + layer.num_kv_heads) for layer in self.layers)
+        sparse_layers, sparse, dense_layers = 0, 0, self.num_layers
+        if (experts := self.experts) is not None:
+            sparse_layers = sum(experts.layers)
+            sparse = experts.count + 3 * (experts_counted * experts.inner + experts.shared_inner)
+            dense_layers -= 0 if experts.family.beside_mlp else sparse_layers
+        return self.hidden_size * (attention + sparse_layers * sparse + dense_layers * 3 * self.intermediate_size)
 
     @property
     def embedding_weights(self) -> int:
@@ -112,8 +112,14 @@ def read_model_type(folder: Path) -> str:
 
 
 def is_native(folder: Path) -> bool:
-    """Return True if the model in `folder` is of a type that this engine computes itself. Raises EngineError."""
-    return _text_part(_read(folder, "config.json")).optional_text("model_type") in FAMILIES
+    """Return True if this engine computes the model in `folder` itself. Raises EngineError."""
+    raw = _text_part(_read(folder, "config.json"))
+    family = FAMILIES.get(raw.optional_text("model_type") or "")
+    if family is None:
+        return False
+    if reason := _unsupported(raw, family):
+        log.info("the model is computed by transformers", reason=reason)
+    return reason is None
 
 
 def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
@@ -132,34 +138,31 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     architectures = whole.get("architectures") or [architecture]
     if not isinstance(architectures, list) or architecture not in architectures:
         raise whole.error(f"architecture {repr(architectures)[:200]} is not supported, only {architecture}")
-    if raw.get("use_bidirectional_attention"):
+    if reason := _unsupported(raw, family):
+        raise raw.error(f"{reason}: transformers computes such models, --model-impl transformers")
+    # With "vision", tokens of images alone attend to later ones.
+    if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise raw.error("use_bidirectional_attention: texts are generated with attention to earlier tokens only")
     hidden_size = raw.count("hidden_size")
     num_heads = raw.count("num_attention_heads", family.num_heads)
-    kv_heads_default = num_heads if raw.is_null("num_key_value_heads") else family.num_kv_heads or num_heads
-    num_kv_heads = raw.count("num_key_value_heads", kv_heads_default)
     head_dim = raw.count("head_dim", family.head_dim or hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise raw.error(f"{num_heads} attention heads cannot share {num_kv_heads} key-value heads")
     num_layers = raw.count("num_hidden_layers")
     windows = _windows(raw, family, num_layers)
+    layers = read_layers(raw, family, windows, num_heads, head_dim)
     ropes = read_ropes(raw, family, windows)
-    if head_dim % 2:
-        raise raw.error(f"head_dim {head_dim} is odd, rotary embeddings need pairs")
-    if odd := [dim for rope in ropes if (dim := rope.rotary_dim(head_dim)) % 2]:
-        raise raw.error(f"partial_rotary_factor rotates {odd[0]} of {head_dim} dimensions, an odd number")
-    if wrong := [rope for rope in ropes if rope.factors and len(rope.factors) != rope.rotary_dim(head_dim) // 2]:
-        raise raw.error(f"longrope has {len(wrong[0].factors)} factors for {wrong[0].rotary_dim(head_dim)} dimensions")
+    for rope, width in {(rope, layer.head_dim): None for rope, layer in zip(ropes, layers, strict=True)}:
+        if (rotated := rope.rotary_dim(width)) % 2:
+            raise raw.error(f"partial_rotary_factor rotates {rotated} of {width} dimensions, an odd number")
+        if rope.factors and len(rope.factors) != rotated // 2:
+            raise raw.error(f"longrope has {len(rope.factors)} factors for {rotated} dimensions")
     return ModelConfig(
         model_type=model_type,
         dtype=_dtype(raw),
         vocab_size=raw.count("vocab_size", family.vocab_size),
         hidden_size=hidden_size,
         intermediate_size=raw.count("intermediate_size"),
-        num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        layers=layers,
         activation=(activation := _activation(raw, family)),
         rms_norm_eps=raw.number("rms_norm_eps", family.rms_norm_eps),
         zero_centered_norms=family.zero_centered_norms,
@@ -173,6 +176,9 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         fused_qkv=family.fused_qkv,
         fused_gate_up=family.fused_gate_up,
         query_key_norm=family.query_key_norm,
+        value_norm=family.value_norm,
+        values_are_keys=family.full_head_dim is not None and raw.flag(KEYS_AS_VALUES, default=False),
+        layer_scalars=family.layer_scalars,
         attention_scale=_attention_scale(raw, family, head_dim),
         attention_softcap=_softcap(raw, "attn_logit_softcapping", family.attention_softcap),
         final_softcap=_softcap(raw, "final_logit_softcapping", family.final_softcap),
@@ -180,10 +186,9 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         * (hidden_size**0.5 if family.scales_embedding else 1.0),
         residual_scale=_multiplier(raw, family, "residual_multiplier"),
         logits_divisor=_multiplier(raw, family, "logits_scaling"),
-        windows=windows,
         eos_token_ids=eos_token_ids(folder, raw),
         has_sinks=family.sinks,
-        experts=None if family.experts is None else read_experts(raw, family.experts, num_layers, activation),
+        experts=read_experts(raw, family.experts, num_layers, activation),
         quantization=_quantization(folder, raw, quantize),
     )
 
@@ -271,6 +276,12 @@ def _activation(raw: JsonObject, family: Family) -> str:
     return activation
 
 
+def _unsupported(raw: JsonObject, family: Family) -> str | None:
+    """Return the field for which this engine does not compute a model of a type that it knows, with its value."""
+    values = ((name, raw.values.get(name, default)) for name, default in family.unsupported)
+    return next((f"{name} is {shortened(value)}" for name, value in values if value), None)
+
+
 def _flag(raw: JsonObject, flag: Flag) -> bool:
     return flag if isinstance(flag, bool) else raw.flag(flag[0], default=flag[1])
 
@@ -283,6 +294,8 @@ def _attention_scale(raw: JsonObject, family: Family, head_dim: int) -> float:
             return 1.0 / math.sqrt(raw.number("query_pre_attn_scalar", 256.0))
         case "attention_multiplier":
             return raw.number("attention_multiplier", 1.0)
+        case "one":
+            return 1.0
 
 
 def _softcap(raw: JsonObject, name: str, default: float | None) -> float | None:
@@ -317,9 +330,16 @@ def _windows(raw: JsonObject, family: Family, num_layers: int) -> tuple[int | No
     # A null disables the window.
     has_window = "sliding_window" in raw or (family.window is not None and not raw.is_null("sliding_window"))
     window = raw.count("sliding_window", family.window) if has_window else None
-    types = raw.get("layer_types")
+    if family.windows == "layer_types, none in the last layer":
+        return (*_by_type(raw, family, num_layers, window)[:-1], None)
     if family.windows in ("all layers", "use_sliding_window, all layers"):
         return (window,) * num_layers
+    return _by_type(raw, family, num_layers, window)
+
+
+def _by_type(raw: JsonObject, family: Family, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer by its type in layer_types, or by its place."""
+    types = raw.get("layer_types")
     if types is None:
         rotated = rotated_layers(raw, family, num_layers)
         return tuple(window if _is_sliding(raw, family, layer, rotated) else None for layer in range(num_layers))

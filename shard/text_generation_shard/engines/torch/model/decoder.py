@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.model.interface import Step
 from text_generation_shard.engines.torch.model.linear import DenseLinear, Linear
 from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
@@ -29,8 +30,6 @@ class DecoderConfig(Protocol):
     def num_layers(self) -> int: ...
     @property
     def hidden_size(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -59,6 +58,12 @@ class LayerMLP(Protocol):
 class DecoderLayer(Protocol):
     """The weights of a layer: see `LayerWeights`."""
 
+    @property
+    def shape(self) -> LayerShape: ...
+    @property
+    def qkv_width(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
     @property
     def input_norm(self) -> RMSNorm: ...
     @property
@@ -96,11 +101,23 @@ class DecoderWeights(Protocol):
     @property
     def head(self) -> DenseLinear: ...
     @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
     def precision(self) -> Precision: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBuffers:
+    """Buffers around the attention of a layer; None where each result is a new tensor."""
+
+    qkv: Tensor | None = None
+    """[tokens, (num_heads + 2·num_kv_heads)·head_dim], or less if values are keys: output of the fused projection."""
+    queries: Tensor | None = None
+    """[tokens, num_heads, head_dim]: rotated queries; a view of `qkv` if both have the same dtype."""
+    attended: Tensor | None = None
+    """[tokens, num_heads·head_dim]: output of attention."""
+
+    def first(self, tokens: int) -> AttentionBuffers:
+        """Return views of the first `tokens` rows."""
+        return AttentionBuffers(*(_first(buffer, tokens) for buffer in (self.qkv, self.queries, self.attended)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +128,18 @@ class Activations:
     """float32 [tokens, hidden]."""
     normed: Tensor | None = None
     """[tokens, hidden]: at the end, the normed output of the last layer."""
-    qkv: Tensor | None = None
-    """[tokens, (num_heads + 2·num_kv_heads)·head_dim]: output of the fused projection."""
-    queries: Tensor | None = None
-    """[tokens, num_heads, head_dim]: rotated queries; a view of `qkv` if both have the same dtype."""
-    attended: Tensor | None = None
-    """[tokens, num_heads·head_dim]: output of attention."""
+    attention: Sequence[AttentionBuffers] = ()
+    """For each layer, in the same memory; layers with the same heads have the same ones. Empty without buffers."""
+
+    def of(self, layer: int) -> AttentionBuffers:
+        """Return the buffers of a layer."""
+        return self.attention[layer] if self.attention else AttentionBuffers()
 
     def first(self, tokens: int) -> Activations:
         """Return views of the first `tokens` rows."""
-        buffers = (self.residual, self.normed, self.qkv, self.queries, self.attended)
-        return Activations(*(None if buffer is None else buffer[:tokens] for buffer in buffers))
+        views = {id(each): each.first(tokens) for each in self.attention}
+        attention = [views[id(each)] for each in self.attention]
+        return Activations(_first(self.residual, tokens), _first(self.normed, tokens), attention)
 
 
 class Decoder:
@@ -147,25 +165,29 @@ class Decoder:
         residual = step.embed(weights.embedding, self._embedding_scale, buffers.residual)
         stream = ResidualStream(residual, buffers.normed, scale=config.residual_scale)
         for index, layer in enumerate(weights.layers):
-            qkv = ops.norm_linear(stream, layer.input_norm, layer.qkv, buffers.qkv)
-            queries = step.rotate_and_append(index, qkv, weights.rotary[index], layer.head_norms, buffers.queries)
+            own = buffers.of(index)
+            qkv = ops.norm_linear(stream, layer.input_norm, layer.qkv, own.qkv)
+            queries = step.rotate_and_append(index, qkv, weights.rotary[index], layer.head_norms, own.queries)
             attended = step.attend(
                 index,
                 queries,
                 config.attention_scale,
                 softcap=config.attention_softcap,
                 sinks=layer.sinks,
-                out=buffers.attended,
+                out=own.attended,
             )
             ops.add_linear(stream, attended, layer.output, layer.after_attention)
             layer.mlp.add(ops, stream, layer.mlp_norm, layer.after_mlp)
+            if layer.scale != 1.0:
+                ops.multiply(stream, layer.scale)
         return ops.norm(stream, weights.norm, buffers.normed)
 
     def cut_forward(self, max_tokens: int) -> Callable[[Step], Tensor]:
         buffers = self.activations(max_tokens)
-        if buffers.attended is not None:
-            # Attention skips the padding rows, so any finite values do; later steps leave theirs.
-            buffers.attended.zero_()
+        # Attention skips the padding rows, so any finite values do; later steps leave theirs.
+        for own in buffers.attention:
+            if own.attended is not None:
+                own.attended.zero_()
         return lambda step: self.forward(step, buffers.first(step.num_tokens))
 
     def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -185,20 +207,27 @@ class Decoder:
         """Allocate uninitialized buffers for a pass of `tokens` tokens, where the operations need them."""
         if not self._ops.has_buffers:
             return Activations()
-        weights, hidden, head_dim = self._weights, self._config.hidden_size, self._config.head_dim
-        queries, precision = weights.num_heads * head_dim, weights.precision
+        layers, hidden, precision = self._weights.layers, self._config.hidden_size, self._weights.precision
 
         def empty(width: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(tokens, width, dtype=dtype, device=self._device)
 
-        qkv = empty(queries + 2 * weights.num_kv_heads * head_dim, precision.products)
-        rotated = qkv[:, :queries] if qkv.dtype == precision.model else empty(queries, precision.model)
+        heads = [(layer.shape.num_heads, layer.shape.head_dim, layer.qkv_width) for layer in layers]
+        widest = max(num_heads * head_dim for num_heads, head_dim, _ in heads)
+        qkv, attended = empty(max(width for _, _, width in heads), precision.products), empty(widest, precision.model)
+        rotated = None if qkv.dtype == precision.model else empty(widest, precision.model)
+        buffers: dict[tuple[int, int, int], AttentionBuffers] = {}
+        for num_heads, head_dim, width in dict.fromkeys(heads):
+            own, queries = _narrowed(qkv, width), num_heads * head_dim
+            buffers[num_heads, head_dim, width] = AttentionBuffers(
+                own,
+                (own[:, :queries] if rotated is None else _narrowed(rotated, queries)).view(tokens, -1, head_dim),
+                _narrowed(attended, queries),
+            )
         return Activations(
             residual=empty(hidden, torch.float32),
             normed=empty(hidden, precision.normed),
-            qkv=qkv,
-            queries=rotated.view(tokens, -1, head_dim),
-            attended=empty(queries, precision.model),
+            attention=[buffers[each] for each in heads],
         )
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -209,3 +238,12 @@ class Decoder:
         if config.final_softcap is not None:
             logits.div_(config.final_softcap).tanh_().mul_(config.final_softcap)
         return logits
+
+
+def _first(buffer: Tensor | None, tokens: int) -> Tensor | None:
+    return None if buffer is None else buffer[:tokens]
+
+
+def _narrowed(buffer: Tensor, width: int) -> Tensor:
+    """Return a contiguous [tokens, width] in the memory of `buffer` [tokens, at least width]."""
+    return buffer.view(-1)[: len(buffer) * width].view(len(buffer), width)

@@ -12,9 +12,14 @@ class ExpertFamily:
     """The experts of a model_type: names in its checkpoints, and defaults of the fields that config.json may omit."""
 
     count: int
-    """Default of num_experts or num_local_experts."""
+    """Default of num_experts or num_local_experts; 0: config.json must have it, as for the other sizes."""
     each: int
-    """Default of num_experts_per_tok."""
+    """Default of `each_field`."""
+    each_field: str = "num_experts_per_tok"
+    enabled_by: str | None = None
+    """The field without which a config.json has no experts; None: it always has them."""
+    beside_mlp: bool = False
+    """True: each layer has a dense MLP too, and adds both outputs (Gemma 4)."""
     inner: int | None = None
     """Default of moe_intermediate_size; None: experts have intermediate_size."""
     shared_inner: int | None = None
@@ -24,6 +29,7 @@ class ExpertFamily:
     sparse_layers: bool = False
     """True: decoder_sparse_step and mlp_only_layers say which layers have experts; False: all."""
     module: str = "mlp"
+    """The module of router and experts; empty: the layer."""
     router: str = "gate"
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's projections in checkpoints with one tensor for each expert."""
@@ -51,18 +57,20 @@ class ExpertConfig:
     """For "clamped_swiglu" alone: see GatedActivation."""
 
 
-def read_experts(raw: JsonObject, family: ExpertFamily, num_layers: int, activation: str) -> ExpertConfig:
-    """Read the experts of a config.json. Raises EngineError with a one-line message."""
-    key = "num_experts" if "num_experts" in raw else "num_local_experts"
-    count, each = raw.count(key, family.count), raw.count("num_experts_per_tok", family.each)
+def read_experts(raw: JsonObject, family: ExpertFamily | None, num_layers: int, activation: str) -> ExpertConfig | None:
+    """Read the experts of a config.json; None without. Raises EngineError with a one-line message."""
+    if family is None or (family.enabled_by is not None and not raw.flag(family.enabled_by, default=False)):
+        return None
+    key = "num_local_experts" if "num_local_experts" in raw and "num_experts" not in raw else "num_experts"
+    count, each = raw.count(key, family.count or None), raw.count(family.each_field, family.each or None)
     if each > count:
-        raise raw.error(f"num_experts_per_tok is {each}, of {count} experts")
+        raise raw.error(f"{family.each_field} is {each}, of {count} experts")
     normalize, shared = family.normalize, "shared_expert_intermediate_size"
     return ExpertConfig(
         family,
         count,
         each,
-        inner=raw.count("intermediate_size" if family.inner is None else "moe_intermediate_size", family.inner),
+        inner=raw.count("intermediate_size" if family.inner is None else "moe_intermediate_size", family.inner or None),
         shared_inner=0 if family.shared_inner is None else raw.count(shared, family.shared_inner),
         normalize=raw.flag("norm_topk_prob", default=False) if normalize is None else normalize,
         layers=_layers(raw, family, num_layers),

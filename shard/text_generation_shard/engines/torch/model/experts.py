@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from text_generation_shard.engines.torch.model.expert_config import ExpertConfig
 from text_generation_shard.engines.torch.model.linear import DenseLinear, ParallelLinear, ShardRange
 from text_generation_shard.engines.torch.model.mlp import DenseMLP
 from text_generation_shard.engines.torch.model.norm import RMSNorm
+from text_generation_shard.engines.torch.model.routing import Routed
 from text_generation_shard.engines.torch.ops.activation import GatedActivation
 from text_generation_shard.engines.torch.ops.experts import ExpertLinear
 from text_generation_shard.engines.torch.ops.interface import Ops, ResidualStream
@@ -39,8 +40,9 @@ class Experts:
         self._config = config
         interleaved = config.family.clamped
         self._activation = GatedActivation(config.activation, interleaved, config.alpha, config.limit)
-        self._prefix = f"{layer}{config.family.module}."
-        self._fused = f"{layer}{FUSED_MODULE}."
+        module = config.family.module
+        self._prefix = f"{layer}{module}." if module else layer
+        self._fused = f"{layer}{FUSED_MODULE}." if module else layer
         self._inner = tp.even(config.inner, "inner values of an expert")
         self._shared = shared
 
@@ -68,13 +70,26 @@ class Experts:
 
     def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
         x = ops.norm(stream, before)
-        # gpt-oss softmaxes the chosen logits, which is the same as normalizing the probabilities.
-        ids, weights = ops.route(self._router(x), self._config.each, normalize=self._config.normalize)
-        out = ops.experts(x, ids, weights, self._gate_up, self._down, self._activation)
+        out = self.outputs(ops, x, self.route(ops, x))
         if self._shared is not None and self._shared_gate is not None:
             shared = self._shared.down(self._activation(self._shared.gate_up(x)))
             out += shared * self._shared_gate(x).sigmoid().to(out.dtype)
         ops.add(stream, out, after)
+
+    @property
+    def router_weight(self) -> Tensor:
+        """[experts, hidden]."""
+        return self._router.weight
+
+    def route(self, ops: Ops, x: Tensor, expert_scale: Tensor | None = None) -> Routed:
+        """Return the experts of each token: see `softmax_top_k`."""
+        # gpt-oss softmaxes the chosen logits, which is the same as normalizing the probabilities.
+        each, normalize = self._config.each, self._config.normalize
+        return ops.route(self._router(x), each, normalize=normalize, expert_scale=expert_scale)
+
+    def outputs(self, ops: Ops, x: Tensor, routed: Routed) -> Tensor:
+        """Return the weighted outputs of the chosen experts, without the other ranks' parts."""
+        return ops.experts(x, *routed, self._gate_up, self._down, self._activation)
 
     def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
         """Return the tensors to fill. Those of an expert may be in a tensor of all experts instead: see OtherSource."""
@@ -85,7 +100,7 @@ class Experts:
         if self._shared is not None and self._shared_gate is not None:
             parameters |= self._shared.named_parameters()
             parameters[f"{prefix}shared_expert_gate.weight"] = self._shared_gate.weight
-        if family.module != FUSED_MODULE:
+        if self._prefix != self._fused:
             weight = self._router.weight
             other = OtherSource(f"{self._fused}{family.router}.weight", tuple(weight.shape))
             parameters[f"{prefix}{family.router}.weight"] = replace(ParameterShard.whole(weight), other=other)
@@ -153,6 +168,60 @@ class Experts:
         if self._down.bias is not None:
             biases[f"{self._prefix}experts.down_proj_bias"] = self._down.bias
         return biases
+
+
+class ExpertsBesideMLP:
+    """Implements `MLP`: experts and a dense MLP, whose outputs are normed and added (Gemma 4)."""
+
+    def __init__(
+        self,
+        experts: Experts,
+        dense: DenseMLP,
+        layer: str,
+        norm: Callable[[int, float], RMSNorm],
+        hidden: int,
+    ) -> None:
+        self._experts, self._dense = experts, dense
+        self._router_norm = norm(hidden, hidden**-0.5)
+        self._expert_norm, self._after_dense, self._after_experts = (norm(hidden, 1.0) for _ in range(3))
+        self._norms = {
+            f"{layer}router.scale": self._router_norm,
+            f"{layer}pre_feedforward_layernorm_2.weight": self._expert_norm,
+            f"{layer}post_feedforward_layernorm_1.weight": self._after_dense,
+            f"{layer}post_feedforward_layernorm_2.weight": self._after_experts,
+        }
+        self._scale_name = f"{layer}router.per_expert_scale"
+        self._expert_scale = torch.empty_like(experts.router_weight[:, 0])
+
+    @property
+    def projections(self) -> Sequence[ParallelLinear | QuantizedLinear]:
+        return self._dense.projections
+
+    @property
+    def after_norm(self) -> Sequence[ParallelLinear | QuantizedLinear]:
+        return self._dense.after_norm
+
+    def named_parameters(self) -> dict[str, ParameterShard | Tensor]:
+        norms = {name: norm.weight for name, norm in self._norms.items()}
+        own = {**norms, self._scale_name: self._expert_scale}
+        return {**own, **self._dense.named_parameters(), **self._experts.named_parameters()}
+
+    def process_weights_after_loading(self) -> None:
+        for norm in self._norms.values():
+            norm.process_weights_after_loading()
+        self._dense.process_weights_after_loading()
+        self._experts.process_weights_after_loading()
+
+    def pack(self) -> None:
+        self._dense.pack()
+        self._experts.pack()
+
+    def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
+        assert after is not None
+        dense = self._dense.down(self._dense.inner(ops, stream, before))
+        routed = self._experts.route(ops, ops.norm(stream, self._router_norm), self._expert_scale)
+        sparse = self._experts.outputs(ops, ops.norm(stream, self._expert_norm), routed)
+        ops.add_sum(stream, (dense, sparse), (self._after_dense, self._after_experts), after)
 
 
 def _doubled(inner: ShardRange) -> ShardRange:

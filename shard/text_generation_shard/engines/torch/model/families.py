@@ -48,6 +48,7 @@ class Wrapper:
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", ties=True),
+    "gemma4": Wrapper("Gemma4ForConditionalGeneration", "gemma4_text", ties=True),
     "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", ties=True),
     "llava": Wrapper("LlavaForConditionalGeneration", "llama", ties=False),
 }
@@ -68,6 +69,8 @@ class Family:
     """None: hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
     """None: num_attention_heads."""
+    full_head_dim: int | None = None
+    """Default of global_head_dim, of the layers without a window; None: all layers have the same heads."""
     activation: str = "silu"
     activation_field: str = "hidden_act"
     gelu_by_tanh: bool = False
@@ -78,6 +81,10 @@ class Family:
     output_bias: Flag = False
     mlp_bias: Flag = False
     query_key_norm: bool = False
+    value_norm: bool = False
+    """True: each value head is normed too, without a weight."""
+    layer_scalars: bool = False
+    """True: the residual stream is multiplied by a number after each layer."""
     zero_centered_norms: bool = False
     """True: a norm multiplies by 1 + weight."""
     norms: NormNames = BEFORE
@@ -103,13 +110,14 @@ class Family:
         "use_sliding_window, every second layer",
         "use_sliding_window, layers without rotation",
         "layer_types",
+        "layer_types, none in the last layer",
     ] = "none"
     """The layers with a window: see `config._windows`."""
     window: int | None = None
     """Default of sliding_window."""
     window_pattern: int = 1
     """Without layer_types, every layer has a window but each n-th, if n > 1."""
-    attention_scale: Literal["head_dim", "query_pre_attn_scalar", "attention_multiplier"] = "head_dim"
+    attention_scale: Literal["head_dim", "query_pre_attn_scalar", "attention_multiplier", "one"] = "head_dim"
     """The field that scales the products of query and key: the first two by the inverse of its square root."""
     attention_softcap: float | None = None
     """Default of attn_logit_softcapping; None: the family does not cap."""
@@ -122,6 +130,8 @@ class Family:
     experts: ExpertFamily | None = None
     multipliers: bool = False
     """True: the config has embedding_multiplier, residual_multiplier and logits_scaling."""
+    unsupported: tuple[tuple[str, int], ...] = ()
+    """Fields with their defaults; models in which one is not 0 are computed by transformers."""
 
 
 ATTENTION_BIAS = ("attention_bias", False)
@@ -257,6 +267,43 @@ FAMILIES: dict[str, Family] = {
         window_pattern=6,
         attention_scale="query_pre_attn_scalar",
         scales_embedding=True,
+    ),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM",
+        num_kv_heads=4,
+        vocab_size=262_144,
+        num_heads=8,
+        max_positions=131_072,
+        head_dim=256,
+        full_head_dim=512,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        tie_word_embeddings=True,
+        qkv_bias=ATTENTION_BIAS,
+        output_bias=ATTENTION_BIAS,
+        query_key_norm=True,
+        value_norm=True,
+        layer_scalars=True,
+        norms=GEMMA_NORMS,
+        rope_theta=1_000_000.0,
+        rope=(("rope_type", "proportional"), ("partial_rotary_factor", 0.25)),
+        local_rope_theta=10_000.0,
+        windows="layer_types, none in the last layer",
+        window=512,
+        window_pattern=6,
+        attention_scale="one",
+        scales_embedding=True,
+        experts=ExpertFamily(
+            0,
+            0,
+            each_field="top_k_experts",
+            enabled_by="enable_moe_block",
+            beside_mlp=True,
+            inner=0,
+            module="",
+            router="router.proj",
+        ),
+        unsupported=(("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)),
     ),
     "phi3": Family(
         "Phi3ForCausalLM",

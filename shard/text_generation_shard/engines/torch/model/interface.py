@@ -80,6 +80,7 @@ class Step(Protocol):
         """Return the rotated queries [tokens, heads, head_dim]; append rotated keys, and values.
 
         `qkv` [tokens, (heads + 2 · KV heads) · head_dim] has query heads, key heads and value heads; it may be overwritten.
+        Without value heads, values are the keys before their norm and rotation.
         """
         ...
 

@@ -48,10 +48,12 @@ class GatedMLP:
         self._projections = gate_up, down
         self._activation = activation
 
+    def inner(self, ops: Ops, stream: ResidualStream, before: RMSNorm) -> Tensor:
+        """Return the input of `down`, [tokens, inner]."""
+        return ops.norm_linear_activate(stream, before, self._projections[0], self._activation)
+
     def add(self, ops: Ops, stream: ResidualStream, before: RMSNorm, after: RMSNorm | None) -> None:
-        gate_up, down = self._projections
-        inner = ops.norm_linear_activate(stream, before, gate_up, self._activation)
-        ops.add_linear(stream, inner, down, after)
+        ops.add_linear(stream, self.inner(ops, stream, before), self._projections[1], after)
 
 
 class DenseMLP(GatedMLP):

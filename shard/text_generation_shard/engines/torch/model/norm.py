@@ -9,23 +9,36 @@ class RMSNorm:
     """x · rsqrt(mean(x²) + eps) · weight over vectors of some width. Fill `weight`, then process it."""
 
     def __init__(
-        self, width: int, eps: float, device: torch.device, dtype: torch.dtype, *, zero_centered: bool = False
+        self,
+        width: int,
+        eps: float,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        zero_centered: bool = False,
+        factor: float = 1.0,
     ) -> None:
         self.weight = torch.empty(width, device=device, dtype=dtype)
         self.eps = eps
         self._zero_centered = zero_centered
+        self._factor = factor
 
     def process_weights_after_loading(self) -> None:
-        """Add the 1 of a zero-centered weight, in float32: in bfloat16 the 1 would take the weight's bits."""
+        """Add the 1 of a zero-centered weight, and multiply with the factor.
+
+        The weight becomes float32: in bfloat16 the 1 would take its bits.
+        """
         if self._zero_centered:
             self.weight = self.weight.float() + 1.0
+        if self._factor != 1.0:
+            self.weight = self.weight.float() * self._factor
 
 
 class HeadNorms:
-    """The norms of each query head and each key head before the rotation."""
+    """The norms of each query head and each key head before the rotation; with `values`, of each value head too, without a weight."""
 
-    def __init__(self, query: RMSNorm, key: RMSNorm) -> None:
-        self.query, self.key = query, key
+    def __init__(self, query: RMSNorm, key: RMSNorm, *, values: bool = False) -> None:
+        self.query, self.key, self.values = query, key, values
         self.rows = torch.empty(0)
         """[query heads + key heads, head_dim], after loading: one weight row per head, so that all are normed at once."""
 

@@ -8,14 +8,16 @@ logits gathered.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from text_generation_shard.engine import EngineError
+from text_generation_shard.engines.torch.attention.shape import LayerShape
 from text_generation_shard.engines.torch.model.config import ModelConfig
-from text_generation_shard.engines.torch.model.experts import Experts
+from text_generation_shard.engines.torch.model.experts import Experts, ExpertsBesideMLP
 from text_generation_shard.engines.torch.model.linear import (
     DenseLinear,
     FusedProjection,
@@ -41,11 +43,17 @@ class LayerWeights:
         self._prefix = f"model.layers.{index}."
         self._config, self._device, self._precision = config, device, precision
         hidden = ShardRange.whole(config.hidden_size)
-        queries = _of_heads(tp.even(config.num_heads, "attention heads"), config.head_dim)
-        keys = _of_heads(tp.kv_heads(config.num_kv_heads), config.head_dim)
-        attention = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys)]
+        whole = config.layers[index]
+        heads, kv_heads = tp.even(config.num_heads, "attention heads"), tp.kv_heads(whole.num_kv_heads)
+        self.shape = replace(whole, num_heads=heads.length, num_kv_heads=kv_heads.length)
+        """The attention of this rank."""
+        queries, keys = _of_heads(heads, whole.head_dim), _of_heads(kv_heads, whole.head_dim)
+        attention = [("self_attn.q_proj", queries), ("self_attn.k_proj", keys)]
+        if not config.values_are_keys or whole.window is not None:
+            attention.append(("self_attn.v_proj", keys))
+        self.qkv_width = sum(rows.length for _, rows in attention)
         fused = "self_attn.qkv_proj" if config.fused_qkv else None
-        self._head_order = head_order(config.ropes[index], config.head_dim)
+        self._head_order = head_order(config.ropes[index], whole.head_dim)
         self.qkv = self._linear(
             self._projections(attention, fused, tp),
             bias=config.qkv_bias,
@@ -55,11 +63,12 @@ class LayerWeights:
         output = Projection(f"{self._prefix}self_attn.o_proj", hidden, queries)
         self.output = self._linear([output], bias=config.output_bias and tp.rank == 0)
         self.mlp = self._mlp(index, tp)
-        heads = queries.length // config.head_dim
-        self.sinks = torch.empty(heads, device=device, dtype=precision.model) if config.has_sinks else None
+        self.sinks = torch.empty(heads.length, device=device, dtype=precision.model) if config.has_sinks else None
         """Scores of keys without values, one for each query head."""
-        self._first_head = queries.start // config.head_dim
-        self._num_heads, self._num_kv_heads = queries.length // config.head_dim, keys.length // config.head_dim
+        self._first_head = heads.start
+        self._scalar = torch.empty(1, device=device, dtype=precision.model) if config.layer_scalars else None
+        self.scale = 1.0
+        """Factor of the residual stream after the layer."""
         names, hidden_size = config.norms, config.hidden_size
         self.input_norm, self.mlp_norm = self._norm(hidden_size), self._norm(hidden_size)
         self.after_attention = self._norm(hidden_size) if names.after_attention else None
@@ -67,12 +76,19 @@ class LayerWeights:
         self.after_mlp = self._norm(hidden_size) if names.after_mlp else None
         self.head_norms: HeadNorms | None = None
         if config.query_key_norm:
-            self.head_norms = HeadNorms(self._norm(config.head_dim), self._norm(config.head_dim))
+            query_norm, key_norm = self._norm(whole.head_dim), self._norm(whole.head_dim)
+            self.head_norms = HeadNorms(query_norm, key_norm, values=config.value_norm)
 
     def _mlp(self, index: int, tp: TensorParallelRank) -> MLP:
         experts = self._config.experts
         if experts is None or not experts.layers[index]:
             return self._dense_mlp("mlp", self._config.intermediate_size, tp)
+        if experts.family.beside_mlp:
+            dense = self._dense_mlp("mlp", self._config.intermediate_size, tp)
+            sparse = Experts(
+                experts, self._config.hidden_size, self._prefix, tp, self._device, self._precision.model, None
+            )
+            return ExpertsBesideMLP(sparse, dense, self._prefix, self._norm, self._config.hidden_size)
         shared = self._dense_mlp("mlp.shared_expert", experts.shared_inner, tp) if experts.shared_inner else None
         return Experts(experts, self._config.hidden_size, self._prefix, tp, self._device, self._precision.model, shared)
 
@@ -88,11 +104,10 @@ class LayerWeights:
             config.activation,
         )
 
-    def _norm(self, width: int) -> RMSNorm:
-        config = self._config
-        return RMSNorm(
-            width, config.rms_norm_eps, self._device, self._precision.model, zero_centered=config.zero_centered_norms
-        )
+    def _norm(self, width: int, factor: float = 1.0) -> RMSNorm:
+        config, dtype = self._config, self._precision.model
+        zero_centered = config.zero_centered_norms
+        return RMSNorm(width, config.rms_norm_eps, self._device, dtype, zero_centered=zero_centered, factor=factor)
 
     @property
     def _norms(self) -> dict[str, RMSNorm]:
@@ -121,6 +136,8 @@ class LayerWeights:
             parameters[f"{self._prefix}self_attn.sinks"] = ParameterShard(
                 self.sinks, (self._config.num_heads,), (self._first_head,)
             )
+        if self._scalar is not None:
+            parameters[f"{self._prefix}layer_scalar"] = self._scalar
         for each in (self.qkv, self.output, self.mlp):
             parameters |= each.named_parameters()
         return parameters
@@ -131,7 +148,11 @@ class LayerWeights:
         for norm in self._norms.values():
             norm.process_weights_after_loading()
         if self.head_norms is not None:
-            self.head_norms.process_weights_after_loading(self._num_heads, self._num_kv_heads, self._head_order)
+            self.head_norms.process_weights_after_loading(
+                self.shape.num_heads, self.shape.num_kv_heads, self._head_order
+            )
+        if self._scalar is not None:
+            self.scale = float(self._scalar)
         if self._head_order is not None and isinstance(self.qkv, ParallelLinear):
             self._reorder_heads(self.qkv, self._head_order)
 
@@ -142,7 +163,7 @@ class LayerWeights:
 
     def _reorder_heads(self, qkv: ParallelLinear, order: list[int]) -> None:
         """Reorder the dimensions of query and key heads: see `head_order`."""
-        count, head_dim = self._num_heads + self._num_kv_heads, self._config.head_dim
+        count, head_dim = self.shape.num_heads + self.shape.num_kv_heads, self.shape.head_dim
         for tensor in (qkv.weight, qkv.bias):
             if tensor is not None:
                 heads = tensor[: count * head_dim].view(count, head_dim, *tensor.shape[1:])
@@ -188,12 +209,11 @@ class ModelWeights:
             raise EngineError(
                 f"quantized {config.model_type} models cannot be divided among shards: use --num-replicas"
             )
-        self.num_heads = tp.even(config.num_heads, "attention heads").length
-        self.num_kv_heads = tp.kv_heads(config.num_kv_heads).length
         self.precision = Precision.of(config, dtype) if precision is None else precision
         """Final after `process_weights_after_loading`."""
-        rotary = {rope: RotaryEmbedding(rope, config.head_dim, device) for rope in set(config.ropes)}
-        self.rotary = [rotary[rope] for rope in config.ropes]
+        kinds = [(rope, layer.head_dim) for rope, layer in zip(config.ropes, config.layers, strict=True)]
+        rotary = {kind: RotaryEmbedding(*kind, device) for kind in set(kinds)}
+        self.rotary = [rotary[kind] for kind in kinds]
         """The rotation of each layer."""
         self.layers = [LayerWeights(config, index, tp, device, self.precision) for index in range(config.num_layers)]
         self.norm = RMSNorm(
@@ -223,6 +243,11 @@ class ModelWeights:
         for layer in self.layers:
             parameters |= layer.named_parameters()
         return parameters
+
+    @property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """The attention of each layer on this rank."""
+        return tuple(layer.shape for layer in self.layers)
 
     @property
     def linears(self) -> Iterator[ParallelLinear | QuantizedLinear]:

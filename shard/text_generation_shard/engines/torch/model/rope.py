@@ -61,6 +61,8 @@ class RotaryEmbedding:
 
 def head_order(rope: Rope, head_dim: int) -> list[int] | None:
     """Return the dimension of a checkpoint's head at each of ours; None if they are the same."""
+    if rope.type == "proportional":
+        return None
     rotary_dim = rope.rotary_dim(head_dim)
     if rope.interleaved:
         first, second = list(range(0, rotary_dim, 2)), list(range(1, rotary_dim, 2))
@@ -94,9 +96,10 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     The formulas of transformers' ROPE_INIT_FUNCTIONS, operation by operation, so that the bits agree.
     """
     rotary_dim = rope.rotary_dim(head_dim)
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
+    exponents /= head_dim if rope.type == "proportional" else rotary_dim
     frequencies = 1.0 / (rope.theta**exponents)
-    if rope.type == "linear":
+    if rope.type in ("linear", "proportional"):
         return frequencies / rope.factor, 1.0
     if rope.type == "llama3":
         return _llama3(rope, frequencies), 1.0

@@ -10,7 +10,7 @@ from typing import Any
 from text_generation_shard.engines.torch.model.families import Family
 from text_generation_shard.json_object import JsonObject
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """`dynamic` is left out: it changes the rotation with the sequence length, so keys cannot be cached."""
 LONGROPE = ("longrope", "su", "yarn")
 """The names of Phi-3's type, of which older checkpoints call it `su` or `yarn`."""
@@ -46,6 +46,8 @@ class Rope:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""
+        if self.type == "proportional":
+            return 2 * int(head_dim * self.partial // 2)
         return int(head_dim * self.partial)
 
 
@@ -100,13 +102,15 @@ def _read_rope(
     number = inner.number
     theta = number("rope_theta", default_theta)
     partial = number("partial_rotary_factor", raw.number("partial_rotary_factor", family.partial_rotary or 1.0))
-    if partial != 1 and family.partial_rotary is None:
+    if partial != 1 and family.partial_rotary is None and kind != "proportional":
         raise raw.error(f"partial_rotary_factor {partial:g} is not supported")
     common: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": family.interleaved_rotary}
     if kind == "default":
         return Rope(kind, **common)
     if kind == "linear":
         return Rope(kind, **common, factor=number("factor"))
+    if kind == "proportional":
+        return Rope(kind, **common, factor=number("factor", 1.0))
     key = "original_max_position_embeddings"
     original = raw.count(key) if key in raw else inner.count(key, max_positions)
     common["original_max_positions"] = original

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 Routed = tuple[Tensor, Tensor]
 
@@ -57,11 +56,3 @@ def sigmoid_top_k(
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * scale
-
-
-def gemma4_router_input(residual: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return what Gemma 4's router projects: the residual stream, normed without a weight, times scale · hidden^-½."""
-    hidden = residual.shape[-1]
-    normed = functional.rms_norm(residual.float(), (hidden,), None, eps)
-    scaled: Tensor = normed * scale.float() * hidden**-0.5
-    return scaled.to(residual.dtype)

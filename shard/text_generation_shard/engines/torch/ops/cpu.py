@@ -36,6 +36,14 @@ class CpuOps:
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         stream.residual.add_(update if norm is None else _rms_norm(update, norm), alpha=stream.scale)
 
+    def multiply(self, stream: ResidualStream, factor: float) -> None:
+        stream.residual.mul_(factor)
+
+    def add_sum(
+        self, stream: ResidualStream, parts: tuple[Tensor, Tensor], norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+    ) -> None:
+        self.add(stream, _rms_norm(parts[0], norms[0]) + _rms_norm(parts[1], norms[1]), norm)
+
 
 def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
     """Return the normed rows in the dtype of `x`, which the weight may exceed."""

@@ -37,9 +37,10 @@ class DeviceOps:
         else:
             update_weight = None if stream.update_norm is None else stream.update_norm.weight
             self._kernels.add_rms_norm(
-                stream.update, stream.residual, norm.weight, norm.eps, out, update_weight, stream.scale
+                stream.update, stream.residual, norm.weight, norm.eps, out, update_weight, stream.scale, stream.factor
             )
             stream.update = stream.update_norm = None
+            stream.factor = 1.0
         return out
 
     def norm_linear(self, stream: ResidualStream, norm: RMSNorm, linear: Linear, out: Tensor | None = None) -> Tensor:
@@ -74,6 +75,22 @@ class DeviceOps:
     def add(self, stream: ResidualStream, update: Tensor, norm: RMSNorm | None = None) -> None:
         self._group.all_reduce(update)
         stream.update, stream.update_norm = update, norm
+
+    def multiply(self, stream: ResidualStream, factor: float) -> None:
+        if stream.update is None:
+            stream.residual.mul_(factor)
+        else:
+            stream.factor *= factor
+
+    def add_sum(
+        self, stream: ResidualStream, parts: tuple[Tensor, Tensor], norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+    ) -> None:
+        for part in parts:
+            self._group.all_reduce(part)
+        total, update = torch.empty_like(stream.residual), torch.empty_like(stream.residual)
+        self._kernels.rms_norm(parts[0], norms[0].weight, norms[0].eps, total)
+        self._kernels.add_rms_norm(parts[1], total, norm.weight, norm.eps, update, norms[1].weight, 1.0, 1.0)
+        stream.update, stream.update_norm = update, None
 
     def _inner(self, stream: ResidualStream, gate_up_width: int) -> Tensor:
         """Allocate the inner values of an MLP."""

@@ -35,6 +35,8 @@ class ResidualStream:
     """The norm of `update`, if it has one."""
     scale: float = 1.0
     """Factor of all updates."""
+    factor: float = 1.0
+    """Factor of the stream that is still to be applied after the update."""
 
 
 class Ops(Protocol):
@@ -58,7 +60,17 @@ class Ops(Protocol):
     def add_linear(self, stream: ResidualStream, x: Tensor, linear: Linear, norm: RMSNorm | None = None) -> None:
         """Add the product of `x` [tokens, inputs] to the stream, as `add` does."""
 
-    def route(self, logits: Tensor, experts_each: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    def multiply(self, stream: ResidualStream, factor: float) -> None:
+        """Multiply the stream with `factor`, after the last update."""
+
+    def add_sum(
+        self, stream: ResidualStream, parts: tuple[Tensor, Tensor], norms: tuple[RMSNorm, RMSNorm], norm: RMSNorm
+    ) -> None:
+        """Add norm(norms[0](parts[0]) + norms[1](parts[1])) to the stream; the parts are first summed over the ranks."""
+
+    def route(
+        self, logits: Tensor, experts_each: int, *, normalize: bool, expert_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the ids and the weights of the experts of each token: see `softmax_top_k`."""
         ...
 
@@ -93,7 +105,7 @@ class Kernels(Protocol):
 
     def rms_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
 
-    def add_rms_norm(
+    def add_rms_norm(  # noqa: PLR0913 – as flat as the kernel
         self,
         update: Tensor,
         residual: Tensor,
@@ -102,6 +114,7 @@ class Kernels(Protocol):
         out: Tensor,
         update_weight: Tensor | None,
         scale: float,
+        factor: float,
     ) -> None: ...
 
     def rotate_and_append(
@@ -154,7 +167,9 @@ class Kernels(Protocol):
         self, x: Tensor, weight: Tensor | PackedWeight, residual: Tensor, bias: Tensor | None, scale: float
     ) -> None: ...
 
-    def route(self, logits: Tensor, experts_each: int, *, normalize: bool) -> tuple[Tensor, Tensor]: ...
+    def route(
+        self, logits: Tensor, experts_each: int, *, normalize: bool, expert_scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
     def experts(
         self,

@@ -46,9 +46,9 @@ class ReferenceKernels:
         residual.copy_(table[known.long()]).mul_(scale)
 
     def rms_norm(self, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        out.copy_(_normed(residual, eps) * weight)
+        out.copy_(_normed(residual.to(torch.promote_types(residual.dtype, torch.float32)), eps) * weight)
 
-    def add_rms_norm(
+    def add_rms_norm(  # noqa: PLR0913 – as flat as the kernel
         self,
         update: Tensor,
         residual: Tensor,
@@ -57,10 +57,11 @@ class ReferenceKernels:
         out: Tensor,
         update_weight: Tensor | None,
         scale: float,
+        factor: float,
     ) -> None:
         if update_weight is not None:
             update = _normed(update.to(residual.dtype), eps) * update_weight
-        residual.add_(update, alpha=scale)
+        residual.add_(update, alpha=scale).mul_(factor)
         self.rms_norm(residual, weight, eps, out)
 
     def rotate_and_append(
@@ -72,7 +73,10 @@ class ReferenceKernels:
         head_norms: tuple[Tensor, Tensor] | None,
     ) -> None:
         heads = qkv.view(qkv.shape[0], -1, step.head_dim)
-        unrotated, keys, values = torch.split(heads, [step.num_heads, step.num_kv_heads, step.num_kv_heads], dim=1)
+        unrotated, keys = heads[:, : step.num_heads], heads[:, step.num_heads : step.num_heads + step.num_kv_heads]
+        values = heads[:, -step.num_kv_heads :]
+        if step.norms_values:
+            values = _normed(values.to(torch.promote_types(qkv.dtype, torch.float32)), step.eps)
         positions = step.positions.long()
         cos, sin = step.table[positions].to(torch.promote_types(qkv.dtype, torch.float32)).unsqueeze(2).unbind(1)
         if head_norms is None:

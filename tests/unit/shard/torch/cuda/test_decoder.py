@@ -53,9 +53,9 @@ def test_a_step_launches_no_more_kernels_than_needed(tmp_path: Path, tokens: int
     config, weights = read_model_config(folder), load_for_cuda(folder, torch.device("cpu"), torch.float32)
     recording, group = RecordingKernels(config.attention_scale), ParallelGroup(TensorParallelRank())
     decoder = Decoder(config, weights, DeviceOps(recording, group, torch.float32), group)
-    cache = [torch.zeros(tokens, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim) for _ in weights.layers]
+    cache = [torch.zeros(tokens, 2, each.num_kv_heads, BLOCK_SIZE, each.head_dim) for each in config.layers]
     slots = torch.arange(tokens, dtype=torch.int32)
-    context = StepContext(recording, cache, config.layer_shapes(), slots.unsqueeze(1), torch.zeros_like(slots))
+    context = StepContext(recording, cache, config.layers, slots.unsqueeze(1), torch.zeros_like(slots))
     columns = torch.stack((torch.full_like(slots, 5), torch.zeros_like(slots), slots))
     decoder.forward(DeviceStep(columns, tokens, context))
     assert recording.launched == kernels

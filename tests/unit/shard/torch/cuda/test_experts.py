@@ -160,8 +160,9 @@ def test_the_kernel_routes_as_the_formula(device: torch.device, experts_each: in
     logits[1, 7] = logits[1].amax() + 80  # one expert has all the probability
     logits[2, 5] = torch.nan
     logits[3] = torch.nan
-    ids, weights = route(logits, experts_each, normalize=normalize)
-    expected_ids, expected = softmax_top_k(logits, experts_each, normalize=normalize)
+    scale = torch.rand(count, device=device) + 0.5 if normalize else None
+    ids, weights = route(logits, experts_each, normalize=normalize, expert_scale=scale)
+    expected_ids, expected = softmax_top_k(logits, experts_each, normalize=normalize, expert_scale=scale)
     for row in (0, 1, 4):
         likely = expected[row] > 0  # the order of experts without any probability is not defined
         assert ids[row][likely].tolist() == expected_ids[row][likely].tolist()

@@ -61,8 +61,8 @@ def test_ranks_together_compute_the_same_as_one(
     query, key, value = (reference(f"self_attn.{name}_proj", hidden) for name in "qkv")
     gate, up = (reference(f"mlp.{name}_proj", hidden) for name in ("gate", "up"))
     for rank, weights in enumerate(ranks):
-        assert (weights.num_heads, weights.num_kv_heads) == (8 // size, max(1, 2 // size))
         layer = weights.layers[1]
+        assert (layer.shape.num_heads, layer.shape.num_kv_heads) == (8 // size, max(1, 2 // size))
         kv = slice(rank * 32 // size // 16 * 16, None)
         kv_width = max(32 // size, 16)
         expected = [query.chunk(size, 1)[rank], key[:, kv][:, :kv_width], value[:, kv][:, :kv_width]]

@@ -18,9 +18,9 @@ EPS = 1e-2
 def test_an_update_is_normed_and_scaled_before_it_is_added(device: torch.device) -> None:
     update, residual = torch.randn(2, 3, 577, device=device).unbind()
     weight, update_weight = torch.randn(2, 577, device=device).unbind()
-    total = residual.double() + 0.3 * rms_norm(update.double(), update_weight.double(), EPS)
+    total = (residual.double() + 0.3 * rms_norm(update.double(), update_weight.double(), EPS)) * 1.7
     out = torch.empty_like(residual)
-    norm.add_rms_norm(update, residual, weight, EPS, out, update_weight, 0.3)
+    norm.add_rms_norm(update, residual, weight, EPS, out, update_weight, 0.3, 1.7)
     assert rounded_once(residual, total)
     assert rounded_once(out, rms_norm(total, weight.double(), EPS))
 

@@ -165,7 +165,7 @@ def native(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float
     """Return the decoder of the checkpoint in `folder`, the shape of its cache and its scale of attention."""
     config = read_model_config(folder)
     weights = load_for_cuda(folder, device, torch.float32)
-    shape = CacheShape(config.layer_shapes(weights.num_heads, weights.num_kv_heads), device, torch.float32)
+    shape = CacheShape(weights.layer_shapes, device, torch.float32)
     kernels, group = ReferenceKernels(config.attention_scale), ParallelGroup(TensorParallelRank())
     return Decoder(config, weights, DeviceOps(kernels, group, torch.float32), group), shape, config.attention_scale
 

@@ -49,11 +49,12 @@ class Model:
 
     def context(self) -> StepContext:
         """Return a KV cache with one block per sequence."""
-        shape = (SEQUENCES, 2, self.weights.num_kv_heads, BLOCK_SIZE, self.config.head_dim)
+        layer = self.weights.layers[0].shape
+        shape = (SEQUENCES, 2, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
         cache = [torch.zeros(shape, dtype=self.dtype) for _ in self.weights.layers]
         slots = torch.arange(SEQUENCES, dtype=torch.int32)
         tables, last_tokens = slots.unsqueeze(1), torch.zeros_like(slots)
-        return StepContext(self.kernels, cache, self.config.layer_shapes(), tables, last_tokens)
+        return StepContext(self.kernels, cache, self.weights.layer_shapes, tables, last_tokens)
 
     def logits(self, ids: Tensor) -> Tensor:
         """float32 [tokens · sequences, vocabulary] for `ids` [tokens, sequences]."""
@@ -101,12 +102,12 @@ def test_tensors_have_the_dtypes_of_the_precision(make: Make, dtype: torch.dtype
     ):
         assert weight.dtype == dtype
     activations = model.decoder.activations(3)
-    assert (activations.normed.dtype, activations.qkv.dtype) == (precision.normed, FP32)
-    assert (activations.queries.dtype, activations.attended.dtype) == (dtype, dtype)
+    assert (activations.normed.dtype, activations.of(0).qkv.dtype) == (precision.normed, FP32)
+    assert (activations.of(0).queries.dtype, activations.of(0).attended.dtype) == (dtype, dtype)
     for out in (
         layer.qkv(activations.normed),
         layer.mlp.gate_up(activations.normed),
-        layer.output(activations.attended),
+        layer.output(activations.of(0).attended),
     ):
         assert out.dtype == FP32
     assert layer.mlp.down(layer.mlp.down.weight).dtype == FP32

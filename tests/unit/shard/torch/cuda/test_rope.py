@@ -94,6 +94,22 @@ def test_queries_are_scaled_by_their_position(device: torch.device) -> None:
     torch.testing.assert_close(other, cache, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("has_values", [False, True], ids=["values are keys", "own values"])
+def test_values_are_normed_without_a_weight(has_values: bool, device: torch.device) -> None:
+    heads = Heads(4, 2, 48)
+    step = replace(_step(heads, 4, device), norms_values=True)
+    qkv = torch.randn(4, heads.width - (0 if has_values else 96), device=device)
+    values = qkv[:, -96:].double().view(4, 2, 48)
+    weights = torch.randn(2, 48, device=device)
+    keys = rms_norm(qkv[:, 192:288].double().view(4, 2, 48), weights[1].double(), EPS)
+    cache = _empty_cache(heads, torch.float32, device)
+    rotate_and_append(qkv, qkv[:, :192], step, cache, (weights[0], weights[1]))
+    blocks = step.block_tables[step.slots, step.positions // BLOCK_SIZE]
+    stored = cache[blocks, :, :, step.positions % BLOCK_SIZE]
+    assert rounded_once(stored[:, 0], rotate(keys, step.positions, _frequencies(heads, device), SCALE))
+    assert rounded_once(stored[:, 1], rms_norm(values, torch.ones(48, device=device).double(), EPS))
+
+
 def test_tokens_of_the_dummy_slot_are_written_only_to_its_block(device: torch.device) -> None:
     heads = SMOLLM2
     step = _step(heads, 4, device)
