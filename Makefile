@@ -71,7 +71,7 @@ test: check model node-packages ## Run the checks and the tests
 test-all: check model node-packages ## Run the checks and the tests with full grids and long property runs
 	$(PY) scripts/prepare_demo_model.py .cache/models/gemma3-270m
 	TEST_FULL=1 HYPOTHESIS_PROFILE=full $(PYTEST) $(PYTEST_ARGS)
-	$(MAKE) test-helm test-observability test-systemd test-image test-rolling test-members test-routers test-ray
+	$(MAKE) test-helm test-observability test-systemd test-image test-rolling test-members test-routers test-ray test-trtllm
 
 # How often router and shards are stopped together, with each of these Pythons.
 ROUNDS ?= 200
@@ -160,6 +160,10 @@ test-ray: $(STAMP) ## Start shards in a Ray cluster of two nodes and lose an act
 		&& touch $(RAY)/.installed; } || echo "test-ray: ray cannot be installed: skipped"
 	@test ! -e $(RAY)/.installed || PYTHONPATH=tests/system $$(unshare --net true 2> /dev/null && echo "unshare --net") sh -c \
 		'ip link set lo up 2> /dev/null; exec $(RAY)/bin/python -m pytest -s tests/deploy/test_ray.py $(PYTEST_ARGS)'
+
+.PHONY: test-trtllm
+test-trtllm: model ## Install the recipes of docs/tensorrt-llm.md in empty environments and serve a grammar, with a stand-in
+	$(BIN)/pytest tests/deploy/test_trtllm_recipes.py $(PYTEST_ARGS)
 
 .PHONY: lock
 lock: ## Generate deploy/container/requirements*.txt, with hashes, from pyproject.toml and constraints.txt

@@ -3,6 +3,8 @@
 llguidance reads a tokenizer.json itself, but it takes the number of tokens for the end of their ids. Where ids are unused,
 it lacks the tokens with the largest ids, often the control tokens. Such a tokenizer is read with its tokens numbered
 without holes, and then its tokens are handed over with their own ids.
+
+tensorrt_llm pins llguidance 0.7.29, which knows one end token and no `verbose_errors`. Only this module depends on the version.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from text_generation_proto.grammar_options import LIMITS
 from text_generation_proto.model_files import MAX_TOKEN_IDS
 from text_generation_proto.panics import without_panics
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLParserLimits, LLTokenizer
 
 HOLE = re.compile(rb"<\[\d+\]>")
 """The text that llguidance shows for an id without a token."""
@@ -35,17 +38,36 @@ def load_tokenizer(text: str, eos_token_ids: Sequence[int] = ()) -> LLTokenizer:
     tokenizer = LLTokenizer(text)
     size = tokenizer.vocab_size
     source: str | TokenizerWrapper = text
+    tokens = None
     if HOLE.search(tokenizer.decode_bytes(list(range(size)))) and isinstance(
         orjson.loads(text)["model"]["vocab"], dict
     ):
         del tokenizer  # it takes a few hundred bytes for each token
-        source = TokenizerWrapper(_Tokens(text))
-        size = len(source.tokens)
+        tokens = _Tokens(text)
+        size = len(tokens.tokens)
     # The model's vocabulary, and so its EOS tokens, may be larger than the tokenizer's.
     known = [token_id for token_id in eos_token_ids if token_id < size]
-    if source is text and not known:
+    if tokens is None and not known:
         return tokenizer
+    if tokens is not None:
+        tokens.eos_token_id = known[0] if known else tokens.eos_token_id
+        source = TokenizerWrapper(tokens)
+    if not hasattr(LLTokenizer, "eos_tokens"):
+        return LLTokenizer(source, eos_token=known[0] if known else None)
     return LLTokenizer(source, eos_token=known or None)
+
+
+def end_tokens(tokenizer: LLTokenizer) -> list[int]:
+    """Return the tokens that end a text for llguidance."""
+    return list(getattr(tokenizer, "eos_tokens", (tokenizer.eos_token,)))
+
+
+def parser_limits() -> LLParserLimits:
+    """Return LIMITS, without those that the installed llguidance does not know."""
+    from llguidance import LLParserLimits
+
+    known: dict[str, Any] = {name: value for name, value in LIMITS.items() if hasattr(LLParserLimits, name)}
+    return LLParserLimits(**known)
 
 
 class _Tokens:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, cast
 
 import structlog
 
-from text_generation_proto.grammar_options import JSON_OPTIONS, LIMITS, MAX_GRAMMAR_TEXT
-from text_generation_proto.grammar_tokenizer import load_tokenizer
+from text_generation_proto.grammar_options import JSON_OPTIONS, MAX_GRAMMAR_TEXT
+from text_generation_proto.grammar_tokenizer import end_tokens, load_tokenizer, parser_limits
 from text_generation_proto.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
 from text_generation_proto.panics import PanicError, without_backtrace, without_panics
 from text_generation_proto.values import Grammar, GrammarKind
@@ -71,7 +71,7 @@ class Grammars:
 
     def __init__(self, tokenizer: LLTokenizer, limits: LLParserLimits) -> None:
         self.vocab_size: int = tokenizer.vocab_size
-        self.end_token_ids = frozenset(tokenizer.eos_tokens)
+        self.end_token_ids = frozenset(end_tokens(tokenizer))
         """Tokens that end a text: the model's EOS tokens, else the tokenizer's own."""
         self.closing_token_ids = tuple(
             token_ids[0] for text in CLOSING if len(token_ids := tokenizer.tokenize_str(text)) == 1
@@ -131,15 +131,13 @@ def load_grammars(folder: str, eos_token_ids: Sequence[int] = ()) -> Grammars | 
     if not Path(folder, name).is_file():
         log.warning("no grammars: the model folder has no tokenizer", folder=folder)
         return None
-    from llguidance import LLParserLimits
-
     try:
         text = read_file(find_file(Path(folder), name), MAX_TOKENIZER_BYTES).decode()
         tokenizer = load_tokenizer(text, list(eos_token_ids))
     except (OSError, ValueError, PanicError) as error:
         log.warning("no grammars: the tokenizer cannot be read", reason=_one_line(str(error)))
         return None
-    return Grammars(tokenizer, LLParserLimits(**LIMITS))
+    return Grammars(tokenizer, parser_limits())
 
 
 def _definition(grammar: Grammar) -> str:

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,25 @@ CONFIG = {
 def python_path(version: str) -> str:
     """Return the PYTHONPATH of a release: the stand-in, and the metadata that name its version."""
     return os.pathsep.join((str(FAKES), str(FAKES / "releases" / version)))
+
+
+def build_wheel(version: str, folder: Path) -> Path:
+    """Write the wheel of a release to `folder`: it requires what the real one pins."""
+    [info] = (FAKES / "releases" / version).iterdir()
+    wheel = folder / f"{info.stem}-py3-none-any.whl"
+    files = [
+        file for name in ("tensorrt_llm", "trtllm_standin") for file in (FAKES / name).rglob("*.*") if file.is_file()
+    ]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in files:
+            if file.suffix != ".pyc":
+                archive.write(file, file.relative_to(FAKES))
+        archive.write(info / "METADATA", f"{info.name}/METADATA")
+        archive.writestr(
+            f"{info.name}/WHEEL", "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info.name}/RECORD", "")
+    return wheel
 
 
 def table(version: str) -> dict[str, Any]:

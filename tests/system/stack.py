@@ -34,8 +34,12 @@ class Stack:
         environ: Mapping[str, str] | None = None,
         stderr: int = subprocess.PIPE,
         within: Sequence[str] = (),
+        python: Path = Path(sys.executable),
     ) -> None:
-        """`stderr` is a descriptor for the log if the stack is not to read it itself; `within` a command that runs others."""
+        """`stderr` is a descriptor for the log if the stack is not to read it itself; `within` a command that runs others.
+
+        `python` is that of the environment with the launcher.
+        """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -46,7 +50,7 @@ class Stack:
         self.launcher = subprocess.Popen(
             [
                 *within,
-                Path(sys.executable).with_name("text-generation-launcher"),
+                python.with_name("text-generation-launcher"),
                 *("--model-id", str(model), "--engine", engine, "--json-output"),
                 *("--hostname", "127.0.0.1", "--port", str(port), *args),
             ],

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from text_generation_proto.grammar_options import JSON_OPTIONS, LIMITS
-from text_generation_proto.grammar_tokenizer import load_tokenizer
+from text_generation_proto.grammar_options import JSON_OPTIONS
+from text_generation_proto.grammar_tokenizer import load_tokenizer, parser_limits
 from text_generation_proto.panics import without_backtrace
 from text_generation_proto.values import Grammar, GrammarKind
 from text_generation_router.errors import InvalidRequest
@@ -120,7 +120,7 @@ def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
             text = LLMatcher.grammar_from_lark(grammar.text)
         case GrammarKind.UNSPECIFIED:
             raise ValueError(grammar.kind)
-    return LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+    return LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
 
 
 def _check_schema(root: Schema) -> None:

@@ -11,7 +11,7 @@ from byte_tokenizer import write_tokenizer
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from text_generation_proto.grammar_tokenizer import load_tokenizer
+from text_generation_proto.grammar_tokenizer import end_tokens, load_tokenizer
 from text_generation_proto.panics import without_backtrace
 
 SMALL = Path(__file__).parents[2] / "corpus" / "tokenizers"
@@ -53,7 +53,7 @@ def test_tokens_above_unused_ids_are_known_and_unused_ids_are_never_allowed(text
     tokenizer = load_tokenizer(text, [ids[last], max(ids.values()) + 7])
 
     assert tokenizer.vocab_size == max(ids.values()) + 1 > len(ids)
-    assert tokenizer.eos_tokens == [ids[last]]
+    assert end_tokens(tokenizer) == [ids[last]]
     assert tokenizer.tokenize_str(TEXT) == expected.encode(TEXT, add_special_tokens=False).ids
     # Every token of one ASCII letter or more, and no other.
     letters = {token_id for name, token_id in ids.items() if name.isascii() and name.isalpha()}
