@@ -72,6 +72,10 @@ def report_to_pb(report: StepResult) -> pb.StepReport:
         used_blocks=report.used_blocks,
         queued=report.queued,
     )
+    if (drafting := report.drafting) is not None:
+        message.drafting.drafts = drafting.drafts
+        message.drafting.draft_tokens = drafting.draft_tokens
+        message.drafting.accepted_tokens = drafting.accepted_tokens
     for slot, tokens in report.prefilled:
         message.prefilled_slots.append(slot)
         message.prefilled_tokens.append(tokens)

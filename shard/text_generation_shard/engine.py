@@ -146,6 +146,16 @@ class PromptScores:
     """If requested: ids and logprobs of the most probable tokens of each position, best first; empty where NaN."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Counts of speculative decoding."""
+
+    drafts: int = 0
+    """Steps of a sequence in which tokens were drafted."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
 @dataclass(slots=True)
 class StepResult:
     """The result of one step, in columns: slots[i] got the next token_counts[i] of token_ids and logprobs.
@@ -167,6 +177,8 @@ class StepResult:
     prompt_logprobs: list[PromptScores] = field(default_factory=list)
     cached: list[tuple[int, int]] = field(default_factory=list)
     """(slot, prompt tokens found in the prefix cache of a self-scheduling engine)."""
+    drafting: Drafting | None = None
+    """Speculative decoding since the report before."""
     forward_ns: int = 0
     """Time of the forward pass; in a report, of all steps since the report before."""
 
@@ -183,7 +195,7 @@ class StepResult:
     @property
     def is_silent(self) -> bool:
         """True if it has nothing for a client: a self-scheduling engine may hold tokens back to report them together."""
-        return not (self.slots or self.prefilled or self.finished or self.failed)
+        return not (self.slots or self.prefilled or self.finished or self.failed or self.drafting)
 
 
 class Engine(Protocol):

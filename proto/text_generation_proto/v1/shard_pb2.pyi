@@ -643,6 +643,7 @@ class StepReport(google.protobuf.message.Message):
     CLOSING_FIELD_NUMBER: builtins.int
     CACHED_SLOTS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    DRAFTING_FIELD_NUMBER: builtins.int
     GPUS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """steps run in this session; unchanged in a report that only acknowledges orders"""
@@ -703,6 +704,10 @@ class StepReport(google.protobuf.message.Message):
     @property
     def cached_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
+    def drafting(self) -> Global___Drafting:
+        """Speculative decoding in the steps since the previous report, as far as the engine has told."""
+
+    @property
     def gpus(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GpuState]:
         """The replica's GPUs on the shard's host, read about once a second; then also in a report without a step."""
 
@@ -732,9 +737,11 @@ class StepReport(google.protobuf.message.Message):
         closing: builtins.bool = ...,
         cached_slots: collections.abc.Iterable[builtins.int] | None = ...,
         cached_tokens: collections.abc.Iterable[builtins.int] | None = ...,
+        drafting: Global___Drafting | None = ...,
         gpus: collections.abc.Iterable[Global___GpuState] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "gpus", b"gpus", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["drafting", b"drafting"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cached_slots", b"cached_slots", "cached_tokens", b"cached_tokens", "closing", b"closing", "drafting", b"drafting", "draining", b"draining", "failed", b"failed", "finished", b"finished", "forward_ns", b"forward_ns", "gpus", b"gpus", "logprobs", b"logprobs", "more", b"more", "orders_applied", b"orders_applied", "part", b"part", "prefilled_slots", b"prefilled_slots", "prefilled_tokens", b"prefilled_tokens", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "running", b"running", "slots", b"slots", "step", b"step", "step_ns", b"step_ns", "token_counts", b"token_counts", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "used_blocks", b"used_blocks"]) -> None: ...
 
 Global___StepReport: typing_extensions.TypeAlias = StepReport
 
@@ -802,6 +809,28 @@ class GpuState(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_utilization", b"_utilization"]) -> typing.Literal["utilization"] | None: ...
 
 Global___GpuState: typing_extensions.TypeAlias = GpuState
+
+@typing.final
+class Drafting(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DRAFTS_FIELD_NUMBER: builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: builtins.int
+    drafts: builtins.int
+    """steps of a sequence in which tokens were drafted"""
+    draft_tokens: builtins.int
+    accepted_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        drafts: builtins.int = ...,
+        draft_tokens: builtins.int = ...,
+        accepted_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_tokens", b"accepted_tokens", "draft_tokens", b"draft_tokens", "drafts", b"drafts"]) -> None: ...
+
+Global___Drafting: typing_extensions.TypeAlias = Drafting
 
 @typing.final
 class Finish(google.protobuf.message.Message):

@@ -49,7 +49,8 @@ def test_example_options_exist_in_both_versions(version: str) -> None:
 
 def test_options_in_example_command_lines() -> None:
     options = [read_options(text) for text in re.findall(r"--trtllm-options '([^']+)'", PAGE)]
-    assert options == [{"kv_cache_config": {"dtype": "fp8"}}, {"sampler_type": "TRTLLMSampler"}]
+    without = {"guided_decoding_backend": None}
+    assert options == [without, {"kv_cache_config": {"dtype": "fp8"}}, {"sampler_type": "TRTLLMSampler"}, without]
 
 
 def test_options_documented_as_not_settable() -> None:

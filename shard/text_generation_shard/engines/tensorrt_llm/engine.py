@@ -21,6 +21,7 @@ import structlog
 from text_generation_proto.values import FailureCode, Stopping, WarmUpLimits
 from text_generation_shard.engine import (
     NO_BLOCKS,
+    Drafting,
     EngineError,
     EngineInfo,
     Failure,
@@ -136,7 +137,9 @@ class TensorRTEngine:
 
     def step(self) -> StepResult | None:
         if self._broken is None and not self._streams:
-            return None
+            result = StepResult()
+            self._report_totals(result)  # the statistics of the last iterations lag behind their tokens
+            return result if result.drafting is not None else None
         updates = self._requests.collect(STEP_WAIT_S)
         if self._broken is None and self._all_failed(updates):
             # A failed step fails all its requests, and in some versions silently ends the engine's loop.
@@ -263,6 +266,12 @@ class TensorRTEngine:
         """Report the iterations whose statistics have come since the last report; they lag behind the tokens."""
         reported, totals = self._reported, replace(self._statistics.totals)
         result.forward_ns = totals.forward_ns - reported.forward_ns
+        if totals.drafts != reported.drafts:
+            result.drafting = Drafting(
+                totals.drafts - reported.drafts,
+                totals.draft_tokens - reported.draft_tokens,
+                totals.accepted_tokens - reported.accepted_tokens,
+            )
         self._reported = totals
 
     # ---------------------------------------------------------------------------------------------------------- health

@@ -95,11 +95,14 @@ class IterationStatistics:
                 log.debug("the engine gave no statistics", reason=f"{type(error).__name__}: {error}")
 
     def _run(self) -> None:
+        was_busy = False
         while not self._closing.wait(POLL_INTERVAL_S):
-            if self._is_busy():
+            is_busy = self._is_busy()
+            if is_busy or was_busy:
                 self.poll()
-            else:
+            if not is_busy:
                 self.queued = self.used_blocks = 0  # the last entry describes a busy iteration
+            was_busy = is_busy
 
     async def _read(self) -> Sequence[Mapping[str, Any]]:
         entries: list[Mapping[str, Any]] = []

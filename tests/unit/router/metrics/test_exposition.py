@@ -29,6 +29,9 @@ GATEWAYS = {
     *("trtllm_num_requests_waiting", "trtllm_num_requests_running", "trtllm_kv_cache_utilization"),
     *("trtllm_kv_cache_tokens_per_block", "trtllm_kv_cache_max_blocks"),
 }
+VLLM = {
+    *("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"),
+}
 FAILURES = {"overloaded", "validation", "incomplete", "template", "generation", "dropped", "tool", "timeout"}
 LABELS = {
     "tgi_request_failure": FAILURES,
@@ -51,7 +54,7 @@ def names(metrics: Metrics) -> list[str]:
 def test_every_metric_has_its_name_type_and_labels() -> None:
     families = {family.name: family for family in text_string_to_metric_families(some_metrics().exposition().decode())}
     assert families.keys() >= TGI.keys() | GATEWAYS
-    assert {name for name in families if not name.startswith("text_generation_")} == TGI.keys() | GATEWAYS
+    assert {name for name in families if not name.startswith("text_generation_")} == TGI.keys() | GATEWAYS | VLLM
     for name, (kind, label) in TGI.items():
         labels = [
             {key: sample.labels[key] for key in sample.labels if key != "le"} for sample in families[name].samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
@@ -87,6 +88,24 @@ def test_a_drafter_serves_several_tokens_a_step(built: Build, version: str, tmp_
     in_model = name in IN_MODEL or (name.startswith("draft model") and version == "1.3")
     assert ("logit_bias_ids" in refused) is in_model
     assert ("min_p" in refused) is (in_model or version == "1.2")
+
+
+def test_acceptance_is_reported(built: Build) -> None:
+    engine = built(options=options(**DRAFTERS["NGram"]), step_ms=5)
+    results = run(engine, NewSequence(0, PROMPT, Stopping(1000)))
+    deadline = time.monotonic() + 20
+    while not (told := [result.drafting for result in results if result.drafting is not None]) or (
+        sum(one.accepted_tokens + one.drafts for one in told) < 999
+    ):
+        assert time.monotonic() < deadline
+        if (late := engine.step()) is not None:  # the statistics of the last iterations
+            results.append(late)
+        else:
+            time.sleep(0.01)
+    drafts = sum(one.drafts for one in told)
+    assert 0 <= sum(one.accepted_tokens for one in told) + drafts - 999 <= 3  # the limit cuts the last step
+    assert sum(one.draft_tokens for one in told) == 3 * drafts
+    assert sum(result.forward_ns for result in results) > 0
 
 
 EXCLUDED: dict[str, tuple[str, dict[str, Any]]] = {
