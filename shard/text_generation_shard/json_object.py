@@ -56,6 +56,7 @@ NUMBERS: Mapping[str, tuple[float, float]] = {
     "mscale": (0.01, 100),
     "mscale_all_dim": (0.01, 100),
     "llama_4_scaling_beta": (1e-6, 100),
+    "lora_alpha": (1e-6, 1e6),
     "short_factor": (0.01, 1e6),
     "long_factor": (0.01, 1e6),
 }
