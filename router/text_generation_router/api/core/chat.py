@@ -144,18 +144,18 @@ class ChatRequest:
     def answer(self, ending: GenerationResult) -> ParsedAnswer:
         """Return a finished text as an answer."""
         events, end = self.read(ending)
-        answer = ParsedAnswer(end.finish, ending)
+        texts, thoughts, calls = [], [], []
         for event in events:
             match event:
                 case TextDelta(text):
-                    answer.text += text
+                    texts.append(text)
                 case ReasoningDelta(text):
-                    answer.reasoning += text
+                    thoughts.append(text)
                 case ToolCallStart(_, name):
-                    answer.calls.append(Call(name))
+                    calls.append(Call(name))
                 case ToolCallArguments(index, fragment):
-                    answer.calls[index].arguments += fragment
-        return answer
+                    calls[index].arguments += fragment
+        return ParsedAnswer(end.finish, ending, "".join(texts), "".join(thoughts), calls)
 
 
 @dataclass(frozen=True, slots=True)

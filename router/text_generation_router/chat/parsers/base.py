@@ -25,14 +25,18 @@ class Markers:
         self._prefixes = frozenset(text[:end] for text in texts for end in range(1, len(text)))
         self._longest = max(map(len, self._prefixes), default=0)
 
-    def find(self, text: str, at: int) -> tuple[int, int]:
+    def find(self, text: str, at: int, most: int | None = None) -> tuple[int, int]:
         """Return start and end of the first marker from `at` on.
 
-        Without one, both are the position where a marker may have started, or the end of the text.
+        Without one, both are the position where a marker may have started, or the end of the text; if no marker starts in
+        the first `most` characters, some position after them.
         """
-        found = self._pattern.search(text, at)
+        end = len(text) if most is None else min(len(text), at + most + self._longest + 1)
+        found = self._pattern.search(text, at, end)
         if found is not None:
             return found.span()
+        if end < len(text):
+            return end, end
         for start in range(max(at, len(text) - self._longest), len(text)):
             if text[start:] in self._prefixes:
                 return start, start

@@ -64,8 +64,8 @@ class HarmonyParser(CallParser):
         return super().finish()
 
     def _header(self, text: str, at: int) -> int:
-        start, end = self._HEADER_ENDS.find(text, at)
         before = self._written
+        start, end = self._HEADER_ENDS.find(text, at, _MAX_HEADER - len(before))
         self._written += text[at:start]
         header = self._written.lstrip()
         if not any(known.startswith(header[: len(known)]) for known in _HEADERS):

@@ -136,11 +136,13 @@ class TaggedParser(CallParser):
         return end
 
     def _name(self, text: str, at: int) -> int:
-        start, end = self.TAGS.name_end.find(text, at)
-        self._opening.append(text[at:start])
-        self._word += text[at:start]
-        if len(self._word) > MAX_NAME:
-            return self._not_a_call(start)
+        left = MAX_NAME - len(self._word)
+        start, end = self.TAGS.name_end.find(text, at, left)
+        most = at + left
+        self._opening.append(text[at : min(start, most)])
+        self._word += text[at : min(start, most)]
+        if start > most:
+            return self._not_a_call(most)
         if start == end:
             return self._hold(text, start)
         name = _unquoted(self._word)
@@ -193,12 +195,14 @@ class TaggedParser(CallParser):
         return end
 
     def _key(self, text: str, at: int) -> int:
-        start, end = self.TAGS.key_end.find(text, at)
-        self._word += text[at:start]
-        if len(self._word) > MAX_NAME:
+        left = MAX_NAME - len(self._word)
+        start, end = self.TAGS.key_end.find(text, at, left)
+        most = at + left
+        self._word += text[at : min(start, most)]
+        if start > most:
             self._end_call()
             self._events.text(self.TAGS.key + self._word)
-            return start
+            return most
         if start == end:
             return self._hold(text, start)
         self._phase = self._before_value
