@@ -9,10 +9,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from shard_server import serve_engine
 
 from text_generation_proto.client import ShardClient
 from text_generation_proto.exit_codes import ExitCode
 from text_generation_proto.v1 import shard_pb2 as pb
+from text_generation_shard.config import ShardConfig
+from text_generation_shard.engines.echo import EchoEngine
 
 CRASHING = """
     import sys
@@ -71,3 +74,22 @@ async def test_a_crash_ends_the_session_and_the_process(tmp_path: Path, raised: 
     # An error that the engine explains in one line needs no traceback.
     assert ("session.py" in record) == (raised == "RuntimeError")
     assert not (tmp_path / "s").exists()
+
+
+async def test_a_fault_of_a_gpu_ends_the_session_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """The results of that step cannot be trusted."""
+    config = ShardConfig.of(engine="echo", echo_step_ms=3000)
+    async with serve_engine(EchoEngine.build(config), f"unix://{tmp_path}/s") as shard:
+        await shard.client.warm_up()
+        call = shard.client.run()
+        admission = pb.NewSequence(
+            prompt=[1], blocks=range(10), sampling=pb.Sampling(greedy=True), stopping=pb.Stopping(max_new_tokens=100)
+        )
+        await shard.client.opened(call)
+        await call.write(pb.Orders(number=1, admit=[admission], prefill_slots=[0], prefill_tokens=[1]))
+        await call.read()  # the orders were applied: the step begins
+        shard.fail("Xid 79")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async with asyncio.timeout(1):
+                await call.read()
+        assert (error.value.code(), error.value.details()) == (grpc.StatusCode.INTERNAL, "the engine failed")

@@ -26,6 +26,8 @@ class ServedShard:
     client: ShardClient
     end_session: Callable[[], None]
     """Ends the open session, as a crash would."""
+    fail: Callable[[str], None]
+    """Reports a fault of a GPU."""
     drain: Callable[[], Coroutine[None, None, None]]
     """Asks the router to leave, as a shard that stops does."""
     health: health.aio.HealthServicer
@@ -53,7 +55,7 @@ async def serve_engine(
     await server.start()
     try:
         async with ShardClient.connect(address) as client:
-            yield ServedShard(client, owner.end_session, drain, shard_health.servicer)
+            yield ServedShard(client, owner.end_session, owner.fail, drain, shard_health.servicer)
     finally:
         owner.end_session()
         await server.stop(grace=1)

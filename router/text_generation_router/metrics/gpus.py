@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_router.metrics.instruments import head_text
@@ -13,6 +14,9 @@ THROTTLE_REASONS = (
     *("hw_power_brake_slowdown", "board_limit", "reliability"),
 )
 """NVML's names for the causes of lower clocks, without those that a load or a setting asks for."""
+
+MAX_GPUS = 64
+"""Most GPUs of a replica that are shown."""
 
 _UUID = re.compile(r"[\w./-]{1,96}")
 _Samples = Callable[[pb.GpuState], Iterator[tuple[str, float]]]
@@ -64,7 +68,7 @@ class GpuMetrics:
         """Record the states of a replica's GPUs."""
         self._states[replica] = [
             (f'replica="{replica}",gpu="{state.index}",uuid="{state.uuid}"', state)
-            for state in states
+            for state in islice(states, MAX_GPUS)
             if _UUID.fullmatch(state.uuid)
         ]
 
