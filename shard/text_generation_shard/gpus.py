@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -164,21 +164,24 @@ def stay_near(gpus: Sequence[Gpu]) -> None:
     near = frozenset().union(*(gpu.cpus for gpu in gpus)) & allowed
     if not near or near == allowed:
         return
-    fields = {
-        "gpus": [gpu.index for gpu in gpus],
-        "numa_nodes": sorted({node for gpu in gpus for node in gpu.numa_nodes}),
-    }
-    if allowed != _machine_cores():
-        log.info("cores are kept as they were set", cores=core_list(allowed), near=core_list(near), **fields)
+    nodes = sorted({node for gpu in gpus for node in gpu.numa_nodes})
+    fields = {"gpus": [gpu.index for gpu in gpus], "numa_nodes": nodes, "near": core_list(near)}
+    if not may_choose(allowed, _machine_cores()):
+        log.info("cores are kept as they were set", cores=core_list(allowed), **fields)
         return
     try:
         for thread in os.listdir("/proc/self/task"):  # later ones inherit from those that start them
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(int(thread), near)
     except OSError as error:
-        log.info("cores cannot be set", reason=error.strerror, near=core_list(near), **fields)
+        log.info("cores cannot be set", reason=error.strerror, **fields)
         return
-    log.info("runs on the cores near its GPU", cores=core_list(near), **fields)
+    log.info("runs on the cores near its GPU", **fields)
+
+
+def may_choose(allowed: Collection[int], of_machine: Collection[int]) -> bool:
+    """Return True if `allowed` is every core of the machine or cgroup: none were chosen for this process."""
+    return set(allowed) >= set(of_machine)
 
 
 def _machine_cores() -> frozenset[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +22,10 @@ from text_generation_shard.gpus import (
     core_list,
     driver_version,
     gpus_of_shard,
+    may_choose,
     nvml,
     parse_cores,
     read_gpus,
-    stay_near,
     visible_gpus,
 )
 
@@ -94,37 +97,34 @@ def test_lists_of_cores(text: str, cores: list[int]) -> None:
     assert core_list(cores) == text.strip()
 
 
-def test_threads_stay_near_the_gpu_unless_cores_were_chosen(machine: Machine) -> None:
-    """In a child process each: a changed set of cores would stay with this one."""
+def test_cores_that_were_chosen_are_kept() -> None:
+    assert may_choose({0, 1, 2, 3}, {0, 1, 2, 3})
+    assert may_choose({0, 1, 2, 3}, {1, 2}), "the cgroup has fewer cores now"
+    assert not may_choose({0, 1}, {0, 1, 2, 3})
+
+
+BOUND = """
+import json, os
+from text_generation_shard.gpus import Gpu, stay_near
+
+every = os.sched_getaffinity(0)
+first, *others = sorted(every)
+found = []
+for gpus, chosen in (([], every), ([{first}], every), ([{first}], set(others)), ([{first}], {first, *others[:-1]})):
+    os.sched_setaffinity(0, chosen)
+    stay_near([Gpu(0, "GPU-0", "", 0, "9.0", (0,), frozenset(cores)) for cores in gpus])
+    found.append(sorted(os.sched_getaffinity(0)))
+print(json.dumps(found))
+"""
+
+
+def test_a_process_stays_near_its_gpu_unless_cores_were_chosen() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("one core: there is no choice")
-    near = Gpu(0, "GPU-0", "", 0, "9.0", (0,), frozenset(cores[:1]))
-
-    def bound(first: Callable[[], None]) -> set[int]:
-        def child() -> None:
-            first()
-            stay_near([near])
-
-        return in_child(child)
-
-    assert bound(lambda: None) == set(cores[:1])
-    assert bound(lambda: os.sched_setaffinity(0, cores[1:])) == set(cores[1:])
-    assert in_child(lambda: stay_near([])) == set(cores)
-
-
-def in_child(work: Callable[[], None]) -> set[int]:
-    """Return the cores of a child process after `work`."""
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        work()
-        os.write(writer, core_list(os.sched_getaffinity(0)).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as read:
-        text = read.read()
-    os.waitpid(pid, 0)
-    return set(parse_cores(text))
+    command = [sys.executable, "-c", BOUND]
+    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    assert json.loads(lines[-1]) == [cores, cores[:1], cores[1:], cores[:-1]]
 
 
 class Watched:

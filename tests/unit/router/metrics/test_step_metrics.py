@@ -142,3 +142,12 @@ def test_the_figures_of_speculative_decoding_have_our_names_and_those_of_vllm(
     found = samples(registry)
     for prefix in ("text_generation_spec_decode_", "vllm:spec_decode_num_"):
         assert [found[f"{prefix}{name}_total"] for name in ("drafts", "draft_tokens", "accepted_tokens")] == [4, 12, 10]
+
+
+def test_a_replica_that_is_lost_has_no_gpus(registry: Registry, metrics: StepMetrics) -> None:
+    series = 'text_generation_gpu_power_watts{replica="0",gpu="2",uuid="GPU-2"}'
+    metrics.on_report(handled(pb.StepReport(gpus=[pb.GpuState(index=2, uuid="GPU-2", power_watts=7.5)]), steps=0))
+    metrics.on_report(handled(pb.StepReport(step=1)))
+    assert samples(registry)[series] == 7.5
+    metrics.on_loss(0)
+    assert series not in samples(registry)
