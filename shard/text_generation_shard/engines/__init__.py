@@ -40,8 +40,6 @@ def build_engine(config: ShardConfig) -> Engine:
 
 
 def _build_with_transformers(config: ShardConfig, folder: Path) -> Engine:
-    if config.quantize is not None:
-        raise EngineError(f"--quantize {config.quantize}: models that transformers computes are not quantized")
     if find_spec("transformers") is None:
         from text_generation_shard.engines.torch.model.config import read_model_type
         from text_generation_shard.engines.torch.model.families import FAMILIES

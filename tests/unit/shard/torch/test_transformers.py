@@ -11,7 +11,8 @@ from engine_driver import Driver
 from full_grid import full
 from model_families import FAMILIES, SIZES, random_model, tiny_config, write_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from tiny_quantized import FORMATS, quantized_model
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from text_generation_proto.values import WarmUpLimits
@@ -116,6 +117,30 @@ def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values | {"n_positions": 128}))
     with pytest.raises(EngineError, match=r"wpe\.weight has shape \[256, 64\], config\.json says \[128, 64\]"):
         build(folder)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "family"), [("awq", "qwen3_moe"), *(full(name, "glm4_moe") for name in FORMATS)]
+)
+def test_quantized_weights_are_dequantized(quantization: str, family: str, tmp_path: Path) -> None:
+    folder, dense_folder = tmp_path / "quantized", tmp_path / "dense"
+    for each in (folder, dense_folder):
+        write_model(random_model(tiny_config(family, FAMILIES[family].changes)), each)
+    config, stored, dense = quantized_model(quantization, load_file(folder / "model.safetensors"))
+    assert len(stored) > len(dense)
+    save_file(stored, folder / "model.safetensors")
+    save_file(dense, dense_folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
+    engine = build(str(folder))
+    driver = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024)))
+    stream = driver.admit(range(5, 40), 1, prompt_logprobs=True)
+    driver.run()
+    model = AutoModelForCausalLM.from_pretrained(dense_folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([list(range(5, 40))])).logits[0].log_softmax(-1)
+    own = logprobs[:-1].gather(1, torch.arange(6, 40).unsqueeze(1)).squeeze(1)
+    assert (torch.tensor(stream.prompt_logprobs[0][1:]) - own).norm() <= 1e-5 * own.norm()
 
 
 def test_quantized_weights_without_a_config_of_them_are_refused(tmp_path: Path) -> None:

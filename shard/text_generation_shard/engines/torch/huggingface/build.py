@@ -45,9 +45,10 @@ def build_huggingface_engine(config: ShardConfig) -> Engine:
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     device = choose_device(config.device)
-    model_config = read_config(Path(config.model_path))
+    model_config = read_config(Path(config.model_path), config.quantize)
     dtype = getattr(torch, config.dtype or model_config.dtype)
-    check_memory(model_config, dtype.itemsize, device, config.world_size)
+    # The weights are dequantized.
+    check_memory(replace(model_config, quantization=None), dtype.itemsize, device, config.world_size)
     if config.world_size > 1:
         _check_division(model_config, config)
     check_checkpoint(config, model_config)

@@ -21,7 +21,8 @@ from text_generation_shard.engines.torch.huggingface.library import (
     decoder_class,
     is_known,
 )
-from text_generation_shard.engines.torch.model.config import DTYPES, eos_token_ids
+from text_generation_shard.engines.torch.model.config import DTYPES, eos_token_ids, read_quantization
+from text_generation_shard.engines.torch.quantization.schemes import Scheme
 from text_generation_shard.json_object import MAX_COUNTS, JsonObject
 
 EXPERTS_EACH = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
@@ -49,7 +50,8 @@ class TransformersConfig:
     embedding_weights: int
     base_name: str
     """The attribute of the model's part whose output the LM head gets."""
-    quantization: None = None
+    quantization: Scheme | None = None
+    """The formats of the checkpoint's weights, which are dequantized."""
 
     @property
     def architecture(self) -> str:
@@ -58,18 +60,23 @@ class TransformersConfig:
         return name
 
 
-def read_config(folder: Path) -> TransformersConfig:
-    """Read config.json. Raises EngineError with a one-line message if transformers cannot run the model."""
+def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig:
+    """Read config.json; `quantize` is the value of --quantize. Raises EngineError with a one-line message if transformers cannot run the model."""
     check_version()
     raw = JsonObject.read(folder)
     model_type = raw.text("model_type")
     if not is_known(model_type):
         raise raw.error(f"transformers {VERSION} knows no model_type {shortened(model_type)}")
     _check_sizes(raw, raw.values)
-    if raw.get("quantization_config"):
-        raise raw.error("quantized checkpoints are not served by transformers here, only by the native models")
+    text_values = raw.values.get("text_config")
+    if isinstance(text_values, dict) and (given := text_values.pop("quantization_config", None)) is not None:
+        raw = raw.merged({"quantization_config": given})
+    scheme = read_quantization(folder, raw, quantize)
+    if scheme is not None and scheme.online:
+        raise raw.error(f"--quantize {quantize}: the weights of a model that transformers runs are not quantized")
     try:
-        whole = config_from_json(dict(raw.values))
+        # The library would quantize the model's layers.
+        whole = config_from_json({key: value for key, value in raw.values.items() if key != "quantization_config"})
         text = whole.get_text_config(decoder=True)
         model_class = decoder_class(text)
         if model_class is None:
@@ -98,6 +105,7 @@ def read_config(folder: Path) -> TransformersConfig:
         projection_weights=weights - embeddings,
         active_weights=weights - embeddings - _idle_experts(model, text),
         embedding_weights=embeddings,
+        quantization=scheme,
         base_name=next(name for name, module in model.named_modules() if module is base),
     )
 

@@ -17,6 +17,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.torch.checkpoint import Checkpoint
 from text_generation_shard.engines.torch.huggingface.attention import NAME, paged_attention
 from text_generation_shard.engines.torch.huggingface.config import TransformersConfig, one_line
+from text_generation_shard.engines.torch.huggingface.dequantize import dequantized_tensors
 from text_generation_shard.engines.torch.huggingface.library import LibraryModel, register_attention, use_attention
 from text_generation_shard.engines.torch.huggingface.sharding import divide
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -67,7 +68,8 @@ def _from_checkpoint(
     folder: Path, model_config: TransformersConfig, group: ParallelGroup, device: torch.device, dtype: torch.dtype
 ) -> LibraryModel:
     checkpoint = Checkpoint(folder)
-    tensors = checkpoint.map(checkpoint.names)
+    scheme = model_config.quantization
+    tensors = checkpoint.map(checkpoint.names) if scheme is None else dequantized_tensors(checkpoint, scheme, dtype)
     if any(TEXT_PART.match(name) for name in tensors):
         tensors = _text_tensors(tensors, model_config.base_name)
         # The checkpoint decides: the config of the whole model and that of its text part may differ.

@@ -189,7 +189,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
         eos_token_ids=eos_token_ids(folder, raw),
         has_sinks=family.sinks,
         experts=read_experts(raw, family.experts, num_layers, activation),
-        quantization=_quantization(folder, raw, quantize),
+        quantization=read_quantization(folder, raw, quantize),
     )
 
 
@@ -237,7 +237,7 @@ def _ties(raw: JsonObject, family: Family) -> bool:
     return head.shape == embedding.shape and bool((head[:16] == embedding[:16]).all())
 
 
-def _quantization(folder: Path, raw: JsonObject, asked: str | None) -> Scheme | None:
+def read_quantization(folder: Path, raw: JsonObject, asked: str | None) -> Scheme | None:
     """Read the quantization of config.json, else of ModelOpt's hf_quant_config.json beside it; compare it with --quantize."""
     source, given = raw, raw.get("quantization_config")
     if not given and (folder / (name := "hf_quant_config.json")).exists():
