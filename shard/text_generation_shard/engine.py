@@ -11,11 +11,11 @@ scheduled by the router share.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from text_generation_proto.values import (
     LOGIT_BIAS,
@@ -260,6 +260,13 @@ class Engine(Protocol):
         """
         ...
 
+    def on_kv_events(self, callback: Callable[[Sequence[Any]], None]) -> bool:
+        """Register a callback for the events of the engine's own KV cache, as the engine writes them. Called from any thread.
+
+        Return False if there are none.
+        """
+        ...
+
     def reset(self) -> None:
         """Drop every sequence."""
         ...
@@ -282,6 +289,10 @@ class SynchronousEngine:
 
     def on_broken(self, callback: Callable[[str], None]) -> None:
         """Do nothing: every failure is raised by a call."""
+
+    def on_kv_events(self, callback: Callable[[Sequence[Any]], None]) -> bool:
+        """Return False: the router knows the KV blocks."""
+        return False
 
 
 def sequence_problem(sequence: NewSequence, info: EngineInfo) -> str | None:

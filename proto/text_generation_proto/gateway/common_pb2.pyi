@@ -3,8 +3,7 @@
 isort:skip_file
 What trtllm_service.proto shares with the other engines' services of the same gateway. Names, numbers and types are those
 of smg-grpc-proto 0.4.28 (crates/grpc_client/proto/common.proto in lightseekorg/smg), and not ours to change; here stands
-what TrtllmService refers to. The comments are ours. No KV events are sent: SubscribeKvEvents is UNIMPLEMENTED, and these
-messages stand here so that the contract is whole.
+what TrtllmService refers to. The comments are ours. Of KV events `stored` and `removed` are sent, of the load the fields that the shard knows.
 """
 
 import builtins
@@ -103,8 +102,9 @@ class SubscribeKvEventsRequest(google.protobuf.message.Message):
     START_SEQUENCE_NUMBER_FIELD_NUMBER: builtins.int
     LOAD_RECORDS_BEFORE_FIRST_BATCH_FIELD_NUMBER: builtins.int
     start_sequence_number: builtins.int
-    """0: from now on"""
+    """0: from now on; else the last 1024 batches are sent again from there on"""
     load_records_before_first_batch: builtins.bool
+    """not read: the load is sent first in any case"""
     def __init__(
         self,
         *,
@@ -126,6 +126,7 @@ class KvEventBatch(google.protobuf.message.Message):
     SNAPSHOT_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     sequence_number: builtins.int
+    """1, 2, 3, …; a batch of the load alone has the number before it"""
     timestamp: builtins.float
     dp_rank: builtins.int
     @property

@@ -128,7 +128,7 @@ class TrtllmServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """UNIMPLEMENTED
+        """The engine's events of its KV cache, and the load, at least once a second. UNIMPLEMENTED where it makes none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -260,7 +260,7 @@ class TrtllmServiceStub(typing.Generic[_TrtllmServiceGenerateType, _TrtllmServic
     """The tokenizer's files of the model folder, zipped. UNIMPLEMENTED where there is no tokenizer.json."""
 
     SubscribeKvEvents: _TrtllmServiceSubscribeKvEventsType
-    """UNIMPLEMENTED"""
+    """The engine's events of its KV cache, and the load, at least once a second. UNIMPLEMENTED where it makes none."""
 
 TrtllmServiceAsyncStub: typing_extensions.TypeAlias = TrtllmServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -359,6 +359,6 @@ class TrtllmServiceServicer(metaclass=abc.ABCMeta):
         request: text_generation_proto.gateway.common_pb2.SubscribeKvEventsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[text_generation_proto.gateway.common_pb2.KvEventBatch], collections.abc.AsyncIterator[text_generation_proto.gateway.common_pb2.KvEventBatch]]:
-        """UNIMPLEMENTED"""
+        """The engine's events of its KV cache, and the load, at least once a second. UNIMPLEMENTED where it makes none."""
 
 def add_TrtllmServiceServicer_to_server(servicer: TrtllmServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

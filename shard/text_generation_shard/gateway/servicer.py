@@ -5,6 +5,7 @@
     call          tokens → chunks and completes
     stop_strings  stop strings → number of tokens to send
     describe      model, server and tokenizer
+    events        events of the KV cache and load
 
 Only self-scheduling engines are served: a gateway has no KV blocks to assign. With any other engine every call is UNIMPLEMENTED,
 as if the service did not exist.
@@ -25,6 +26,7 @@ from text_generation_proto.gateway import trtllm_service_pb2_grpc
 from text_generation_shard.engine import Engine, Scheduling
 from text_generation_shard.gateway.call import GatewayCall
 from text_generation_shard.gateway.describe import NoTokenizer, archive_chunks, build_archive, model_info, server_info
+from text_generation_shard.gateway.events import KvEventLog
 from text_generation_shard.gateway.request import CallFailed, GatewayRequest, read_request, refused
 from text_generation_shard.gateway.session import MAX_WAITING, CallRegistry
 from text_generation_shard.gateway.stop_strings import GatewayTokenizer, UnusableTokenizer
@@ -59,6 +61,8 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         self._tokenizer: GatewayTokenizer | None = None
         self._archive: bytes | None = None
         self._reading = asyncio.Lock()
+        self._events: KvEventLog | None = None
+        """None before the first subscription."""
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - the stubs know generators only, gRPC also context.write
         self, request: pb.GenerateRequest, context: GenerateContext
@@ -137,7 +141,14 @@ class GatewayServicer(trtllm_service_pb2_grpc.TrtllmServiceServicer):
         request: common.SubscribeKvEventsRequest,
         context: grpc.aio.ServicerContext[common.SubscribeKvEventsRequest, common.KvEventBatch],
     ) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "KV events are not sent")
+        engine = await self._engine(context)
+        if self._events is None:
+            events = KvEventLog(engine, lambda: self._owner.num_blocks)
+            if not engine.on_kv_events(events.add):
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the engine makes no events of its KV cache")
+            self._events = events
+        async for batch in self._events.batches(request.start_sequence_number):
+            await context.write(batch)
 
     async def _check_service(self, context: grpc.aio.ServicerContext[Request, Response]) -> None:
         """Abort if the engine does not schedule for itself."""

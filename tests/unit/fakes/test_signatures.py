@@ -24,6 +24,8 @@ USED = {
     "LLM.__init__": {"": "model skip_tokenizer_init tensor_parallel_size dtype"},
     "LLM.generate_async": {"": "inputs sampling_params streaming cache_salt lora_request"},
     "LLM.get_stats_async": {"": "timeout"},
+    "LLM.get_kv_cache_events": {"": "timeout"},
+    "LLM.get_kv_cache_events_async": {"": "timeout"},
     "LLM.shutdown": {},
     "LLM._check_health": {},
     "LLM.get_kv_cache_capacity": {},
@@ -33,7 +35,7 @@ USED = {
         "1.2": "sampler_type",
     },
     "BaseLlmArgs": {"1.2": "pipeline_parallel_size context_parallel_size gather_generation_logits"},
-    "KvCacheConfig": {"": "free_gpu_memory_fraction tokens_per_block"},
+    "KvCacheConfig": {"": "free_gpu_memory_fraction tokens_per_block event_buffer_max_size"},
     "SchedulerConfig": {"": "capacity_scheduler_policy"},
     "SamplingParams": {
         "": "end_id pad_id max_tokens min_tokens stop_token_ids include_stop_str_in_output ignore_eos detokenize "

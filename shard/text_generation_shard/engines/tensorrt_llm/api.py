@@ -51,6 +51,14 @@ class LLM(Protocol):
         """Return the same. Used from 1.3 on, where it is a remote call that blocks."""
         ...
 
+    def get_kv_cache_events_async(self, timeout: float) -> AsyncIterator[Any]:
+        """Yield the events of the KV cache not read before, like `get_stats_async`; some versions yield lists of them."""
+        ...
+
+    def get_kv_cache_events(self, timeout: float) -> Sequence[Any]:
+        """Return the same, like `get_stats`."""
+        ...
+
     def shutdown(self) -> None:
         """Stop the engine and its processes. May never return."""
         ...

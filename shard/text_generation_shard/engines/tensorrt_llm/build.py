@@ -67,8 +67,10 @@ def build(config: ShardConfig) -> TensorRTEngine:
     parameters = Parameters(
         library, construction.capabilities, info.vocab_size, info.eos_token_ids, lora_requests(adapters)
     )
-    check_nested(options, keeps_events=not library.calls_workers)
-    built = BuiltEngine(_build_llm(library, construction), library, parameters, info, construction.ranks)
+    check_nested(options, keeps_events=not library.calls_workers and not config.gateway)
+    built = BuiltEngine(
+        _build_llm(library, construction), library, parameters, info, construction.keeps_events, construction.ranks
+    )
     return TensorRTEngine(built, config.hang_timeout, FIRST_TOKEN_TIMEOUT_S)
 
 

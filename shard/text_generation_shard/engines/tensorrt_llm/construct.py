@@ -28,6 +28,9 @@ FREE_MEMORY_FRACTION = 0.9
 
 LONGER = "TLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """TensorRT-LLM's variable (≥ 1.3): 1 allows sequences longer than the model was made for."""
+EVENT_BUFFER = 16384
+"""Default number of events of the KV cache that are kept for the gateway protocol until they are read."""
+
 FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len", NAME})
 """Options refused for compiled engines: 1.2 would silently use the values of the build instead."""
 
@@ -47,6 +50,11 @@ class Construction:
     """Policy GUARANTEED_NO_EVICT, the default: a sequence starts when KV blocks for prompt + max_new_tokens are free (issue #9412)."""
     ranks: int = 1
     """Attention data parallel ranks. Each has a batch and a KV cache of its own, and TensorRT-LLM reports one of them."""
+
+    @property
+    def keeps_events(self) -> bool:
+        """True if the KV cache makes events."""
+        return bool(self.keywords["kv_cache_config"].get("event_buffer_max_size"))
 
 
 def construct(
@@ -163,7 +171,8 @@ def _kv_cache(config: ShardConfig, options: Mapping[str, object]) -> dict[str, o
     if "tokens_per_block" in given:
         _count(given, "tokens_per_block", 1)
     fraction = FREE_MEMORY_FRACTION if config.cuda_memory_fraction == 1 else config.cuda_memory_fraction
-    return {"free_gpu_memory_fraction": fraction, **given}
+    events = {"event_buffer_max_size": EVENT_BUFFER} if config.gateway else {}
+    return {"free_gpu_memory_fraction": fraction, **events, **given}
 
 
 def _has_guides(folder: Path, speculation: Speculation | None) -> bool:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 
@@ -63,6 +64,8 @@ class BuiltEngine:
     library: Library
     parameters: Parameters
     info: EngineInfo
+    keeps_events: bool
+    """The KV cache makes events."""
     ranks: int
     """Attention data parallel ranks; the library's figures are for one of them."""
 
@@ -88,6 +91,8 @@ class TensorRTEngine:
         self._statistics = IterationStatistics(
             built.llm, self._requests.loop, lambda: bool(self._streams), by_call=built.library.calls_workers
         )
+        if built.keeps_events:
+            self._statistics.events = lambda entries: None  # they must be read: 1.2 keeps them all
         self._reported = Totals()
         """The part of the statistics' totals that is in reports."""
         self._watchdog = Watchdog(
@@ -172,6 +177,12 @@ class TensorRTEngine:
         self._broken_callback = tell
         if self._broken is not None:
             tell(self._broken)
+
+    def on_kv_events(self, tell: Callable[[Sequence[Any]], None]) -> bool:
+        if self._statistics.events is None:
+            return False
+        self._statistics.events = tell
+        return True
 
     def reset(self) -> None:
         for slot in list(self._streams):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +50,8 @@ class IterationStatistics:
         self, llm: LLM, loop: asyncio.AbstractEventLoop, is_busy: Callable[[], bool], *, by_call: bool
     ) -> None:
         """`loop` is that of the requests. `by_call`: the library fetches the entries by a remote call."""
+        self.events: Callable[[Sequence[Any]], None] | None = None
+        """Gets the events of the KV cache; None if the engine keeps none. Called from the thread of this object."""
         self._llm = llm
         self._loop = loop
         self._is_busy = is_busy
@@ -83,12 +85,10 @@ class IterationStatistics:
     def poll(self) -> None:
         """Read the entries there are. Called from one thread at a time, not that of the requests."""
         try:
-            if self._by_call:
-                entries = self._llm.get_stats(timeout=POLL_TIMEOUT_S)
-            else:
-                entries = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(LOOP_TIMEOUT_S)
-            if entries:
+            if entries := self._take("get_stats"):
                 self._update(entries)
+            if self.events is not None:
+                self.events(self._take("get_kv_cache_events"))
         except Exception as error:  # noqa: BLE001 - statistics must not fail requests
             if not self._logged_error:
                 self._logged_error = True
@@ -98,23 +98,19 @@ class IterationStatistics:
         was_busy = False
         while not self._closing.wait(POLL_INTERVAL_S):
             is_busy = self._is_busy()
-            if is_busy or was_busy:
+            if is_busy or was_busy or self.events is not None:
                 self.poll()
             if not is_busy:
                 self.queued = self.used_blocks = 0  # the last entry describes a busy iteration
             was_busy = is_busy
 
-    async def _read(self) -> Sequence[Mapping[str, Any]]:
-        entries: list[Mapping[str, Any]] = []
-        try:
-            async for entry in self._llm.get_stats_async(timeout=POLL_TIMEOUT_S):
-                entries.append(entry)
-                if len(entries) == MAX_ENTRIES:
-                    break
-        except Exception:
-            if not entries:
-                raise
-        return entries
+    def _take(self, method: str) -> Sequence[Any]:
+        """Return the entries that a method of the library has, or its asynchronous twin."""
+        if self._by_call:
+            taken: Sequence[Any] = getattr(self._llm, method)(timeout=POLL_TIMEOUT_S)
+            return taken
+        read = _read(getattr(self._llm, f"{method}_async")(timeout=POLL_TIMEOUT_S))
+        return asyncio.run_coroutine_threadsafe(read, self._loop).result(LOOP_TIMEOUT_S)
 
     def _update(self, entries: Sequence[Mapping[str, Any]]) -> None:
         # With attention data parallelism ≥ 1.3 repeats an iteration for each rank.
@@ -138,3 +134,16 @@ class IterationStatistics:
         self.used_blocks = int(blocks.get("usedNumBlocks", 0) or 0)
         self.num_blocks = int(blocks.get("maxNumBlocks", 0) or 0) or self.num_blocks
         self.block_size = int(blocks.get("tokensPerBlock", 0) or 0) or self.block_size
+
+
+async def _read(source: AsyncIterator[Any]) -> Sequence[Any]:
+    entries: list[Any] = []
+    try:
+        async for entry in source:
+            entries.append(entry)
+            if len(entries) == MAX_ENTRIES:
+                break
+    except Exception:
+        if not entries:
+            raise
+    return entries

@@ -129,6 +129,21 @@ class GenerationExecutor:
             await asyncio.sleep(timeout)
             self._has_stats = bool(entries)
 
+    def fetch_events(self) -> list[Any]:
+        """Take the events of the KV cache. Near 1.2.1 each is in a list of its own (test_llm_multi_gpu.py)."""
+        if self._release.blocks_for_stats and threading.current_thread() is self._thread:
+            self._recorder.write("blocked")
+        self.events.clear()
+        found = self._engine.prefixes.events
+        taken = [found.popleft() for _ in range(len(found))]
+        return [[event] for event in taken] if self._release.keeps_events else taken
+
+    async def kv_events(self, timeout: float) -> AsyncIterator[Any]:
+        """Yield the events of the KV cache there are."""
+        for event in self.fetch_events():
+            yield event
+        await asyncio.sleep(timeout)
+
     def get_kv_cache_capacity(self) -> dict[str, int]:
         """Return the size of the KV cache."""
         blocks, size = self._engine.limits.num_blocks, self._engine.limits.block_size

@@ -117,6 +117,16 @@ class StandInLLM:
             raise NotImplementedError("the stand-in imitates get_stats of 1.3: that of 1.2 reads the queue of a loop")
         return self._executor.fetch_stats()
 
+    def _get_kv_cache_events(self, timeout: float | None = 2) -> list[Any]:
+        assert self._executor is not None
+        if not self.release.blocks_for_stats:
+            raise NotImplementedError("the stand-in imitates get_kv_cache_events of 1.3")
+        return self._executor.fetch_events()
+
+    def _get_kv_cache_events_async(self, timeout: float | None = 2) -> AsyncIterator[Any]:
+        assert self._executor is not None
+        return self._executor.kv_events(timeout or 0)
+
     def _check_health(self) -> bool:
         """1.2.1: False only after shutdown. Main: False as well if the engine is dead (PR #12718)."""
         executor = self._executor
@@ -210,6 +220,8 @@ StandInLLM.RECORDED_METHODS = {
     "generate_async": StandInLLM._generate_async,
     "get_kv_cache_capacity": StandInLLM._get_kv_cache_capacity,
     "get_stats": StandInLLM._get_stats,
+    "get_kv_cache_events": StandInLLM._get_kv_cache_events,
+    "get_kv_cache_events_async": StandInLLM._get_kv_cache_events_async,
 }
 
 
