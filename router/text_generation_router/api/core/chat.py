@@ -182,7 +182,9 @@ class AnswerForm:
     def parser(self) -> OutputParser:
         """Return a parser for one answer."""
         inner = create_parser(self.format, tools=self.tools)
-        inner.feed(self.begun)
+        if any(isinstance(event, ToolCallStart) for event in inner.feed(self.begun)):
+            # The prompt has calls of its own, which are not the answer's: those are numbered from 0.
+            inner = create_parser(self.format, tools=self.tools)
         if self.one_call:
             inner = FirstCall(inner)
         if self.reasoning is None:
