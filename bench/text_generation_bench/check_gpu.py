@@ -97,6 +97,25 @@ class Comparison:
     def relative_error(self) -> float:
         return float((self.error / self.norm) ** 0.5)
 
+    @property
+    def agreement(self) -> float:
+        """Share of the positions with the same most probable token."""
+        return self.agree / self.positions
+
+    def add(self, reference: Reference, index: int, first: int, logits: Tensor) -> None:
+        """Compare the logits [positions, vocabulary] from position `first` of a prompt on."""
+        positions = slice(first, first + len(logits))
+        expected = reference["logits"][index][positions].to(logits.device).double()
+        columns = reference["columns"].to(logits.device)
+        same = logits.argmax(-1).cpu() == reference["tops"][index][positions]
+        self.error += float((logits[:, columns].double() - expected).square().sum())
+        self.norm += float(expected.square().sum())
+        self.agree += int(same.sum())
+        self.positions += len(same)
+        if positions.stop == len(reference["prompts"][index]):
+            self.last_agree += int(same[-1])
+            self.last += 1
+
 
 @dataclass
 class Recorder:
@@ -118,21 +137,8 @@ class Recorder:
                 for at in range(0, length, POSITIONS_AT_ONCE):
                     count = min(POSITIONS_AT_ONCE, length - at)
                     logits = self.inner.logits(launched.hidden, offset + at, offset + at + count)
-                    self._compare(self.by_prompt[prompt], first + at, logits.float())
+                    self.seen.add(self.reference, self.by_prompt[prompt], first + at, logits.float())
         return launched
-
-    def _compare(self, index: int, first: int, logits: Tensor) -> None:
-        positions = slice(first, first + len(logits))
-        expected = self.reference["logits"][index][positions].to(logits.device).double()
-        columns = self.reference["columns"].to(logits.device)
-        same = logits.argmax(-1).cpu() == self.reference["tops"][index][positions]
-        self.seen.error += float((logits[:, columns].double() - expected).square().sum())
-        self.seen.norm += float(expected.square().sum())
-        self.seen.agree += int(same.sum())
-        self.seen.positions += len(same)
-        if positions.stop == len(self.reference["prompts"][index]):
-            self.seen.last_agree += int(same[-1])
-            self.seen.last += 1
 
 
 def main() -> int:
@@ -189,9 +195,8 @@ class Checks:
         self._line(
             "logits, relative error", f"{seen.relative_error:.2e}", good=seen.relative_error <= options.max_error
         )
-        agreement = seen.agree / seen.positions
-        text = f"{agreement:.2%} of {seen.positions} positions"
-        self._line("logits, same top token", text, good=agreement >= options.min_agreement)
+        text = f"{seen.agreement:.2%} of {seen.positions} positions"
+        self._line("logits, same top token", text, good=seen.agreement >= options.min_agreement)
         # With few samples the share varies: the limit is lowered by two standard deviations.
         slack = 2 * (options.min_agreement * (1 - options.min_agreement) / seen.last) ** 0.5
         agreement = seen.last_agree / seen.last

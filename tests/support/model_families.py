@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 """Sizes of all families; a config takes those that it has."""
+ROUTER_GAIN = 10.0
 GPT_SIZES = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED_EXPERTS = EXPERTS | {
@@ -239,6 +240,20 @@ def random_model(config: PretrainedConfig, kind: type = AutoModelForCausalLM) ->
     for name, factor in model.named_buffers():
         if name.endswith("layer_scalar"):
             factor += torch.randn_like(factor) * 0.1
+    return model
+
+
+def conditioned(model: PreTrainedModel) -> PreTrainedModel:
+    """Change a model so that rounding seldom decides: distinct scores of experts, and flat weights of attention."""
+    for name, weight in model.named_parameters():
+        if name.endswith(("mlp.gate.weight", "router.weight")):
+            weight.data *= ROUTER_GAIN
+        elif name.endswith("router.proj.weight"):
+            # Gemma 4 divides the input of its router by √hidden.
+            weight.data *= ROUTER_GAIN * weight.shape[1] ** 0.5
+        elif name.endswith("self_attn.q_norm.weight") and model.config.model_type.startswith("gemma4"):
+            # Nothing else scales the products of query and key, as the head's size does elsewhere.
+            weight.data *= len(weight) ** -0.5
     return model
 
 
