@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +65,8 @@ async def _read_in_time() -> tuple[tuple[Gpu, ...], str]:
             result = read_gpus(), driver_version()
         except GpusUnreadable as error:
             result = error
-        loop.call_soon_threadsafe(settle, result)
+        with suppress(RuntimeError):  # the loop is closed: the launcher has ended meanwhile
+            loop.call_soon_threadsafe(settle, result)
 
     # A daemon: the launcher must be able to end although the driver hangs.
     threading.Thread(target=read, name="gpus", daemon=True).start()

@@ -145,9 +145,10 @@ def gpus_of_shard(config: ShardConfig, environ: Mapping[str, str]) -> tuple[tupl
     if engine == "echo" or config.device == "cpu":
         return (), ()
     gpus = read_gpus()
-    own = visible_gpus(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
-    if engine == "tensorrt-llm":
-        own = own[: config.tensor_parallel]
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    own = visible_gpus(gpus, visible)
+    if engine == "tensorrt-llm":  # the launcher shows it only its own
+        own = own[: config.tensor_parallel] if visible is None else own
     else:
         number = re.fullmatch(r"cuda:(\d+)", config.device)
         first = int(number[1]) if number else 0

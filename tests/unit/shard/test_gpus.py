@@ -77,7 +77,7 @@ def test_gpus_that_cuda_visible_devices_names(machine: Machine, names: str | Non
         ({"engine": "torch", "group_gpus": "2,0"}, ["GPU-2000"], ["GPU-2000", "GPU-0000"]),
         ({"engine": "torch", "device": "cpu"}, [], []),
         ({"engine": "echo"}, [], []),
-        ({"engine": "tensorrt-llm", "tensor_parallel": 2}, ["GPU-2000", "GPU-0000"], ["GPU-2000", "GPU-0000"]),
+        ({"engine": "tensorrt-llm"}, ["GPU-2000", "GPU-0000"], ["GPU-2000", "GPU-0000"]),
     ],
 )
 def test_gpus_of_a_shard(machine: Machine, settings: dict[str, object], own: list[str], observed: list[str]) -> None:
