@@ -27,7 +27,9 @@ class Devices:
     name: str | None
     """The driver's name for them; None: unknown."""
     gpus: tuple[Gpu, ...] = ()
-    """The visible ones, if NVML can be read."""
+    """All GPUs of the machine, if NVML can be read."""
+    visible: tuple[Gpu, ...] = ()
+    """The GPUs and slices that CUDA_VISIBLE_DEVICES names."""
     driver: str | None = None
     """The version of the driver, and of CUDA that it serves."""
 
@@ -38,12 +40,13 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
     if visible == 0:
         return Devices(0, None)
     try:
-        every, driver = await _read_in_time()
+        gpus, driver = await _read_in_time()
     except GpusUnreadable as error:
         log.info("GPUs are not read", reason=str(error))
         return Devices(_device_files() if visible is None else visible, None)
-    gpus = visible_gpus(every, environ.get("CUDA_VISIBLE_DEVICES"))
-    return Devices(len(gpus) if visible is None else visible, gpus[0].name if gpus else None, gpus, driver)
+    usable = visible_gpus(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    count = len(usable) if visible is None else visible
+    return Devices(count, usable[0].name if usable else None, gpus, usable, driver)
 
 
 def _device_files() -> int:

@@ -28,12 +28,12 @@ def describe_environment(devices: Devices) -> dict[str, object]:
         "driver": devices.driver,
         "devices": devices.count,
         "device": devices.name,
-        "gpus": [_describe(gpu) for gpu in devices.gpus],
+        "gpus": [_describe(gpu, devices) for gpu in devices.gpus],
         **{package: found for package in _PACKAGES if (found := _version(package)) is not None},
     }
 
 
-def _describe(gpu: Gpu) -> dict[str, object]:
+def _describe(gpu: Gpu, devices: Devices) -> dict[str, object]:
     fields: dict[str, object] = {
         "index": gpu.index,
         "uuid": gpu.uuid,
@@ -42,9 +42,10 @@ def _describe(gpu: Gpu) -> dict[str, object]:
         "compute_capability": gpu.compute_capability,
         "numa_nodes": list(gpu.numa_nodes),
         "near_cores": core_list(gpu.cpus),
+        "visible": gpu in devices.visible,
     }
     if gpu.mig is not None:
-        fields["mig"] = [_describe(part) for part in gpu.slices] if gpu.mig else "off"
+        fields["mig"] = [_describe(part, devices) for part in gpu.slices] if gpu.mig else "off"
     return fields
 
 

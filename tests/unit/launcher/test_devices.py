@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from nvml_standin import Machine, gpu, importable
 from structlog.testing import capture_logs
 
+from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.devices import Devices, count_visible, find_devices, nth_visible
+from text_generation_launcher.environment import environment_report
 
 
 @pytest.mark.parametrize(
@@ -63,3 +66,17 @@ async def test_without_a_driver_one_log_line(monkeypatch: pytest.MonkeyPatch, tm
     assert [(record["event"], record["reason"]) for record in records] == [
         ("GPUs are not read", "there is no NVIDIA driver")
     ]
+
+
+async def test_the_report_as_json_names_slices_and_hides_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [{"uuid": "MIG-1", "name": "a slice", "memory": 1 << 30, "used": 0}]
+    config = LauncherConfig.of(env=True, json_output=True, shard_token="a-secret")
+    with importable(Machine(tmp_path / "machine", [gpu(0, slices=parts)]), monkeypatch):
+        report = json.loads(await environment_report(config, {"CUDA_VISIBLE_DEVICES": "0"}))
+    (whole,) = report["gpus"]
+    (part,) = whole["mig"]
+    assert (whole["uuid"], whole["visible"], part["uuid"], part["visible"]) == ("GPU-0000", False, "MIG-1", True)
+    assert (part["index"], part["memory_mib"], report["devices"]) == (0, 1024, 1)
+    assert (report["settings"]["shard_token"], report["settings"]["num_replicas"]) == ("***", 1)
