@@ -42,7 +42,7 @@ class ShardSettings(HangSettings, ShardAccess):
     """Engine that runs the model. auto: tensorrt-llm if it is installed and there is a GPU, else torch."""
     model_impl: ModelImpl = "auto"
     """Code that runs the model in the torch engine. native: ours; transformers: Hugging Face's, with our cache and scheduler.
-    auto: native for the types of models that it knows, else transformers."""
+    auto: native for the models that it knows and supports, else transformers."""
     dtype: DType | None = None
     """Data type of weights, activations and KV cache; default: that of the checkpoint."""
     quantize: Quantize | None = None

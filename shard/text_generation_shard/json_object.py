@@ -66,6 +66,10 @@ MAX_END_TOKENS = 256
 """Limit of the EOS tokens of a model: they are sent with every sequence."""
 
 
+class UnsupportedError(EngineError):
+    """A value that is not wrong, but that the native models do not compute."""
+
+
 class JsonObject:
     """A JSON object in a file. Getters check types and raise EngineError with file and key. Null counts as missing."""
 
@@ -106,6 +110,10 @@ class JsonObject:
     def error(self, problem: str) -> EngineError:
         """Return an error with the path, the problem and the advice."""
         return EngineError(f"{self.path}: {problem}{self._advice}")
+
+    def unsupported(self, problem: str) -> UnsupportedError:
+        """Return the error of a value that another implementation of the model may know."""
+        return UnsupportedError(str(self.error(problem)))
 
     def advising(self, advice: str) -> JsonObject:
         """Return the same object, with `advice` appended to its errors."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+import structlog
+
 from text_generation_shard.config import ShardConfig, choose_engine
 from text_generation_shard.engine import Engine, EngineError
+from text_generation_shard.json_object import UnsupportedError
+
+log = structlog.get_logger()
 
 
 def build_engine(config: ShardConfig) -> Engine:
@@ -32,11 +37,25 @@ def build_engine(config: ShardConfig) -> Engine:
     folder = Path(config.model_path)
     if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native(folder)):
         return _build_with_transformers(config, folder)
-    # Checked before PyTorch is imported, which takes seconds.
-    model_config = read_model_config(folder, config.quantize)
+    try:
+        # Checked before PyTorch is imported, which takes seconds.
+        model_config = read_model_config(folder, config.quantize)
+    except UnsupportedError as error:
+        if config.model_impl == "native":
+            raise
+        return _build_instead(config, folder, str(error))
     from text_generation_shard.engines.torch.build import build_torch_engine
 
     return build_torch_engine(config, model_config)
+
+
+def _build_instead(config: ShardConfig, folder: Path, reason: str) -> Engine:
+    """Build the engine of a model that the native code refuses for `reason`; raise both errors in one if it fails."""
+    log.info("transformers runs the model", reason=reason)
+    try:
+        return _build_with_transformers(config, folder)
+    except EngineError as error:
+        raise EngineError(f"{reason}; by transformers: {error}") from None
 
 
 def _build_with_transformers(config: ShardConfig, folder: Path) -> Engine:

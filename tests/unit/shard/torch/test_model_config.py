@@ -218,7 +218,7 @@ def test_eos_ids_come_from_generation_config_else_config(
         (of("smollm3", no_rope_layers=[1, 0, 1, None]), "no_rope_layers must have 4 whole numbers"),
         (of("glm", head_dim=8, partial_rotary_factor=0.4), "rotates 3 of 8 dimensions, an odd number"),
         (of("gemma3_text", use_bidirectional_attention=True), "attention to earlier tokens only"),
-        (of("gemma4_text"), "hidden_size_per_layer_input is 256: transformers computes such models"),
+        (of("gemma4_text"), "hidden_size_per_layer_input is 256: only transformers"),
         (gemma4(num_kv_shared_layers=2), "num_kv_shared_layers is 2"),
         (gemma4(use_bidirectional_attention="all"), "attention to earlier tokens only"),
         (gemma4(enable_moe_block=True), "num_experts is missing"),

@@ -19,6 +19,7 @@ from text_generation_proto.values import WarmUpLimits
 from text_generation_shard.config import ShardConfig
 from text_generation_shard.engine import Engine, EngineError
 from text_generation_shard.engines import build_engine
+from text_generation_shard.json_object import UnsupportedError
 
 NEW_TOKENS = 12
 LENGTHS = (29, 1, 65)
@@ -156,6 +157,26 @@ def test_a_config_with_a_name_for_each_of_many_labels_is_refused(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "num_labels": 1 << 22}))
     with pytest.raises(EngineError, match="num_labels is 4194304, above 32768"):
         build(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_act": "relu2"}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}}],
+)
+def test_auto_falls_back_to_transformers(changes: dict[str, object], tmp_path: Path) -> None:
+    model = random_model(tiny_config("llama", changes))
+    folder = write_model(model, tmp_path)
+    with pytest.raises(UnsupportedError, match=r"is not supported, only"):
+        build(folder, model_impl="native")
+    engine = build(folder, model_impl="auto")
+    tokens = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024))).alone(range(5, 34), 6)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*range(5, 34), *tokens]])).logits[0]
+    assert logits[28:-1].argmax(-1).tolist() == tokens
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"hidden_act": "none of them"}))
+    with pytest.raises(EngineError, match=r"is not supported, only .*; by transformers: .* 'none of them'"):
+        build(folder, model_impl="auto")
 
 
 def test_auto_prefers_the_native_code(tmp_path: Path) -> None:

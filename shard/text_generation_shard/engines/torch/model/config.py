@@ -112,20 +112,15 @@ def read_model_type(folder: Path) -> str:
 
 
 def is_native(folder: Path) -> bool:
-    """Return True if this engine computes the model in `folder` itself. Raises EngineError."""
+    """Return True if this engine knows the type of the model in `folder`. Raises EngineError."""
     raw = _text_part(_read(folder, "config.json"))
-    family = FAMILIES.get(raw.optional_text("model_type") or "")
-    if family is None:
-        return False
-    if reason := _unsupported(raw, family):
-        log.info("the model is computed by transformers", reason=reason)
-    return reason is None
+    return (raw.optional_text("model_type") or "") in FAMILIES
 
 
 def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     """Read the config of the model in `folder`, served with --quantize `quantize`.
 
-    Raises EngineError with a one-line message if it is not supported.
+    Raises EngineError with a one-line message: UnsupportedError if transformers may compute the model.
     """
     whole = _read(folder, "config.json")
     raw = _text_part(whole)
@@ -139,7 +134,7 @@ def read_model_config(folder: Path, quantize: str | None = None) -> ModelConfig:
     if not isinstance(architectures, list) or architecture not in architectures:
         raise whole.error(f"architecture {repr(architectures)[:200]} is not supported, only {architecture}")
     if reason := _unsupported(raw, family):
-        raise raw.error(f"{reason}: transformers computes such models, --model-impl transformers")
+        raise raw.unsupported(f"{reason}: only transformers computes such models")
     # With "vision", tokens of images alone attend to later ones.
     if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise raw.error("use_bidirectional_attention: texts are generated with attention to earlier tokens only")
@@ -272,7 +267,7 @@ def _activation(raw: JsonObject, family: Family) -> str:
     if family.gelu_by_tanh and activation == "gelu":
         return "gelu_pytorch_tanh"
     if activation not in ACTIVATIONS:
-        raise raw.error(f"{name} {shortened(activation)} is not supported, only {', '.join(ACTIVATIONS)}")
+        raise raw.unsupported(f"{name} {shortened(activation)} is not supported, only {', '.join(ACTIVATIONS)}")
     return activation
 
 
@@ -346,7 +341,7 @@ def _by_type(raw: JsonObject, family: Family, num_layers: int, window: int | Non
     if not isinstance(types, list) or len(types) != num_layers:
         raise raw.error(f"layer_types must name {num_layers} layers")
     if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
-        raise raw.error(f"layer types {shortened(unknown[:1])} are not supported")
+        raise raw.unsupported(f"layer types {shortened(unknown[:1])} are not supported")
     if SLIDING in types and window is None:
         raise raw.error("layer_types names layers with a window, and sliding_window is missing")
     return tuple(window if kind == SLIDING else None for kind in types)

@@ -95,7 +95,7 @@ def _read_rope(
     if family.partial_rotary == 1.0 and kind in LONGROPE:
         kind = "longrope"
     elif kind not in ROPE_TYPES or any(isinstance(value, dict) for value in given.values()):
-        raise raw.error(
+        raise raw.unsupported(
             f"rope type {shortened(kind)} is not supported, only {', '.join(ROPE_TYPES)}, one for each kind of layers"
         )
     inner = JsonObject(raw.path, given, advice=f"; rope type {kind!r} needs it")
@@ -103,7 +103,7 @@ def _read_rope(
     theta = number("rope_theta", default_theta)
     partial = number("partial_rotary_factor", raw.number("partial_rotary_factor", family.partial_rotary or 1.0))
     if partial != 1 and family.partial_rotary is None and kind != "proportional":
-        raise raw.error(f"partial_rotary_factor {partial:g} is not supported")
+        raise raw.unsupported(f"partial_rotary_factor {partial:g} is not supported")
     common: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": family.interleaved_rotary}
     if kind == "default":
         return Rope(kind, **common)
