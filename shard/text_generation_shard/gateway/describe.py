@@ -8,7 +8,6 @@ archive; grpc_servicer, build_tokenizer_zip).
 from __future__ import annotations
 
 import hashlib
-import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -17,8 +16,9 @@ from pathlib import Path
 
 from text_generation_proto.gateway import common_pb2
 from text_generation_proto.gateway import trtllm_service_pb2 as pb
-from text_generation_proto.model_files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, find_file, read_file
-from text_generation_shard.engine import EngineInfo
+from text_generation_proto.model_files import MAX_TOKENIZER_BYTES, find_file, read_file
+from text_generation_shard.engine import EngineError, EngineInfo
+from text_generation_shard.json_object import JsonObject
 
 BACKEND = "tensorrt-llm"
 _PACKAGES = {"tensorrt-llm": "tensorrt_llm"}
@@ -120,17 +120,15 @@ def _version(engine: str) -> str:
 
 def _decoder_config(folder: Path | None) -> Mapping[str, object]:
     """Return the part of config.json that describes the decoder; empty if there is none."""
-    if folder is None:
-        return {}
     try:
-        config = json.loads(read_file(find_file(folder, "config.json"), MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
+        config = {} if folder is None else JsonObject.read(folder).values
+    except (OSError, EngineError):
         return {}
     # Compiled engines and multimodal models keep it one level down.
     for key in ("pretrained_config", "text_config"):
-        if isinstance(config, dict) and isinstance(config.get(key), dict):
-            config = config[key]
-    return config if isinstance(config, dict) else {}
+        if isinstance(inner := config.get(key), dict):
+            config = inner
+    return config
 
 
 def _size(config: Mapping[str, object], key: str) -> int:

@@ -49,7 +49,7 @@ def build(config: ShardConfig) -> TensorRTEngine:
             "and needs no flag for it"
         )
     folder = inspect_folder(Path(config.model_path))
-    check_folder(folder, world_size=config.tensor_parallel, installed=installed_version(), gpus=None)
+    check_folder(folder, world_size=config.tensor_parallel, installed=installed_version())
     options = read_options(config.trtllm_options) if config.trtllm_options else {}
     check_options(options, None)
     model = None if folder.kind is FolderKind.ENGINE else read_hugging_face_model(folder, options)

@@ -20,7 +20,6 @@ from text_generation_shard.engines.tensorrt_llm.engine_folder import (
     REBUILD,
     CompiledEngine,
     check_engine,
-    count_of_gpus,
     read_engine,
     release,
 )
@@ -98,11 +97,8 @@ def inspect_folder(path: Path) -> ModelFolder:
     )
 
 
-def check_folder(folder: ModelFolder, *, world_size: int, installed: str | None, gpus: int | None) -> None:
-    """Raise EngineError unless the `installed` TensorRT-LLM can serve `folder` on `world_size` of the visible `gpus`.
-
-    None means unknown; checks that depend on it are skipped.
-    """
+def check_folder(folder: ModelFolder, *, world_size: int, installed: str | None) -> None:
+    """Raise EngineError unless the `installed` TensorRT-LLM, if that is known, can serve `folder` on `world_size` GPUs."""
     path = folder.path
     if folder.kind is FolderKind.CHECKPOINT:
         raise EngineError(f"{path} is a TensorRT-LLM checkpoint, not built yet: {_build_advice(path, installed)}")
@@ -113,11 +109,6 @@ def check_folder(folder: ModelFolder, *, world_size: int, installed: str | None,
         )
     if folder.engine is not None:
         check_engine(path, folder.engine, world_size=world_size, installed=installed)
-    if gpus is not None and gpus < world_size:
-        raise EngineError(
-            f"{path} is to be served on {count_of_gpus(world_size)}, but only {gpus} can be seen: make more visible "
-            f"(CUDA_VISIBLE_DEVICES), or start with a smaller --num-shard"
-        )
 
 
 def read_hugging_face_model(folder: ModelFolder, options: Mapping[str, object] | None = None) -> HuggingFaceModel:

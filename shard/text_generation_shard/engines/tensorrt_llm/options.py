@@ -6,19 +6,15 @@ values. Their names are checked here, so that the error can suggest the nearest 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shortened
 
-import yaml
-
 from text_generation_shard.engine import EngineError
+from text_generation_shard.strict_yaml import Malformed, parse_mapping, read_text
 
 FLAG = "--trtllm-options"
-MAX_BYTES = 1 << 20
-"""Largest file that is read."""
 _TOKENIZES = "the router tokenizes, with the tokenizer of --model-id"
 _STARTS = "the launcher chooses the GPUs and starts the processes"
 _STATISTICS = "always on: sequence and metrics depend on the statistics"
@@ -57,10 +53,6 @@ RESERVED: Mapping[str, str] = {
 """Options that the server sets itself → the flag to use instead, or the reason."""
 
 
-class _Malformed(Exception):
-    """The text cannot be parsed; the message does not name its source."""
-
-
 def read_options(text: str) -> dict[str, object]:
     """Return the options in `text`, or in the file that `text` names; empty if it is blank. Raises EngineError.
 
@@ -71,8 +63,8 @@ def read_options(text: str) -> dict[str, object]:
     inline = text.lstrip().startswith("{") or "\n" in text or ": " in text
     source = FLAG if inline else f"{FLAG}: {text if text.isprintable() else repr(text)}"
     try:
-        return _parse(text if inline else _read(Path(text)))
-    except _Malformed as malformed:
+        return parse_mapping(text if inline else read_text(Path(text)))
+    except Malformed as malformed:
         raise EngineError(f"{source}: {malformed}") from None
 
 
@@ -117,104 +109,3 @@ def _check_fields(option: str, value: Mapping[object, object], fields: Collectio
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     return next(iter(get_close_matches(name, sorted(names), n=1)), "")
-
-
-def _read(path: Path) -> str:
-    try:
-        if path.exists() and not path.is_file():
-            raise _Malformed("is not a file")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        example = "'{max_num_tokens: 4096}'"
-        raise _Malformed(f"there is no such file (options can also be given inline: {example})") from None
-    except (OSError, ValueError) as error:
-        raise _Malformed(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(data) > MAX_BYTES:
-        raise _Malformed(f"is longer than {MAX_BYTES} bytes")
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise _Malformed(f"is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def _parse(text: str) -> dict[str, object]:
-    try:
-        options = _parse_json(text) if text.lstrip().startswith("{") else None
-        if options is None:
-            _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader))
-            options = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        where = f"line {error.problem_mark.line + 1}: " if error.problem_mark is not None else ""
-        raise _Malformed(where + ", ".join(part for part in (error.context, error.problem) if part)) from None
-    except yaml.YAMLError as error:
-        raise _Malformed(str(error).partition("\n")[0]) from None
-    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
-        # Raised by PyYAML's constructors for values that do not fit their tag, such as `2026-02-30` or `!!int ''`.
-        raise _Malformed(
-            f"a value does not fit its type ({type(error).__name__}: {error})".partition("\n")[0]
-        ) from None
-    except RecursionError:
-        raise _Malformed("is nested too deeply") from None
-    if options is None:
-        return {}  # only comments
-    if not isinstance(options, dict):
-        raise _Malformed(f"must be names with values, as in `max_num_tokens: 4096`, not {shortened(options)}")
-    return options
-
-
-def _parse_json(text: str) -> dict[str, object] | None:
-    """Return the object in `text`; None if it is not JSON (it may be YAML in braces).
-
-    JSON is not always YAML: `1e-3` is a string in YAML 1.1, and tabs are refused.
-    """
-
-    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        values: dict[str, object] = {}
-        for name, value in pairs:
-            if name in values:
-                raise _Malformed(f"{shortened(name)} is there twice")
-            values[name] = value
-        return values
-
-    try:
-        parsed: dict[str, object] = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError:
-        return None
-    return parsed
-
-
-def _check_nodes(root: yaml.Node | None) -> None:
-    """Refuse text that `safe_load` would read differently from how it looks."""
-    if isinstance(root, yaml.MappingNode):
-        for key, _ in root.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                name = shortened(key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}")
-                raise _Malformed(f"{_line(key)}: the name {name} is not read as text: put it in quotes")
-    seen: set[int] = set()
-    pending = [] if root is None else [root]
-    while pending:
-        node = pending.pop()
-        if id(node) in seen:
-            # An alias: a few of them can stand for a huge value, or for one that contains itself.
-            raise _Malformed(f"{_line(node)}: anchors are not supported: repeat the value")
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            pending += node.value
-        elif isinstance(node, yaml.MappingNode):
-            _check_unique(node)
-            pending += [part for pair in node.value for part in pair]
-
-
-def _check_unique(mapping: yaml.MappingNode) -> None:
-    """Refuse duplicate names, of which `safe_load` silently keeps the last."""
-    names: set[tuple[str, str]] = set()
-    for key, _ in mapping.value:
-        if isinstance(key, yaml.ScalarNode):
-            if (key.tag, key.value) in names:
-                raise _Malformed(f"{_line(key)}: {shortened(key.value)} is there twice")
-            names.add((key.tag, key.value))
-
-
-def _line(node: yaml.Node) -> str:
-    return f"line {node.start_mark.line + 1}"

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.options import MAX_BYTES, RESERVED, check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.options import RESERVED, check_options, read_options
+from text_generation_shard.strict_yaml import MAX_BYTES
 
 KNOWN: Mapping[str, Collection[str] | None] = {
     "model": None,

@@ -176,7 +176,7 @@ def test_tensorrt_llm_is_not_given_absurd_values(tmp_path: Path, config: dict[st
     if config is None:
         leave(folder / "rank1.engine")
     with pytest.raises(EngineError) as caught:
-        check_folder(inspect_folder(folder), world_size=2, installed="1.2.1", gpus=None)
+        check_folder(inspect_folder(folder), world_size=2, installed="1.2.1")
         read_hugging_face_model(inspect_folder(folder))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
