@@ -6,9 +6,11 @@ them; these tests check the result.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,13 +19,14 @@ from typing import Any
 import pytest
 from standin import VERSIONS, importable, table
 
-from text_generation_shard.engines.tensorrt_llm import api
+from text_generation_shard.engines.tensorrt_llm import api, statistics
 
 REQUIRED = "(required)"
 USED = {
     "LLM.__init__": {"": "model skip_tokenizer_init tensor_parallel_size dtype"},
     "LLM.generate_async": {"": "inputs sampling_params streaming cache_salt lora_request"},
     "LLM.get_stats_async": {"": "timeout"},
+    "LLM.get_stats": {"": "timeout"},
     "LLM.get_kv_cache_events": {"": "timeout"},
     "LLM.get_kv_cache_events_async": {"": "timeout"},
     "LLM.shutdown": {},
@@ -31,7 +34,8 @@ USED = {
     "LLM.get_kv_cache_capacity": {},
     "TorchLlmArgs": {
         "": "max_batch_size max_num_tokens max_seq_len enable_chunked_prefill enable_iter_perf_stats load_format "
-        "guided_decoding_backend kv_cache_config scheduler_config cuda_graph_config enable_lora lora_config",
+        "guided_decoding_backend kv_cache_config scheduler_config cuda_graph_config enable_lora lora_config "
+        "speculative_config enable_attention_dp",
         "1.2": "sampler_type",
     },
     "BaseLlmArgs": {"1.2": "pipeline_parallel_size context_parallel_size gather_generation_logits"},
@@ -44,6 +48,15 @@ USED = {
         "1.3": "prompt_logprobs_simple_format",
     },
     "GuidedDecodingParams": {"": "json regex grammar"},
+    "MTPDecodingConfig": {"": "num_nextn_predict_layers mtp_eagle_one_model allow_advanced_sampling"},
+    "EagleDecodingConfig": {"": "eagle3_one_model allow_advanced_sampling"},
+    "NGramDecodingConfig": {"": "max_draft_len"},
+    "DraftTargetDecodingConfig": {"": "max_draft_len speculative_model"},
+    "stats": {
+        "": "iter numQueuedRequests kvCacheStats usedNumBlocks maxNumBlocks tokensPerBlock inflightBatchingStats iterLatencyMS "
+        "specDecodingStats numRequestsWithDraftTokens numDraftTokens numAcceptedTokens",
+        "1.3": "gpuForwardTimeMS prevDeviceStepTimeMS attentionDpRank numQueuedContextRequests",
+    },
     "Logprob": {"": "logprob rank"},
     "LoraConfig": {
         "": "lora_target_modules trtllm_modules_to_hf_modules max_lora_rank max_loras max_cpu_loras",
@@ -53,7 +66,9 @@ USED = {
         "": "tensorrt_llm.LLM tensorrt_llm.SamplingParams tensorrt_llm.llmapi.RequestError "
         "tensorrt_llm.llmapi.TorchLlmArgs tensorrt_llm.llmapi.GuidedDecodingParams tensorrt_llm.llmapi.KvCacheConfig "
         "tensorrt_llm.llmapi.SchedulerConfig tensorrt_llm.llmapi.CudaGraphConfig tensorrt_llm.llmapi.LoRARequest",
-        "1.2": "tensorrt_llm._tensorrt_engine.LLM tensorrt_llm.executor.utils.RequestError",
+        "1.2": "tensorrt_llm._tensorrt_engine.LLM tensorrt_llm.executor.utils.RequestError "
+        "tensorrt_llm.llmapi.MTPDecodingConfig tensorrt_llm.llmapi.EagleDecodingConfig "
+        "tensorrt_llm.llmapi.NGramDecodingConfig tensorrt_llm.llmapi.DraftTargetDecodingConfig",
     },
 }
 """Entry → release ("": both) → the names that the engine uses: keywords, fields, attributes, imports."""
@@ -95,6 +110,8 @@ class Release:
         entry = self.entries[name]
         if name == "public imports":
             return {f"{module}.{found}" for module, names in entry.items() for found in names["names"]}
+        if name == "stats":
+            return {key.partition(" ")[0] for keys in entry.values() if isinstance(keys, list) for key in keys}
         lists = ("attributes", "methods", "properties", "attributes_undocumented_older")
         return {field["name"] for kind in ("fields", "parameters") for field in entry.get(kind, ())} | {
             found for kind in lists for found in entry.get(kind, ())
@@ -196,3 +213,26 @@ def test_members_of_the_protocols_exist(release: Release, protocol: type) -> Non
             assert f"LLM.{name}" in release.entries
         else:
             assert name in release.names_in(protocol.__name__)
+
+
+def test_every_key_that_is_read_of_the_statistics_is_recorded() -> None:
+    """The keys are strings in camel case, which nothing else in the module is."""
+    used = {key for keys in USED["stats"].values() for key in keys.split()}
+    texts = {
+        node.value for node in ast.walk(ast.parse(inspect.getsource(statistics))) if isinstance(node, ast.Constant)
+    }
+    camel = {text for text in texts if isinstance(text, str) and re.fullmatch(r"[a-z]+([A-Z][a-z]*)+", text)}
+    assert len(camel) > 10
+    assert camel <= used
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_row_names_its_source_and_every_source_its_commit(version: str) -> None:
+    recorded = table(version)
+    for name, entry in recorded["entries"].items():
+        rows = entry.values() if name == "public imports" else [entry]
+        for row in rows:
+            assert row["sources"], name
+            assert set(row["sources"]) <= recorded["sources"].keys(), name
+    for source in recorded["sources"].values():
+        assert re.search(r"@ [0-9a-f]{40}|commit not known|pull requests", source), source
