@@ -107,17 +107,14 @@ def _build_on_cuda(
             torch.cuda.empty_cache()
         shape = CacheShape(tuple(model.layers), device, dtype)
         kernels = _kernels(model, shape, info)
-        served = model if model.decoder is None else model.decoder.on(kernels, group)
+        served = model if model.decoder is None else model.decoder.on(kernels)
         return Runner(served, kernels, group, shape, info.max_slots, info.max_sequence_length)
 
     def executor(group: ParallelGroup = alone) -> CudaExecutor:
         shape = CacheShape(tuple(model.layers), device, dtype)
         return CudaExecutor(runner(group), memory, group, shape, info.max_slots)
 
-    if on_cuda:
-        _check_faster(model, info, executor, group)
-    else:
-        check_model(model, model_config.vocab_size, executor, group, (WINDOW,))
+    _check_faster(model, info, executor, group)
     model.record()
     if config.rank > 0:
         return FollowerEngine(info, config.rank, group.follower, TPWorker(runner(group), memory, device))
@@ -176,23 +173,27 @@ def _check_faster(
 ) -> None:
     """Check the model as the native decoder if it can be one, else with faster parts; without them, if it is wrong with them."""
     from text_generation_shard.engines.torch.huggingface.find_decoder import find_decoder
-    from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
 
-    # The weights of a rank are divided as the library's own code needs them.
-    if group.tp.world_size == 1:
-        model.decoder = find_decoder(model, info.max_sequence_length)
-    if model.decoder is not None:
+    def check(change: Callable[[], None] = lambda: None) -> EngineError | None:
         try:
-            check_model(model, info.vocab_size, executor, group, (WINDOW,))
+            check_model(model, info.vocab_size, executor, group, (WINDOW,), change)
         except EngineError as error:
-            log.warning("the native decoder is not used", reason=str(error))
-            model.decoder = None
-        else:
+            return error
+        return None
+
+    model.decoder = find_decoder(model, info.max_sequence_length, group)
+    if model.decoder is not None:
+        if (error := check()) is None:
             return
-    restore = restorer(model.library)
-    try:
-        check_model(model, info.vocab_size, executor, group, (WINDOW,), lambda: swap_parts(model.library))
-    except EngineError as error:
-        restore()
-        check_model(model, info.vocab_size, executor, group, (WINDOW,))
+        log.warning("the native decoder is not used", reason=str(error))
+        model.decoder = None
+    if model.library.device.type == "cuda":
+        from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
+
+        restore = restorer(model.library)
+        if (error := check(lambda: swap_parts(model.library))) is None:
+            return
         log.warning("no parts are replaced", reason=str(error))
+        restore()
+    if (error := check()) is not None:
+        raise error

@@ -76,6 +76,8 @@ class LibraryDecoder:
     attention_softcap: float | None
     residual_scale: float
     max_sequence_length: int
+    group: ParallelGroup
+    """The ranks over which the weights are divided."""
 
     @property
     def num_layers(self) -> int:
@@ -94,6 +96,6 @@ class LibraryDecoder:
         dtype = self.embedding.dtype
         return Precision(dtype, dtype, dtype)
 
-    def on(self, kernels: Kernels, group: ParallelGroup) -> Decoder:
+    def on(self, kernels: Kernels) -> Decoder:
         """Return the decoder of these weights."""
-        return Decoder(self, self, DeviceOps(kernels, group, self.embedding.dtype), group)
+        return Decoder(self, self, DeviceOps(kernels, self.group, self.embedding.dtype), self.group)

@@ -42,7 +42,6 @@ from text_generation_shard.engines.torch.model.norm import HeadNorms
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
-from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
 
 QKV_NAMES = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("query_key_value",))
 OUTPUT_NAMES = (("o_proj",), ("out_proj",), ("dense",))
@@ -62,10 +61,13 @@ log = structlog.get_logger()
 
 
 @torch.inference_mode()
-def find_decoder(model: TransformersModel, max_sequence_length: int) -> LibraryDecoder | None:
-    """Return the decoder that computes the same as `model`, which has been recorded; None if there is none."""
+def find_decoder(model: TransformersModel, max_sequence_length: int, group: ParallelGroup) -> LibraryDecoder | None:
+    """Return the decoder that computes the same as `model`, which has been recorded; None if there is none.
+
+    All ranks of `group` search at the same time, each with its part of the weights, and find the same.
+    """
     try:
-        return _Finder(model, max_sequence_length).find()
+        return _Finder(model, max_sequence_length, group).find()
     except UnusualError as error:
         reason = str(error)
     except Exception as error:  # noqa: BLE001 – the code of a model may not take such inputs, and fail in many ways
@@ -75,8 +77,9 @@ def find_decoder(model: TransformersModel, max_sequence_length: int) -> LibraryD
 
 
 class _Finder:
-    def __init__(self, model: TransformersModel, max_sequence_length: int) -> None:
+    def __init__(self, model: TransformersModel, max_sequence_length: int, group: ParallelGroup) -> None:
         self._model = model
+        self._group = group
         self._config: Any = model.library.config
         self._max_sequence_length = max_sequence_length
         self._embedding: Tensor = model.library.get_input_embeddings().weight
@@ -114,6 +117,7 @@ class _Finder:
             self._softcap,
             self._residual_scale,
             self._max_sequence_length,
+            self._group,
         )
 
     def _layer_modules(self) -> Sequence[Any]:
@@ -136,7 +140,7 @@ class _Finder:
             for rotation in rotations[index]:
                 layer = self._layer(wide, names, rotation, self._model.layers[index])
                 result = self._run_own(layer, rotation, probe[0])
-                if _is_close(result, expected, probe[0]):
+                if self._agreed(_is_close(result, expected, probe[0])):
                     break
             else:
                 raise UnusualError(f"layer {index} has another form")
@@ -177,11 +181,18 @@ class _Finder:
             self._softcap,
             self._residual_scale,
             self._max_sequence_length,
-        ).on(ReferenceKernels(self._scale, self._softcap), ParallelGroup(TensorParallelRank()))
+            self._group,
+        ).on(ReferenceKernels(self._scale, self._softcap))
         buffers = decoder.activations(len(probe))
         decoder.forward(LoneTokens(self._positions, layer.shape, self._max_sequence_length), buffers)
         assert buffers.residual is not None
         return buffers.residual
+
+    def _agreed(self, decision: bool) -> bool:  # noqa: FBT001 – a value
+        """Return the decision of rank 0 on all ranks."""
+        shared = torch.tensor([float(decision)], device=self._embedding.device)
+        self._group.broadcast(shared)
+        return bool(shared)
 
     def _layer(self, module: LibraryModule, names: list[str], rotation: Rotation, shape: LayerShape) -> LibraryLayer:
         parts = [getattr(module, name) for name in names]
@@ -195,6 +206,9 @@ class _Finder:
         after_attention = next(found) if match[1] else None
         mlp_norm = next(found)
         after_mlp = next(found) if match[2] else None
+        own_mlp = _mlp(mlp)
+        if isinstance(own_mlp, LibraryMLP) and self._group.tp.world_size > 1:
+            raise UnusualError("an MLP of another form is divided")  # it sums its output over the ranks itself
         sinks = getattr(attention, "sinks", None)
         return LibraryLayer(
             input_norm,
@@ -204,7 +218,7 @@ class _Finder:
             _linear(_linears(attention, OUTPUT_NAMES)),
             after_attention,
             mlp_norm,
-            _mlp(mlp),
+            own_mlp,
             after_mlp,
             shape,
         )
@@ -242,7 +256,10 @@ class _Finder:
         expected = self._model.logits(hidden)
         head = DenseLinear(weight, None, torch.float32)
         softcap = getattr(self._config, "final_logit_softcapping", None)
-        logits = float32_product(hidden, weight, None)
+        own = float32_product(hidden, weight, None)
+        logits = own.new_empty(len(own), self._group.tp.world_size * own.shape[1])
+        self._group.all_gather_last_dim(own, logits)
+        logits = logits[:, : len(self._embedding)]
         for divisor in (
             1.0,
             getattr(self._config, "logits_scaling", 1.0),

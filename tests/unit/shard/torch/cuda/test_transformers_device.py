@@ -64,7 +64,7 @@ class Served:
         model, info = self.model, self.info
         kernels = ReferenceKernels(*model.rules[0])
         shape = CacheShape(tuple(model.layers), CPU, torch.float32)
-        served = model if model.decoder is None else model.decoder.on(kernels, ALONE)
+        served = model if model.decoder is None else model.decoder.on(kernels)
         runner = Runner(served, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         return CudaExecutor(runner, DeviceMemory(CPU, 0.4), ALONE, shape, info.max_slots)
 
@@ -107,7 +107,7 @@ def test_faster_parts_give_the_tokens_of_transformers(
 def test_usual_layers_run_in_the_native_decoder(name: str, tmp_path: Path) -> None:
     served = Served(name, tmp_path)
     served.model.record()
-    served.model.decoder = find_decoder(served.model, served.info.max_sequence_length)
+    served.model.decoder = find_decoder(served.model, served.info.max_sequence_length, ALONE)
     assert served.model.decoder is not None
     served.check()
     served.check_greedy_tokens()
@@ -128,6 +128,6 @@ def test_a_layer_that_differs_stays_that_of_transformers(tmp_path: Path) -> None
     layers = served.model.library.model.layers
     for part in (layers[1], layers[1].self_attn.k_proj, layers[0].input_layernorm, served.model.library.model.norm):
         hook = part.register_forward_hook(lambda _, given, output: output * 1.001)
-        assert find_decoder(served.model, served.info.max_sequence_length) is None
+        assert find_decoder(served.model, served.info.max_sequence_length, ALONE) is None
         hook.remove()
-    assert find_decoder(served.model, served.info.max_sequence_length) is not None
+    assert find_decoder(served.model, served.info.max_sequence_length, ALONE) is not None

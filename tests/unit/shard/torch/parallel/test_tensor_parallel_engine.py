@@ -87,12 +87,16 @@ def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> 
     "family",
     ["olmo2", *map(full, ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "llama4_text", "phi", "phi3", "olmoe"))],
 )
-def test_a_divided_model_of_transformers_gives_the_same_results(family: str, tmp_path: Path) -> None:
+def test_a_divided_model_of_transformers_gives_the_same_results(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The vocabulary is odd, so that the LM head is padded."""
     sizes = {"vocab_size": 151, "num_hidden_layers": 2, "no_rope_layers": [1, 0], "attention_chunk_size": 256}
     changes = {**FAMILIES[family].changes, **sizes}
     folder = write_model(random_library_model(tiny_config(family, changes)), tmp_path / "checkpoint")
     check_division(Path(folder), tmp_path, "transformers")
+    in_native_decoder = "the layers run in transformers" not in capsys.readouterr().out
+    assert in_native_decoder == (family in ("llama", "gemma3_text"))
 
 
 @pytest.mark.parametrize(
