@@ -77,7 +77,9 @@ def answers(engine: Engine) -> list[Stream]:
     return streams
 
 
-@pytest.mark.parametrize("family", ["gemma2", *map(full, ("phi3", "granite", "glm4", "gpt_oss", "qwen2_moe"))])
+@pytest.mark.parametrize(
+    "family", ["gemma4_text, experts", *map(full, ("gemma2", "phi3", "granite", "glm4", "gpt_oss", "qwen2_moe"))]
+)
 def test_a_divided_model_gives_the_same_results(family: str, tmp_path: Path) -> None:
     configs = native_configs(SHAPE | {"tie_word_embeddings": False}, head_dim=16, wide_head_dim=24)
     check_division(Path(save(random_model(configs[family]), tmp_path / "checkpoint")), tmp_path, "native")
