@@ -13,8 +13,10 @@ import pytest
 import torch
 from reference_ops import relative_error as error
 from tiny_checkpoint import CONFIG, load_for_cuda, random_tensors, write_checkpoint
+from tiny_transformers import random_model, save
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma4TextConfig
 
 from text_generation_proto.values import Stopping
 from text_generation_shard.config import ShardConfig
@@ -178,7 +180,25 @@ def from_library(folder: Path, device: torch.device) -> tuple[Model, CacheShape,
     return model, CacheShape(tuple(model.layers), device, torch.float32), model.rules[0][0]
 
 
-@pytest.fixture(params=[native, from_library])
+def with_heads_by_layer(folder: Path, device: torch.device) -> tuple[Model, CacheShape, float]:
+    """Do the same with a checkpoint whose layers have different heads, in its place."""
+    heads = {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    config = Gemma4TextConfig(
+        **{name: CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+        **heads,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=LAYERS,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=40,
+        max_position_embeddings=MAX_LENGTH,
+        hidden_size_per_layer_input=0,
+    )
+    save(random_model(config), folder)
+    return native(folder, device)
+
+
+@pytest.fixture(params=[native, from_library, with_heads_by_layer])
 def rig(request: pytest.FixtureRequest, tmp_path: Path, device: torch.device) -> Rig:
     torch.manual_seed(5)
     folder = write_checkpoint(tmp_path, random_tensors(CHANGES), CHANGES)
