@@ -2,7 +2,7 @@
 
 128 streams of 200 tokens, 20 ms per step; processor time of each process, from /proc, divided by the tokens. The shard's process
 includes the stand-in's engine, which in production is another process. Its time is measured separately, with a reader that
-discards the tokens, and subtracted.
+discards the tokens, and subtracted. Measured without log-probabilities, and with them, as TGI's streams have them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 from text_generation_bench.router import (
@@ -45,31 +46,32 @@ def main() -> None:
         print(asyncio.run(alone(arguments.model)))
         return
     tokens = STREAMS * TOKENS_A_STREAM
-    for version in VERSIONS:
-        print(f"stand-in {version}                       measured   budget")
-        with servers(arguments.model, version) as (router, shard, port):
+    for version, logprobs in product(VERSIONS, ("never", "auto")):
+        print(f"stand-in {version}, --token-logprobs {logprobs:<5}    measured   budget")
+        with servers(arguments.model, version, logprobs) as (router, shard, port):
             in_child(stream_load, port, 20)
             before = cpu_seconds(router), cpu_seconds(shard)
             in_child(stream_load, port, TOKENS_A_STREAM)
             spent = cpu_seconds(router) - before[0], cpu_seconds(shard) - before[1]
         command = [sys.executable, "-m", "text_generation_bench.trtllm", "--alone", "--model", str(arguments.model)]
-        engine = float(subprocess.run(command, env=environ(version), check=True, stdout=subprocess.PIPE).stdout)
+        env = environ(version, logprobs)
+        engine = float(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout)
         row("CPU of the router a streamed token", spent[0] / tokens * 1e6, 25, "us")
         row("CPU of the shard a streamed token", spent[1] / tokens * 1e6 - engine, 25, "us")
         row("(the stand-in alone, subtracted)", engine, float("inf"), "us")
 
 
-def environ(version: str) -> dict[str, str]:
-    """Return the environment of a process that imports this stand-in."""
+def environ(version: str, logprobs: str) -> dict[str, str]:
+    """Return the environment of a process that imports this stand-in, with the router's setting of --token-logprobs."""
     path = os.pathsep.join((str(FAKES), str(FAKES / "releases" / version)))
-    return os.environ | {"PYTHONPATH": path, "TRTLLM_STANDIN_STEP_MS": str(STEP_MS)}
+    return os.environ | {"PYTHONPATH": path, "TRTLLM_STANDIN_STEP_MS": str(STEP_MS), "TOKEN_LOGPROBS": logprobs}
 
 
 @contextmanager
-def servers(model: Path, version: str) -> Iterator[tuple[int, int, int]]:
+def servers(model: Path, version: str, logprobs: str) -> Iterator[tuple[int, int, int]]:
     """Run a shard and a router; yield the pid of the router, the pid of the shard, the port of the router."""
     with tempfile.TemporaryDirectory() as folder:
-        address, env = f"unix://{folder}/shard", environ(version)
+        address, env = f"unix://{folder}/shard", environ(version, logprobs)
         arguments = ("--engine=tensorrt-llm", f"--address={address}", f"--model-path={model}")
         shard = start("text-generation-shard", *arguments, env=env)
         with router_of(shard, address, model, env) as (router, port):
@@ -82,8 +84,10 @@ async def alone(model: Path) -> float:
 
     llm = LLM(str(model), skip_tokenizer_init=True, max_batch_size=STREAMS)
 
+    logprobs = None if os.environ["TOKEN_LOGPROBS"] == "never" else 1
+
     async def run(number: int, tokens: int) -> None:
-        sampling = SamplingParams(max_tokens=tokens, end_id=-1, ignore_eos=True, logprobs=1, detokenize=False)
+        sampling = SamplingParams(max_tokens=tokens, end_id=-1, ignore_eos=True, logprobs=logprobs, detokenize=False)
         prompt = list(range(number, number + PROMPT_TOKENS))
         async for _ in llm.generate_async({"prompt_token_ids": prompt}, sampling, streaming=True):
             pass
