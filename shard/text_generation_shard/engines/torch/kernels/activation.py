@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
-
 _BLOCK = 1024
 """Columns per program: eight per thread, with four warps."""
 
@@ -20,7 +18,6 @@ def activate(gate_up: Tensor, kind: str, out: Tensor) -> None:
     `kind` is the activation name of model configs: "silu", "gelu" or "gelu_pytorch_tanh".
     """
     tokens, inner = out.shape
-    use_pdl = supports_pdl(gate_up)
     _activate_kernel[(tokens, triton.cdiv(inner, _BLOCK))](
         gate_up,
         out,
@@ -28,26 +25,21 @@ def activate(gate_up: Tensor, kind: str, out: Tensor) -> None:
         out.stride(0),
         KIND=kind,
         INNER=inner,
-        USE_PDL=use_pdl,
         BLOCK=_BLOCK,
         num_warps=4,
-        launch_pdl=use_pdl,
     )
 
 
 @triton.jit
-def _activate_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
+def _activate_kernel(
     gate_up: tl.tensor,
     out: tl.tensor,
     gate_up_stride: int,
     out_stride: int,
     KIND: tl.constexpr,
     INNER: tl.constexpr,
-    USE_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    launch_dependents(USE_PDL)
-    wait_for_previous(USE_PDL)
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < INNER

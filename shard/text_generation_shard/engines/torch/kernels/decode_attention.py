@@ -28,7 +28,6 @@ from text_generation_shard.engines.torch.kernels.decode_launch import (
     config_for,
     group_rows,
 )
-from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 NO_WINDOW = 1 << 30
@@ -101,7 +100,7 @@ class DecodeAttention:
         `sinks` [num_heads] are scores of keys without values.
         """
         rows = queries.shape[0]
-        config, use_pdl = self._configs[rows - 1], supports_pdl(queries)
+        config = self._configs[rows - 1]
         _attend_kernel[(self._num_kv_heads, rows, config.splits)](
             queries,
             cache_layer,
@@ -120,7 +119,6 @@ class DecodeAttention:
             queries.stride(0),
             step.block_tables.stride(0),
             out.stride(0),
-            USE_PDL=use_pdl,
             LAST_ARRIVAL_MERGES=config.merge == "last arrival",
             HAS_WINDOW=window is not None,
             HAS_SOFTCAP=step.softcap is not None,
@@ -133,7 +131,6 @@ class DecodeAttention:
             BLOCK=BLOCK_SIZE,
             num_warps=config.warps,
             num_stages=config.stages,
-            launch_pdl=use_pdl,
         )
         if config.splits > 1 and config.merge == "second kernel":
             _merge_kernel[(self._num_heads, rows)](
@@ -151,9 +148,7 @@ class DecodeAttention:
                 HEAD_DIM=self._head_dim,
                 WIDTH=self._width,
                 MERGED=FLOATS_PER_WARP * 4,
-                USE_PDL=use_pdl,
                 num_warps=4,
-                launch_pdl=use_pdl,
             )
 
 
@@ -186,10 +181,7 @@ def _attend_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments are flat,
     HAS_SOFTCAP: tl.constexpr,
     MERGED: tl.constexpr,
     LAST_ARRIVAL_MERGES: tl.constexpr,
-    USE_PDL: tl.constexpr,
 ) -> None:
-    launch_dependents(USE_PDL)
-    wait_for_previous(USE_PDL)
     # The split is the slowest dimension: programs without work come last and do not delay others.
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(2)
@@ -289,10 +281,7 @@ def _merge_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     MERGED: tl.constexpr,
-    USE_PDL: tl.constexpr,
 ) -> None:
-    launch_dependents(USE_PDL)
-    wait_for_previous(USE_PDL)
     head, row = tl.program_id(0), tl.program_id(1)
     _, _, _, parts = _row_parts(tl.load(positions + row), window, splits, min_blocks, BLOCK)
     if parts > 1:

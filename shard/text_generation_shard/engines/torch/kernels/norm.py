@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 from text_generation_shard.engines.torch.kernels.rows import row_tile
 
 _ELEMENTS_PER_THREAD = 8
@@ -53,7 +52,6 @@ def _launch(  # noqa: PLR0913 – as flat as the kernel
 ) -> None:
     tokens, hidden = residual.shape
     block, num_warps = row_tile(hidden, _ELEMENTS_PER_THREAD)
-    use_pdl = supports_pdl(residual)
     _norm_kernel[(tokens,)](
         update,
         residual,
@@ -68,10 +66,8 @@ def _launch(  # noqa: PLR0913 – as flat as the kernel
         SCALE=scale,
         HAS_FACTOR=factor != 1.0,
         HIDDEN=hidden,
-        USE_PDL=use_pdl,
         BLOCK=block,
         num_warps=num_warps,
-        launch_pdl=use_pdl,
     )
 
 
@@ -90,11 +86,8 @@ def _norm_kernel(  # noqa: PLR0913 – a kernel's arguments are flat
     SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HIDDEN: tl.constexpr,
-    USE_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    launch_dependents(USE_PDL)
-    wait_for_previous(USE_PDL)
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN

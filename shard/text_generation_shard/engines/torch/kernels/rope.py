@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, supports_pdl, wait_for_previous
 from text_generation_shard.engines.torch.kv_cache import BLOCK_SIZE
 
 _MANY_TOKENS = 128
@@ -68,7 +67,6 @@ def rotate_and_append(
         step.num_heads + 2 * step.num_kv_heads, step.head_dim, tokens >= _MANY_TOKENS
     )
     query_weight, key_weight = (None, None) if head_norms is None else head_norms
-    use_pdl = supports_pdl(qkv)
     _rotate_and_append_kernel[(tokens, num_groups)](
         qkv,
         queries,
@@ -94,9 +92,7 @@ def rotate_and_append(
         BLOCK_SIZE=BLOCK_SIZE,
         GROUP=group,
         HALF_BLOCK=half_block,
-        USE_PDL=use_pdl,
         num_warps=num_warps,
-        launch_pdl=use_pdl,
     )
 
 
@@ -137,10 +133,7 @@ def _rotate_and_append_kernel(  # noqa: PLR0913 – a kernel's arguments are fla
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
 ) -> None:
-    launch_dependents(USE_PDL)
-    wait_for_previous(USE_PDL)
     token = tl.program_id(0)
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
