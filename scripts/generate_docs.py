@@ -53,7 +53,7 @@ TOPICS = {
     "Batching and KV cache": "max_batch_size max_batch_prefill_tokens max_batch_total_tokens target_itl_ms "
     "waiting_served_ratio max_waiting_tokens prefix_caching prefix_cache_per_tenant cuda_memory_fraction "
     "cpu_memory_fraction num_threads",
-    "TensorRT-LLM": "lora_adapters trtllm_options trtllm_launch gateway",
+    "TensorRT-LLM": "lora_adapters trtllm_options trtllm_launch trtllm_hosts gateway",
     "Logs and debugging": "json_output log_level env reflection trace_steps usage_stats prometheus_port "
     "disable_custom_kernels",
     "Echo engine (tests)": "echo_step_ms echo_prefill_us echo_decode_us echo_self_scheduling echo_tokens_per_report "

@@ -14,7 +14,7 @@ from text_generation_launcher import mpi
 from text_generation_launcher.config import LauncherConfig
 from text_generation_launcher.plan import PlanError
 from text_generation_shard.engine import EngineError
-from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options
+from text_generation_shard.engines.tensorrt_llm.options import check_options, read_options, split_ranks
 
 PROGRAMS = {
     "mpirun": "it comes with Open MPI (openmpi-bin)",
@@ -36,7 +36,7 @@ def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
         return
     if config.nodes > 1:
         raise PlanError(
-            "`nodes`: one replica over several hosts needs the torch engine, and the engine is tensorrt-llm"
+            "`nodes`: the tensorrt-llm engine is spread over several hosts by --trtllm-launch mpirun and --trtllm-hosts"
         )
     if config.device == "cpu":
         raise PlanError("`device` is cpu, and the tensorrt-llm engine runs on GPUs only")
@@ -44,7 +44,10 @@ def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
         raise PlanError("the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it")
     if config.trtllm_options:
         try:
-            check_options(read_options(config.trtllm_options), None)
+            options = read_options(config.trtllm_options)
+            check_options(options, None)
+            if config.num_shard is not None:
+                split_ranks(config.num_shard, options)
         except EngineError as error:
             raise PlanError(str(error)) from error
     if config.trtllm_launch == "mpirun":
@@ -52,6 +55,8 @@ def check_engine(config: LauncherConfig, environ: Mapping[str, str]) -> None:
 
 
 def _check_mpirun(config: LauncherConfig, environ: Mapping[str, str]) -> None:
+    if config.trtllm_hosts and config.num_shard is None:
+        raise PlanError("--trtllm-hosts needs --num-shard, the number of GPUs of all hosts")
     if not config.sharded and (config.num_shard or 1) == 1:
         raise PlanError("--trtllm-launch mpirun starts the processes of several GPUs: it needs --num-shard")
     path = mpi.search_path(environ)

@@ -6,6 +6,7 @@ Names are those of TGI where TGI has the setting. A TGI flag that is not support
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Self
 
@@ -15,7 +16,7 @@ from pydantic_settings import CliExplicitFlag
 from text_generation_proto.lora import parse_adapters
 from text_generation_proto.settings import ProcessConfig, exit_with_usage_error, parse_config
 from text_generation_proto.sockets import join_host_port, split_host_port
-from text_generation_router.config import RouterSettings
+from text_generation_router.config import CommaList, RouterSettings
 from text_generation_shard.config import ShardSettings
 
 UNSUPPORTED = frozenset(
@@ -73,6 +74,9 @@ class LauncherConfig(
     """Shards per replica (tensor parallelism); default: 1. Several shards use one GPU each."""
     trtllm_launch: Literal["spawn", "mpirun"] = "spawn"
     """Start of the processes that tensorrt-llm runs on several GPUs: by the shard itself, or by mpirun."""
+    trtllm_hosts: CommaList = ()
+    """Hosts of a replica's ranks with --trtllm-launch mpirun, this one first; num_shard counts the GPUs of all of them, as many
+    on each. Default: this one alone."""
     parts: Literal["all", "shards", "router"] = "all"
     """Parts of the server to start on this machine. shards: without a router, at --shard-tcp-port of --shard-hostname for
     routers elsewhere. router: for the shards of --shards. Both need the same SHARD_TOKEN, or mutual TLS."""
@@ -141,6 +145,7 @@ class LauncherConfig(
             if adapter.name in (self.model_id, *self.served_model_name):
                 raise ValueError(f"`lora_adapters`: {adapter.name} is the name of the model itself")
         self._check_nodes()
+        self._check_hosts()
         self._check_parts()
         self._check_places()
         return self
@@ -173,6 +178,18 @@ class LauncherConfig(
                 raise ValueError(f"`places` is {self.places}: --{name.replace('_', '-')} is not supported with it")
         self.check_tls("shards on other nodes")
 
+    def _check_hosts(self) -> None:
+        if not self.trtllm_hosts:
+            return
+        if self.trtllm_launch != "mpirun":
+            raise ValueError("`trtllm_hosts` is for --trtllm-launch mpirun")
+        if wrong := next((host for host in self.trtllm_hosts if not re.fullmatch(r"\w[\w.-]*", host)), None):
+            raise ValueError(f"`trtllm_hosts`: {wrong!r} is no name of a host")
+        if len(set(self.trtllm_hosts)) < len(self.trtllm_hosts):
+            raise ValueError("`trtllm_hosts`: a host is given twice")
+        if self.num_replicas > 1 or self.places != "local":
+            raise ValueError("`trtllm_hosts`: the ranks of several hosts are one replica, started from this host")
+
     def _check_nodes(self) -> None:
         if self.node_rank >= self.nodes:
             raise ValueError(f"`node_rank`({self.node_rank}) must be < `nodes`({self.nodes})")
@@ -186,6 +203,11 @@ class LauncherConfig(
         self.check_tls(self.group_address)
         if self.num_replicas > 1:
             raise ValueError(f"`nodes` is {self.nodes}: `num_replicas` must be 1; a group of nodes is one replica")
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts that one replica is spread over."""
+        return max(self.nodes, len(self.trtllm_hosts))
 
     @property
     def group_address(self) -> str:

@@ -32,6 +32,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 
@@ -90,6 +91,11 @@ _SET_BY_MPIRUN = re.compile(
 )
 """Settings that mpirun makes for its ranks: the output of `mpirun env`, Open MPI 4.1.4 and 5.0.11."""
 
+_EXPORTED = re.compile(
+    r"(PATH|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$|(NCCL|TLLM|TRTLLM|UCX|HF|NVIDIA|TORCH|GRPC)_|CUDA_(?!VISIBLE_DEVICES)"
+)
+"""Variables that ranks on other hosts get."""
+
 log = structlog.get_logger()
 
 
@@ -121,14 +127,21 @@ def relay_command() -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", env_relay.__name__)
 
 
-def mpirun_command(ranks: int, *, as_root: bool) -> tuple[str, ...]:
-    """Return the command line that starts `ranks` ranks on this machine with TensorRT-LLM's script.
+def mpirun_command(
+    ranks: int, *, as_root: bool, hosts: Sequence[str] = (), environ: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, ...]:
+    """Return the command line that starts `ranks` ranks with TensorRT-LLM's script: on this machine, or as many on each host.
+
+    mpirun fills one host after another, so that rank 0 is on the first one, which must be this machine. The ranks of other
+    hosts get those variables of `environ` that TensorRT-LLM and its libraries read.
 
     --oversubscribe: a rank needs a GPU, not a core of its own. --bind-to none: otherwise rank 0, with all threads of its
     engine, is bound to one core or package.
     """
     return (
         *("mpirun", "-n", str(ranks), "--oversubscribe", "--bind-to", "none"),
+        *(("--host", ",".join(f"{host}:{ranks // len(hosts)}" for host in hosts)) if hosts else ()),
+        *(word for name in sorted(environ) if hosts and _EXPORTED.match(name) for word in ("-x", name)),
         *(("--allow-run-as-root",) if as_root else ()),
         *("trtllm-llmapi-launch", *relay_command()),
     )

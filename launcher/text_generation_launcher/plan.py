@@ -130,7 +130,7 @@ def make_plan(config: LauncherConfig, context: LaunchContext) -> LaunchPlan:
     replicas = range(0 if config.parts == "router" else config.num_replicas)
     shards = tuple(_shard(config, context, replica, rank) for replica in replicas for rank in ranks)
     alone = config.node_rank or config.parts == "shards"
-    router = None if alone else _router(config, context, shards, partitions * config.nodes)
+    router = None if alone else _router(config, context, shards, partitions * config.hosts)
     return LaunchPlan(shards, router, listen_host(config.hostname), config.port, config.management_port)
 
 
@@ -208,9 +208,9 @@ def count_processes(config: LauncherConfig, devices: Devices) -> int:
 
 
 def _on_one_node(config: LauncherConfig, shards: int) -> int:
-    if shards % config.nodes:
-        raise PlanError(f"{shards} shards (--num-shard) cannot be divided among {config.nodes} nodes (--nodes)")
-    return shards // config.nodes
+    if shards % config.hosts:
+        raise PlanError(f"{shards} shards (--num-shard) cannot be divided among {config.hosts} nodes")
+    return shards // config.hosts
 
 
 def check_ports(config: LauncherConfig, devices: Devices) -> None:
@@ -286,9 +286,10 @@ def _shard(config: LauncherConfig, context: LaunchContext, replica: int, number:
     env = child_env(context.environ, ShardConfig) | config.environ
     if config.engine == "tensorrt-llm":
         # It sees only its own devices, numbered from 0: a device number of ours would be wrong.
-        settings |= {"tensor_parallel": count_shards(config, context.devices), "device": "auto"}
+        shards, hosts = count_shards(config, context.devices), config.hosts
+        settings |= {"tensor_parallel": shards, "device": "auto", "gpus_per_node": shards // hosts if hosts > 1 else 0}
         env = mpi.rank_environment(env, as_root=context.is_root)
-        if context.devices.count:
+        if context.devices.count and config.hosts == 1:
             env["CUDA_VISIBLE_DEVICES"] = _visible_devices(config, context, replica)
     elif config.num_replicas * here > 1:
         if _on_devices(config, context.devices):
@@ -333,7 +334,8 @@ def _with_mpirun(config: LauncherConfig, context: LaunchContext, shard: ShardSpe
         "lifeline_fd": context.lifeline_fd,
         "log_drops_fd": context.log_drops_fd,
     }
-    mpirun = mpi.mpirun_command(count_shards(config, context.devices), as_root=context.is_root)
+    ranks, as_root = count_shards(config, context.devices), context.is_root
+    mpirun = mpi.mpirun_command(ranks, as_root=as_root, hosts=config.trtllm_hosts, environ=shard.env)
     return dataclasses.replace(
         shard,
         argv=(

@@ -137,6 +137,8 @@ class ShardConfig(ShardSettings, ChildConfig, cli_prog_name="text-generation-sha
     """GPUs of the group on this host, as in CUDA_VISIBLE_DEVICES: rank 0 observes them. Default: the shard's own."""
     tensor_parallel: PositiveInt = 1
     """Number of GPUs for an engine that spreads over several GPUs itself (tensorrt-llm)."""
+    gpus_per_node: NonNegativeInt = 0
+    """Number of these GPUs on each host; 0: all are on this one."""
 
     @model_validator(mode="after")
     def _check_group(self) -> Self:

@@ -81,6 +81,8 @@ class EngineInfo:
     """Prompt tokens in a step beside as many decoding sequences as prompts that wait; 0: as many as without decoding."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that sequences may have."""
+    pipeline_parallel: int = 1
+    """Parts into which the layers are divided over GPUs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,15 +69,15 @@ def model_info(info: EngineInfo, folder: Path | None) -> pb.GetModelInfoResponse
     )
 
 
-def server_info(info: EngineInfo, tensor_parallel: int) -> pb.GetServerInfoResponse:
-    """Describe the server: one replica, parallel over tensors only."""
+def server_info(info: EngineInfo, gpus: int) -> pb.GetServerInfoResponse:
+    """Describe the server: one replica on so many GPUs."""
     return pb.GetServerInfoResponse(
         version=_version(info.engine),
         backend=BACKEND,
-        tensor_parallel_size=tensor_parallel,
-        pipeline_parallel_size=1,
+        tensor_parallel_size=gpus // info.pipeline_parallel,
+        pipeline_parallel_size=info.pipeline_parallel,
         context_parallel_size=1,
-        world_size=tensor_parallel,
+        world_size=gpus,
     )
 
 

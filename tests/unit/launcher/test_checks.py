@@ -58,6 +58,16 @@ def test_tensorrt_llm_flags_are_rejected_for_other_engines(engine: str) -> None:
         assert rejection(engine=engine, lora_adapters="a=/b") == f"--lora-adapters {reason}"
 
 
+def test_ranks_of_several_hosts_and_stages(installed: Path) -> None:
+    check(installed, trtllm_launch="mpirun", num_shard=4, trtllm_hosts=("a", "b"))
+    check(installed, num_shard=4, trtllm_options="{pipeline_parallel_size: 2}")
+    assert "needs --num-shard" in rejection(installed, trtllm_launch="mpirun", sharded=True, trtllm_hosts=("a", "b"))
+    for stages in ("3", "0", "true", "two"):
+        options = f"{{pipeline_parallel_size: {stages}}}"
+        refused = rejection(installed, num_shard=4, trtllm_options=options)
+        assert "pipeline_parallel_size must divide the number of GPUs (4, --num-shard), not" in refused
+
+
 def test_missing_tensorrt_llm_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not (Path(entry) / "tensorrt_llm").exists()])
     assert rejection() == "the tensorrt-llm engine needs TensorRT-LLM: see docs/tensorrt-llm.md for how to install it"
@@ -75,7 +85,7 @@ SEVERAL_GPUS = "--trtllm-launch mpirun starts the processes of several GPUs: it 
         ({"trtllm_options": "engine.yaml"}, "engine.yaml: there is no such file"),
         (
             {"nodes": 2, "num_shard": 2, "leader_address": "head", "shard_token": "t", "insecure": True},
-            "one replica over several hosts needs the torch engine, and the engine is tensorrt-llm",
+            "is spread over several hosts by --trtllm-launch mpirun and --trtllm-hosts",
         ),
         *(({"trtllm_launch": "mpirun", **few}, SEVERAL_GPUS) for few in ({}, {"num_shard": 1}, {"sharded": False})),
     ],

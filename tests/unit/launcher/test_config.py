@@ -12,7 +12,7 @@ from text_generation_shard.config import ShardConfig
 MODEL = ("--model-id", "some/model")
 DECIDED_BY_THE_PLAN = (
     *("lifeline_fd", "model_path", "address", "replica", "rank", "world_size", "shard_address"),
-    *("tensor_parallel", "group_address", "group_gpus", "log_drops_fd"),
+    *("tensor_parallel", "group_address", "group_gpus", "log_drops_fd", "gpus_per_node"),
 )
 """Settings of the children that are no settings of the launcher."""
 
@@ -174,6 +174,10 @@ def test_rejection_without_alternative_or_secret(capsys: pytest.CaptureFixture[s
         ("--trtllm-launch srun", "--trtllm-launch (or TRTLLM_LAUNCH)"),
         ("--lora-adapters a=b=c", "Invalid LoRA adapter format: a=b=c, not 'a=b=c'"),
         ("--lora-adapters some/model=/a", "`lora_adapters`: some/model is the name of the model itself"),
+        ("--trtllm-hosts a,b", "`trtllm_hosts` is for --trtllm-launch mpirun"),
+        ("--trtllm-launch mpirun --trtllm-hosts a,-b", "`trtllm_hosts`: '-b' is no name of a host"),
+        ("--trtllm-launch mpirun --trtllm-hosts a,a", "`trtllm_hosts`: a host is given twice"),
+        ("--trtllm-launch mpirun --trtllm-hosts a,b --num-replicas 2", "the ranks of several hosts are one replica"),
         ("--num-sh 1", "unrecognized arguments: --num-sh 1"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import launch_plans
@@ -13,7 +15,7 @@ from pydantic_settings import CliApp
 
 from text_generation_launcher import mpi
 from text_generation_launcher.mpi import MpirunConfig, split
-from text_generation_launcher.plan import LaunchContext, LaunchPlan, ShardSpec
+from text_generation_launcher.plan import LaunchContext, LaunchPlan, PlanError, ShardSpec
 
 
 def plan(on: LaunchContext | int = 8, **settings: object) -> LaunchPlan:
@@ -89,6 +91,34 @@ def test_mpirun_starts_one_rank_per_gpu_beside_the_same_shard() -> None:
         assert spec.stop_timeout > same.stop_timeout, "the ranks end after the shard"
         unchanged = dataclasses.replace(spec, argv=shard, env=same.env, stop_timeout=same.stop_timeout)
         assert unchanged == same
+
+
+def test_mpirun_starts_the_ranks_of_several_hosts() -> None:
+    environ = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "HF_HOME": "/hf", "CUDA_VISIBLE_DEVICES": "0,1,2,3", "LANG": "C"}
+    settings: dict[str, object] = {"num_shard": 8, "trtllm_launch": "mpirun", "trtllm_hosts": ("head", "second.local")}
+    made = plan(context(4, environ=environ), **settings)
+    [spec] = made.shards
+    _, mpirun, _ = mpirun_parts(spec)
+    assert mpirun[:9] == [
+        *("mpirun", "-n", "8", "--oversubscribe", "--bind-to", "none"),
+        *("--host", "head:4,second.local:4", "-x"),
+    ]
+    exported = [name for flag, name in pairwise(mpirun) if flag == "-x"]
+    assert exported == ["GRPC_ENABLE_FORK_SUPPORT", "HF_HOME", "NCCL_DEBUG", "PATH"]
+    [shard] = shards_of(dataclasses.replace(made, shards=(dataclasses.replace(spec, argv=mpirun_shard(spec)),)))
+    assert (shard.tensor_parallel, shard.gpus_per_node, shard.world_size) == (8, 4, 1)
+    assert spec.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3", "each host has its own devices"
+    assert router_of(made).compute_type.startswith("8-")
+    for hosts, devices, problem in (
+        (("a", "b", "c"), 4, "8 shards (--num-shard) cannot be divided among 3 nodes"),
+        (("a", "b"), 3, "not enough cuda devices"),
+    ):
+        with pytest.raises(PlanError, match=re.escape(problem)):
+            plan(devices, **settings | {"trtllm_hosts": hosts})
+
+
+def mpirun_shard(spec: ShardSpec) -> tuple[str, ...]:
+    return mpirun_parts(spec)[2]
 
 
 def test_open_mpi_is_allowed_to_run_as_root() -> None:

@@ -63,7 +63,11 @@ def build(config: ShardConfig) -> TensorRTEngine:
     else:
         construction = construct(config, library, model, options, adapters)
     info = _info(config, construction, folder, model)
-    info = replace(info, adapters=tuple(adapter.name for adapter in adapters))
+    info = replace(
+        info,
+        adapters=tuple(adapter.name for adapter in adapters),
+        pipeline_parallel=construction.keywords.get("pipeline_parallel_size", 1),
+    )
     parameters = Parameters(
         library, construction.capabilities, info.vocab_size, info.eos_token_ids, lora_requests(adapters)
     )

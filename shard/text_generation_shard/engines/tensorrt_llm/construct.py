@@ -15,6 +15,7 @@ from text_generation_shard.engine import EngineError
 from text_generation_shard.engines.tensorrt_llm.folder import HuggingFaceModel, ModelFolder
 from text_generation_shard.engines.tensorrt_llm.library import Library
 from text_generation_shard.engines.tensorrt_llm.lora import lora_keywords
+from text_generation_shard.engines.tensorrt_llm.options import split_ranks
 from text_generation_shard.engines.tensorrt_llm.parameters import CXX_SAMPLER, EngineCapabilities
 from text_generation_shard.engines.tensorrt_llm.speculation import NAME, Speculation, read_speculation
 
@@ -31,7 +32,7 @@ LONGER = "TLLM_ALLOW_LONG_MAX_MODEL_LEN"
 EVENT_BUFFER = 16384
 """Default number of events of the KV cache that are kept for the gateway protocol until they are read."""
 
-FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len", NAME})
+FIXED_BY_BUILD = frozenset({"max_seq_len", "max_input_len", "pipeline_parallel_size", NAME})
 """Options refused for compiled engines: 1.2 would silently use the values of the build instead."""
 
 
@@ -73,6 +74,7 @@ def construct(
         raise EngineError(
             f"--trtllm-options: max_seq_len {options['max_seq_len']} exceeds the model's {longest:.0f} positions"
         )
+    tensor_parallel, stages = split_ranks(config.tensor_parallel, options)
     keywords: dict[str, Any] = {
         "max_batch_size": config.max_batch_size or MAX_BATCH_SIZE,
         "max_num_tokens": MAX_NUM_TOKENS,
@@ -89,7 +91,9 @@ def construct(
     grammar_backend = keywords.get("guided_decoding_backend")
     keywords |= {
         "model": str(folder),
-        "tensor_parallel_size": config.tensor_parallel,
+        "tensor_parallel_size": tensor_parallel,
+        **({"pipeline_parallel_size": stages} if stages > 1 else {}),
+        **({"gpus_per_node": config.gpus_per_node} if config.gpus_per_node else {}),
         # Only guided decoding needs the texts of the tokens.
         "skip_tokenizer_init": grammar_backend is None,
         "dtype": config.dtype or "auto",
@@ -111,7 +115,7 @@ def construct(
         grammar_kinds=() if grammar_backend is None else kinds,
         json_layout=grammar_backend == "llguidance",
     )
-    ranks = config.tensor_parallel if keywords.get("enable_attention_dp") else 1
+    ranks = tensor_parallel if keywords.get("enable_attention_dp") else 1
     return Construction(
         keywords=keywords,
         compiled=False,

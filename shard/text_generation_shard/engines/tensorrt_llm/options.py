@@ -24,7 +24,6 @@ RESERVED: Mapping[str, str] = {
     "dtype": "use --dtype",
     "load_format": "use --load-format",
     "tensor_parallel_size": "use --num-shard",
-    "pipeline_parallel_size": "a replica splits each layer over the GPUs of --num-shard",
     "context_parallel_size": "a replica splits each layer over the GPUs of --num-shard",
     "trust_remote_code": "code in model folders is never run",
     "backend": "the model folder decides",
@@ -87,6 +86,16 @@ def check_options(options: Mapping[str, object], known_fields: Mapping[str, Coll
         fields = known_fields[name]
         if fields is not None and isinstance(value, Mapping):
             _check_fields(name, value, fields)
+
+
+def split_ranks(gpus: int, options: Mapping[str, object]) -> tuple[int, int]:
+    """Return (tensor, pipeline) parallel sizes for so many GPUs. Raises EngineError."""
+    stages = options.get("pipeline_parallel_size", 1)
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1 or gpus % stages:
+        raise EngineError(
+            f"{FLAG}: pipeline_parallel_size must divide the number of GPUs ({gpus}, --num-shard), not {shortened(stages)}"
+        )
+    return gpus // stages, stages
 
 
 def check_nested(options: Mapping[str, object], *, keeps_events: bool) -> None:
