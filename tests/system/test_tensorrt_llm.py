@@ -200,3 +200,29 @@ async def test_streams_survive_the_death_of_a_worker_and_a_stop(
         assert await asyncio.to_thread(still_running, children, 5) == []
         assert stack.left_behind() == []
     assert read_log(log).of("shutdown")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_speculative_decoding(
+    version: str, demo_model: Path, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    """Every dialect is served, log-probabilities are refused or null, and the figures are in /metrics."""
+    options = "{speculative_config: {decoding_type: MTP, max_draft_len: 3}}"
+    with serving(demo_model, version, "--trtllm-options", options, step_ms=10) as stack:
+        body: dict[str, Any] = {"inputs": WORDS, "parameters": {"max_new_tokens": 120, "details": True}}
+        for _ in range(2):
+            async with session.post(f"{stack.url}/generate", json=body) as response:
+                answer = await response.json()
+            assert (response.status, answer["details"]["generated_tokens"]) == (200, 120)
+        assert {token["logprob"] for token in answer["details"]["tokens"]} == {None}
+        chat = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 60, "temperature": 0.5}
+        async with session.post(f"{stack.url}/v1/chat/completions", json=chat) as response:
+            assert response.status == 200, await response.text()
+        async with session.post(f"{stack.url}/v1/chat/completions", json=chat | {"logprobs": True}) as response:
+            assert response.status == 422
+            assert "`logprobs` is not supported by this engine: TensorRT-LLM computes no" in await response.text()
+        async with session.get(f"{stack.url}/metrics") as response:
+            lines = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if line[0] != "#")
+        drafted = float(lines["vllm:spec_decode_num_draft_tokens_total"])
+        assert drafted > float(lines["text_generation_spec_decode_accepted_tokens_total"]) > 0

@@ -33,7 +33,7 @@ class Speculation:
 
     def tokens(self, generated: int) -> int:
         """Return the tokens of the next step: the first alone, then one to all drafted ones and one more."""
-        return 1 if generated == 0 else 1 + generated * 7 % (self.draft_tokens + 1)
+        return 1 if generated == 0 else 1 + generated * 7 // 3 % (self.draft_tokens + 1)
 
 
 def read_speculation(config: Any, classes: Mapping[str, Any], *, by_type: bool) -> Speculation | None:  # noqa: ANN401
