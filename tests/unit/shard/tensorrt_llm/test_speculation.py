@@ -81,7 +81,7 @@ def test_a_drafter_serves_several_tokens_a_step(built: Build, version: str, tmp_
         assert tokens == list(islice(cycle(PROMPT), 60))
     assert {reason for result in results for _, reason in result.finished} == {FinishReason.LENGTH}
     assert max(max(result.token_counts) for result in results) > 1
-    assert sum(len(result.token_ids) for result in results) > 1.5 * sum(len(result.slots) for result in results)
+    assert sum(len(result.token_ids) for result in results) > 1.2 * sum(len(result.slots) for result in results)
     assert read_log(tmp_path / "log").of("greedy") == []
     refused = {field for field, _ in engine.info.unsupported}
     assert {"tokens", "top_n", "prompt"} <= refused
