@@ -45,6 +45,8 @@ class LibraryLayer:
     mlp_norm: RMSNorm
     mlp: LayerMLP
     after_mlp: RMSNorm | None
+    after_norm: Sequence[DenseLinear]
+    """The products of normed hidden states, but those of the library."""
     shape: LayerShape
     scale: float = 1.0
 
@@ -76,6 +78,7 @@ class LibraryDecoder:
     attention_softcap: float | None
     residual_scale: float
     max_sequence_length: int
+    precision: Precision
     group: ParallelGroup
     """The ranks over which the weights are divided."""
 
@@ -91,11 +94,6 @@ class LibraryDecoder:
     def vocab_size(self) -> int:
         return self.embedding.shape[0]
 
-    @property
-    def precision(self) -> Precision:
-        dtype = self.embedding.dtype
-        return Precision(dtype, dtype, dtype)
-
     def on(self, kernels: Kernels) -> Decoder:
         """Return the decoder of these weights."""
-        return Decoder(self, self, DeviceOps(kernels, self.group, self.embedding.dtype), self.group)
+        return Decoder(self, self, DeviceOps(kernels, self.group, self.precision.model), self.group)

@@ -35,10 +35,10 @@ from text_generation_shard.engines.torch.huggingface.probe import (
     random_like,
     run_without_layers,
 )
-from text_generation_shard.engines.torch.model.decoder import LayerMLP
 from text_generation_shard.engines.torch.model.linear import DenseLinear, float32_product
 from text_generation_shard.engines.torch.model.mlp import GatedMLP
-from text_generation_shard.engines.torch.model.norm import HeadNorms
+from text_generation_shard.engines.torch.model.norm import HeadNorms, RMSNorm
+from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.model.rope import RotaryEmbedding
 from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
@@ -89,6 +89,7 @@ class _Finder:
             {(each.num_heads, each.num_kv_heads, each.head_dim) for each in model.layers}, "attention heads"
         )
         self._scale, self._softcap = _only(set(model.rules), "scales of attention")
+        self._precision = Precision.of_width(self._embedding.shape[1], self._embedding.dtype)
         self._residual_scale = float(getattr(self._config, "residual_multiplier", 1.0))
 
     def find(self) -> LibraryDecoder:
@@ -117,8 +118,21 @@ class _Finder:
             self._softcap,
             self._residual_scale,
             self._max_sequence_length,
+            self._final_precision(layers, norm, head),
             self._group,
         )
+
+    def _final_precision(self, layers: Sequence[LibraryLayer], norm: RMSNorm, head: DenseLinear) -> Precision:
+        """Return the precision for these weights, which are converted to it."""
+        if any(isinstance(layer.mlp, LibraryMLP) for layer in layers):
+            return self._precision
+        norms = [norm, *(norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm))]
+        linears = [head, *(linear for layer in layers for linear in layer.after_norm)]
+        precision = self._precision.after_loading([each.weight for each in norms], [each.weight for each in linears])
+        if precision != self._precision:
+            for linear in linears:
+                linear.weight = linear.weight.to(precision.normed)
+        return precision
 
     def _layer_modules(self) -> Sequence[Any]:
         calls = self._model.calls
@@ -181,6 +195,7 @@ class _Finder:
             self._softcap,
             self._residual_scale,
             self._max_sequence_length,
+            Precision.uniform(torch.float32),
             self._group,
         ).on(ReferenceKernels(self._scale, self._softcap))
         buffers = decoder.activations(len(probe))
@@ -206,20 +221,22 @@ class _Finder:
         after_attention = next(found) if match[1] else None
         mlp_norm = next(found)
         after_mlp = next(found) if match[2] else None
-        own_mlp = _mlp(mlp)
+        own_mlp, *gate_up = self._mlp(mlp)
         if isinstance(own_mlp, LibraryMLP) and self._group.tp.world_size > 1:
             raise UnusualError("an MLP of another form is divided")  # it sums its output over the ranks itself
         sinks = getattr(attention, "sinks", None)
+        qkv = self._qkv(attention, rotation.order)
         return LibraryLayer(
             input_norm,
-            self._qkv(attention, rotation.order),
+            qkv,
             self._head_norms(attention, rotation.order),
             None if sinks is None else sinks.data,
-            _linear(_linears(attention, OUTPUT_NAMES)),
+            self._linear(_linears(attention, OUTPUT_NAMES)),
             after_attention,
             mlp_norm,
             own_mlp,
             after_mlp,
+            (qkv, *gate_up),
             shape,
         )
 
@@ -229,13 +246,33 @@ class _Finder:
         if sum(each.out_features for each in linears) != (num_heads + 2 * num_kv_heads) * head_dim:
             raise UnusualError("attention has other projections")
         if order is None:
-            return _linear(linears)
+            return self._linear(linears)
         # The rows come in another order, so the library's own weights stay as well.
         rotated = num_heads + num_kv_heads
         rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim, device=self._embedding.device)
         rows.view(-1, head_dim)[:rotated] = rows.view(-1, head_dim)[:rotated, order]
         weight, bias = _fused(linears)
-        return DenseLinear(weight[rows], None if bias is None else bias[rows], weight.dtype)
+        return self._product(weight[rows], None if bias is None else bias[rows])
+
+    def _mlp(self, module: LibraryModule) -> tuple[LibraryMLP] | tuple[GatedMLP, DenseLinear]:
+        """Return an MLP, and its product of normed hidden states."""
+        kind = activation_of(module)
+        if kind is None:
+            return (LibraryMLP(module),)
+        gate_up = self._linear(_linears(module, GATE_UP_NAMES))
+        return GatedMLP(gate_up, self._linear(_linears(module, DOWN_NAMES)), kind), gate_up
+
+    def _linear(self, linears: Sequence[Any]) -> DenseLinear:
+        """Return several linear layers with one input as one, whose rows take the place of their own weights."""
+        weight, bias = _fused(linears)
+        if len(linears) > 1:
+            rows = torch.split(weight, [each.out_features for each in linears])
+            for linear, own in zip(linears, rows, strict=True):
+                linear.weight.data = own
+        return self._product(weight, bias)
+
+    def _product(self, weight: Tensor, bias: Tensor | None) -> DenseLinear:
+        return DenseLinear(weight, bias, torch.promote_types(weight.dtype, self._precision.products))
 
     def _head_norms(self, attention: LibraryModule, order: list[int] | None) -> HeadNorms | None:
         for names in HEAD_NORM_NAMES:
@@ -305,28 +342,12 @@ def _with_random_norms(layer: LibraryModule) -> LibraryModule:
     return layer
 
 
-def _mlp(module: LibraryModule) -> LayerMLP:
-    kind = activation_of(module)
-    if kind is None:
-        return LibraryMLP(module)
-    return GatedMLP(_linear(_linears(module, GATE_UP_NAMES)), _linear(_linears(module, DOWN_NAMES)), kind)
-
-
 def _linears(module: LibraryModule, choices: Sequence[tuple[str, ...]]) -> list[Any]:
     for names in choices:
         linears = [getattr(module, name, None) for name in names]
         if all(type(linear) is Linear for linear in linears):
             return linears
     raise UnusualError(f"{type(module).__name__} has no {choices[0][0]}")
-
-
-def _linear(linears: Sequence[Any]) -> DenseLinear:
-    """Return several linear layers with one input as one, whose rows take the place of their own weights."""
-    weight, bias = _fused(linears)
-    if len(linears) > 1:
-        for linear, rows in zip(linears, torch.split(weight, [each.out_features for each in linears]), strict=True):
-            linear.weight.data = rows
-    return DenseLinear(weight, bias, weight.dtype)
 
 
 def _fused(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:

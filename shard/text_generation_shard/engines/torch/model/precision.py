@@ -49,8 +49,14 @@ class Precision:
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype) -> Precision:
         """Return the precision on a GPU before loading. FP8 checkpoints are rounded so coarsely that more bits would not help."""
-        is_narrow = config.hidden_size <= MAX_NARROW_HIDDEN_SIZE and dtype.itemsize == 2
-        is_narrow = is_narrow and config.quantization is None and config.experts is None
+        if config.quantization is not None or config.experts is not None:
+            return cls(dtype, dtype, dtype)
+        return cls.of_width(config.hidden_size, dtype)
+
+    @classmethod
+    def of_width(cls, hidden_size: int, dtype: torch.dtype) -> Precision:
+        """Return the precision of a model on a GPU before loading by its hidden size."""
+        is_narrow = hidden_size <= MAX_NARROW_HIDDEN_SIZE and dtype.itemsize == 2
         return cls(dtype, torch.float32 if is_narrow else dtype, dtype)
 
     def after_loading(self, norms: Sequence[Tensor], weights: Sequence[Tensor]) -> Precision:

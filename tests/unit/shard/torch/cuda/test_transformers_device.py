@@ -25,6 +25,7 @@ from text_generation_shard.engines.torch.huggingface.load import load_model
 from text_generation_shard.engines.torch.huggingface.model import TransformersModel
 from text_generation_shard.engines.torch.huggingface.swaps import restorer, swap_parts
 from text_generation_shard.engines.torch.kv_cache import CacheShape
+from text_generation_shard.engines.torch.model.precision import Precision
 from text_generation_shard.engines.torch.ops.reference import ReferenceKernels
 from text_generation_shard.engines.torch.parallel.group import ParallelGroup
 from text_generation_shard.engines.torch.parallel.tensor_parallel import TensorParallelRank
@@ -47,14 +48,21 @@ def restored() -> Iterator[list[Callable[[], None]]]:
 class Served:
     """A tiny random model of a family, and its executors with reference kernels."""
 
-    def __init__(self, name: str, folder: Path, head_dims: tuple[int, ...] = (), layers: int = 2) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        head_dims: tuple[int, ...] = (),
+        layers: int = 2,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.library = random_model(tiny_config(name, {**FAMILIES[name].changes, "num_hidden_layers": layers}))
         config = ShardConfig(
             model_path=write_model(self.library, folder), device="cpu", max_batch_size=6, num_threads=1
         )
         self.config = read_config(folder)
         self.info = engine_info(config, self.config, CPU, None)
-        self.model = TransformersModel(load_model(config, self.config, ALONE, CPU, torch.float32), head_dims)
+        self.model = TransformersModel(load_model(config, self.config, ALONE, CPU, dtype), head_dims)
 
     def check(self, change: Callable[[], None] = lambda: None) -> None:
         check_model(self.model, self.config.vocab_size, self.executor, ALONE, (WINDOW,), change)
@@ -63,7 +71,7 @@ class Served:
     def executor(self) -> CudaExecutor:
         model, info = self.model, self.info
         kernels = ReferenceKernels(*model.rules[0])
-        shape = CacheShape(tuple(model.layers), CPU, torch.float32)
+        shape = CacheShape(tuple(model.layers), CPU, model.dtype)
         served = model if model.decoder is None else model.decoder.on(kernels)
         runner = Runner(served, kernels, ALONE, shape, info.max_slots, info.max_sequence_length)
         return CudaExecutor(runner, DeviceMemory(CPU, 0.4), ALONE, shape, info.max_slots)
@@ -131,3 +139,12 @@ def test_a_layer_that_differs_stays_that_of_transformers(tmp_path: Path) -> None
         assert find_decoder(served.model, served.info.max_sequence_length, ALONE) is None
         hook.remove()
     assert find_decoder(served.model, served.info.max_sequence_length, ALONE) is not None
+
+
+def test_a_narrow_model_in_16_bits_has_the_precision_of_a_native_one(tmp_path: Path) -> None:
+    served = Served("llama", tmp_path, dtype=torch.bfloat16)
+    served.model.record()
+    found = served.model.decoder = find_decoder(served.model, served.info.max_sequence_length, ALONE)
+    assert found is not None
+    assert found.precision == Precision(torch.bfloat16, torch.float32, torch.float16)
+    served.check()
