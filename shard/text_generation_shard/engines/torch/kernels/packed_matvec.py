@@ -25,7 +25,7 @@ from text_generation_shard.engines.torch.kernels.pdl import launch_dependents, s
 _WORDS_OF_A_WARP = 128
 """16 bytes for each thread."""
 _MULTIPROCESSORS = 132
-"""Of an H200."""
+"""The number of an H200."""
 _LARGEST = tl.constexpr(32767.0)
 _ROUNDING = tl.constexpr(1.5 * 2**23)
 """Added to a float of less than 2^22, this leaves its integer in the lowest bits."""
