@@ -277,7 +277,7 @@ def models_page() -> str:
             cases[name].append(variant)
     parts = [MODELS_INTRODUCTION, "\n", NATIVE_INTRODUCTION]
     parts += [
-        f"| `{name}` | {native.MODELS.get(name, '')} | {family.architecture} | {'; '.join(cases[name])} |\n"
+        f"| `{name}` | {native.MODELS[name]} | {family.architecture} | {'; '.join(cases[name])} |\n"
         for name, family in FAMILIES.items()
     ]
     parts.append(WRAPPERS_INTRODUCTION)

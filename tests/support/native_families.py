@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    CLIPVisionConfig,
     Ernie4_5Config,
     Gemma2Config,
     Gemma3Config,
@@ -18,6 +19,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    LlavaConfig,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
@@ -190,6 +192,11 @@ def native_configs(shape: dict[str, Any], *, head_dim: int, wide_head_dim: int) 
             text_config=MistralConfig(**shape, head_dim=default_head_dim, sliding_window=None).to_dict(),
             vision_config=PixtralVisionConfig(**VISION).to_dict(),
             tie_word_embeddings=False,
+            image_token_index=3,
+        ),
+        "llava, text part": LlavaConfig(
+            text_config=LlamaConfig(**shape).to_dict(),
+            vision_config=CLIPVisionConfig(**VISION).to_dict(),
             image_token_index=3,
         ),
         "seed_oss": SeedOssConfig(**shape, head_dim=head_dim),

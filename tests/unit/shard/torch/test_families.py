@@ -21,6 +21,7 @@ from text_generation_shard.engines.torch.build import engine_info
 from text_generation_shard.engines.torch.cuda.build import build_on_cuda
 from text_generation_shard.engines.torch.engine import TorchEngine
 from text_generation_shard.engines.torch.model.config import read_model_config
+from text_generation_shard.engines.torch.model.families import FAMILIES, WRAPPERS
 
 NEW_TOKENS = 16
 LENGTHS = (1, 16, 31, 50, 200)
@@ -39,6 +40,7 @@ ALSO_COVERED = {
     "seed_oss",
     "qwen2_moe",
     "mixtral",
+    "llava, text part",
 }
 """Configs whose features other configs cover. The tests of rope frequencies cover the other rope types."""
 
@@ -81,6 +83,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(
         engine, on_device, prompts, reference, logprobs[:-1].gather(1, targets.unsqueeze(1)).squeeze(1).tolist()
     )
+
+
+def test_every_family_has_a_case() -> None:
+    assert {name.partition(",")[0] for name in CONFIGS} == {*FAMILIES, *WRAPPERS}
 
 
 def test_greedy_tokens_and_prompt_logprobs(pair: Pair) -> None:
