@@ -247,6 +247,8 @@ Else the log says why (`the layers run in transformers`), and norms, rotations a
   divided, is refused in one line. Checked on two and four CPU processes (`test_tensor_parallel_engine.py`).
 * Layers with a state (gated delta nets, Mamba 2, short convolutions) keep one for each sequence, at most a quarter of the usable
   memory in all; this may bound the number of sequences. Prefixes are not reused.
+* Of a model of several modalities the text part is served, also where transformers has no class for it alone (Qwen2-VL to Qwen3-VL,
+  GLM-4V).
 
 | `model_type` | models | differences from Llama |
 |---|---|---|

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_driver import Driver
 from full_grid import full
-from model_families import FAMILIES, SIZES, random_model, tiny_config, write_model
+from model_families import EXPERTS, FAMILIES, SIZES, random_model, tiny_config, write_model
 from safetensors.torch import load_file, save_file
 from tiny_quantized import FORMATS, quantized_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -93,14 +93,19 @@ def test_a_window_that_only_the_mask_has_is_found(tmp_path: Path) -> None:
     [
         ("mistral3", "ministral3", {"image_size": 28, "patch_size": 14}),
         ("llama4", "llama4_text", {"image_size": 28, "patch_size": 14, "vision_output_dim": 32}),
+        ("qwen3_vl", "qwen3_vl_text", {"depth": 1, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}),
+        full("qwen3_vl_moe", "qwen3_vl_moe_text", {"depth": 1, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}),
+        full("qwen2_5_vl", "qwen2_5_vl_text", {"depth": 1, "out_hidden_size": 64}),
     ],
 )
 def test_the_text_part_of_a_model_of_images_is_served(
     model_type: str, text_type: str, vision: dict[str, object], tmp_path: Path
 ) -> None:
-    """Their configs differ in the place of tie_word_embeddings, their classes in the name of the base model."""
+    """Configs differ in the place of tie_word_embeddings, classes in the name of the base model, or there is none for text."""
     sizes = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = tiny_config(text_type, FAMILIES[text_type].changes).to_dict()
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
+    changes = FAMILIES[text_type].changes if text_type in FAMILIES else EXPERTS | {"rope_parameters": rope}
+    text = tiny_config(text_type, changes).to_dict()
     whole = CONFIG_MAPPING[model_type](text_config=text, vision_config=sizes | vision)
     model = random_model(whole, AutoModelForImageTextToText)
     engine = build(write_model(model, tmp_path))

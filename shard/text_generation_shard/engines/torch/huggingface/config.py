@@ -100,7 +100,7 @@ def read_config(folder: Path, quantize: str | None = None) -> TransformersConfig
         vocab_size=JsonObject(raw.path, {"vocab_size": text.vocab_size}).count("vocab_size"),
         max_sequence_length=_max_sequence_length(raw, text),
         eos_token_ids=eos_token_ids(
-            folder, raw if "eos_token_id" in raw else raw.merged({"eos_token_id": text.eos_token_id})
+            folder, raw if "eos_token_id" in raw else raw.merged({"eos_token_id": getattr(text, "eos_token_id", None)})
         ),
         projection_weights=weights - embeddings,
         active_weights=weights - embeddings - _idle_experts(model, text),

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import transformers
+from torch import Tensor
+from torch.nn import Linear
 from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.utils import logging
 
 from text_generation_shard.engine import EngineError
@@ -21,6 +24,9 @@ from text_generation_shard.engine import EngineError
 OLDEST = (4, 57)
 """First version with the arguments and the attention interface that this backend uses."""
 VERSION: str = transformers.__version__
+
+TEXT_TYPE = "_text"
+"""End of the model types of text parts."""
 
 LibraryConfig: TypeAlias = Any
 """A PretrainedConfig: each has attributes of its own."""
@@ -52,7 +58,38 @@ def is_known(model_type: str) -> bool:
 def decoder_class(config: LibraryConfig) -> LibraryModel:
     """Return the class that generates text with models of `config`; None if there is none."""
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if (
+        found is None
+        and config.model_type.endswith(TEXT_TYPE)
+        and (text_model := MODEL_MAPPING.get(type(config), None))
+    ):
+        return _with_head(text_model)
     return found[0] if isinstance(found, tuple) else found
+
+
+def _with_head(text_model: LibraryModel) -> LibraryModel:
+    """Return a class of the text part of a model of several modalities with an LM head: the library has only both parts."""
+
+    def init(self: LibraryModel, config: LibraryConfig) -> None:
+        pretrained.__init__(self, config)
+        self.model = text_model(config)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self: LibraryModel, input_ids: Tensor, **named: object) -> CausalLMOutput:
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids=input_ids, **named).last_hidden_state))
+
+    pretrained = text_model.__mro__[1]
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    members = {
+        "__init__": init,
+        "__module__": text_model.__module__,
+        "forward": forward,
+        "config_class": text_model.config_class,
+        "base_model_prefix": "model",
+        "_tied_weights_keys": {head: embedding} if int(VERSION.split(".")[0]) > OLDEST[0] else [head],
+    }
+    return type(f"{text_model.__name__.removesuffix('Model')}ForCausalLM", (pretrained,), members)
 
 
 def register_attention(name: str, function: Callable[..., object]) -> None:
