@@ -68,6 +68,11 @@ def construct(
     """Return the construction of an engine for a Hugging Face folder. `options` are the operator's. Raises EngineError."""
     folder = Path(config.model_path)
     speculation = read_speculation(library, options)
+    if speculation is not None and speculation.kind != "NGram" and options.get("sampler_type") == CXX_SAMPLER:
+        # TensorRT-LLM refuses it after the weights are loaded (validate_feature_combination).
+        raise EngineError(
+            f"--trtllm-options: sampler_type {CXX_SAMPLER} and {NAME} ({speculation.kind}) exclude each other"
+        )
     longest = model.max_sequence_length * model.rope_factor
     if _count(options, "max_seq_len", 1) > longest and not (library.calls_workers and os.environ.get(LONGER) == "1"):
         # TensorRT-LLM would reduce it with a warning, and requests would end early.

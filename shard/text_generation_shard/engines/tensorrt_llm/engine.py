@@ -108,6 +108,9 @@ class TensorRTEngine:
                 self._probe(first_token_timeout_s, adapter)
             self._watchdog.watch(find_workers())  # all of them exist now
             self._pool_blocks = self._measure_pool()
+            if self._ranks > 1:  # one rank holds a whole sequence
+                longest = self._pool_blocks // self._ranks * self._info.block_size
+                self._info = replace(self._info, max_sequence_length=min(self._info.max_sequence_length, longest))
         except EngineBroken as error:
             self.close()
             raise EngineError(f"TensorRT-LLM produces no token: {error}") from error

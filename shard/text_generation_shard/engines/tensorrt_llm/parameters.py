@@ -80,10 +80,9 @@ class EngineCapabilities:
             why = f"speculative decoding ({self.speculation.kind}) ignores it"
             fields += [(name, why) for name in (*_PENALTIES, "min_p", "seed", "min_new_tokens", "logit_bias_ids")]
         elif not self.penalties:
-            why = (
-                "the default sampler of this version of TensorRT-LLM ignores it; "
-                f"start the server with --trtllm-options 'sampler_type: {CXX_SAMPLER}'"
-            )
+            why = "the default sampler of this version of TensorRT-LLM ignores it"
+            if self.speculation is None:
+                why += f"; start the server with --trtllm-options 'sampler_type: {CXX_SAMPLER}'"
             fields += [(name, why) for name in (*_PENALTIES, "min_p", "seed")]
             # This sampler counts prompt tokens too (PRs #12166, #12358), so min_tokens has no effect with most prompts.
             fields.append(("min_new_tokens", why))

@@ -50,6 +50,7 @@ class StandInLLM:
             self._speculation = read_speculation(
                 self.args.speculative_config, self.classes, by_type=self.release.types_speculation
             )
+            self._check_combination()
             self._limits = self._read_limits()
             self._loras = LoraManager(self.args, self.release)
             backend, folder = self.args.guided_decoding_backend, Path(self.args.model)
@@ -77,6 +78,13 @@ class StandInLLM:
             keeps_events=self.args.kv_cache_config.event_buffer_max_size > 0,
         )
         atexit.register(_shut_down, weakref.ref(self))
+
+    def _check_combination(self) -> None:
+        """Raise ValueError for options that exclude each other (validate_feature_combination, near 1.2.1)."""
+        sampler = getattr(self.args, "sampler_type", "")
+        kind = "" if self._speculation is None else self._speculation.kind
+        if getattr(sampler, "value", sampler) == "TRTLLMSampler" and kind.startswith(("MTP", "Eagle")):
+            raise ValueError("TRTLLMSampler is not supported with MTP or EAGLE3")
 
     def _read_limits(self) -> Limits:
         """max_seq_len is reduced to the KV cache with a warning (pyexecutor, _util.py)."""

@@ -149,6 +149,13 @@ def test_a_wrong_configuration_ends_the_start_with_one_line(built: Build, config
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("version", ["1.2"], indirect=True)
+def test_the_other_sampler_does_not_speculate(built: Build) -> None:
+    text = json.dumps({"speculative_config": DRAFTERS["MTP"], "sampler_type": "TRTLLMSampler"})
+    with pytest.raises(EngineError, match="sampler_type TRTLLMSampler and speculative_config"):
+        built(options=text)
+
+
 def test_a_configuration_that_is_no_mapping_is_refused(built: Build) -> None:
     with pytest.raises(EngineError, match="must be a mapping with decoding_type"):
         built(options="speculative_config: NGram\nmax_num_tokens: 512")

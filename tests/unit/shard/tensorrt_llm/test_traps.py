@@ -101,6 +101,8 @@ def test_attention_data_parallelism_counts_all_ranks(built: Build) -> None:
     plain = built(max_batch_size=4, num_shard=2)
     engine = built(max_batch_size=4, num_shard=2, options="{enable_attention_dp: true, max_seq_len: 2048}", step_ms=5)
     assert (plain.info.max_slots, engine.info.max_slots) == (4, 8)
+    small = "{enable_attention_dp: true, kv_cache_config: {max_tokens: 512}}"
+    assert built(num_shard=2, options=small).info.max_sequence_length == 512
     for slot in range(8):
         admit(engine, slot, 200)
     until_tokens(engine, 7)
