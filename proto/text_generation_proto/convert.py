@@ -37,6 +37,8 @@ GRAMMAR_KINDS_TO_PB = {
     GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
     GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
     GrammarKind.LARK: pb.GRAMMAR_KIND_LARK,
+    GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
+    GrammarKind.STRUCTURAL_TAG: pb.GRAMMAR_KIND_STRUCTURAL_TAG,
 }
 GRAMMAR_KINDS_FROM_PB = {value: kind for kind, value in GRAMMAR_KINDS_TO_PB.items()}
 

@@ -52,6 +52,10 @@ class GrammarKind(Enum):
     REGEX = "regex"
     LARK = "lark"
     """llguidance's dialect of Lark."""
+    EBNF = "ebnf"
+    """xgrammar's dialect of EBNF."""
+    STRUCTURAL_TAG = "structural_tag"
+    """xgrammar's structural tag, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)

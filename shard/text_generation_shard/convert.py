@@ -54,6 +54,7 @@ def _new_sequence(message: pb.NewSequence) -> NewSequence:
         grammar=convert.grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
         cache_salt=message.cache_salt,
         adapter=message.adapter,
+        priority=message.priority,
     )
 
 

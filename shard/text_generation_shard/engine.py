@@ -104,6 +104,8 @@ class NewSequence:
     """For an engine with a prefix cache of its own: sequences share blocks only under the same salt."""
     adapter: str = ""
     """LoRA adapter to compute it with; "": the model alone."""
+    priority: int = 0
+    """For an engine with a queue of its own: from 1, the most urgent, to 4; 0: not said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,7 +156,7 @@ def _definition(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(grammar.text)
-        case GrammarKind.UNSPECIFIED:
+        case _:
             raise GrammarError("the grammar is of no known kind")
 
 

@@ -395,9 +395,8 @@ class GuidedDecodingParams(google.protobuf.message.Message):
         GUIDE_TYPE_JSON_SCHEMA: GuidedDecodingParams._GuideType.ValueType  # 2
         GUIDE_TYPE_REGEX: GuidedDecodingParams._GuideType.ValueType  # 3
         GUIDE_TYPE_EBNF_GRAMMAR: GuidedDecodingParams._GuideType.ValueType  # 4
-        """refused"""
+        """these two with guided_decoding_backend: xgrammar, else refused"""
         GUIDE_TYPE_STRUCTURAL_TAG: GuidedDecodingParams._GuideType.ValueType  # 5
-        """refused"""
 
     class GuideType(_GuideType, metaclass=_GuideTypeEnumTypeWrapper): ...
     GUIDE_TYPE_UNSPECIFIED: GuidedDecodingParams.GuideType.ValueType  # 0
@@ -407,9 +406,8 @@ class GuidedDecodingParams(google.protobuf.message.Message):
     GUIDE_TYPE_JSON_SCHEMA: GuidedDecodingParams.GuideType.ValueType  # 2
     GUIDE_TYPE_REGEX: GuidedDecodingParams.GuideType.ValueType  # 3
     GUIDE_TYPE_EBNF_GRAMMAR: GuidedDecodingParams.GuideType.ValueType  # 4
-    """refused"""
+    """these two with guided_decoding_backend: xgrammar, else refused"""
     GUIDE_TYPE_STRUCTURAL_TAG: GuidedDecodingParams.GuideType.ValueType  # 5
-    """refused"""
 
     GUIDE_TYPE_FIELD_NUMBER: builtins.int
     GUIDE_FIELD_NUMBER: builtins.int

@@ -77,6 +77,10 @@ class _GrammarKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """A regular expression for the whole text: Rust's syntax, no look-around, no back-references."""
     GRAMMAR_KIND_LARK: _GrammarKind.ValueType  # 3
     """rules in llguidance's dialect of Lark"""
+    GRAMMAR_KIND_EBNF: _GrammarKind.ValueType  # 4
+    """rules in xgrammar's dialect of EBNF"""
+    GRAMMAR_KIND_STRUCTURAL_TAG: _GrammarKind.ValueType  # 5
+    """xgrammar's structural tag, as JSON"""
 
 class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper): ...
 
@@ -89,6 +93,10 @@ GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 2
 """A regular expression for the whole text: Rust's syntax, no look-around, no back-references."""
 GRAMMAR_KIND_LARK: GrammarKind.ValueType  # 3
 """rules in llguidance's dialect of Lark"""
+GRAMMAR_KIND_EBNF: GrammarKind.ValueType  # 4
+"""rules in xgrammar's dialect of EBNF"""
+GRAMMAR_KIND_STRUCTURAL_TAG: GrammarKind.ValueType  # 5
+"""xgrammar's structural tag, as JSON"""
 Global___GrammarKind: typing_extensions.TypeAlias = GrammarKind
 
 class _FinishReason:
@@ -400,6 +408,7 @@ class NewSequence(google.protobuf.message.Message):
     GRAMMAR_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     ADAPTER_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     slot: builtins.int
     computed_tokens: builtins.int
     """leading prompt tokens whose KV is already in `blocks`; fewer than the prompt has"""
@@ -413,6 +422,8 @@ class NewSequence(google.protobuf.message.Message):
     """Name of the LoRA adapter to compute it with, one of InfoResponse.adapters; "": the model alone. Sequences with different
     adapters share no computed blocks.
     """
+    priority: builtins.int
+    """For an engine with a queue of its own: 1 system, 2 interactive, 3 default, 4 bulk; 0: not said."""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """token ids, at least one"""
@@ -450,9 +461,10 @@ class NewSequence(google.protobuf.message.Message):
         grammar: Global___Grammar | None = ...,
         cache_salt: builtins.str = ...,
         adapter: builtins.str = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["grammar", b"grammar", "logprobs", b"logprobs", "sampling", b"sampling", "stopping", b"stopping"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter", b"adapter", "blocks", b"blocks", "cache_salt", b"cache_salt", "computed_tokens", b"computed_tokens", "generated_tokens", b"generated_tokens", "grammar", b"grammar", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "slot", b"slot", "stopping", b"stopping"]) -> None: ...
 
 Global___NewSequence: typing_extensions.TypeAlias = NewSequence
 

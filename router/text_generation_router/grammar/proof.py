@@ -118,7 +118,7 @@ def compiled(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
             text = LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.LARK:
             text = LLMatcher.grammar_from_lark(grammar.text)
-        case GrammarKind.UNSPECIFIED:
+        case _:
             raise ValueError(grammar.kind)
     return LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
 

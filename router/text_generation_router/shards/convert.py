@@ -53,6 +53,7 @@ def _new_sequence(placement: Placement, eos_token_ids: frozenset[int], *, own_ca
         logprobs=convert.logprobs_to_pb(logprobs),
         grammar=None if request.grammar is None else convert.grammar_to_pb(request.grammar),
         adapter=request.adapter,
+        priority=request.qos.priority + 1 if own_cache else 0,
         cache_salt=hashed_salt(request.qos.salt) if own_cache and request.qos.salt else "",
     )
 

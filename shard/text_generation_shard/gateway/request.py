@@ -49,10 +49,14 @@ _UNSERVED_SAMPLING = {
     "early_stopping": _NO_BEAMS,
     "no_repeat_ngram_size": "repetition_penalty, presence_penalty and frequency_penalty are served",
 }
+_BY_XGRAMMAR = (GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG)
+_GUIDES = {
+    pb.GuidedDecodingParams.GUIDE_TYPE_REGEX: GrammarKind.REGEX,
+    pb.GuidedDecodingParams.GUIDE_TYPE_EBNF_GRAMMAR: GrammarKind.EBNF,
+    pb.GuidedDecodingParams.GUIDE_TYPE_STRUCTURAL_TAG: GrammarKind.STRUCTURAL_TAG,
+}
 _UNSERVED_GUIDES = {
     pb.GuidedDecodingParams.GUIDE_TYPE_UNSPECIFIED: "guide_type is not set",
-    pb.GuidedDecodingParams.GUIDE_TYPE_EBNF_GRAMMAR: "EBNF grammars are not served",
-    pb.GuidedDecodingParams.GUIDE_TYPE_STRUCTURAL_TAG: "structural tags are not served",
 }
 
 
@@ -292,12 +296,13 @@ def _grammar(request: pb.GenerateRequest, info: EngineInfo) -> Grammar | None:
         grammar = Grammar(GrammarKind.JSON_SCHEMA, ANY_JSON)
     elif guide.guide_type == pb.GuidedDecodingParams.GUIDE_TYPE_JSON_SCHEMA:
         grammar = Grammar(GrammarKind.JSON_SCHEMA, guide.guide)
-    elif guide.guide_type == pb.GuidedDecodingParams.GUIDE_TYPE_REGEX:
-        grammar = Grammar(GrammarKind.REGEX, guide.guide)
+    elif guide.guide_type in _GUIDES:
+        grammar = Grammar(_GUIDES[guide.guide_type], guide.guide)
     else:
         raise refused("guided_decoding.guide_type is of no known kind")
     if grammar.kind not in info.grammar_kinds:
-        raise refused(f"guided_decoding is not supported: this engine follows no {grammar.kind.value}")
+        needed = ": start it with guided_decoding_backend: xgrammar" if grammar.kind in _BY_XGRAMMAR else ""
+        raise refused(f"guided_decoding is not supported: this engine follows no {grammar.kind.value}{needed}")
     return grammar
 
 

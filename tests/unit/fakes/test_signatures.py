@@ -24,7 +24,7 @@ from text_generation_shard.engines.tensorrt_llm import api, statistics
 REQUIRED = "(required)"
 USED = {
     "LLM.__init__": {"": "model skip_tokenizer_init tensor_parallel_size dtype"},
-    "LLM.generate_async": {"": "inputs sampling_params streaming cache_salt lora_request"},
+    "LLM.generate_async": {"": "inputs sampling_params streaming cache_salt lora_request", "1.3": "priority"},
     "LLM.get_stats_async": {"": "timeout"},
     "LLM.get_stats": {"": "timeout"},
     "LLM.get_kv_cache_events": {"": "timeout"},
@@ -47,7 +47,7 @@ USED = {
         "prompt_ignore_length embedding_bias logprobs prompt_logprobs guided_decoding",
         "1.3": "prompt_logprobs_simple_format",
     },
-    "GuidedDecodingParams": {"": "json regex grammar"},
+    "GuidedDecodingParams": {"": "json regex grammar structural_tag"},
     "MTPDecodingConfig": {"": "num_nextn_predict_layers mtp_eagle_one_model allow_advanced_sampling"},
     "EagleDecodingConfig": {"": "eagle3_one_model allow_advanced_sampling"},
     "NGramDecodingConfig": {"": "max_draft_len"},

@@ -108,6 +108,8 @@ def construct(
     kinds: tuple[GrammarKind, ...] = (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX)
     if grammar_backend == "llguidance":
         kinds += (GrammarKind.LARK,)
+    elif grammar_backend == "xgrammar":
+        kinds += (GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG)
     capabilities = EngineCapabilities(
         penalties=(not library.has_sampler_choice or options.get("sampler_type") == CXX_SAMPLER)
         and not (speculation is not None and speculation.in_model),

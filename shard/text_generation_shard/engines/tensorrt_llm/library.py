@@ -7,6 +7,7 @@ the shard that runs this engine calls it.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -58,6 +59,11 @@ class Library:
         them all.
         """
         return "sampler_type" in self.options
+
+    @property
+    def has_priorities(self) -> bool:
+        """True if requests have a priority in the engine's own queue (≥ 1.3)."""
+        return "priority" in inspect.signature(self.llm.generate_async).parameters
 
     @property
     def has_prompt_logprobs(self) -> bool:

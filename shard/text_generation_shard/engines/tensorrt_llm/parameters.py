@@ -21,6 +21,7 @@
     grammar                      guided_decoding
     cache_salt                   cache_salt
     adapter                      lora_request
+    priority                     priority, from 1.3 on; it orders the queue with waiting_queue_policy: priority
 
 `EngineCapabilities.unsupported` lists the parameters that the installed version would silently ignore, with the reason.
 """
@@ -49,6 +50,16 @@ MAX_SCORED_BYTES = 4 << 30
 CXX_SAMPLER = "TRTLLMSampler"
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "output_frequency_penalty", "output_presence_penalty")
 _NEUTRAL = Sampling()
+_GUIDES = {
+    GrammarKind.JSON_SCHEMA: "json",
+    GrammarKind.REGEX: "regex",
+    GrammarKind.LARK: "grammar",
+    GrammarKind.EBNF: "grammar",
+    GrammarKind.STRUCTURAL_TAG: "structural_tag",
+}
+"""Fields of GuidedDecodingParams."""
+_PRIORITIES = (0.5, 1.0, 0.75, 0.5, 0.25)
+"""TensorRT-LLM's priority of each class on the wire; 0.5 is its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +126,7 @@ class Parameters:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._adapters = adapters
+        self._has_priorities = library.has_priorities
         self._salts = count()
 
     def problem(self, sequence: NewSequence) -> str | None:
@@ -171,6 +183,8 @@ class Parameters:
             arguments["cache_salt"] = f"scored-{next(self._salts)}"
         elif sequence.cache_salt:
             arguments["cache_salt"] = sequence.cache_salt
+        if sequence.priority and self._has_priorities:
+            arguments["priority"] = _PRIORITIES[min(sequence.priority, len(_PRIORITIES) - 1)]
         if sequence.adapter:
             arguments["lora_request"] = self._adapters[sequence.adapter]
         return arguments
@@ -196,7 +210,7 @@ class Parameters:
         return keywords
 
     def _guide(self, grammar: Grammar) -> dict[str, str]:
-        key = {GrammarKind.JSON_SCHEMA: "json", GrammarKind.REGEX: "regex", GrammarKind.LARK: "grammar"}[grammar.kind]
+        key = _GUIDES[grammar.kind]
         text = grammar.text
         if grammar.kind is GrammarKind.JSON_SCHEMA and self._capabilities.json_layout:
             schema = json.loads(text)

@@ -151,6 +151,7 @@ class StandInLLM:
         streaming: bool,
         cache_salt: str | None,
         lora_request: Any = None,  # noqa: ANN401 - LoRARequest
+        priority: float | None = None,
         **_: Any,  # noqa: ANN401 - arguments of some releases
     ) -> RequestOutput:
         if self._executor is None or self._executor.is_shutdown():
@@ -170,6 +171,8 @@ class StandInLLM:
         description = {}
         if self._recorder.is_on:
             description = {"sampling": changed_fields(sampling_params), "cache_salt": cache_salt}
+            if priority is not None:
+                description["priority"] = priority
             if lora_request is not None:
                 description["lora"] = [lora_request.lora_name, lora_request.lora_int_id, lora_request.lora_path]
         return self._executor.generate_async(

@@ -9,7 +9,7 @@ import pytest
 
 from text_generation_proto.v1 import shard_pb2 as pb
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
-from text_generation_router.request import QualityOfService, Request, RequestId
+from text_generation_router.request import Priority, QualityOfService, Request, RequestId
 from text_generation_router.scheduling.messages import Placement, SchedulerOutput
 from text_generation_router.shards.convert import hashed_salt, orders_to_pb, prompt_tops_from_pb
 from text_generation_shard import convert as shard_convert
@@ -98,3 +98,11 @@ def test_an_engine_with_its_own_prefix_cache_gets_a_digest_of_the_salt(salt: str
 def test_every_router_sends_the_same_digest_of_a_salt() -> None:
     assert hashed_salt("pepper") == blake2b(b"pepper", digest_size=16, person=b"cache salt").hexdigest()
     assert len({hashed_salt(salt) for salt in ("pepper", "Pepper", "pepper ", "a\0b", "ab")}) == 5
+
+
+def test_an_engine_with_a_queue_of_its_own_gets_the_priority_and_the_adapter() -> None:
+    for priority in Priority:
+        request = replace(PLAIN, adapter="sql", qos=QualityOfService(priority=priority))
+        own, other = (received(sent(request, own_cache=own_cache)) for own_cache in (True, False))
+        assert (own.priority, other.priority) == (priority + 1, 0)
+        assert own.adapter == other.adapter == "sql"

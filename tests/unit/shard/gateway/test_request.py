@@ -164,6 +164,14 @@ def test_an_adapter_is_named_by_its_place() -> None:
             read(pb.GenerateRequest(lora_config=config), info)
 
 
+def test_guides_of_xgrammar() -> None:
+    info = replace(INFO, grammar_kinds=(GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG))
+    ebnf = guided(guide_type=Guide.GUIDE_TYPE_EBNF_GRAMMAR, guide="root ::= 'a'")
+    assert read(ebnf, info).grammar == Grammar(GrammarKind.EBNF, "root ::= 'a'")
+    tag = guided(guide_type=Guide.GUIDE_TYPE_STRUCTURAL_TAG, guide="{}")
+    assert read(tag, info).grammar == Grammar(GrammarKind.STRUCTURAL_TAG, "{}")
+
+
 REFUSED = [
     ("prompt_tuning_config is not supported", pb.GenerateRequest(prompt_tuning_config=pb.PromptTuningConfig())),
     ("multimodal_input is not supported", pb.GenerateRequest(multimodal_input=pb.MultimodalInput(image_data=[b"x"]))),

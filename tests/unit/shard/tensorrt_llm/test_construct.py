@@ -89,7 +89,7 @@ def test_settings_and_options(library: Library, tmp_path: Path) -> None:
     ("backend", "kinds"),
     [
         (..., [GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK]),
-        ("xgrammar", [GrammarKind.JSON_SCHEMA, GrammarKind.REGEX]),
+        ("xgrammar", [GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG]),
         (None, []),
     ],
     ids=str,

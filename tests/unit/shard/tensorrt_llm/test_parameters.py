@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from model_folders import ENGINE, RANKS, fill
-from standin import importable, model_folder
+from standin import VERSIONS, importable, model_folder
 
 from text_generation_proto.values import Grammar, GrammarKind, LogprobOptions, Sampling, Stopping
 from text_generation_shard.config import ShardConfig
@@ -18,7 +18,7 @@ from text_generation_shard.engine import NewSequence
 from text_generation_shard.engines.tensorrt_llm.construct import Construction, construct, construct_compiled
 from text_generation_shard.engines.tensorrt_llm.folder import inspect_folder, read_hugging_face_model
 from text_generation_shard.engines.tensorrt_llm.library import load_library
-from text_generation_shard.engines.tensorrt_llm.parameters import Parameters
+from text_generation_shard.engines.tensorrt_llm.parameters import EngineCapabilities, Parameters
 from text_generation_shard.grammar import JSON_OPTIONS
 
 PROMPT = tuple(range(100, 120))
@@ -257,3 +257,20 @@ def test_an_engine_without_gathered_logits_has_no_logprobs(setup: SetUp, tmp_pat
     parameters = Parameters(load_library(), capabilities, VOCAB_SIZE, ())
     assert "top_n is not supported" in str(parameters.problem(sequence(logprobs=LogprobOptions(1))))
     assert "logprobs" not in parameters.sampling(sequence())
+
+
+def test_priorities(setup: SetUp) -> None:
+    passed = [setup.parameters.arguments(sequence(priority=priority)).get("priority") for priority in range(6)]
+    assert passed == ([None, 1.0, 0.75, 0.5, 0.25, 0.25] if setup.name == "1.3" else [None] * 6)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_guides_of_xgrammar(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    guides = {GrammarKind.EBNF: "grammar", GrammarKind.STRUCTURAL_TAG: "structural_tag"}
+    with importable(version, monkeypatch):
+        capabilities = EngineCapabilities(penalties=True, prompt_logprobs=False, grammar_kinds=tuple(guides))
+        parameters = Parameters(load_library(), capabilities, VOCAB_SIZE, (EOS,))
+        for kind, name in guides.items():
+            constrained = sequence(grammar=Grammar(kind, "x"))
+            assert parameters.problem(constrained) is None
+            assert getattr(parameters.sampling(constrained)["guided_decoding"], name) == "x"
