@@ -157,7 +157,8 @@ def _attend_chunks_kernel(  # noqa: PLR0913, PLR0915 – a kernel's arguments ar
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    tile, heads_of, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The last tokens of a chunk attend to most keys: they come first.
+    tile, heads_of, chunk = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_query = tl.load(query_indptr + chunk)
     count = tl.load(query_indptr + chunk + 1) - first_query
     if tile * TOKENS >= count:
