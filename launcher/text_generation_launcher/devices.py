@@ -46,7 +46,8 @@ async def find_devices(environ: Mapping[str, str]) -> Devices:
         return Devices(_device_files() if visible is None else visible, None)
     usable = visible_gpus(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
     count = len(usable) if visible is None else visible
-    return Devices(count, usable[0].name if usable else None, gpus, usable, driver)
+    first = next(iter(usable or gpus), None)
+    return Devices(count, None if first is None else first.name, gpus, usable, driver)
 
 
 def _device_files() -> int:

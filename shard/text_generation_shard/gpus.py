@@ -59,14 +59,18 @@ def nvml() -> ModuleType:
         raise GpusUnreadable(f"cuda-python is not installed ({error})") from error
     except DynamicLibNotFoundError as error:
         raise GpusUnreadable("there is no NVIDIA driver") from error
+    except Exception as error:  # packages that do not fit each other fail in any way
+        raise GpusUnreadable(
+            f"cuda-python cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error
     if not hasattr(system, "Device"):
         raise GpusUnreadable("cuda-bindings is too old for NVML: 13.1.2 is needed, or 12.9.6 with CUDA 12")
     return system  # type: ignore[no-any-return]
 
 
 def unreadable(system: ModuleType) -> tuple[type[Exception], ...]:
-    """Return the exceptions of a reading that fails: those of NVML, and of its wrapper for values that it does not know."""
-    return (system.NvmlError, RuntimeError, OSError, ValueError, LookupError)
+    """Return the exceptions of a reading that fails: NVML's, its wrapper's for values it does not know, another wrapper's."""
+    return (system.NvmlError, RuntimeError, OSError, ValueError, LookupError, AttributeError)
 
 
 def read_gpus() -> tuple[Gpu, ...]:

@@ -45,7 +45,12 @@ def test_name_of_the_nth_visible_device(environ: dict[str, str], names: list[str
 
 
 @pytest.mark.parametrize(
-    ("environ", "count", "name"), [({}, 2, "NVIDIA H200"), ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, 1, "a slice")]
+    ("environ", "count", "name"),
+    [
+        ({}, 2, "NVIDIA H200"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-1"}, 1, "a slice"),
+        ({"CUDA_VISIBLE_DEVICES": "MIG-GPU-0/1/0"}, 1, "NVIDIA H200"),
+    ],
 )
 async def test_devices_of_a_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], count: int, name: str

@@ -97,6 +97,16 @@ def test_lists_of_cores(text: str, cores: list[int]) -> None:
     assert core_list(cores) == text.strip()
 
 
+def test_packages_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch, machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "cuda" / "core").mkdir(parents=True)
+    (tmp_path / "cuda" / "core" / "__init__.py").write_text("raise TypeError('two versions\\nof one struct')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        GpusUnreadable, match=r"^cuda-python cannot be imported \(TypeError: two versions of one struct\)$"
+    ):
+        nvml()
+
+
 def test_cores_that_were_chosen_are_kept() -> None:
     assert may_choose({0, 1, 2, 3}, {0, 1, 2, 3})
     assert may_choose({0, 1, 2, 3}, {1, 2}), "the cgroup has fewer cores now"
