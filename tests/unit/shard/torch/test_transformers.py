@@ -194,6 +194,6 @@ def test_auto_leaves_features_that_are_not_native_to_transformers(
 ) -> None:
     folder = write_model(random_model(tiny_config("gemma4_text", FAMILIES["gemma4_text"].changes)), tmp_path)
     assert build(folder, model_impl="auto").info.model_type == "gemma4_text"
-    assert "the model is computed by transformers" in capsys.readouterr().out
+    assert "transformers runs the model" in capsys.readouterr().out
     with pytest.raises(EngineError, match=r"hidden_size_per_layer_input is 8: .* --model-impl transformers"):
         build(folder, model_impl="native")
