@@ -187,13 +187,3 @@ def test_auto_falls_back_to_transformers(changes: dict[str, object], tmp_path: P
 def test_auto_prefers_the_native_code(tmp_path: Path) -> None:
     folder = write_model(random_model(tiny_config("llama", {})), tmp_path)
     assert build(folder, model_impl="auto").info.model_type == "llama"
-
-
-def test_auto_leaves_features_that_are_not_native_to_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write_model(random_model(tiny_config("gemma4_text", FAMILIES["gemma4_text"].changes)), tmp_path)
-    assert build(folder, model_impl="auto").info.model_type == "gemma4_text"
-    assert "transformers runs the model" in capsys.readouterr().out
-    with pytest.raises(EngineError, match=r"hidden_size_per_layer_input is 8: .* --model-impl transformers"):
-        build(folder, model_impl="native")
