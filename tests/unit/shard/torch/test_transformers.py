@@ -168,12 +168,15 @@ def test_a_config_with_a_name_for_each_of_many_labels_is_refused(tmp_path: Path)
     "changes",
     [{"hidden_act": "relu2"}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}}],
 )
-def test_auto_falls_back_to_transformers(changes: dict[str, object], tmp_path: Path) -> None:
+def test_auto_falls_back_to_transformers(
+    changes: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = random_model(tiny_config("llama", changes))
     folder = write_model(model, tmp_path)
     with pytest.raises(UnsupportedError, match=r"is not supported, only"):
         build(folder, model_impl="native")
     engine = build(folder, model_impl="auto")
+    assert "transformers runs the model" in capsys.readouterr().out
     tokens = Driver(engine, engine.warm_up(WarmUpLimits(max_batch_total_tokens=1024))).alone(range(5, 34), 6)
     with torch.inference_mode():
         logits = model(torch.tensor([[*range(5, 34), *tokens]])).logits[0]
