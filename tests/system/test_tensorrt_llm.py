@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from lora_folder import an_adapter
 from stack import Stack, running, still_running
 from standin import VERSIONS, python_path, read_log
 from streams import Streams
@@ -40,10 +41,11 @@ def serving(model: Path, version: str, *args: str, log: Path | None = None, **se
 class Server:
     """A stack for several tests, and the requests that reached its engine."""
 
-    def __init__(self, version: str, stack: Stack, log: Path) -> None:
+    def __init__(self, version: str, stack: Stack, log: Path, model: str) -> None:
         self.version = version
         self.url = stack.url
         self.log = log
+        self.model = model
 
     async def post(self, session: aiohttp.ClientSession, route: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Return status and answer."""
@@ -63,9 +65,11 @@ class Server:
 def server(
     request: pytest.FixtureRequest, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("standin") / "log"
-    with serving(demo_model, request.param, "--max-batch-size", str(MAX_BATCH_SIZE), log=log, step_ms=2) as stack:
-        yield Server(request.param, stack, log)
+    folder = tmp_path_factory.mktemp("standin")
+    log = folder / "log"
+    flags = ("--max-batch-size", str(MAX_BATCH_SIZE), f"--lora-adapters=sql={an_adapter(folder / 'sql', q_proj=576)}")
+    with serving(demo_model, request.param, *flags, log=log, step_ms=2) as stack:
+        yield Server(request.param, stack, log, str(demo_model))
 
 
 async def test_generate_and_stream(server: Server, session: aiohttp.ClientSession) -> None:
@@ -78,6 +82,21 @@ async def test_generate_and_stream(server: Server, session: aiohttp.ClientSessio
         pieces = [json.loads(line[5:]) async for line in response.content if line.startswith(b"data:")]
     assert "".join(piece["token"]["text"] for piece in pieces) == WORDS
     assert pieces[-1]["generated_text"] == WORDS
+
+
+async def test_adapters_and_cached_tokens(server: Server, session: aiohttp.ClientSession) -> None:
+    """The stand-in writes the prompt backwards with an adapter, and begins where its cache ends."""
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": WORDS * 20}], "max_tokens": 4}
+    for model in ("sql", "tgi", "sql"):
+        status, answer = await server.post(session, "/v1/chat/completions", chat | {"model": model})
+        assert status == 200, answer
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    request = await server.arrival(session, "/generate", {"inputs": WORDS, "parameters": {"adapter_id": "sql"}})
+    assert request["lora"][:2] == ["sql", 1]
+    for route, body in (("/generate", {"inputs": "a", "parameters": {"adapter_id": "other"}}), ("/v1/completions", {})):
+        assert (await server.post(session, route, {"model": "other", "prompt": "a", **body}))[0] == 404
+    async with session.get(f"{server.url}/v1/models") as response:
+        assert [each["parent"] for each in (await response.json())["data"]][1:] == [server.model]
 
 
 async def test_a_grammar_constrains_the_text(server: Server, session: aiohttp.ClientSession) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from lora_folder import an_adapter
 from self_driver import SelfDriver
 from standin import read_log
 
@@ -21,23 +19,6 @@ PROMPT = tuple(range(100, 180))
 BACKWARDS = [*reversed(PROMPT)]
 
 Build = Callable[..., TensorRTEngine]
-
-
-def an_adapter(folder: Path, rank: int = 8, **modules: int) -> Path:
-    """Write an adapter that changes these modules, each with its number of inputs."""
-    modules = modules or {"q_proj": 64, "v_proj": 64}
-    folder.mkdir()
-    config = {"r": rank, "lora_alpha": 16, "target_modules": list(modules), "peft_type": "LORA"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    weights: dict[str, Any] = {}
-    for module, inputs in modules.items():
-        name = f"base_model.model.model.layers.0.block.{module}.lora_"
-        weights |= {
-            f"{name}A.weight": np.zeros((rank, inputs), np.float32),
-            f"{name}B.weight": np.zeros((64, rank), np.float32),
-        }
-    save_file(weights, folder / "adapter_model.safetensors")
-    return folder
 
 
 @pytest.fixture
