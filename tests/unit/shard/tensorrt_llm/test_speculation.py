@@ -64,7 +64,7 @@ def run(engine: TensorRTEngine, *sequences: NewSequence) -> list[StepResult]:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafter_serves_several_tokens_a_step(built: Build, version: str, tmp_path: Path, name: str) -> None:
     """Also requests that would have log-probabilities: TGI's streams get none."""
-    engine = built(options=options(**DRAFTERS[name]), step_ms=20, log=tmp_path / "log")
+    engine = built(options=options(**DRAFTERS[name]), step_ms=4, log=tmp_path / "log")
     drawn = Sampling(greedy=False, temperature=0.5)
     results = run(
         engine,

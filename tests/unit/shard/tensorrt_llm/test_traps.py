@@ -90,7 +90,7 @@ def test_requests_that_leave_in_the_engines_queue_leave_no_entries(built: Build,
 
 
 def test_statistics_do_not_block_requests(built: Build, tmp_path: Path) -> None:
-    engine = built(log=tmp_path / "log", step_ms=5)
+    engine = built(log=tmp_path / "log", step_ms=3)
     admit(engine, 0, 300)
     run(engine)
     assert engine.used_blocks or engine.queued == 0
