@@ -108,8 +108,9 @@ class Stack:
         return [record["event"] for record in self.records if record["process"] == process]
 
     def left_behind(self) -> list[str]:
-        """Return the files in the folder for temporary files."""
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        """Return the files in the folder for temporary files, except the cache that torch makes there for each user."""
+        found = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        return sorted(name for name in found if not name.startswith("torchinductor_"))
 
     def close(self) -> None:
         """Stop all processes that still run."""
